@@ -26,11 +26,7 @@ from tidemill.services.trainer.policy.state import SavesState
 from tidemill.services.trainer.weights.exported import DTYPES
 from tidemill.services.trainer.weights.shadow import owned_range
 from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over_ranks
-from tidemill.services.trainer.weights.store import (
-    WeightState,
-    export_tensors,
-    model_tensors,
-)
+from tidemill.services.trainer.weights.store import WeightState, export_tensors, model_tensors
 
 
 class ExportsWeights(SavesState):

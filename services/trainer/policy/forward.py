@@ -27,13 +27,7 @@ from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
-from tidemill.services.trainer.policy.packing import (
-    Tile,
-    TokenRow,
-    choose_layout,
-    kinds_of_layers,
-    make_tile,
-)
+from tidemill.services.trainer.policy.packing import Tile, TokenRow, choose_layout, kinds_of_layers, make_tile
 from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.trees import TREE, Tree, no_mask, rows_at

@@ -30,13 +30,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics,
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
-from tidemill.services.trainer.policy.forward import (
-    Scores,
-    TokenScorer,
-    pick_layout,
-    place,
-    tile_tokens,
-)
+from tidemill.services.trainer.policy.forward import Scores, TokenScorer, pick_layout, place, tile_tokens
 from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,

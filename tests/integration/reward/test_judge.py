@@ -10,15 +10,7 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.support.misbehaving import (
-    Behaviour,
-    MisbehavingServer,
-    answers,
-    closes,
-    cuts,
-    hangs,
-    says,
-)
+from tests.support.misbehaving import Behaviour, MisbehavingServer, answers, closes, cuts, hangs, says
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError

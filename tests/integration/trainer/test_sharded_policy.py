@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.models import (
-    make_samples,
-    masked,
-    run_config,
-    save_state,
-    save_weights,
-    tiny_model,
-)
+from tests.support.models import make_samples, masked, run_config, save_state, save_weights, tiny_model
 from tests.support.rank_runs import STEPS, Numbers, train, update
 from tests.support.versions import write_version
 from tidemill.common.config import RunConfig

@@ -23,10 +23,7 @@ from tidemill.services.trainer.durable.checkpoint import CheckpointStore, Traine
 from tidemill.services.trainer.groups.samples import Sample, SegmentTokens, Teaching, TurnEnd, with_teaching
 from tidemill.services.trainer.policy import transformers_policy
 from tidemill.services.trainer.policy.fsdp import rank_policy, ranks
-from tidemill.services.trainer.policy.fsdp.rank_policy import (
-    cores_beside,
-    take_share,
-)
+from tidemill.services.trainer.policy.fsdp.rank_policy import cores_beside, take_share
 from tidemill.services.trainer.policy.fsdp.ranks import (
     JOIN_TIMEOUT,
     NCCL_TIMEOUT,
