@@ -73,7 +73,7 @@ class Limiter:
         """Wait until a request of about `tokens` may be sent; its end frees the place."""
         self._number += 1
         permit = Permit(f"{self._prefix}:{self._number}", tokens)
-        if not self.config.is_limited:
+        if self.config == LimitsConfig():  # no limit
             yield permit
             return
         if self._upkeep is None:

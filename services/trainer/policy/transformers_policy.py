@@ -167,7 +167,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         """Of one forward pass."""
         if model.device.type == "cpu":
             self._tile_tokens = min(CPU_TILE_TOKENS, config.bin_tokens)
-        if config.recomputes_layers:
+        if config.gradient_checkpointing is True:  # and not `auto`: then nothing has chosen yet
             recompute_layers(model)
             if isinstance(self._value_head, Critic):
                 recompute_layers(self._value_head.model)
