@@ -19,6 +19,7 @@ from tidemill.common.config.algorithm_table import LOSSES
 from tidemill.common.config.environment import AGENT, TOOLS
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
+from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import check_machine, check_records
 from tidemill.common.redis.client import URL_VARIABLE
@@ -31,7 +32,6 @@ from tidemill.services.console.check.model_folder import (
     check_teachers,
     inspect_model,
 )
-from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.specs import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
