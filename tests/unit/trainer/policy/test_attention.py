@@ -24,6 +24,7 @@ from tests.support.models import (
 from tests.support.parity import score_plain
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
+from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 from tidemill.services.rollout.engines.model import load_model as load_for_engine
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
@@ -71,7 +72,7 @@ def test_reward_models_cap_attention_scores(tmp_path):
     rows = [[3, 4, 5, 6, 7, 8, 9], [5, 9, 11]]
     with torch.no_grad():
         expected = [plain(input_ids=torch.tensor([row])).logits[0].item() for row in rows]
-    scores = ScoringModel(str(tmp_path), device="cpu").score(rows)
+    scores = ScoringModel(ServerOptions(model=str(tmp_path), device="cpu")).score(rows)
     np.testing.assert_allclose([score.item() for score in scores], expected, atol=1e-5)
 
 
@@ -122,7 +123,7 @@ def test_a_reward_model_scores_a_row_alike_beside_any_other(tmp_path):
     config = make_config("Llama", rope_parameters=LONGROPE)
     config.num_labels, config.architectures = 1, ["LlamaForSequenceClassification"]
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    model = ScoringModel(str(tmp_path), device="cpu")
+    model = ScoringModel(ServerOptions(model=str(tmp_path), device="cpu"))
     short, long = [3, 4, 5, 6, 7, 8, 9], list(range(3, 27))
     np.testing.assert_allclose(model.score([short])[0], model.score([short, long])[0], atol=1e-5)
 
