@@ -25,8 +25,8 @@ from tidemill.common.history import StreamName
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.http_endpoint import HttpEndpoint
+from tidemill.common.process.replicas import is_address
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.replicas import is_address
 from tidemill.common.run.state import UnknownRunError, read_config
 from tidemill.common.streams import Backlog, backlog, length
 from tidemill.common.streams.entries import Entry, Garbled

@@ -29,7 +29,7 @@ from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
 from tidemill.common.process.http_server import BACKLOG, ServerInService, listen, server_config
 from tidemill.common.process.json_api import InputError, TokenGate, answered, read_body
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.replicas import LANE_HEADER
+from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.model_server.batcher import Batcher

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import Reporter
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.replicas import read_replicas
 from tidemill.common.wire.keys import Keys
 
 if TYPE_CHECKING:

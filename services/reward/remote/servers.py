@@ -21,7 +21,7 @@ import structlog
 
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.process.heartbeats import Heartbeat
-from tidemill.common.run.replicas import LANE_HEADER
+from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote.faults import (

@@ -16,8 +16,8 @@ from tests.support.waiting import wait_until
 from tidemill.common.config import ServersConfig
 from tidemill.common.process import heartbeats
 from tidemill.common.process.heartbeats import publish_heartbeat
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.replicas import read_replicas
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote import servers as resting

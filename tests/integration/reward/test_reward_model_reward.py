@@ -19,7 +19,7 @@ from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig
 from tidemill.common.config.reward_kinds import RewardModelConfig
-from tidemill.common.run.replicas import read_replicas
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.reward.outcome import AttemptError

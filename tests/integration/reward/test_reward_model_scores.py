@@ -72,7 +72,7 @@ def test_the_head_computes_in_float32_over_a_trunk_in_bfloat16(tmp_path: Path) -
 
 
 def test_weights_go_and_come_back_unchanged(tmp_path: Path) -> None:
-    model = ScoringModel(str(tiny_classifier(tmp_path / "model")), is_offloaded=True)
+    model = ScoringModel(ServerOptions(model=str(tiny_classifier(tmp_path / "model")), share_device=True))
     model.restore()
     before = model.score(ROWS)
     model.offload()

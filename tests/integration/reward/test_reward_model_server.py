@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
 from tests.support.waiting import wait_until
-from tidemill.common.run.replicas import LANE_HEADER
+from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.services.reward.model_server.app import ScoringApp
 from tidemill.services.reward.model_server.batcher import Batcher
 from tidemill.services.reward.model_server.options import ServerOptions

@@ -15,7 +15,7 @@ from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import read_heartbeats
-from tidemill.common.run.replicas import read_replicas
+from tidemill.common.process.replicas import read_replicas
 from tidemill.services.console.processes.specs import service_specs
 
 # Through a shell that stays, as servers have children of their own.

@@ -21,7 +21,7 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.vllm_machine import need_vllm
 from tests.support.waiting import wait_until
-from tidemill.common.run.replicas import read_replicas
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import append
 from tidemill.common.wire.messages import ScoreStatus, Trajectory
 

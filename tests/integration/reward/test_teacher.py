@@ -22,7 +22,7 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig, TeacherConfig
-from tidemill.common.run.replicas import read_replicas
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import AttemptError

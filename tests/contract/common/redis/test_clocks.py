@@ -9,7 +9,7 @@ from tests.support.clocks import set_clock_back
 from tests.support.consumers import LEASE_S, fall_silent, fetched, make_consumer, pending, publish
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
-from tidemill.common.run.replicas import read_replicas
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import Delivery
 from tidemill.common.wire.keys import REWARD_GROUP
 
