@@ -29,6 +29,7 @@ from benchmarks.device import free, is_gpu, now_s
 from benchmarks.gpu.parts import DID_NOT_START
 from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures
+from tests.support.models import logprobs_of
 from tests.support.training import sample_of
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -196,7 +197,7 @@ def compare(
         change(policy, *CHANGES[version])
         if policy.compare_weights().digest != manifests[version].digest:
             raise RuntimeError(f"the weights of version {version} cannot be made again: other random numbers")
-        scored = zip(policy.logprobs(samples), samples, strict=True)
+        scored = zip(logprobs_of(policy, samples), samples, strict=True)
         gaps[version] = np.concatenate([np.abs(mine - sample.rollout_logprobs) for mine, sample in scored])
     found = {"gap": gaps[DELTA].mean(), "gap_max": gaps[DELTA].max(), "gap_other_version": gaps[FULL].mean()}
     return {name: float(value) for name, value in found.items()}

@@ -21,8 +21,6 @@ from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire.keys import Keys
 
 NICENESS = 10
-PATIENCE_S = 60.0
-"""How long another archiver of the run is waited for."""
 
 
 async def archive(
@@ -36,7 +34,7 @@ async def archive(
     try:
         streams = (await read_config(broker, keys)).streams
         broker.max_bytes, config = streams.max_message_mb << 20, streams.archive
-        return await archive_run(broker, keys, run_dir, config, until, is_last=is_last, patience_s=PATIENCE_S)
+        return await archive_run(broker, keys, run_dir, config, until, is_last=is_last)
     except LockedError:
         return {}  # whoever holds the lock does the same work, and is asked again if that was not enough
     finally:

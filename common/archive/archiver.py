@@ -57,6 +57,8 @@ log = structlog.get_logger(__name__)
 MIB, GIB = 1 << 20, 1 << 30
 DAY_S = 86400.0
 POLL_S = 0.2
+PATIENCE_S = 60.0
+"""How long another process that archives the run is waited for."""
 ROW_GROUP_BYTES = 4 << 20
 """Payload of a row group: what a lookup reads at least, and what a writer holds beside one message."""
 ROW_GROUP_ROWS = 4096
@@ -74,7 +76,6 @@ async def archive_run(
     until: Mapping[StreamName, str] | None = None,
     *,
     is_last: bool = False,
-    patience_s: float = 0.0,
 ) -> dict[StreamName, int]:
     """Archive streams up to ids, without `until` all of them, then apply retention.
 
@@ -82,32 +83,22 @@ async def archive_run(
         broker, keys, run_dir, config: Of the run.
         until: Streams, and the last entry of each to archive.
         is_last: Write what does not fill a segment too.
-        patience_s: How long another process that archives this run is waited for.
 
     Returns:
         How many entries of each stream.
 
     Raises:
-        LockedError: another process archives this run, for longer than `patience_s`.
+        LockedError: another process archives this run, for longer than `PATIENCE_S`.
     """
     # What the run refuses for being too large must not come whole out of its archive.
     broker.claims = broker.claims or ClaimStore(run_dir, max_bytes=broker.max_bytes)
     ends = dict.fromkeys(StreamName, "+") if until is None else until
-    size, deadline = int(config.segment_mb * MIB), time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             with writing(run_dir):
                 counts = {
-                    stream: await archive_stream(
-                        broker,
-                        keys,
-                        run_dir,
-                        stream,
-                        segment_bytes=size,
-                        until=end,
-                        is_last=is_last,
-                        keep_choices=config.keep_choices,
-                    )
+                    stream: await archive_stream(broker, keys, run_dir, stream, config, end, is_last)
                     for stream, end in ends.items()
                 }
                 retain(run_dir, config)
@@ -134,17 +125,15 @@ async def archive_stream(
     keys: Keys,
     run_dir: Path,
     stream: StreamName,
-    *,
-    segment_bytes: int,
-    until: str = "+",
-    is_last: bool = False,
-    keep_choices: bool = True,
+    config: ArchiveConfig,
+    until: str,
+    is_last: bool,
 ) -> int:
-    """Archive entries up to `until`, in segments of `segment_bytes` of payload; returns how many.
+    """Archive entries up to `until`, in segments of `segment_mb` of payload; returns how many.
 
     What does not fill a segment is left for later, unless `is_last`. Call within `writing`.
     """
-    folder, total = stream_folder(run_dir, stream), 0
+    folder, total, segment_bytes = stream_folder(run_dir, stream), 0, int(config.segment_mb * MIB)
     # Before the last id is read: half a file of a killed writer must count for nothing.
     manifest = sweep(folder)
     last_id = manifest.last_id
@@ -152,7 +141,7 @@ async def archive_stream(
         # What is trimmed already and not archived is a gap: the segment says so for good.
         building = SegmentFile(stream.message_type, max(last_id, trimmed_up_to(folder), key=id_order))
         with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
-            async for entry in _entries(broker, stream.key(keys), last_id, until, keep_choices):
+            async for entry in _entries(broker, stream.key(keys), last_id, until, config.keep_choices):
                 building.add(entry, aside)
                 if building.payload_bytes >= segment_bytes:
                     break

@@ -18,10 +18,6 @@ class LimitsConfig(Section):
     tokens_per_minute: float = Field(0.0, ge=0.0, le=1e12)
     """Tokens in a minute, of prompts and answers."""
 
-    @property
-    def is_limited(self) -> bool:
-        return bool(self.concurrency or self.requests_per_minute or self.tokens_per_minute)
-
 
 class PricesConfig(Section):
     """What the servers charge, in any currency."""

@@ -270,11 +270,6 @@ class TrainerConfig(Section):
         return self.num_ranks // self.context_size
 
     @property
-    def recomputes_layers(self) -> bool:
-        """`gradient_checkpointing`, where nothing has chosen yet."""
-        return self.gradient_checkpointing is True
-
-    @property
     def updates_per_step(self) -> int:
         """Optimizer updates of a step, over all passes."""
         return self.mini_batches * self.passes

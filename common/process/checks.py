@@ -90,6 +90,17 @@ def compute_memory(
     return list(_ask(Program.TRAINER_MEMORY, request, f"model.path {config.model.path}")["fits"])
 
 
+def gib(value: float) -> str:
+    return f"{value / (1 << 30):.1f}"
+
+
+def listed(parts: Mapping[str, float]) -> str:
+    """In GiB, the largest first; what is below a hundredth of all is left out."""
+    total = sum(parts.values())
+    shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
+    return ", ".join(f"{name} {gib(value)}" for value, name in shown)
+
+
 def examine_machine(config: RunConfig, runs: Path) -> list[dict[str, Any]]:
     """Have a process of the trainer look at this machine and measure it: facts, as maps of `what`, `text`,
     `remedy` and `is_problem`.

@@ -1,8 +1,8 @@
 """Heartbeats: every process tells the run who it is, what it does and what it waits for.
 
-One field per process in its role's hash, rewritten every two seconds. Nothing but people and dashboards
-depends on it: delivery relies on leases only. The Redis user of one role cannot speak for another. Times of
-beats are those of the Redis server, so that machines need not agree on theirs.
+One field per process in its role's hash, rewritten every two seconds. Delivery relies on leases only; people
+and dashboards read heartbeats, and those that ask replicas find them there. The Redis user of one role cannot
+speak for another. Times of beats are those of the Redis server, so that machines need not agree on theirs.
 """
 
 import asyncio
@@ -54,6 +54,10 @@ class Heartbeat:
     folder: str = ""
     """Of a trainer: the run's folder on its host."""
     port: int = 0
+    servers: str = ""
+    """Of a replica: the section of `servers` that it is one of."""
+    url: str = ""
+    """Of a replica: where it takes requests; empty while it takes none."""
     address: str = ""
     """Host under which scrapers reach `port`; see `reachable_host`."""
     started_at: FiniteFloat = field(default_factory=time.time)

@@ -104,6 +104,8 @@ class ServiceContext:
     def __post_init__(self) -> None:
         # A restarted process has the name of the one before, but must not pass for the holder of its leases.
         self.consumer_name = f"{self.name}.{secrets.token_hex(4)}"
+        folder = folder_name(self.run_dir) if self.role == TRAINER else ""
+        self.beat = Heartbeat(self.name, self.role, folder=folder)
 
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
@@ -295,9 +297,8 @@ def _handle_signals(context: ServiceContext) -> None:
 
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
-    address = reachable_host(endpoint.host)
-    folder = folder_name(context.run_dir) if context.role == TRAINER else ""
-    beat = Heartbeat(context.name, context.role, folder=folder, port=endpoint.port, address=address)
+    beat = context.beat
+    beat.port, beat.address = endpoint.port, reachable_host(endpoint.host)
     longest_lag_s = 0.0
 
     async def forever() -> None:

@@ -60,27 +60,21 @@ NO_MASKS = (
     "rollout.sampling_masks: false leaves masks out, and trainer.algorithm.importance weights correct for "
     "top_p, top_k and min_p instead"
 )
-
-
-def check_masks() -> None:
-    """Raises ConfigError: the vLLM that is installed cannot record what top_p, top_k and min_p leave."""
-    if is_cpu_build():
-        raise ConfigError(
-            "rollout.sampling has top_p, top_k or min_p, and vLLM on a CPU does not record which ids these "
-            f"leave (its Model Runner V2 does, on GPUs): take rollout.engine transformers; or {NO_MASKS}"
-        )
-
-
 NO_ROUTES = "rollout.record_routes: false lets the trainer choose experts by itself"
 
 
-def check_routes() -> None:
-    """Raises ConfigError: the vLLM that is installed cannot record which experts tokens went to."""
-    if is_cpu_build():
-        raise ConfigError(
-            "model.path is a mixture of experts, and vLLM on a CPU does not record where tokens go (its "
-            f"Model Runner V2 does, on GPUs): take rollout.engine transformers; or {NO_ROUTES}"
-        )
+def check_records(masks: bool = False, routes: bool = False) -> None:
+    """Raises ConfigError: the vLLM that is installed cannot record what top_p, top_k and min_p leave, or
+    which experts tokens went to."""
+    for is_wanted, why, what, instead in (
+        (masks, "rollout.sampling has top_p, top_k or min_p", "which ids these leave", NO_MASKS),
+        (routes, "model.path is a mixture of experts", "where tokens go", NO_ROUTES),
+    ):
+        if is_wanted and is_cpu_build():
+            raise ConfigError(
+                f"{why}, and vLLM on a CPU does not record {what} (its Model Runner V2 does, on GPUs): "
+                f"take rollout.engine transformers; or {instead}"
+            )
 
 
 def check_bfloat16(whose: str) -> None:

@@ -7,9 +7,10 @@ what a sequence's tokens get would depend on what is computed beside it, and vLL
 
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
-from tidemill.common.config import ModelConfig
+from tidemill.common.config import ModelConfig, is_path
 from tidemill.common.errors import ConfigError
 
 ROPE = ("rope_scaling", "rope_parameters")
@@ -20,6 +21,17 @@ TRAINED = "max_trained_positions"
 """vLLM's name of it, for dynamic scaling."""
 LENGTHS = ("short", "long")
 """Of the sequences that a set of LongRoPE's factors is for (arXiv 2402.13753)."""
+
+
+def check_folder(what: str, model: str) -> None:
+    """Raises ConfigError: `model` means a folder (`what` names it in words), and no model is there."""
+    folder = Path(model)
+    if (is_path(model) or folder.exists()) and not (folder / "config.json").is_file():
+        problem = "has no config.json" if folder.exists() else "does not exist"
+        raise ConfigError(
+            f"{what} {model}: the folder {problem}. Give that of a saved model; relative paths in a config "
+            "start at the config's folder."
+        )
 
 
 def overridden(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prompts measured as the model will read them, without its libraries; and the steps of some epochs.
+"""Prompts as the model will read them, measured without its libraries; and the steps of some epochs.
 
 Needs a model folder with a tokenizer.json.
 """
@@ -9,10 +9,63 @@ from pathlib import Path
 from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
-from tidemill.common.run.dataset import Row, read_training_rows
+from tidemill.common.run.dataset import ChatMessage, Row, read_training_rows
 
 BATCH_ROWS = 1024
 TOKENIZER_FILE = "tokenizer.json"
+
+
+def plain_prompt(row: Row, data: DataConfig) -> str:
+    """What a model reads where no chat template is in use. Raises ConfigError: the prompt is a chat."""
+    if isinstance(row.prompt, str):
+        return row.prompt + data.prompt_suffix
+    if len(row.prompt) == 1:
+        return f"{row.prompt[0]['content']}{data.prompt_suffix}"
+    raise ConfigError(
+        f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in "
+        "use; use data.chat_template 'auto' with a model that has one, or give the prompt as text."
+    )
+
+
+def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
+    """The row as a chat: system prompt first unless it has its own, suffix on the last question."""
+    prompt = row.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if data.prompt_suffix:
+        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if not users:
+            raise ConfigError(
+                f"{row.origin}: no message has the role user, so data.prompt_suffix has no place."
+            )
+        last = messages[users[-1]]
+        messages[users[-1]] = {**last, "content": last["content"] + data.prompt_suffix}
+    if data.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    return messages
+
+
+def fate_of_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
+    """What becomes of prompts above the limit, of which length and origin are given, in words.
+
+    Raises:
+        ConfigError: too long is an error, or nothing would be left.
+    """
+    limit, (length, origin), (longest, _) = data.max_prompt_tokens, overlong[0], max(overlong)
+    if data.overlong_prompts == "error":
+        raise ConfigError(
+            f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is {limit:,}. "
+            f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. "
+            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, "
+            "right or middle, which cut."
+        )
+    if data.overlong_prompts != "drop":
+        return f"cut: {data.overlong_prompts}"
+    if len(overlong) == num_rows:
+        raise ConfigError(
+            f"all {num_rows:,} prompts have more than data.max_prompt_tokens ({limit:,}) tokens, the first "
+            f"is {origin} with {length:,}; nothing is left. Raise the limit."
+        )
+    return "left out"
 
 
 class Ruler:
@@ -47,16 +100,9 @@ class Ruler:
 
     def _text(self, row: Row) -> str:
         if self._template is None:
-            content = row.prompt if isinstance(row.prompt, str) else row.prompt[0]["content"]
-            return str(content) + self.data.prompt_suffix
-        messages = (
-            [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
-        )
-        if self.data.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.data.system_prompt})
-        last = messages[-1]
-        messages[-1] = {**last, "content": last["content"] + self.data.prompt_suffix}
-        return self._template.render(messages, add_generation_prompt=True)
+            return plain_prompt(row, self.data)
+        messages = chat_messages(row, self.data)
+        return self._template.render(messages, add_generation_prompt=messages[-1]["role"] != "assistant")
 
 
 class NotMeasuredError(ConfigError):

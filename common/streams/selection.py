@@ -31,17 +31,13 @@ class Selection:
     rewards: Range | None = None
     worker: str = ""
 
-    @property
-    def is_by_id(self) -> bool:
-        """Whether nothing but ids is asked for: then entries that cannot be decoded are selected too."""
-        return replace(self, first_id="-", last_id="+") == ALL
-
     def has_id(self, entry_id: str) -> bool:
         return id_order(self.first_id) <= id_order(entry_id) <= id_order(self.last_id)
 
     def takes(self, record: Entry[Message] | Garbled) -> bool:
         if isinstance(record, Garbled):
-            return self.is_by_id and self.has_id(record.entry_id)
+            # Where nothing but ids is asked for.
+            return replace(self, first_id="-", last_id="+") == ALL and self.has_id(record.entry_id)
         return self.matches(record.entry_id, record.message)
 
     def beyond(self, position: str) -> "Selection":

@@ -191,10 +191,6 @@ class Keys:
         """Hash: heartbeat of every process of a role, by name. Only the role's Redis user writes it."""
         return self._key(f"workers:{role}")
 
-    def replicas(self, servers: str) -> str:
-        """Sorted set: addresses that registered for a section of `servers`, by when they last spoke."""
-        return self._key(f"replicas:{servers}")
-
     def limits(self, servers: str) -> str:
         """Hash: what is left of the rates that these servers allow."""
         return self._key(f"limits:{servers}")

@@ -7,15 +7,7 @@ one look, so that boards.yml says nothing twice.
 import json
 from collections.abc import Callable, Sequence
 
-from grafana_foundation_sdk.builders import (
-    common,
-    dashboard,
-    prometheus,
-    stat,
-    table,
-    text,
-    timeseries,
-)
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, table, text, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as common_model
 from grafana_foundation_sdk.models import dashboard as model

@@ -29,12 +29,7 @@ from tidemill.services.reward.quarantine import Quarantine
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.groups import GroupScoring, PostProcessing
 from tidemill.services.reward.rewards.reward import FunctionReward
-from tidemill.services.reward.rewards.weighted_sum import (
-    Parts,
-    WeightedSum,
-    make_weighted_sum,
-    score_of,
-)
+from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, make_weighted_sum, score_of
 from tidemill.services.reward.sample import RewardSample
 
 log = structlog.get_logger(__name__)

@@ -29,10 +29,11 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.children import end_with_parent
+from tidemill.common.process.gpus import ask_driver
 from tidemill.common.process.programs import Program, run_own
 
 GIB, MIB, GB = 1 << 30, 1 << 20, 1e9
-RANKS_DEADLINE_S, TOOL_DEADLINE_S = 40.0, 10.0
+RANKS_DEADLINE_S = 40.0
 SHM, LEAST_SHM = "/dev/shm", GIB
 """NCCL and vLLM share memory there; containers give 64 MiB unless they are told."""
 LEAST_FREE = 0.9
@@ -82,17 +83,8 @@ def _size(config: RunConfig) -> int:
 
 def driver_list() -> str:
     """The driver's own list of GPUs; empty where there is no driver."""
-    return _tool("--query-gpu=name,driver_version", "--format=csv,noheader").strip().replace("\n", "; ")
-
-
-def _tool(*arguments: str) -> str:
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TOOL_DEADLINE_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    listed = ask_driver("--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    return listed.strip().replace("\n", "; ")
 
 
 def gpu_problem(driver: str) -> str:
@@ -150,7 +142,7 @@ def _look_at_memory() -> Iterator[Fact]:
         remedy = "" if free >= LEAST_FREE * total else "nvidia-smi shows whose processes hold it; end them"
         text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, {torch.cuda.get_device_name(gpu)}"
         yield Fact(f"GPU {gpu}", text, remedy, is_problem=bool(remedy))
-    if links := [line for line in _tool("nvlink", "--status").splitlines() if "GB/s" in line]:
+    if links := [line for line in (ask_driver("nvlink", "--status") or "").splitlines() if "GB/s" in line]:
         yield Fact("NVLink", f"{len(links)} links of all GPUs are up")
     elif torch.cuda.device_count() > 1:
         yield Fact("NVLink", "none is up", "sums and all-gathers go over PCIe: prefer trainer.shard_ranks 1")

@@ -8,7 +8,6 @@ It only reads, and needs neither torch nor Redis. What it sends is checked by wh
 """
 
 import argparse
-import hmac
 import os
 import re
 import sys
@@ -23,6 +22,7 @@ from starlette.routing import Route
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.http_server import server_config
+from tidemill.common.process.json_api import MIN_TOKEN_CHARS, is_shown
 from tidemill.common.run.state import runs_dir
 from tidemill.common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER
 from tidemill.common.telemetry.logs import configure_logs
@@ -30,7 +30,6 @@ from tidemill.common.weights.remote import TOKEN_VARIABLE
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import WeightManifest
 
-MIN_TOKEN_CHARS = 16
 FOLDER = re.compile(r"v[0-9]{8}")
 
 
@@ -38,7 +37,7 @@ class WeightApp:
     """The HTTP side; `runs` is the folder of all runs."""
 
     def __init__(self, token: str) -> None:
-        self._token = token.encode()
+        self._token = token
         self.runs = runs_dir()
 
     def routes(self) -> list[Route]:
@@ -48,9 +47,7 @@ class WeightApp:
         ]
 
     async def _file(self, request: Request) -> Response:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        # In constant time: how long a comparison takes would give the token away byte by byte.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self._token):
+        if not is_shown(request.headers.get("authorization", ""), self._token):
             return PlainTextResponse(f"the token is wrong: see {TOKEN_VARIABLE}\n", 401)
         found = await run_in_threadpool(self._find, **request.path_params)
         return found or PlainTextResponse("no such version, or no such file in it\n", 404)

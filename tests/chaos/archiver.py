@@ -80,7 +80,7 @@ async def disagreements(fleet: Fleet, copies: Archive) -> list[str]:
     config = fleet.config.streams.archive
     if not config.enabled:
         return []
-    await archive_run(fleet.broker, fleet.keys, fleet.run_dir, config, is_last=True, patience_s=60.0)
+    await archive_run(fleet.broker, fleet.keys, fleet.run_dir, config, is_last=True)
     history = History(fleet.keys.run_id, fleet.run_dir, None)
     found: list[str] = []
     for stream in StreamName:

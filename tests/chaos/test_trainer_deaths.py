@@ -12,13 +12,7 @@ import torch
 
 from tests.chaos.mortal_trainer import POINTS, Death, live
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.training import (
-    answering,
-    assert_nothing_lost,
-    messages,
-    num_commits,
-    replayed_digests,
-)
+from tests.support.training import answering, assert_nothing_lost, messages, num_commits, replayed_digests
 from tidemill.common.run.weight_files import (
     WEIGHTS_FOLDER,
     folder_versions,

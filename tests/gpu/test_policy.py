@@ -13,8 +13,10 @@ from tests.gpu.models import gpu_model, make_gpu_policy, needs_gpu, needs_kernel
 from tests.support.models import (
     accumulate_all,
     gradients_of,
+    logprobs_of,
     make_relatives,
     one_batch,
+    save_state,
     save_weights,
     train,
 )
@@ -39,7 +41,7 @@ def deterministic() -> Iterator[None]:
 
 
 def gaps(mine: TransformersPolicy, theirs: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
-    pairs = zip(mine.logprobs(samples), theirs.logprobs(samples), strict=True)
+    pairs = zip(logprobs_of(mine, samples), logprobs_of(theirs, samples), strict=True)
     return np.concatenate([np.abs(left - right) for left, right in pairs])
 
 
@@ -75,8 +77,8 @@ def test_trees_of_the_varlen_kernel_equal_row_by_row(folder: Path) -> None:
     samples = make_relatives(SAMPLES)
     packed, single = (make_gpu_policy(folder, dtype="bfloat16") for _ in range(2))
     assert packed.layout == "tree"
-    alone = np.concatenate([logprobs for sample in samples for logprobs in single.logprobs([sample])])
-    together = np.concatenate(packed.logprobs(samples))
+    alone = np.concatenate([logprobs for sample in samples for logprobs in logprobs_of(single, [sample])])
+    together = np.concatenate(logprobs_of(packed, samples))
     assert np.abs(together - alone).mean() < 0.01 and np.abs(together - alone).max() < 0.2
     accumulate_all(packed, [one_batch(samples)])
     accumulate_all(single, [one_batch([sample]) for sample in samples])
@@ -87,8 +89,8 @@ def test_trees_in_float32_equal_row_by_row(folder: Path) -> None:
     samples = make_relatives(SAMPLES)
     policy = make_gpu_policy(folder)
     assert policy.layout == LAYOUT
-    alone = np.concatenate([logprobs for sample in samples for logprobs in policy.logprobs([sample])])
-    assert np.abs(np.concatenate(policy.logprobs(samples)) - alone).max() < 1e-4
+    alone = np.concatenate([logprobs for sample in samples for logprobs in logprobs_of(policy, [sample])])
+    assert np.abs(np.concatenate(logprobs_of(policy, samples)) - alone).max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -103,7 +105,7 @@ def test_replay_from_a_checkpoint_is_bit_identical(
     batches = form_micro_batches(samples, 100)
     live, replayed = make_gpu_policy(folder, **options), make_gpu_policy(folder, **options)
     train(live, batches[:2])
-    live.save_state(tmp_path)
+    save_state(live, tmp_path)
     replayed.load_state(tmp_path)
     for _ in range(3):
         assert train(live, batches) == train(replayed, batches)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.gpu.models import DEVICE, IS_DRY, gpu_model, needs_gpu, needs_kernels, needs_two_gpus
-from tests.support.models import make_samples, one_batch, run_config
+from tests.support.models import make_samples, one_batch, run_config, save_state
 from tests.support.preloaded import REPO
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -61,14 +61,19 @@ def step(policy: Policy, seed: int = 0) -> UpdateResult:
     return policy.update(sums.denominator)
 
 
+def start_logprobs(policy: Policy) -> np.ndarray[Any, Any]:
+    """Of some samples, as two mini-batches want them."""
+    return np.concatenate([found["proximal_logprobs"] for found in policy.precompute(make_samples(12))])
+
+
 @pytest.mark.parametrize("trainer", [{}, {"sum_gradients": "micro_batch"}])
 def test_two_ranks_have_the_numbers_of_one(folder: Path, trainer: dict[str, Any]) -> None:
-    samples, found = make_samples(12), []
+    found = []
     for num_ranks in (1, 2):
-        with opened(config_of(folder, num_ranks, **trainer)) as policy:
-            before = np.concatenate(policy.logprobs(samples))
+        with opened(config_of(folder, num_ranks, mini_batches=2, **trainer)) as policy:
+            before = start_logprobs(policy)
             norms = [step(policy, seed).grad_norm for seed in range(2)]
-            found.append((before, norms, np.concatenate(policy.logprobs(samples))))
+            found.append((before, norms, start_logprobs(policy)))
     (before, norms, after), (sharded_before, sharded_norms, sharded_after) = found
     np.testing.assert_allclose(sharded_before, before, atol=1e-4)
     assert sharded_norms == pytest.approx(norms, rel=1e-3)
@@ -91,7 +96,7 @@ def test_ranks_resume_where_they_were(folder: Path, tmp_path: Path, is_offloaded
     config = config_of(folder, offload_optimizer=is_offloaded)
     with opened(config) as policy:
         step(policy)
-        policy.save_state(tmp_path)
+        save_state(policy, tmp_path)
         expected = [policy.digest(), step(policy, 1), policy.digest()]
     with opened(config) as policy:
         policy.load_state(tmp_path)
@@ -140,10 +145,10 @@ from pathlib import Path
 import torch
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.policy.loading import open_policy
-from tests.support.models import make_samples
+from tests.support.models import make_samples, one_batch
 
 policy = open_policy(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()))
-policy.logprobs(make_samples(2))  # the ranks are connected from now on
+policy.accumulate(one_batch(make_samples(2)))  # the ranks are connected from now on
 print(*(process.pid for process in policy._ranks._watch._started.values()), flush=True)
 torch.distributed.all_reduce(torch.ones(1, device=policy._ranks.device))  # the other one waits for a call
 if policy._ranks.device.type == "cuda":

@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_kernels
-from tests.support.models import PIECES, run_config
+from tests.support.models import PIECES, logprobs_of, run_config
 from tests.support.training import sample_of
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
@@ -79,7 +79,7 @@ async def generate_all(engine: VllmEngine, requests: Sequence[GenerationRequest]
 def gaps(policy: TransformersPolicy, request: GenerationRequest, result: Generation) -> np.ndarray:
     """|engine - trainer| of each token, with one version's weights for all of them."""
     sample = sample_of((0, 0), request.prompt_ids, result.token_ids, result.logprobs)
-    return np.abs(policy.logprobs([sample])[0] - sample.rollout_logprobs)
+    return np.abs(logprobs_of(policy, [sample])[0] - sample.rollout_logprobs)
 
 
 def assert_near(found: Sequence[np.ndarray]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_two_gpus
-from tests.support.models import run_config, save_weights
+from tests.support.models import logprobs_of, run_config, save_weights
 from tests.support.parity import score
 from tests.support.training import sample_of
 from tests.support.versions import Chain
@@ -98,4 +98,4 @@ def logprobs(folder: Path) -> np.ndarray:
     policy = make_gpu_policy(folder, dtype="bfloat16")
     policy._temperature = 1.0
     sample = sample_of((0, 0), PROMPT, COMPLETION)
-    return policy.logprobs([sample])[0]
+    return logprobs_of(policy, [sample])[0]

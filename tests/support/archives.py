@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.support.trajectories import make_trajectory
 from tidemill.common.archive.archiver import archive_stream, writing
 from tidemill.common.archive.manifest import Manifest
+from tidemill.common.config import ArchiveConfig
 from tidemill.common.history import History, Record, Selection, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Fields, read_raw
@@ -53,16 +54,9 @@ async def archive(
 ) -> int:
     """Archive one stream, here."""
     with writing(run_dir):
-        return await archive_stream(
-            broker,
-            keys,
-            run_dir,
-            stream,
-            segment_bytes=segment_bytes,
-            until=until,
-            is_last=is_last,
-            keep_choices=keep_choices,
-        )
+        changes = {"segment_mb": segment_bytes / (1 << 20), "keep_choices": keep_choices}
+        config = ArchiveConfig().model_copy(update=changes)
+        return await archive_stream(broker, keys, run_dir, stream, config, until, is_last)
 
 
 async def scanned(

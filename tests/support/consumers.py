@@ -8,14 +8,7 @@ from tidemill.common import streams
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Delivery, Entry, Garbled
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import (
-    DeadLetter,
-    Lane,
-    Score,
-    ScoreStatus,
-    Ticket,
-    Trajectory,
-)
+from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Ticket, Trajectory
 
 LEASE_S = 3600.0
 """Far longer than any test: leases end because a test ages them, never because it is slow."""

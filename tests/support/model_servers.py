@@ -7,6 +7,9 @@ import httpx
 
 from tidemill.common.config import RewardConfig, ServersConfig
 from tidemill.common.config.servers import LimitsConfig
+from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.remote.limiter import Limiter
 from tidemill.services.reward.remote.servers import Servers
 
@@ -30,3 +33,10 @@ def dependencies_of(servers: Any, **reward: Any) -> Any:
     """What a reward that asks these servers is made with."""
     config = SimpleNamespace(reward=RewardConfig(**reward))
     return SimpleNamespace(servers=lambda _: servers, config=config)
+
+
+async def announce_replica(broker: Broker, keys: Keys, servers: str, url: str) -> Heartbeat:
+    """As a replica does that takes requests there; returns what it said."""
+    beat = Heartbeat(f"replica-{url}", "replica", servers=servers, url=url)
+    await publish_heartbeat(broker, keys, beat)
+    return beat

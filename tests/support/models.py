@@ -1,6 +1,6 @@
 """Models of a few thousand parameters, samples for them, and policies that train them, made on the spot."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers import (
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
@@ -237,6 +238,22 @@ def read_policy_state(folder: Path) -> PolicyState:
     """All of a saved state, whatever the number of ranks that wrote it."""
     reader = ShardReader(folder)
     return PolicyState({name: reader.read(name) for name in reader.shapes}, reader.values)
+
+
+def logprobs_of(
+    policy: TransformersPolicy, samples: Sequence[Sample], temperature: float = 1.0
+) -> list[Float32]:
+    """Logprobs of all completion tokens under the current weights, [T] for each sample; of several ranks,
+    each has to make the call."""
+    parts, order = policy._deal_groups(samples)
+    scored = policy._score_all(parts, policy._scorer, temperature)
+    return policy._join([scores["logprobs"].astype(np.float32) for scores in scored], order)
+
+
+def save_state(policy: Policy, folder: Path) -> None:
+    """Write a policy's state into a folder, here and now."""
+    policy.stage_state()
+    policy.begin_saving(folder).result()
 
 
 def load_state(policy: Policy, state: PolicyState) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.support.numbered import append_numbered
 from tests.support.training import make_parts, messages, trainer_config
+from tests.support.versions import write_version
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
@@ -95,7 +96,7 @@ async def started(
 async def announce_version(broker: Broker, keys: Keys, folder: Path, version: int, term: int = 1) -> None:
     """As the trainer process number `term` does; weights of different terms differ."""
     policy = SimulatedPolicy(trainer_config())
-    manifest = await asyncio.to_thread(WeightStore(folder).write, version, policy)
+    manifest = await asyncio.to_thread(write_version, WeightStore(folder), version, policy)
     manifest = manifest.model_copy(update={"term": term, "digest": f"{term:032x}"})
     await append_numbered(broker, keys.weights, [(version, manifest)])
 

@@ -11,10 +11,16 @@ from tidemill.common.weights.bits import Bits, TensorInfo, read_safetensors
 from tidemill.common.weights.delta import ENCODING, DeltaWriter, delta_name
 from tidemill.common.weights.digest import digest_of
 from tidemill.common.wire.messages import WeightFile, WeightManifest
+from tidemill.services.trainer.weights.store import WeightSource, WeightStore
 
 FULL_FILE = "model.safetensors"
 RANKS = 2
 """Each writes a file of a delta."""
+
+
+def write_version(store: WeightStore, version: int, policy: WeightSource) -> WeightManifest:
+    """Publish the policy's weights as `version`, here and now."""
+    return store.finish(store.begin(version, policy, policy.compare_weights()))
 
 
 class Chain:

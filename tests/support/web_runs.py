@@ -15,15 +15,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, update_state
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import (
-    Commit,
-    DeadLetter,
-    Lane,
-    Score,
-    ScoreStatus,
-    Ticket,
-    Trajectory,
-)
+from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, ScoreStatus, Ticket, Trajectory
 
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 RIGHT_TO_LEFT = "\u202egpj.exe\u202c \u05e9\u05dc\u05d5\u05dd"

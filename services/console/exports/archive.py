@@ -23,8 +23,6 @@ from tidemill.services.console.run.folder import find_run, nearest
 from tidemill.services.console.run.history import open_history
 from tidemill.services.console.text.tree import note, part, show, table
 
-PATIENCE_S = 60.0
-"""How long an archiver that is at work is waited for."""
 ANSWER_S = 5.0
 
 
@@ -36,7 +34,7 @@ async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: Archiv
         await asyncio.wait_for(broker.execute("PING"), ANSWER_S)
     except (TimeoutError, RedisError, OutageError):
         raise UnreachableError("Redis does not answer") from None
-    await archive_run(broker, keys, run_dir, config, is_last=True, patience_s=PATIENCE_S)
+    await archive_run(broker, keys, run_dir, config, is_last=True)
 
 
 def archive(options: ArchiveOptions) -> int:

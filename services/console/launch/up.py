@@ -16,6 +16,7 @@ from rich.text import Text
 from tidemill.common.config import FieldChange, RunConfig, changed_fields
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.children import hide_memory
+from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
@@ -27,7 +28,6 @@ from tidemill.services.console.launch.local_run import LocalRun
 from tidemill.services.console.launch.views import View
 from tidemill.services.console.options import UpOptions
 from tidemill.services.console.processes.forks import ForkServer
-from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.specs import (
     ServiceSpec,
     exporter_spec,

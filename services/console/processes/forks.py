@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_own
-from tidemill.services.console.processes.gpus import count_gpus
 
 if TYPE_CHECKING:  # it is started before anything heavy is imported
     from tidemill.services.console.processes.specs import ServiceSpec

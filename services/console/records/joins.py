@@ -69,8 +69,9 @@ class Place:
     position: int
 
 
-def _is_reversed(pairs: list[tuple[float, float]]) -> bool:
+def _is_reversed(found: Iterable[tuple[float | None, float | None]]) -> bool:
     """Whether advantages fall where rewards rise, which only shaped rewards and `gdpo` can do."""
+    pairs = [pair for pair in found if None not in pair]
     return len(pairs) > 1 and bool(np.cov(np.array(pairs, dtype=np.float64).T)[0, 1] < 0)
 
 
@@ -149,8 +150,7 @@ class GroupRecord:
     @property
     def is_reversed(self) -> bool:
         """Whether its advantages fall where its rewards rise."""
-        found = [(s.reward, s.advantage) for s in self.samples]
-        return _is_reversed([(r, a) for r, a in found if r is not None and a is not None])
+        return _is_reversed((s.reward, s.advantage) for s in self.samples)
 
 
 async def read_group(
@@ -370,19 +370,14 @@ class StepRecord:
         return max((sample.scored_at for sample in self.group(ticket)), default=0.0)
 
     @property
-    def last_to_come(self) -> SampleFacts | None:
-        """The sample whose score came last."""
-        return max(self.samples.values(), key=lambda s: s.scored_at, default=None)
-
-    @property
     def reversed_groups(self) -> list[int]:
         """Tickets whose advantages fall where their rewards rise."""
-        return [ticket for ticket in self.commit.groups if self._is_reversed(ticket)]
-
-    def _is_reversed(self, ticket: int) -> bool:
-        advantages = advantages_of(self.commit, ticket)
-        found = [(s.reward, advantages.get(s.key[1])) for s in self.group(ticket)]
-        return _is_reversed([(r, a) for r, a in found if r is not None and a is not None])
+        given = {ticket: advantages_of(self.commit, ticket) for ticket in self.commit.groups}
+        return [
+            ticket
+            for ticket, own in given.items()
+            if _is_reversed((s.reward, own.get(s.key[1])) for s in self.group(ticket))
+        ]
 
 
 async def read_step(history: History, step: int) -> StepRecord | None:

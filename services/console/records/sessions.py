@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.common.wire.messages import Trajectory
-from tidemill.common.wire.segments import Segment, Session, Turn
+from tidemill.common.wire.segments import Segment, Turn
 
 Said = Mapping[str, Any]
 """A chat message."""
@@ -78,7 +78,7 @@ class SessionFacts:
     num_environment_tokens: int
     """Completion tokens that are not trained."""
     end: str
-    """`done`, or the limit that it reached, in words."""
+    """`done`, or the limit that it reached, with what was late."""
     num_faults: int
 
     @property
@@ -98,7 +98,8 @@ def session_facts(trajectory: Trajectory) -> SessionFacts | None:
         return None
     turns = tuple(turn for segment in trajectory.segments for turn in segment.turns)
     _, num_others = num_completion_tokens(trajectory)
-    return SessionFacts(turns, len(trajectory.forks), num_others, end_in_words(session), session.num_faults)
+    end = f"{session.end} ({LATE[session.late]})" if session.late else session.end
+    return SessionFacts(turns, len(trajectory.forks), num_others, end, session.num_faults)
 
 
 LATE = {
@@ -107,11 +108,6 @@ LATE = {
     "reward": "the environment's reward was late",
     "program": "the program was silent",
 }
-
-
-def end_in_words(session: Session) -> str:
-    """Why it ended: `done`, or the limit that it reached, with what was late."""
-    return f"{session.end} ({LATE[session.late]})" if session.late else session.end
 
 
 def calls_of(said: Said | None) -> list[tuple[str, str]]:

@@ -206,8 +206,8 @@ def _stage_rows(record: StepRecord) -> Iterator[dict[str, Any]]:
 
 
 def _slowest_lines(record: StepRecord) -> Iterator[Node]:
-    commit, last = record.commit, record.last_to_come
-    if last is None:
+    commit = record.commit
+    if (last := max(record.samples.values(), key=lambda s: s.scored_at, default=None)) is None:
         return
     ready = sum(1 for ticket in commit.groups if record.complete_at(ticket) <= commit.started_at)
     yield Node("ready", f"{ready} of {len(commit.groups)} groups were complete when the step began")

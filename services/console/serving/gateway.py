@@ -26,14 +26,7 @@ from tidemill.common.run.dataset import PROMPT
 from tidemill.common.streams import OffsetReader, append, id_after, id_before, id_order, last_id, trim_before
 from tidemill.common.streams.entries import START, Entry
 from tidemill.common.wire.keys import StreamName
-from tidemill.common.wire.messages import (
-    DeadLetter,
-    Lane,
-    Score,
-    ScoreStatus,
-    Trajectory,
-    TrajectoryKey,
-)
+from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Session
 from tidemill.services.console.launch.reward_run import RewardRun
 

@@ -25,13 +25,13 @@ from starlette.routing import Route
 
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.http_server import ServerInService, listen, server_config
 from tidemill.common.process.json_api import TokenGate, answered, read_body, token_problem
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.services.console.launch.reward_run import RewardRun
 from tidemill.services.console.options import ServeRewardsOptions
-from tidemill.services.console.processes.gpus import count_gpus
 from tidemill.services.console.processes.specs import gpus_here, place
 from tidemill.services.console.run.folder import RunFolder, folder_of_runs, log_to_file, nearest, new_run_id
 from tidemill.services.console.serving.gateway import RewardGateway, SampleIn, ScoreOut

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tidemill.common.errors import TidemillError
 from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.common.wire.segments import Segment
-from tidemill.services.console.records.joins import GroupRecord, SampleRecord, read_group, read_trajectories
+from tidemill.services.console.records.joins import GroupRecord, read_group, read_trajectories
 from tidemill.services.console.records.sessions import num_completion_tokens
 from tidemill.services.console.records.trace import group_json, group_tree, message_lines, sample_parts
 from tidemill.services.console.text.formats import plural
@@ -41,19 +41,10 @@ LANES = {"groups": Lane.TRAIN, "eval-groups": Lane.EVAL}
 """By the part of the address: evaluation numbers its tickets by itself, so it has addresses of its own."""
 
 
-def _by_reward(sample: SampleRecord) -> tuple[Any, ...]:
-    return sample.reward is None, -(sample.reward or 0.0), sample.index
-
-
-def _by_length(sample: SampleRecord) -> tuple[Any, ...]:
-    made = sample.trajectory
-    return -sum(num_completion_tokens(made)) if made else 1, sample.index
-
-
 SAMPLE_SORTS: dict[str, Any] = {
-    "index": lambda sample: sample.index,
-    "reward": _by_reward,
-    "length": _by_length,
+    "index": lambda s: s.index,
+    "reward": lambda s: (s.reward is None, -(s.reward or 0.0), s.index),
+    "length": lambda s: (-sum(num_completion_tokens(s.trajectory)) if s.trajectory else 1, s.index),
 }
 
 

@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
 from tidemill.services.jobs.sandbox.system_calls import make_filter
@@ -194,7 +196,7 @@ def _follow(
 
 def _excess(group: int, config: SandboxConfig, is_set_up: bool) -> str:
     """Limits that no setrlimit has: of all processes together."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and _group_of(name) == group]
+    pids = [pid for pid in psutil.pids() if _group_of(pid) == group]
     if len(pids) > MAX_PROCESSES + BUBBLEWRAPS:
         return "processes"
     if sum(map(_used_bytes, pids)) > config.memory_mb << 20:
@@ -203,9 +205,9 @@ def _excess(group: int, config: SandboxConfig, is_set_up: bool) -> str:
     return "file" if is_set_up and any(_num_files(pid) > MAX_FILES for pid in pids if pid != group) else ""
 
 
-def _group_of(pid: str) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[2])
+def _group_of(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return os.getpgid(pid)
     return 0
 
 

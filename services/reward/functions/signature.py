@@ -46,11 +46,6 @@ class Style(StrEnum):
     VERIFIERS = "verifiers"
     CLASS = "class"
 
-    @property
-    def takes_lists(self) -> bool:
-        """Whether one call scores several samples."""
-        return self in (Style.TRL, Style.VERL_BATCH)
-
 
 OWN_ARGUMENTS = {
     Style.VERL: (*SAMPLE_ARGUMENTS, *SOLUTION_NAMES, ROUTER, TOKENIZER),

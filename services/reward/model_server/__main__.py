@@ -4,8 +4,9 @@ import os
 import sys
 
 from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.run.model_config import check_folder
 from tidemill.common.telemetry.logs import configure_logs
-from tidemill.services.reward.model_server.options import check_model, parse_options, template_of
+from tidemill.services.reward.model_server.options import parse_options, template_of
 from tidemill.services.reward.remote.tokens import complaint, model_token
 
 
@@ -18,7 +19,7 @@ def main() -> int:
     try:
         if problem := complaint(options.host, model_token()):
             raise ConfigError(problem)
-        check_model(options)
+        check_folder("cannot load the reward model", options.model)  # before anything heavy is imported
         template = template_of(options)
         from tidemill.services.reward.model_server.app import run_server
 

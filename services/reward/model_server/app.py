@@ -29,10 +29,10 @@ from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, lock_files
 from tidemill.common.process.http_server import BACKLOG, ServerInService, listen, server_config
 from tidemill.common.process.json_api import InputError, TokenGate, answered, read_body
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.replicas import LANE_HEADER
+from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
-from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
+from tidemill.services.reward.model_server.batcher import Batcher
 from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.requests import (
     Inputs,
@@ -58,21 +58,13 @@ def run_server(options: ServerOptions, template: str | None) -> int:
         torch.set_num_threads(options.num_threads)
     # Before the model loads: a port in use is said at once.
     with listen(options.host, options.port) as listener:
-        model = ScoringModel(
-            options.model,
-            head=options.head,
-            dtype=options.dtype,
-            device=options.device,
-            is_offloaded=options.share_device,
-            max_model_len=options.max_model_len,
-        )
+        model = ScoringModel(options)
         inputs = Inputs(options.model, model.vocab_size, model.max_model_len, template)
         return run_main(_serve(options, model, inputs, listener))
 
 
 async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, listener: socket.socket) -> int:
-    limits = BatchLimits(options.max_batch_tokens, options.max_batch_rows, options.max_padding)
-    batcher = Batcher(model, limits, flush_s=options.flush_ms / 1e3, max_queued_rows=options.max_queued_rows)
+    batcher = Batcher(model, options)
     gate = None
     if options.share_device:
         gate = GpuGate(

@@ -18,6 +18,7 @@ from torch import Tensor
 from tidemill.common.errors import RewardError
 from tidemill.common.process.json_api import BusyError
 from tidemill.common.telemetry import metrics
+from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 T = TypeVar("T")
@@ -40,20 +41,13 @@ class QueuedRow:
     arrived: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    max_tokens: int
-    max_rows: int
-    max_padding: float
-
-
-def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[QueuedRow]:
+def select_batch(waiting: Iterable[QueuedRow], options: ServerOptions) -> list[QueuedRow]:
     """The rows of the next batch of those that wait, in the order of arrival, shortest first.
 
     The row that is next is always in it. Others join while the limits allow, the more urgent ones first,
     and among equals those nearest to it in length.
     """
-    rows = sorted(waiting, key=lambda row: row.priority)[: WINDOW * limits.max_rows]
+    rows = sorted(waiting, key=lambda row: row.priority)[: WINDOW * options.max_batch_rows]
     if not rows:
         return []
     first, batch = len(rows[0].token_ids), rows[:1]
@@ -63,9 +57,9 @@ def select_batch(waiting: Iterable[QueuedRow], limits: BatchLimits) -> list[Queu
         length = len(row.token_ids)
         padded = max(longest, length) * (len(batch) + 1)
         padding = padded - num_tokens - length
-        if len(batch) == limits.max_rows:
+        if len(batch) == options.max_batch_rows:
             break
-        if padded <= limits.max_tokens and padding <= limits.max_padding * padded:
+        if padded <= options.max_batch_tokens and padding <= options.max_padding * padded:
             batch.append(row)
             longest, num_tokens = max(longest, length), num_tokens + length
     return sorted(batch, key=lambda row: len(row.token_ids))
@@ -78,11 +72,8 @@ class ComputeError(RewardError):
 class Batcher:
     """Computes rows in batches from `start` to `close`."""
 
-    def __init__(
-        self, model: ScoringModel, limits: BatchLimits, *, flush_s: float, max_queued_rows: int
-    ) -> None:
-        self._model, self._limits = model, limits
-        self._flush_s, self._max_queued_rows = flush_s, max_queued_rows
+    def __init__(self, model: ScoringModel, options: ServerOptions) -> None:
+        self._model, self._options = model, options
         self.waiting: dict[QueuedRow, asyncio.Future[Tensor]] = {}
         """Rows that no batch has taken yet, in the order of arrival."""
         self._arrived = asyncio.Event()
@@ -103,7 +94,7 @@ class Batcher:
             ComputeError: the device failed on one of them.
         """
         # An empty queue takes any request, or one that is larger than the queue could never be served.
-        if self.waiting and len(self.waiting) + len(rows) > self._max_queued_rows:
+        if self.waiting and len(self.waiting) + len(rows) > self._options.max_queued_rows:
             wanted_s = _num_tokens(self.waiting) / self._tokens_per_s if self._tokens_per_s else 1.0
             pause_s = min(LONGEST_RETRY_S, max(1.0, wanted_s))
             raise BusyError(f"{len(self.waiting)} sequences wait; retry after {pause_s:.0f} s", pause_s)
@@ -136,7 +127,7 @@ class Batcher:
                 self._arrived.clear()
                 await self._arrived.wait()
             await self._fill()
-            if batch := select_batch(self.waiting, self._limits):
+            if batch := select_batch(self.waiting, self._options):
                 # They leave the queue before they are computed: their slots are free meanwhile.
                 await self._compute([(row, self.waiting.pop(row)) for row in batch])
 
@@ -144,9 +135,9 @@ class Batcher:
         """Wait for more rows while they keep coming, within the flush time of the oldest."""
         await asyncio.sleep(0)  # requests that came in the same turn of the loop belong together
         while self.waiting:
-            left_s = next(iter(self.waiting)).arrived + self._flush_s - time.monotonic()
-            is_full = len(self.waiting) >= self._limits.max_rows or (
-                _num_tokens(self.waiting) >= self._limits.max_tokens
+            left_s = next(iter(self.waiting)).arrived + self._options.flush_ms / 1e3 - time.monotonic()
+            is_full = len(self.waiting) >= self._options.max_batch_rows or (
+                _num_tokens(self.waiting) >= self._options.max_batch_tokens
             )
             if left_s <= 0 or is_full:
                 return

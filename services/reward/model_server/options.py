@@ -60,21 +60,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
         parser.error(f"argument {flag}: {first['msg']}, got {first['input']}")
 
 
-def check_model(options: ServerOptions) -> None:
-    """Find a wrong path before anything heavy is imported.
-
-    Raises:
-        ConfigError: the path is no model folder.
-    """
-    path = Path(options.model)
-    looks_like_path = options.model.startswith((".", "/", "~")) or options.model.count("/") > 1
-    if (path.exists() or looks_like_path) and not (path / "config.json").is_file():
-        problem = "has no config.json" if path.exists() else "does not exist"
-        raise ConfigError(
-            f"cannot load the reward model {options.model}: the folder {problem}. Give that of a saved model."
-        )
-
-
 def template_of(options: ServerOptions) -> str | None:
     """The chat template that replaces the tokenizer's, if one was given.
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention, freeze_rope
-from tidemill.services.reward.model_server.options import Dtype, Head
+from tidemill.services.reward.model_server.options import Head, ServerOptions
 
 HEADS = {
     "sequence": ("ForSequenceClassification", AutoModelForSequenceClassification),
@@ -38,36 +38,27 @@ NO_LIMIT_TOKENS = 1 << 24
 class ScoringModel:
     """One model on one device. Not safe for threads: one of them computes."""
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        head: Head = "auto",
-        dtype: Dtype = "auto",
-        device: str = "auto",
-        is_offloaded: bool = False,
-        max_model_len: int = 0,
-    ) -> None:
-        """Load the model; with `is_offloaded` into the CPU's memory, until `restore`.
+    def __init__(self, options: ServerOptions) -> None:
+        """Load the model; with `share_device` into the CPU's memory, until `restore`.
 
         Raises:
             ConfigError: there is no such model, it is no reward model, or the device cannot hold it.
         """
-        self.path = path
+        self.path = path = options.model
         with _explained(path):
             config = AutoConfig.from_pretrained(path)
         context = _context_tokens(config)
-        self.max_model_len = min(max_model_len or context, context)
+        self.max_model_len = min(options.max_model_len or context, context)
         """Longest input; that of the model where none is given."""
-        self.kind = _kind_of(config, head, path)
+        self.kind = _kind_of(config, options.head, path)
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(default if device == "auto" else device)
-        is_slow = dtype == "auto" and self.device.type == "cpu"  # CPUs are fast in float32
+        self.device = torch.device(default if options.device == "auto" else options.device)
+        is_slow = options.dtype == "auto" and self.device.type == "cpu"  # CPUs are fast in float32
         with _explained(path):
             loaded, info = HEADS[self.kind][1].from_pretrained(
                 path,
                 config=freeze_rope(config, self.max_model_len),
-                dtype="float32" if is_slow else dtype,
+                dtype="float32" if is_slow else options.dtype,
                 output_loading_info=True,
                 attn_implementation=exact_attention(config),
             )
@@ -85,7 +76,7 @@ class ScoringModel:
         self._pad_id = _pad_id(self.config)
         if self.kind != "lm":  # whose logits would cost twice the memory; they become float32 below
             self._compute_head_in_float32()
-        if not is_offloaded:
+        if not options.share_device:
             self.restore()
 
     @torch.inference_mode()

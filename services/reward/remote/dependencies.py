@@ -5,14 +5,15 @@ would wait for it.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import Reporter
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.wire.keys import Keys
 
 if TYPE_CHECKING:
@@ -53,10 +54,10 @@ class RewardDependencies:
             raise ConfigError(f"no servers are called {name!r}; the section servers has {known}")
         if name not in self._servers:
             config = self.config.servers[name]
-            registry = ReplicaRegistry(self.broker, self.keys, name)
+            registered = partial(read_replicas, self.broker, self.keys, name)
             limiter = Limiter(self.broker, self.keys, name, config.limits)
             self._http = self._http or httpx.AsyncClient(timeout=None, limits=httpx.Limits())
-            self._servers[name] = Servers(name, config, self._http, limiter, registry)
+            self._servers[name] = Servers(name, config, self._http, limiter, registered)
             self.reporters.append(self._servers[name].report)
         return self._servers[name]
 

@@ -22,16 +22,10 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
 
 MAX_BATCH = 128
-LEASE_S = 30.0
-"""A worker that is silent this long gives back the concurrency that it held."""
 RENEWALS_PER_LEASE = 3
-BURST_S = 2.0
-"""What this many seconds allow may be used at once; no minute has more than its limit and one burst."""
 LONGEST_PAUSE_S = 0.25
 """Between two calls while something waits: another worker may have freed what it needs."""
 SHORTEST_PAUSE_S = 0.02
-EVALUATION_SHARE = 0.1
-"""Of everything, which training leaves to evaluation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,19 +40,15 @@ class Permit:
 class Limiter:
     """The limits of one section of `servers`; `close` ends what the first request starts."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        keys: Keys,
-        servers: str,
-        config: LimitsConfig,
-        lease_s: float = LEASE_S,
-        burst_s: float = BURST_S,
-        evaluation_share: float = EVALUATION_SHARE,
-    ) -> None:
-        self.servers, self.config = servers, config
-        self._broker, self._lease_s, self._burst_s = broker, lease_s, burst_s
-        self._evaluation_share = evaluation_share
+    lease_s = 30.0
+    """A worker that is silent this long gives back the concurrency that it held."""
+    burst_s = 2.0
+    """What this many seconds allow may be used at once; no minute has more than its limit and one burst."""
+    evaluation_share = 0.1
+    """Of everything, which training leaves to evaluation."""
+
+    def __init__(self, broker: Broker, keys: Keys, servers: str, config: LimitsConfig) -> None:
+        self.servers, self.config, self._broker = servers, config, broker
         self._keys = [keys.limits(servers), keys.requests(servers)]
         self._prefix, self._number = secrets.token_hex(6), 0
         self._lines = {lane: asyncio.Lock() for lane in Lane}
@@ -73,7 +63,7 @@ class Limiter:
         """Wait until a request of about `tokens` may be sent; its end frees the place."""
         self._number += 1
         permit = Permit(f"{self._prefix}:{self._number}", tokens)
-        if not self.config.is_limited:
+        if self.config == LimitsConfig():  # no limit
             yield permit
             return
         if self._upkeep is None:
@@ -132,7 +122,7 @@ class Limiter:
 
     async def _keep_up(self) -> None:
         """Give back what has ended where nobody waits who would take it along, and renew what is held."""
-        renew_s = self._lease_s / RENEWALS_PER_LEASE
+        renew_s = self.lease_s / RENEWALS_PER_LEASE
         renewed = time.monotonic()
         while True:
             await _until_set(self._freed, max(0.0, renewed + renew_s - time.monotonic()))
@@ -154,9 +144,9 @@ class Limiter:
         """
         held = held or []
         ended = [self._ended.popleft() for _ in range(min(len(self._ended), MAX_BATCH))]
-        limits, lease_ms = self.config, int(self._lease_s * 1000)
+        limits, lease_ms = self.config, int(self.lease_s * 1000)
         arguments: list[object] = [lane.value, lease_ms, limits.concurrency, limits.requests_per_minute]
-        arguments += [limits.tokens_per_minute, int(self._burst_s * 1000), self._evaluation_share]
+        arguments += [limits.tokens_per_minute, int(self.burst_s * 1000), self.evaluation_share]
         arguments += [self._prefix, self._num_waiting[Lane.EVAL], len(ended), len(held)]
         for permit in ended:
             arguments += [permit.id, 0 if permit.used_tokens is None else permit.tokens - permit.used_tokens]

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tidemill.common.process.http_server import ServerInService, is_this_machine, listen, server_config
-from tidemill.common.run.replicas import LANE_HEADER
+from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote.faults import CHARS_PER_TOKEN, FaultKind, RemoteFault, status_fault
 from tidemill.services.reward.remote.limiter import Permit

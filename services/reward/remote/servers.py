@@ -21,7 +21,7 @@ import structlog
 
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.process.heartbeats import Heartbeat
-from tidemill.common.run.replicas import LANE_HEADER, ReplicaRegistry
+from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote.faults import (
@@ -121,13 +121,13 @@ class Servers:
         config: ServersConfig,
         http: httpx.AsyncClient,
         limiter: Limiter,
-        registry: ReplicaRegistry | None = None,
+        registered: Callable[[], Awaitable[list[str]]] | None = None,
         health_interval_s: float = HEALTH_INTERVAL_S,
     ) -> None:
         self.name, self.config, self.limiter = name, config, limiter
         self.errors: Counter[str] = Counter()
         self.num_answered = self.num_failovers = self.num_tokens = 0
-        self._http, self._registry, self._health_interval_s = http, registry, health_interval_s
+        self._http, self._registered, self._health_interval_s = http, registered, health_interval_s
         self._replicas = {url: Replica(url) for url in config.base_urls}
         self._order = itertools.count(1)
         self._changed = asyncio.Event()
@@ -268,8 +268,8 @@ class Servers:
 
     async def look(self) -> None:
         """Learn which replicas there are, and how they are."""
-        if self._registry is not None:
-            self._take_over(await self._registry.urls())
+        if self._registered is not None:
+            self._take_over(await self._registered())
         await asyncio.gather(*(self._examine(replica) for replica in self.replicas))
         states = self.states()
         for state in STATES:

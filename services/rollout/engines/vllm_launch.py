@@ -13,8 +13,7 @@ from tidemill.common.process.vllm_machine import (
     NO_ROUTES,
     check_bfloat16,
     check_machine,
-    check_masks,
-    check_routes,
+    check_records,
     prepare_process,
 )
 from tidemill.common.run.model_config import for_vllm, with_overrides
@@ -44,10 +43,7 @@ def start_vllm(
         EngineError: vLLM's processes did not come up.
     """
     check_machine("rollout.engine is vllm")
-    if config.masked_sources:
-        check_masks()
-    if records_routes:
-        check_routes()
+    check_records(bool(config.masked_sources), records_routes)
     # Before the import: some of it is read while vLLM's modules load.
     set_environment()
     try:

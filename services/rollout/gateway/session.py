@@ -20,19 +20,8 @@ from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Late, Session, SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.gateway.dialogue import (
-    SESSION_LIMIT,
-    Answer,
-    Message,
-    Question,
-    RequestError,
-)
-from tidemill.services.rollout.gateway.histories import (
-    Continuation,
-    Histories,
-    RecordedHistory,
-    num_within,
-)
+from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
+from tidemill.services.rollout.gateway.histories import Continuation, Histories, RecordedHistory, num_within
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played
 from tidemill.services.rollout.sessions.recorder import choices_of

@@ -9,7 +9,6 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 import structlog
@@ -120,25 +119,23 @@ def _samples_of(trajectories: Mapping[int, Trajectory]) -> dict[int, Sample]:
 def select_groups(
     groups: Mapping[int, PendingGroup],
     complete: Sequence[int],
-    *,
-    order: Literal["in_order", "as_ready"],
+    trainer: TrainerConfig,
     step: int,
     places: int,
-    groups_per_step: int,
-    max_staleness: int,
 ) -> list[int]:
     """Tickets of complete groups that `step` may train now, at most `places` of them.
 
     `as_ready` takes the lowest tickets first. Where the groups due by some later step would fill every place
     until then, only those may go: otherwise one of them would become too old.
     """
-    if order == "in_order":
+    if trainer.batch_order == "in_order":
         return [ticket for ticket in complete if groups[ticket].step == step][:places]
+    max_staleness = trainer.max_staleness
     # Also of groups that are not complete yet: they will want their places too.
     counts = Counter(group.oldest_version + max_staleness for group in groups.values() if not group.is_taken)
     horizons = range(step, step + max_staleness + 1)
     due = {h: sum(n for deadline, n in counts.items() if deadline <= h) for h in horizons}
-    capacity = {h: places + (h - step) * groups_per_step for h in horizons}
+    capacity = {h: places + (h - step) * trainer.groups_per_step for h in horizons}
     waiting: dict[int, list[int]] = defaultdict(list)
     """By deadline, the lowest ticket last."""
     for ticket in sorted(complete, reverse=True):
@@ -305,21 +302,12 @@ class BatchAssembler:
         await self.scheduler.replace(ticket, step, rewards)
 
     async def _select(self, step: int, places: int) -> list[int]:
-        trainer = self.trainer
         if not self.join.complete:
             return []
-        if trainer.batch_order == "as_ready":
+        if self.trainer.batch_order == "as_ready":
             await self.reconciler.learn_started_versions(self.join.groups.values())
         begun = time.monotonic()
-        selected = select_groups(
-            self.join.groups,
-            self.join.complete,
-            order=trainer.batch_order,
-            step=step,
-            places=places,
-            groups_per_step=trainer.groups_per_step,
-            max_staleness=trainer.max_staleness,
-        )
+        selected = select_groups(self.join.groups, self.join.complete, self.trainer, step, places)
         self._rest_s = REST_PER_LOOK * (time.monotonic() - begun)
         return selected
 

@@ -20,10 +20,10 @@ from tidemill.common.archive.completions import opener_of
 from tidemill.common.config.data import DataConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.dataset import IDS, ChatMessage, Row, read_training_rows
+from tidemill.common.run.prompt_lengths import chat_messages
 from tidemill.common.wire.arrays import Bits, Int32
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource, read_prompts, uses_template
-from tidemill.services.trainer.batch.prompts import chat_messages as messages_of
 
 log = structlog.get_logger(__name__)
 
@@ -147,7 +147,7 @@ def _tokens(
 
 
 def _of_chat(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[Int32, Bits]:
-    prompt = messages_of(row, data)
+    prompt = chat_messages(row, data)
     said = row.completion
     chat = [*prompt, *(said if isinstance(said, list) else [{"role": "assistant", "content": said}])]
 

@@ -27,7 +27,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import is_path
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.dataset import ChatMessage, Row, read_evaluation_rows, read_training_rows
+from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
+from tidemill.common.run.prompt_lengths import chat_messages, fate_of_overlong, plain_prompt
 from tidemill.common.wire.arrays import Int32
 
 log = structlog.get_logger(__name__)
@@ -256,14 +257,7 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool) -> str:
     if not use_template:
-        if isinstance(row.prompt, str):
-            return row.prompt + data.prompt_suffix
-        if len(row.prompt) == 1:
-            return f"{row.prompt[0]['content']}{data.prompt_suffix}"
-        raise ConfigError(
-            f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in "
-            "use; use data.chat_template 'auto' with a model that has one, or give the prompt as text."
-        )
+        return plain_prompt(row, data)
     messages = chat_messages(row, data)
     is_prefilled = messages[-1]["role"] == "assistant"
     try:
@@ -281,45 +275,14 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_
     return text
 
 
-def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
-    """The row as a chat: system prompt first unless it has its own, suffix on the last question."""
-    prompt = row.prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if data.prompt_suffix:
-        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-        if not users:
-            raise ConfigError(
-                f"{row.origin}: no message has the role user, so data.prompt_suffix has no place."
-            )
-        last = messages[users[-1]]
-        messages[users[-1]] = {**last, "content": last["content"] + data.prompt_suffix}
-    if data.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
-    return messages
-
-
 def _report_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> None:
-    limit, (first_length, first_origin) = data.max_prompt_tokens, overlong[0]
-    longest = max(length for length, _ in overlong)
-    if data.overlong_prompts == "error":
-        raise ConfigError(
-            f"{first_origin}: the prompt has {first_length:,} tokens, data.max_prompt_tokens is {limit:,}. "
-            f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. "
-            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, "
-            "right or middle, which cut."
-        )
-    is_dropped = data.overlong_prompts == "drop"
-    if is_dropped and len(overlong) == num_rows:
-        raise ConfigError(
-            f"all {num_rows:,} prompts have more than data.max_prompt_tokens ({limit:,}) tokens, the first "
-            f"is {first_origin} with {first_length:,}; nothing is left to train on. Raise the limit."
-        )
+    becomes = fate_of_overlong(overlong, num_rows, data)
     log.warning(
-        "prompts left out: too long" if is_dropped else f"prompts cut: too long ({data.overlong_prompts})",
+        f"prompts that are too long are {becomes}",
         num_overlong=len(overlong),
         num_rows=num_rows,
-        limit=limit,
-        longest=longest,
+        limit=data.max_prompt_tokens,
+        longest=max(overlong)[0],
     )
 
 

@@ -19,14 +19,7 @@ from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import note_needed
 from tidemill.common.history.journal import journal_steps
 from tidemill.common.process.service import ServiceContext, StoppedError
-from tidemill.common.streams import (
-    START,
-    Trail,
-    entry_id_of,
-    id_after,
-    id_order,
-    read_raw,
-)
+from tidemill.common.streams import START, Trail, entry_id_of, id_after, id_order, read_raw
 from tidemill.common.streams.log import KEPT_COMMITS, newest_begin
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics

@@ -15,13 +15,7 @@ from tidemill.common.history.groups import Part, RecordedGroup
 from tidemill.common.streams import id_order
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import ROUTES
-from tidemill.common.wire.messages import (
-    Score,
-    ScoreStatus,
-    Ticket,
-    Trajectory,
-    fault_of,
-)
+from tidemill.common.wire.messages import Score, ScoreStatus, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
     Sample,

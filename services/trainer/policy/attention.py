@@ -118,7 +118,8 @@ def attend_varlen(
     has_mask = attention_mask is not None and (tree is None or attention_mask.numel() > 0)
     if has_mask or any(kwargs.get(name) is not None for name in CHANGES_OF_SCORES):
         raise ValueError(f"{VARLEN} takes no mask, no cap of scores and no sinks")
-    query, key, value = map(_half, (query, key, value))
+    # Rotary embeddings of some models give float32, and autocast does not know this kernel.
+    query, key, value = (each.to(autocast_dtype(each) or each.dtype) for each in (query, key, value))
     columns = None if tree is None else tree.columns
     if columns is not None:
         query, key, value = map(columns.to_heads, (query, key, value))
@@ -145,11 +146,6 @@ def attend_varlen(
     assert isinstance(attended, Tensor), "nothing else was asked for"
     attended = attended[..., :own_size].reshape(num_rows, width, query.shape[1], own_size)
     return (attended if columns is None else columns.to_columns(attended)), None
-
-
-def _half(tensor: Tensor) -> Tensor:
-    """Rotary embeddings of some models give float32, and autocast does not know this kernel."""
-    return tensor.to(autocast_dtype(tensor) or tensor.dtype)
 
 
 AttentionInterface.register(VARLEN, attend_varlen)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_digest
@@ -26,11 +27,7 @@ from tidemill.services.trainer.policy.state import SavesState
 from tidemill.services.trainer.weights.exported import DTYPES
 from tidemill.services.trainer.weights.shadow import owned_range
 from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over_ranks
-from tidemill.services.trainer.weights.store import (
-    WeightState,
-    export_tensors,
-    model_tensors,
-)
+from tidemill.services.trainer.weights.store import WeightState, model_tensors, whole_tensor
 
 
 class ExportsWeights(SavesState):
@@ -57,7 +54,10 @@ class ExportsWeights(SavesState):
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
         merged."""
-        return export_tensors(self._model, self._dtype, self._sources())
+        # All first, in the model's order: each is a call of all ranks, and none may depend on the conversion.
+        whole = {name: whole_tensor(tensor) for name, tensor in self._sources().items()}
+        for name, tensor in revert_weight_conversion(self._model, whole).items():
+            yield name, tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
 
     def compare_weights(self) -> WeightState:
         """What the weights are now, and what has changed since the last call."""

@@ -8,9 +8,9 @@ more (scaled or soft-capped logits) are found by a probe and go through their ow
 Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
@@ -27,18 +27,14 @@ from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
-from tidemill.services.trainer.policy.packing import (
-    Tile,
-    TokenRow,
-    choose_layout,
-    kinds_of_layers,
-    make_tile,
-)
+from tidemill.services.trainer.policy.packing import Tile, TokenRow, choose_layout, kinds_of_layers, make_tile
 from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.trees import TREE, Tree, no_mask, rows_at
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 def output_head(model: PreTrainedModel) -> nn.Module | None:
@@ -125,32 +121,34 @@ def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Scores]) ->
 
 
 class TokenScorer:
-    """Scores the tokens of tiles with one model, whose weights may change between calls."""
+    """Scores the tokens of tiles with one model, whose weights may change between calls; within the root of
+    its sharding, where it has one (`fsdp/rank_policy.py`)."""
 
     def __init__(
-        self, model: PreTrainedModel, compute_dtype: torch.dtype, routers: Routers | None = None
+        self,
+        model: PreTrainedModel,
+        compute_dtype: torch.dtype,
+        routers: Routers | None = None,
+        root: nn.Module | None = None,
     ) -> None:
-        self._model, self._routers = model, routers
+        self._model, self._routers, self._root = model, routers, root
+        self.module = root or model
         self._device = model.device
         self._compute_dtype = compute_dtype
         if self._is_half:
             round_alike(model)
-        with self._autocast(), routers.trying() if routers else nullcontext():
+        with torch.no_grad(), self._autocast(), routers.trying() if routers else nullcontext():
             # Under autocast, because flash attention takes no float32.
-            self.scaling = self._find_scaling()
+            self.scaling: Scaling | None = self._run(find_scaling, model)
             """None where the model needs whole logits."""
 
-    def _find_scaling(self) -> Scaling | None:
-        return find_scaling(self._model)
+    def _run(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args) if self._root is None else self._root(function, *args)
 
     @property
     def rounding(self) -> float:
         """The relative rounding error of one number in a forward pass."""
         return torch.finfo(self._compute_dtype).eps
-
-    @property
-    def module(self) -> nn.Module:
-        return self._model
 
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
@@ -158,16 +156,22 @@ class TokenScorer:
         """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
         entropies; routing where there is a gradient and it is wanted. Of a tile that has `columns`, of all
         its tokens, with the gradients of this rank's; `hidden_NH` are of these alone."""
+        return self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
+
+    def _score_routed(self, tile: Tile, *options: Any) -> TileScores:
         if self._routers is None:
-            return _of_all(self._score(tile, temperature, entropy_gradient, keep_hidden), tile)
-        routes = None if tile.routes is None else tile.routes.to(self._device)
-        with self._routers.passing(routes, is_noted=torch.is_grad_enabled()):
-            scores = self._score(tile, temperature, entropy_gradient, keep_hidden)
-            if torch.is_grad_enabled():
-                sources_N = tile.sources_N.to(self._device)
-                routing, changed_N = self._routers.at(sources_N), self._routers.changed_at(sources_N)
-                scores = scores._replace(routing=routing, changed_N=changed_N)
-            return _of_all(scores, tile)
+            scores = _of_all(self._score(tile, *options), tile)
+        else:
+            routes = None if tile.routes is None else tile.routes.to(self._device)
+            with self._routers.passing(routes, is_noted=torch.is_grad_enabled()):
+                scores = self._score(tile, *options)
+                if torch.is_grad_enabled():
+                    sources_N = tile.sources_N.to(self._device)
+                    routing, changed_N = self._routers.at(sources_N), self._routers.changed_at(sources_N)
+                    scores = scores._replace(routing=routing, changed_N=changed_N)
+                scores = _of_all(scores, tile)
+        # The sharding follows gradients through tuples of tensors, and of those that are no views.
+        return scores if self._root is None else scores._replace(logprobs_N=scores.logprobs_N.clone())
 
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
         sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
@@ -198,13 +202,17 @@ class TokenScorer:
 
     def hidden(self, tile: Tile) -> Tensor:
         """The last hidden states alone, of those that predict the tile's scored tokens. Shape [N, H]."""
+        return self._run(self._hidden, tile)
+
+    def _hidden(self, tile: Tile) -> Tensor:
         kwargs = self._inputs(tile)
         with self._autocast():
             if self.scaling is not None:
                 hidden_BTH = self._model.base_model(**kwargs).last_hidden_state
             else:
                 hidden_BTH = self._model(**kwargs, output_hidden_states=True).hidden_states[-1]
-        return rows_at(hidden_BTH.flatten(0, 1), tile.sources_N.to(self._device))
+        hidden_NH = rows_at(hidden_BTH.flatten(0, 1), tile.sources_N.to(self._device))
+        return hidden_NH if self._root is None else hidden_NH.clone()  # as above
 
     def _inputs(self, tile: Tile) -> dict[str, Any]:
         kwargs = {

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
-from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
@@ -38,7 +37,7 @@ from tidemill.services.trainer.weights.store import WeightState
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
     """`grad_norm` is after division by the denominator and before clipping. A skipped update left the weights
-    as they were; `reason` says why,."""
+    as they were; `reason` says why."""
 
     grad_norm: float
     lr: float
@@ -78,9 +77,6 @@ class Policy(Protocol):
     def zero(self) -> None:
         """Discard what has been accumulated."""
 
-    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
-        """Logprobs of every completion token under the current weights, [T] for each sample."""
-
     def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
         """What the algorithm needs of samples before they are trained, of the weights at the step's start.
 
@@ -105,9 +101,6 @@ class Policy(Protocol):
 
     def begin_saving(self, folder: Path) -> Future[None]:
         """Start to write what was staged into a folder; again after the result was a StorageError."""
-
-    def save_state(self, folder: Path) -> None:
-        """Write `state()` into a folder, here and now."""
 
     def load_state(self, folder: Path) -> None:
         """Continue from the state that was saved in a folder; accumulated gradients are discarded.

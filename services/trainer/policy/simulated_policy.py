@@ -22,7 +22,6 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.delta import DeltaWriter, delta_name
-from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch
@@ -76,10 +75,6 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
 
     def zero(self) -> None:
         self._pending.clear()
-
-    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
-        """The rollout's own logprobs: a simulated trainer agrees with every engine."""
-        return [sample.rollout_logprobs for sample in samples]
 
     def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
         """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""

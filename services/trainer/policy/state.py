@@ -220,9 +220,5 @@ class SavesState:
         if self._saving is not None:
             wait([self._saving])
 
-    def save_state(self, folder: Path) -> None:
-        self.stage_state()
-        self.begin_saving(folder).result()
-
     def _save(self, state: PolicyState, folder: Path) -> None:
         write_together(self.peers, "states", WHAT, folder, partial(state.write, folder))

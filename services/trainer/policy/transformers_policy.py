@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.arrays import Float32
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
@@ -31,13 +30,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics,
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
-from tidemill.services.trainer.policy.forward import (
-    Scores,
-    TokenScorer,
-    pick_layout,
-    place,
-    tile_tokens,
-)
+from tidemill.services.trainer.policy.forward import Scores, TokenScorer, pick_layout, place, tile_tokens
 from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
@@ -174,7 +167,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         """Of one forward pass."""
         if model.device.type == "cpu":
             self._tile_tokens = min(CPU_TILE_TOKENS, config.bin_tokens)
-        if config.recomputes_layers:
+        if config.gradient_checkpointing is True:  # and not `auto`: then nothing has chosen yet
             recompute_layers(model)
             if isinstance(self._value_head, Critic):
                 recompute_layers(self._value_head.model)
@@ -380,12 +373,6 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         finally:
             for name, tensor in current.items():
                 tensor.copy_(saved[name])
-
-    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Float32]:
-        """Logprobs of all completion tokens, trained or not. float32, [T] for each sample, in order."""
-        parts, order = self._deal_groups(samples)
-        scored = self._score_all(parts, self._scorer, temperature)
-        return self._join([scores["logprobs"].astype(np.float32) for scores in scored], order)
 
     @torch.no_grad()
     def _score_all(

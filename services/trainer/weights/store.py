@@ -3,14 +3,14 @@
 Layout: `weights/v00000012/{model.safetensors or delta-*.safetensors, ..., manifest.json}` below the run's
 folder. A version appears there by one rename. Subfolders, such as its adapters, are for people: no manifest
 names them. A version is full, or a delta to the one before it (`begin` decides); what a delta needs is kept
-as long as it is. `write` returns the manifest that the trainer announces; the reading side is
+as long as it is. `finish` returns the manifest that the trainer announces; the reading side is
 `common/run/weight_files.py`.
 """
 
 import errno
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import WeightsError
@@ -162,11 +161,6 @@ class WeightStore:
         self._publisher = publisher
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished weights of an earlier process", names=leftovers)
-
-    def write(self, version: int, policy: WeightSource) -> WeightManifest:
-        """Publish the policy's weights as `version`, here and now: `begin` and `finish`."""
-        state = policy.compare_weights()
-        return self.finish(self.begin(version, policy, state))
 
     def begin(
         self, version: int, policy: WeightSource, state: WeightState, is_there: bool = True
@@ -336,18 +330,6 @@ def model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     saved = model.state_dict().keys()
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return tensors
-
-
-def export_tensors(
-    model: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Weights under their published names, floating point ones in `dtype`. `tensors`, by the names of
-    `model_tensors`, take the place of the model's own."""
-    given = model_tensors(model) if tensors is None else tensors
-    # All first, in the model's order: each is a call of all ranks, and none may depend on the conversion.
-    whole = {name: whole_tensor(tensor) for name, tensor in given.items()}
-    for name, tensor in revert_weight_conversion(model, whole).items():
-        yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
 
 
 PIECE_BYTES = 1 << 26

@@ -8,11 +8,11 @@ from dataclasses import asdict
 import pytest
 
 from tests.support.letters import make_ticket
+from tests.support.model_servers import announce_replica
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_commit, make_config, make_trajectory
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.run.state import publish_config, update_state
 from tidemill.common.streams import Consumer, append
 from tidemill.common.telemetry import metrics
@@ -148,10 +148,9 @@ async def test_jobs_are_counted_by_queue_and_state(broker, keys, reader, redis_s
 
 
 async def test_targets_are_the_living_workers_the_reward_servers_and_the_exporter(broker, keys, reader):
-    await ReplicaRegistry(broker, keys, "judge", 10.0).announce("http://10.0.0.9:8000/v1")
-    rewards = {"strict": {"judge": {"servers": "judge", "template": "x"}}}
-    config = make_config(reward={"rewards": rewards}, servers={"judge": {"model": "m"}})
-    await publish_config(broker, keys, config)
+    await publish_config(broker, keys, make_config())
+    await announce_replica(broker, keys, "judge", "http://10.0.0.9:8000/v1")
+    await announce_replica(broker, keys, "grader", "http://[")
     await beat(broker, keys, "rollout-0", "rollout", port=4711)
     await beat(broker, keys, "reward-0", "reward", port=4712, age_s=GONE_AFTER_S + 5)
     await beat(broker, keys, "odd", "reward", port=0)

@@ -26,10 +26,10 @@ async def make(broker: Broker, keys: Keys) -> AsyncIterator[MakeLimiter]:
     def make(
         lease_s: float = 30.0, burst_s: float = 2.0, evaluation_share: float = 0.1, **limits: Any
     ) -> Limiter:
-        made.append(
-            Limiter(broker, keys, "judge", LimitsConfig(**limits), lease_s, burst_s, evaluation_share)
-        )
-        return made[-1]
+        limiter = Limiter(broker, keys, "judge", LimitsConfig(**limits))
+        limiter.lease_s, limiter.burst_s, limiter.evaluation_share = lease_s, burst_s, evaluation_share
+        made.append(limiter)
+        return limiter
 
     yield make
     for limiter in made:

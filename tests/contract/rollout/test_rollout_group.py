@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.rollout_worker import (
-    SIZE,
-    Worker,
-    has_samples,
-    is_settled,
-    issue,
-    samples_of,
-    take_over,
-)
+from tests.support.rollout_worker import SIZE, Worker, has_samples, is_settled, issue, samples_of, take_over
 from tests.support.training import messages
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until

@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.support.training import (
-    make_context,
-    make_parts,
-    messages,
-    publish_group,
-    reading,
-    trainer_config,
-)
+from tests.support.training import make_context, make_parts, messages, publish_group, reading, trainer_config
 from tests.support.waiting import wait_until
 from tidemill.common.process.service import StoppedError
 from tidemill.common.redis.broker import Broker

@@ -27,11 +27,7 @@ from tidemill.common.wire.messages import Ticket, Trajectory, WeightManifest
 from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import StreamJoin
-from tidemill.services.trainer.durable.commits import (
-    CommitJournal,
-    append_commit,
-    restore_commits,
-)
+from tidemill.services.trainer.durable.commits import CommitJournal, append_commit, restore_commits
 from tidemill.services.trainer.durable.trimming import Trimmer
 
 DIGEST = "0" * 32

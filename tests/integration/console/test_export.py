@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support import preloaded
 from tests.support.models import make_policy, tiny_llama, tiny_model
 from tests.support.trajectories import make_config
+from tests.support.versions import write_version
 from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.run.weight_files import version_name
@@ -26,7 +27,7 @@ def run(tmp_path: Path) -> Path:
     run = tmp_path / "runs" / "one"
     store = WeightStore(run)
     for version in (0, 1):
-        store.write(version, make_policy(model=tiny_llama(seed=version)))
+        write_version(store, version, make_policy(model=tiny_llama(seed=version)))
     (run / "best.json").write_text('{"version": 0}')
     tree = make_config().model_dump(mode="json")
     tree["model"]["path"] = str(tiny_model(tmp_path / "model", seed=7))

@@ -4,10 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.training import (
-    make_plan,
-    messages,
-)
+from tests.support.training import make_plan, messages
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.heartbeats import read_heartbeats

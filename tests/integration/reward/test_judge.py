@@ -10,15 +10,8 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.support.misbehaving import (
-    Behaviour,
-    MisbehavingServer,
-    answers,
-    closes,
-    cuts,
-    hangs,
-    says,
-)
+from tests.support.misbehaving import Behaviour, MisbehavingServer, answers, closes, cuts, hangs, says
+from tests.support.model_servers import announce_replica
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
@@ -27,7 +20,6 @@ from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.run.replicas import ReplicaRegistry
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
@@ -253,12 +245,11 @@ async def services(worker: Worker) -> AsyncIterator[RewardDependencies]:
 async def test_functions_reach_the_judges_servers_through_the_router(
     worker: Worker, services: RewardDependencies
 ) -> None:
-    registry = ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0)
     address = await services.router_address("judge")
     assert await services.router_address("judge") == address
     async with MisbehavingServer(says(500)) as broken, MisbehavingServer(answers("5")) as well:
-        await registry.announce(broken.url)
-        await registry.announce(well.url)
+        for server in (broken, well):
+            await announce_replica(worker.broker, worker.keys, "judge", server.url)
         await services.servers("judge").look()
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as client:
             for path in ("/v1/chat/completions", "/classify", "/v1/completions"):
@@ -276,7 +267,7 @@ async def test_the_router_says_what_is_wrong_in_the_form_of_openai(
     worker: Worker, services: RewardDependencies
 ) -> None:
     async with MisbehavingServer(says(429, None, Retry_After="3")) as busy:
-        await ReplicaRegistry(worker.broker, worker.keys, "judge", 10.0).announce(busy.url)
+        await announce_replica(worker.broker, worker.keys, "judge", busy.url)
         await services.servers("judge").look()
         address = await services.router_address("judge")
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as client:

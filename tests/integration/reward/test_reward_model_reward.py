@@ -19,6 +19,7 @@ from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig
 from tidemill.common.config.reward_kinds import RewardModelConfig
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Score, ScoreStatus
 from tidemill.services.reward.outcome import AttemptError
@@ -94,7 +95,7 @@ def _completion(ticket: int) -> dict[str, Any]:
 
 
 async def _num_replicas(run: ServiceRun, count: int) -> bool:
-    return int(await run.broker.execute("ZCARD", run.keys.replicas("rm"))) == count
+    return len(await read_replicas(run.broker, run.keys, "rm")) == count
 
 
 async def _scores(run: ServiceRun) -> list[Score]:

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from tests.support.models import tiny_model
 from tests.support.reward_models import tiny_classifier, tiny_encoder, tiny_token_scorer
 from tidemill.common.errors import ConfigError
+from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 TOLERANCE = 1e-5
@@ -35,7 +36,7 @@ def plain(model: Any, row: list[int]) -> Tensor:
 def test_scores_equal_a_plain_forward_pass_and_rows_do_not_see_each_other(tmp_path: Path, name: str) -> None:
     make, changes, auto = MAKERS[name]
     path = make(tmp_path / "model", **changes)
-    model, reference = ScoringModel(str(path)), auto.from_pretrained(path)
+    model, reference = ScoringModel(ServerOptions(model=str(path))), auto.from_pretrained(path)
     together = model.score(ROWS)
     for row, scored, alone in zip(ROWS, together, (model.score([row])[0] for row in ROWS), strict=True):
         assert scored.dtype == torch.float32
@@ -47,7 +48,7 @@ def test_scores_equal_a_plain_forward_pass_and_rows_do_not_see_each_other(tmp_pa
 
 def test_the_last_token_counts_also_where_it_is_the_padding_id(tmp_path: Path) -> None:
     path = tiny_classifier(tmp_path / "model", pad_token_id=1, eos_token_id=1)
-    model = ScoringModel(str(path))
+    model = ScoringModel(ServerOptions(model=str(path)))
     (ended,), (cut,) = model.score([[5, 6, 7, 1]]), model.score([[5, 6, 7]])
     unpadded = AutoModelForSequenceClassification.from_pretrained(path)
     unpadded.config.pad_token_id = None
@@ -57,7 +58,7 @@ def test_the_last_token_counts_also_where_it_is_the_padding_id(tmp_path: Path) -
 
 def test_the_head_computes_in_float32_over_a_trunk_in_bfloat16(tmp_path: Path) -> None:
     path = tiny_classifier(tmp_path / "model")
-    model = ScoringModel(str(path), dtype="bfloat16")
+    model = ScoringModel(ServerOptions(model=str(path), dtype="bfloat16"))
     (scored,) = model.score([ROWS[3]])
     reference = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.bfloat16)
     weights = AutoModelForSequenceClassification.from_pretrained(path).score.weight
@@ -71,7 +72,7 @@ def test_the_head_computes_in_float32_over_a_trunk_in_bfloat16(tmp_path: Path) -
 
 
 def test_weights_go_and_come_back_unchanged(tmp_path: Path) -> None:
-    model = ScoringModel(str(tiny_classifier(tmp_path / "model")), is_offloaded=True)
+    model = ScoringModel(ServerOptions(model=str(tiny_classifier(tmp_path / "model")), share_device=True))
     model.restore()
     before = model.score(ROWS)
     model.offload()
@@ -82,8 +83,8 @@ def test_weights_go_and_come_back_unchanged(tmp_path: Path) -> None:
 def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM; expected \.\.\.ForSequenceClassification"):
-        ScoringModel(str(path))
+        ScoringModel(ServerOptions(model=str(path)))
     with pytest.raises(ConfigError, match=r"no weights for score\.weight: it is not a trained sequence"):
-        ScoringModel(str(path), head="sequence")
+        ScoringModel(ServerOptions(model=str(path), head="sequence"))
     with pytest.raises(ConfigError, match="does not exist"):
-        ScoringModel(str(tmp_path / "nowhere"))
+        ScoringModel(ServerOptions(model=str(tmp_path / "nowhere")))

@@ -20,14 +20,24 @@ from torch import Tensor
 from tests.support.preloaded import REPO
 from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
 from tests.support.waiting import wait_until
-from tidemill.common.run.replicas import LANE_HEADER
+from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.services.reward.model_server.app import ScoringApp
-from tidemill.services.reward.model_server.batcher import Batcher, BatchLimits
+from tidemill.services.reward.model_server.batcher import Batcher
+from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.requests import Inputs
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 
 ROWS = [[5, 6, 7], [9] * 20, [3]]
-LIMITS = BatchLimits(max_tokens=4096, max_rows=64, max_padding=0.3)
+
+
+def options_of(**given: Any) -> ServerOptions:
+    wanted: dict[str, Any] = {
+        "max_batch_tokens": 4096,
+        "max_batch_rows": 64,
+        "flush_ms": 5.0,
+        "max_queued_rows": 8,
+    }
+    return ServerOptions(model="m", max_padding=0.3, **wanted | given)
 
 
 class StandingModel:
@@ -61,12 +71,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> ScoringModel:
-    return ScoringModel(str(path))
+    return ScoringModel(ServerOptions(model=str(path)))
 
 
 @pytest_asyncio.fixture
 async def batcher(model: ScoringModel) -> AsyncIterator[Batcher]:
-    batcher = Batcher(model, LIMITS, flush_s=0.005, max_queued_rows=8)
+    batcher = Batcher(model, options_of())
     batcher.start()
     yield batcher
     await batcher.close()
@@ -113,8 +123,8 @@ async def test_answers_have_the_fields_of_vllm(server: httpx.AsyncClient) -> Non
 
 async def test_token_scores_come_from_pooling(tmp_path: Path) -> None:
     path = tiny_token_scorer(tmp_path / "model")
-    model = ScoringModel(str(path))
-    batcher = Batcher(model, LIMITS, flush_s=0.005, max_queued_rows=8)
+    model = ScoringModel(ServerOptions(model=str(path)))
+    batcher = Batcher(model, options_of())
     batcher.start()
     async with client_of(model, path, batcher) as client:
         body = {"input": ROWS, "use_activation": False, "task": "token_classify"}
@@ -211,7 +221,7 @@ async def test_a_full_queue_says_when_to_retry_and_evaluation_goes_first(
     model: ScoringModel, path: Path
 ) -> None:
     standing = StandingModel(model)
-    batcher = Batcher(standing, BatchLimits(4096, 2, 0.3), flush_s=0.005, max_queued_rows=4)  # type: ignore[arg-type]
+    batcher = Batcher(standing, options_of(max_batch_rows=2, max_queued_rows=4))  # type: ignore[arg-type]
     batcher.start()
     async with client_of(model, path, batcher) as client:
         asked = [asyncio.create_task(raw(client, input=[3]))]
@@ -235,7 +245,7 @@ async def test_a_row_the_device_cannot_compute_fails_alone(model: ScoringModel, 
     standing = StandingModel(model)
     standing.go.set()
     standing.fails_on = 7
-    batcher = Batcher(standing, LIMITS, flush_s=0.005, max_queued_rows=64)  # type: ignore[arg-type]
+    batcher = Batcher(standing, options_of(max_queued_rows=64))  # type: ignore[arg-type]
     batcher.start()
     async with client_of(model, path, batcher) as client:
         lengths = (6, 7, 8, 7, 6)
@@ -248,7 +258,7 @@ async def test_a_row_the_device_cannot_compute_fails_alone(model: ScoringModel, 
 
 
 async def test_a_lone_row_is_computed_at_once(model: ScoringModel) -> None:
-    batcher = Batcher(model, LIMITS, flush_s=3600.0, max_queued_rows=8)
+    batcher = Batcher(model, options_of(flush_ms=3_600_000.0))
     batcher.start()
     async with asyncio.timeout(120):
         await batcher.score([[5, 6]])
@@ -258,7 +268,7 @@ async def test_a_lone_row_is_computed_at_once(model: ScoringModel) -> None:
 async def test_rows_that_wait_to_fill_a_batch_are_flushed_in_time(model: ScoringModel) -> None:
     standing = StandingModel(model)
     standing.go.set()
-    batcher = Batcher(standing, LIMITS, flush_s=0.3, max_queued_rows=8)  # type: ignore[arg-type]
+    batcher = Batcher(standing, options_of(flush_ms=300.0))  # type: ignore[arg-type]
     batcher.start()
     async with asyncio.timeout(120):
         burst = [asyncio.create_task(batcher.score([[5] * (6 + i)])) for i in range(4)]

@@ -17,6 +17,7 @@ from tests.support.vllm_machine import need_vllm
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.process.vllm_machine import machine_environment
+from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.requests import Inputs, ScoringRequest
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 from tidemill.services.reward.remote.reward_model import make_body
@@ -60,7 +61,7 @@ def url(path: Path) -> Iterator[str]:
 
 
 async def test_vllm_and_this_project_agree(url: str, path: Path) -> None:
-    model = ScoringModel(str(path))
+    model = ScoringModel(ServerOptions(model=str(path)))
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         await wait_until(lambda: _is_healthy(client), 500)
         answer = await client.post("/classify", json={"input": ROWS, "use_activation": False})

@@ -15,7 +15,7 @@ from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import read_heartbeats
-from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.process.replicas import read_replicas
 from tidemill.services.console.processes.specs import service_specs
 
 # Through a shell that stays, as servers have children of their own.
@@ -33,13 +33,13 @@ def start_replica(run: ServiceRun, index: int = 0) -> None:
     run.start("reward.replica", f"replica-{index}", arguments=("--servers", "grader", "--index", str(index)))
 
 
-def registry_of(run: ServiceRun) -> ReplicaRegistry:
-    return ReplicaRegistry(run.broker, run.keys, "grader")
+async def registered(run: ServiceRun) -> list[str]:
+    return await read_replicas(run.broker, run.keys, "grader")
 
 
 async def urls(run: ServiceRun, count: int = 1) -> list[str]:
     async def enough() -> list[str]:
-        found = await registry_of(run).urls()
+        found = await registered(run)
         return found if len(found) == count else []
 
     return await wait_until(enough, 60, f"{count} replicas")
@@ -61,7 +61,7 @@ async def test_a_replica_registers_and_leaves_in_order(run: ServiceRun) -> None:
         server = _child(run)
         run.processes["replica-0"].send_signal(signal.SIGTERM)
         assert await run.wait("replica-0") == 0
-        assert await registry_of(run).urls() == []
+        assert await registered(run) == []
         with pytest.raises(httpx.ConnectError):
             await client.get(url)
     await wait_until(lambda: not _is_alive(server))
@@ -82,7 +82,7 @@ async def test_a_server_that_ends_ends_its_replica_which_says_so(run: ServiceRun
     os.kill(psutil.Process(_child(run)).children()[0].pid, signal.SIGKILL)
     assert await run.wait("replica-0") == 1
     assert "the server ended by itself (exit code 3)" in run.log_of("replica-0")
-    assert await registry_of(run).urls() == []
+    assert await registered(run) == []
 
 
 @pytest.mark.parametrize("shell", [(), ("sh", "-c", '"$0" "$@"; exit $?')])

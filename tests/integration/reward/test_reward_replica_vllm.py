@@ -21,7 +21,7 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.vllm_machine import need_vllm
 from tests.support.waiting import wait_until
-from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import append
 from tidemill.common.wire.messages import ScoreStatus, Trajectory
 
@@ -70,8 +70,7 @@ async def test_a_vllm_replica_judges_teaches_and_dies_with_its_keeper(tmp_path: 
         # Not in this process: what is refused stays refused.
         words = ("--servers", "grader", "--port", str(port))
         run.start("reward.replica", "replica", arguments=words, within=WITHOUT_AMX)
-        registry = ReplicaRegistry(run.broker, run.keys, "grader", 10.0)
-        (url,) = await wait_until(registry.urls, 400, "a replica")
+        (url,) = await wait_until(lambda: read_replicas(run.broker, run.keys, "grader"), 400, "a replica")
         assert url == f"http://127.0.0.1:{port}/v1"
         run.start("reward", "worker")
         made = trajectories()

@@ -22,6 +22,7 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig, TeacherConfig
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import Entry, append, read_range
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import AttemptError
@@ -238,7 +239,7 @@ def _sent(ticket: int) -> Trajectory:
 
 
 async def _num_replicas(run: ServiceRun, count: int) -> bool:
-    return int(await run.broker.execute("ZCARD", run.keys.replicas("wise"))) == count
+    return len(await read_replicas(run.broker, run.keys, "wise")) == count
 
 
 async def scores_of(run: ServiceRun) -> list[Score]:

@@ -21,6 +21,7 @@ from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port, listening
 from tests.support.training import assert_nothing_lost
+from tests.support.versions import write_version
 from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.run.state import read_state
 from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions
@@ -90,7 +91,7 @@ def server(shared_server: Server) -> Server:
 
 
 def written(server: Server, version: int, value: float) -> WeightManifest:
-    return WeightStore(server.runs / RUN).write(version, Policy(value))
+    return write_version(WeightStore(server.runs / RUN), version, Policy(value))
 
 
 def download_to(server: Server, cache: Path, token: str = TOKEN) -> WeightDownload:

@@ -17,6 +17,7 @@ from tests.support.architectures import FAMILIES, make_config, make_model
 from tests.support.models import (
     accumulate_all,
     gradients_of,
+    logprobs_of,
     make_policy,
     make_relatives,
     make_samples,
@@ -62,7 +63,7 @@ def test_logprobs_and_gradients_are_those_of_one_sequence_at_a_time(family):
     plain = make_model(family).to(dtype)
     for layout in {"padded", chosen.removesuffix("_or_padded")}:
         policy.layout = layout
-        for sample, mine in zip(samples, policy.logprobs(samples), strict=True):
+        for sample, mine in zip(samples, logprobs_of(policy, samples), strict=True):
             np.testing.assert_allclose(mine, plain_logprobs(plain, sample), atol=1e-5)
         policy.zero()
         accumulate_all(policy, [one_batch(samples)])
@@ -91,7 +92,7 @@ def test_trained_weights_load_into_the_plain_model(family, tmp_path):
     save_weights(policy, tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == names
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    for sample, mine in zip(samples, policy.logprobs(samples), strict=True):
+    for sample, mine in zip(samples, logprobs_of(policy, samples), strict=True):
         np.testing.assert_allclose(mine, plain_logprobs(loaded, sample), atol=1e-5)
 
 
@@ -118,7 +119,7 @@ async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_tr
         for sample in samples
     ]
     await engine.close()
-    gaps = np.abs(np.concatenate(scores) - np.concatenate(policy.logprobs(samples)))
+    gaps = np.abs(np.concatenate(scores) - np.concatenate(logprobs_of(policy, samples)))
     assert 0.0 < gaps.mean() < 0.05 and gaps.max() < 0.3
     own = [
         replace(sample, rollout_logprobs=logprobs) for sample, logprobs in zip(samples, scores, strict=True)
@@ -146,4 +147,4 @@ async def test_the_engine_samples_from_the_distribution_that_the_trainer_scores(
     for ids, generation in zip(prompts, generations, strict=True):
         logprobs = np.array(generation.logprobs, np.float32)
         sample = sample_of((0, 0), ids, generation.token_ids, logprobs)
-        np.testing.assert_allclose(policy.logprobs([sample])[0], logprobs, atol=2e-4)
+        np.testing.assert_allclose(logprobs_of(policy, [sample])[0], logprobs, atol=2e-4)

@@ -11,6 +11,7 @@ import torch
 from tests.support.models import (
     accumulate_all,
     gradients_of,
+    logprobs_of,
     make_policy,
     make_relatives,
     make_samples,
@@ -78,7 +79,7 @@ def test_where_the_compiler_fails_training_goes_on_without_it(capsys, compiler, 
     assert reason in printed
     assert all(layer._compiled_call_impl is None for layer in model.base_model.layers)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert make_policy(model=model).logprobs(make_samples(2))
+    assert logprobs_of(make_policy(model=model), make_samples(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support.architectures import make_model
-from tests.support.models import make_relatives, make_samples
+from tests.support.models import logprobs_of, make_relatives, make_samples, save_state
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
@@ -145,7 +145,7 @@ def of_families(ranks: Ranks | None, families: tuple[str, ...]) -> dict[str, tup
             fields = {"num_ranks": SIZE, "context_ranks": SIZE} if ranks else {}
             policy = policy_on(ranks, model, TrainerConfig.model_validate(FIELDS | fields))
             batches = some_samples()
-            logprobs = [values for batch in batches for values in policy.logprobs(batch)]
+            logprobs = [values for batch in batches for values in logprobs_of(policy, batch)]
             gradient = gradient_of(policy, [MicroBatch(tuple(batch)) for batch in batches])
             found[family] = torch.from_numpy(np.concatenate(logprobs or [np.zeros(0)])), gradient
     return found
@@ -192,7 +192,7 @@ def digest_and_norm(ranks: Ranks, folder: Path, context_size: int, begins: bool 
     policy = policy_on(ranks, copy.deepcopy(model_of("all share")), config)
     if begins:
         update(policy, make_samples(9))
-        policy.save_state(folder)
+        save_state(policy, folder)
     else:
         policy.load_state(folder)
     digest = policy.digest()

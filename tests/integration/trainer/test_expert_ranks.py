@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tests.support.architectures import make_model
-from tests.support.models import make_samples, read_policy_state, run_config
+from tests.support.models import logprobs_of, make_samples, read_policy_state, run_config, save_state
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
@@ -30,6 +30,7 @@ from tests.support.rank_runs import (
     train_alone,
     update,
 )
+from tests.support.versions import write_version
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
@@ -149,7 +150,7 @@ def reshard(ranks: Ranks, folder: Path) -> list[tuple[str, float]]:
         else:
             policy.load_state(source)
         source = folder / f"state-{number}"
-        policy.save_state(source)
+        save_state(policy, source)
         digest = policy.digest()
         found.append((digest, update(policy, make_samples(9, seed=1))[1].grad_norm))
     return found
@@ -178,7 +179,7 @@ def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
     torch itself gathers of the ranks' shards."""
     config = writer_config(folder, name)
     own = load_rank_policy(config, ranks)
-    share, logprobs = largest_part(own), own.logprobs(make_samples(6))
+    share, logprobs = largest_part(own), logprobs_of(own, make_samples(6))
     manifests, gathered = [], []
     if ranks.is_leader:
         policy: Any = ShardedPolicy(own, ranks)
@@ -187,9 +188,9 @@ def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
         for version in range(NUM_VERSIONS):
             if version not in (0, 3):  # 3 is what 2 was
                 update(policy, make_samples(6, seed=version))
-            manifests.append(store.write(version, policy))
+            manifests.append(write_version(store, version, policy))
             gathered.append(dict(policy.named_parameters_for_export()))
-            policy.save_state(folder / name / f"state-{version}")
+            save_state(policy, folder / name / f"state-{version}")
         ranks.broadcast(pack((STOP, ())))
     else:
         serve_calls(own, ranks)

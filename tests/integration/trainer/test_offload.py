@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.allocations import peak_bytes
 from tests.support.architectures import make_model
-from tests.support.models import make_samples
+from tests.support.models import make_samples, save_state
 from tests.support.rank_runs import FIELDS, on_ranks, policy_on, prepared, update
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
@@ -83,8 +83,8 @@ def compare(ranks: Ranks | None, folder: Path) -> list[bool]:
     OffloadedAdamW.slice_size = 64  # most weights take several, and an end that is no whole one
     there, here = make_policy(ranks), make_policy(ranks, offload_optimizer=True)
     states = [trained(policy, range(3)) for policy in (there, here)]
-    there.save_state(folder / "there")
-    here.save_state(folder / "here")
+    save_state(there, folder / "there")
+    save_state(here, folder / "here")
     files = [sorted((folder / name).iterdir()) for name in ("there", "here")]
     are_same = [a.name == b.name and a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True)]
     # Each goes on from what the other has written.
@@ -128,7 +128,7 @@ def resume(ranks: Ranks | None, folder: Path) -> list[tuple[int, int]]:
     """What a resume takes beside the weights, and what it may: both moments and one tensor, twice where it is
     joined of two files."""
     trained(policy := make_policy(ranks), range(1))
-    policy.save_state(folder)
+    save_state(policy, folder)
     sizes = [4 * local(p).numel() for _, p in policy._parameters]
     found = []
     for fields in ({}, {"offload_optimizer": True}):

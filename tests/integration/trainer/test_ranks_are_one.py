@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from tests.support.architectures import make_model
-from tests.support.models import make_relatives, make_samples, tiny_llama
+from tests.support.models import logprobs_of, make_relatives, make_samples, tiny_llama
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
@@ -239,7 +239,7 @@ def in_dtype(
         policy = policy_on(ranks, model, config, dtype=dtype)
         samples = make_samples(24)
         # Rank 0 has those of all, the others none.
-        logprobs = torch.from_numpy(np.concatenate(policy.logprobs(samples) or [np.zeros(0)]))
+        logprobs = torch.from_numpy(np.concatenate(logprobs_of(policy, samples) or [np.zeros(0)]))
         found[family] = logprobs, gradient_of(policy, [MicroBatch(tuple(samples))])
     return found
 

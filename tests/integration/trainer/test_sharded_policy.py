@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.models import make_samples, masked, run_config, save_weights, tiny_model
+from tests.support.models import make_samples, masked, run_config, save_state, save_weights, tiny_model
 from tests.support.rank_runs import STEPS, Numbers, train, update
+from tests.support.versions import write_version
 from tidemill.common.config import RunConfig
 from tidemill.common.run.weight_files import read_chain, verified_files
 from tidemill.common.weights.bits import read_safetensors
@@ -58,18 +59,20 @@ def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path: Path) -> None:
     model, samples, later = tiny_model(tmp_path / "model"), make_samples(7), range(STEPS, STEPS + 1)
     alone, config = open_policy(training_config(model, 1)), training_config(model, 2)
     start, expected = alone.digest(), train(alone, config.trainer, range(STEPS))
-    alone.save_state(tmp_path / "one")
+    save_state(alone, tmp_path / "one")
     ranks: Any = open_policy(config)
     with closing(ranks) as policy:
         assert policy.digest() == start
         assert_alike(train(policy, config.trainer, range(STEPS)), expected)
-        for left, right in zip(policy.logprobs(samples), alone.logprobs(samples), strict=True):
-            np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+        for left, right in zip(policy.precompute(samples), alone.precompute(samples), strict=True):
+            assert left.keys() == right.keys() >= {"proximal_logprobs", "reference_logprobs", "entropies"}
+            for name, values in right.items():
+                np.testing.assert_allclose(left[name], values, rtol=1e-5, atol=1e-5)
         # Losses of both ranks are in the sums that are compared above.
         assert policy.coefficients() == alone.coefficients()
         assert policy.coefficients().kl == pytest.approx(0.1 * 1.2**STEPS)
         assert policy.coefficients().entropy == pytest.approx(0.05 * STEPS)
-        policy.save_state(tmp_path / "two")
+        save_state(policy, tmp_path / "two")
         trained, numbers = policy.digest(), train(policy, config.trainer, later)
         assert update(policy, [masked(sample) for sample in samples])[1].skipped, "on every rank"
         policy.load_state(tmp_path / "two")
@@ -105,16 +108,16 @@ def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int, options: di
     for batch in form_micro_batches(make_samples(6), 1000):
         alone.accumulate(batch)
     alone.update(6.0)
-    alone.save_state(tmp_path / "state")
+    save_state(alone, tmp_path / "state")
     trained = save_weights(alone, tmp_path / "trained")
     config = writing_config(model, num_ranks, **options)
     run = tmp_path / "run"
     ranks: Any = open_policy(config)
     with closing(ranks) as policy:
         store = WeightStore(run, config.weights)
-        first = store.write(0, policy)
+        first = write_version(store, 0, policy)
         policy.load_state(tmp_path / "state")
-        second = store.write(1, policy)
+        second = write_version(store, 1, policy)
         assert policy.digest() == alone.digest() and policy.digest().startswith(second.digest)
         for one in (alone, policy):
             one.accumulate(MicroBatch(tuple(make_samples(6, seed=1))))

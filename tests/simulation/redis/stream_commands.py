@@ -5,15 +5,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from tests.simulation.redis.keyspace import Arguments, Keyspace, command, number
-from tests.simulation.redis.stream import (
-    FIRST,
-    EntryId,
-    Stream,
-    first_of,
-    last_of,
-    parse_id,
-    text_of,
-)
+from tests.simulation.redis.stream import FIRST, EntryId, Stream, first_of, last_of, parse_id, text_of
 
 
 def option(args: Arguments, name: bytes) -> bytes | None:

@@ -8,6 +8,7 @@ import pytest
 from tests.support.checked_runs import write_run
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.process import gpus
 from tidemill.services.console.check import memory, preflight
 from tidemill.services.console.check.memory import (
     GIB,
@@ -17,7 +18,6 @@ from tidemill.services.console.check.memory import (
     print_memory,
 )
 from tidemill.services.console.check.preflight import examine
-from tidemill.services.console.processes import gpus
 
 PARTS = {
     "parts": {"master weights": 3.0 * GIB, "crumbs": 0.001 * GIB},
@@ -70,7 +70,7 @@ def test_what_does_not_fit_comes_with_fields_to_set(monkeypatch: pytest.MonkeyPa
 
 def test_the_machine_is_the_one_named_else_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert machine_named(8, 80.0, None) == {"gpus": 8, "gpu_bytes": 80.0 * GIB, "host_bytes": None}
-    monkeypatch.setattr(gpus.shutil, "which", lambda _: None)
+    monkeypatch.setattr(gpus, "TOOL", str(tmp_path / "nowhere"))
     assert machine_named(None, None, 10.0) is None
     with pytest.raises(ConfigError, match="--gpu-gib"):
         machine_named(8, None, None)
@@ -80,7 +80,6 @@ def test_the_machine_is_the_one_named_else_this_one(monkeypatch: pytest.MonkeyPa
     )
     tool.chmod(0o755)
     monkeypatch.setattr(gpus, "TOOL", str(tool))
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: name)
     here = machine_named(None, None, None)
     assert here is not None and (here["gpus"], here["gpu_bytes"]) == (2, 40 * GIB), "the smaller of two"
     assert here["host_bytes"] > 0

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.models import make_policy, save_weights, tiny_model
+from tests.support.versions import write_version
 from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import read_manifest
@@ -27,7 +28,7 @@ def runs(tmp_path: Path) -> Path:
     for version in range(3):
         with torch.no_grad():
             policy._model.get_input_embeddings().weight[version] += 0.5
-        store.write(version, policy)
+        write_version(store, version, policy)
     save_weights(policy, tmp_path / "expected")
     return tmp_path
 

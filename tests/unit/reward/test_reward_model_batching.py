@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from tidemill.services.reward.model_server.batcher import BatchLimits, QueuedRow, select_batch
+from tidemill.services.reward.model_server.batcher import QueuedRow, select_batch
+from tidemill.services.reward.model_server.options import ServerOptions
 
-LIMITS = BatchLimits(max_tokens=100, max_rows=8, max_padding=0.3)
+LIMITS = ServerOptions(model="m", max_batch_tokens=100, max_batch_rows=8, max_padding=0.3)
 
 
 def rows(*lengths: int, priority: int = 0) -> list[QueuedRow]:
@@ -52,8 +53,8 @@ def test_limits_hold_and_every_row_is_served_in_the_end(seed: int) -> None:
         batch = select_batch(waiting, LIMITS)
         assert waiting[0] in batch
         padded = max(lengths_of(batch)) * len(batch)
-        assert len(batch) == 1 or padded <= LIMITS.max_tokens
-        assert len(batch) <= LIMITS.max_rows
+        assert len(batch) == 1 or padded <= LIMITS.max_batch_tokens
+        assert len(batch) <= LIMITS.max_batch_rows
         assert padded - sum(lengths_of(batch)) <= LIMITS.max_padding * padded
         waiting = [row for row in waiting if row not in batch]
         rounds += 1

@@ -16,12 +16,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.remote.teacher import (
-    TeacherPrompt,
-    TeacherReward,
-    TeacherRow,
-    read_logprobs,
-)
+from tidemill.services.reward.remote.teacher import TeacherPrompt, TeacherReward, TeacherRow, read_logprobs
 from tidemill.services.reward.rewards.cache import _digest
 from tidemill.services.reward.rewards.reward import check_reward
 from tidemill.services.reward.rewards.weighted_sum import score_of

@@ -67,11 +67,11 @@ def test_a_gpu_that_another_process_uses_is_a_problem(monkeypatch: pytest.Monkey
     for name, value in GPUS.items():
         monkeypatch.setattr(machine.torch.cuda, name, value)
     links = "GPU 0: NVIDIA H100\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
-    monkeypatch.setattr(machine, "_tool", lambda *_: links)
+    monkeypatch.setattr(machine, "ask_driver", lambda *_: links)
     facts = {fact.what: fact for fact in machine._look_at_memory()}
     assert facts["GPU 0"].is_problem and not facts["GPU 1"].is_problem
     assert facts["NVLink"].text.startswith("2 links") and not facts["NVLink"].remedy
-    monkeypatch.setattr(machine, "_tool", lambda *_: "")
+    monkeypatch.setattr(machine, "ask_driver", lambda *_: "")
     assert {fact.what: fact for fact in machine._look_at_memory()}["NVLink"].remedy
 
 

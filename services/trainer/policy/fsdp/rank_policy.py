@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,10 +37,9 @@ from tidemill.services.trainer.groups.samples import (
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.compiling import layers_of
-from tidemill.services.trainer.policy.forward import TileScores, TokenScorer
+from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_experts
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.head import Scaling
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.offload import local
 from tidemill.services.trainer.policy.packing import NOTHING, Lines, Tile, cut_tile
@@ -125,42 +124,6 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-class ShardedScorer(TokenScorer):
-    """Scores tiles through the root of the sharding."""
-
-    def __init__(
-        self,
-        root: ShardedModel,
-        model: PreTrainedModel,
-        compute_dtype: torch.dtype,
-        routers: Routers | None = None,
-    ) -> None:
-        self.root = root
-        super().__init__(model, compute_dtype, routers)
-
-    @torch.no_grad()
-    def _find_scaling(self) -> Scaling | None:
-        found: Scaling | None = self.root(super()._find_scaling)
-        return found
-
-    @property
-    def module(self) -> nn.Module:
-        return self.root
-
-    def score(self, tile: Tile, temperature: float, **options: bool) -> TileScores:
-        def score() -> TileScores:
-            scores = TokenScorer.score(self, tile, temperature, **options)
-            # The sharding follows gradients through tuples of tensors, and of those that are no views.
-            return scores._replace(logprobs_N=scores.logprobs_N.clone())
-
-        scores: TileScores = self.root(score)
-        return scores
-
-    def hidden(self, tile: Tile) -> Tensor:
-        hidden_NH: Tensor = self.root(lambda: TokenScorer.hidden(self, tile).clone())
-        return hidden_NH
-
-
 def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     """Make the model, shard it, and read this rank's shard of its weights."""
     # Before `prepare_torch`: `trainer.num_threads`, where it is set, has the last word.
@@ -215,7 +178,7 @@ class RankPolicy(TransformersPolicy):
             # Else a slow disk would use up the time limit of the next collective call on the GPU.
             self._ranks.meet()
         self._remember(root)
-        return ShardedScorer(root, model, self._dtype, routers)
+        return TokenScorer(model, self._dtype, routers, root)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         head = super()._make_value_head(model)

@@ -17,7 +17,7 @@ from tidemill.services.trainer.policy.policy import Policy
 from tidemill.services.trainer.weights.peers import pack, unpack
 
 STOP = "stop"
-OF_SAMPLES = ("accumulate", "precompute", "logprobs")
+OF_SAMPLES = ("accumulate", "precompute")
 """Calls whose first argument only rank 0 has."""
 OF_RANK_0 = ("coefficients", "state")
 """What rank 0 asks of its own shard alone: coefficients outside of the policy's thread, beside whatever that

@@ -27,7 +27,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.trainer import DEFAULT_TILE_TOKENS, LoraConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
-from tidemill.common.process.checks import Answer, answer_check
+from tidemill.common.process.checks import Answer, answer_check, gib, listed
 from tidemill.common.run.model_config import has_capped_attention
 from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.memory.estimate import (
@@ -35,7 +35,6 @@ from tidemill.services.trainer.policy.memory.estimate import (
     CONTEXT_BYTES,
     GIB,
     EngineTake,
-    Parts,
     Take,
     engine_take,
     host_take,
@@ -276,24 +275,24 @@ def _fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
         again = ", which computes layers again" if recomputed else ""
         when = "when it starts" if take.peak > take.running else f"with passes of {tokens:,} tokens{again}"
         problems.append(
-            f"the trainer takes {_gib(take.peak)} GiB of each GPU {when}, where {_gib(max(room, 0.0))} GiB "
-            f"of {_gib(gpu_bytes)} can be used{' beside the engine' if shares else ''}: {_list(take.parts)}"
+            f"the trainer takes {gib(take.peak)} GiB of each GPU {when}, where {gib(max(room, 0.0))} GiB "
+            f"of {gib(gpu_bytes)} can be used{' beside the engine' if shares else ''}: {listed(take.parts)}"
         )
     utilization = rollout.vllm.gpu_memory_utilization
     if turns and utilization * gpu_bytes > gpu_bytes - 2 * CONTEXT_BYTES:
         problems.append(
-            f"rollout.vllm.gpu_memory_utilization {utilization:g} leaves less than {_gib(2 * CONTEXT_BYTES)} "
-            f"GiB of {_gib(gpu_bytes)} to a trainer that waits: lower it"
+            f"rollout.vllm.gpu_memory_utilization {utilization:g} leaves less than {gib(2 * CONTEXT_BYTES)} "
+            f"GiB of {gib(gpu_bytes)} to a trainer that waits: lower it"
         )
     if engine is not None and engine.num_sequences < 1:
         problems.append(
-            f"an engine takes {_gib(sum(engine.parts.values()))} GiB of each of its GPUs ({ways}) without a "
-            f"KV cache; rollout.vllm.gpu_memory_utilization {utilization:g} leaves {_gib(engine.room)} GiB "
-            f"for it, and a sequence of {config.model.max_model_len:,} tokens takes {_gib(engine.sequence)}"
+            f"an engine takes {gib(sum(engine.parts.values()))} GiB of each of its GPUs ({ways}) without a "
+            f"KV cache; rollout.vllm.gpu_memory_utilization {utilization:g} leaves {gib(engine.room)} GiB "
+            f"for it, and a sequence of {config.model.max_model_len:,} tokens takes {gib(engine.sequence)}"
         )
     if machine.host_bytes is not None and host.peak > machine.host_bytes:
         problems.append(
-            f"a host takes {_gib(host.peak)} GiB of its {_gib(machine.host_bytes)}: {_list(host.parts)}"
+            f"a host takes {gib(host.peak)} GiB of its {gib(machine.host_bytes)}: {listed(host.parts)}"
         )
     own = take if trains else None
     apart = config.trainer.context_size, config.trainer.expert_size
@@ -402,17 +401,6 @@ def _changed(section: Any, settings: Settings) -> Any:
             value = LoraConfig()
         section = section.model_copy(update={name: value})
     return section
-
-
-def _gib(value: float) -> str:
-    return f"{value / GIB:.1f}"
-
-
-def _list(parts: Parts) -> str:
-    """The largest first; what is below a hundredth of all is left out."""
-    total = sum(parts.values())
-    shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
-    return ", ".join(f"{name} {_gib(value)}" for value, name in shown)
 
 
 def report(request: Any) -> Answer:

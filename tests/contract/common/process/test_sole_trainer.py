@@ -10,12 +10,7 @@ import pytest
 
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.heartbeats import (
-    GONE_AFTER_S,
-    Heartbeat,
-    check_sole_trainer,
-    publish_heartbeat,
-)
+from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, check_sole_trainer, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 

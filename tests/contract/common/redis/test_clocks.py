@@ -9,7 +9,7 @@ from tests.support.clocks import set_clock_back
 from tests.support.consumers import LEASE_S, fall_silent, fetched, make_consumer, pending, publish
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
-from tidemill.common.run.replicas import ReplicaRegistry
+from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import Delivery
 from tidemill.common.wire.keys import REWARD_GROUP
 
@@ -102,12 +102,14 @@ async def test_a_heartbeat_from_before_the_clock_was_set_back_is_not_alive(broke
         reply = await execute(*command)
         return [b"%d" % (int(reply[0]) + 600), reply[1]] if command == ("TIME",) else reply
 
-    registry = ReplicaRegistry(broker, keys, "judge", ttl_s=10.0)
+    dead, alive = (
+        Heartbeat(name, "replica", servers="judge", url=f"http://{name}") for name in ("dead", "alive")
+    )
     with monkeypatch.context() as patch:
         patch.setattr(broker, "execute", ahead)
         await publish_heartbeat(broker, keys, Heartbeat("dead", "rollout"))
-        await registry.announce("http://dead")
-    await registry.announce("http://alive")
-    (beat,) = await read_heartbeats(broker, keys)
+        await publish_heartbeat(broker, keys, dead)
+    await publish_heartbeat(broker, keys, alive)
+    (beat,) = await read_heartbeats(broker, keys, ("rollout",))
     assert not beat.is_alive
-    assert await registry.urls() == ["http://alive"]
+    assert await read_replicas(broker, keys, "judge") == ["http://alive"]

@@ -18,7 +18,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process import vllm_machine
 from tidemill.common.process.vllm_machine import (
     check_machine,
-    check_masks,
+    check_records,
     machine_arguments,
     machine_environment,
 )
@@ -160,6 +160,6 @@ def test_the_search_path_is_the_same_once_the_library_is_loaded(
 def test_masks_are_refused_on_a_cpu_with_what_to_take_instead(monkeypatch) -> None:
     monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: True)
     with pytest.raises(ConfigError, match=r"transformers; or rollout\.sampling_masks: false"):
-        check_masks()
+        check_records(masks=True)
     monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: False)
-    check_masks()
+    check_records(masks=True)

@@ -10,13 +10,7 @@ import xxhash
 
 from tidemill.common.weights import digest as digest_module
 from tidemill.common.weights.bits import TensorInfo
-from tidemill.common.weights.digest import (
-    Digest,
-    DigestSum,
-    digest_of,
-    header_digest,
-    is_additive,
-)
+from tidemill.common.weights.digest import Digest, DigestSum, digest_of, header_digest, is_additive
 
 pytestmark = pytest.mark.unit
 

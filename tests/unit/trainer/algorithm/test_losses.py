@@ -25,10 +25,7 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
     teacher_kl,
     value_loss,
 )
-from tidemill.services.trainer.algorithm.losses.tokens import (
-    denominator,
-    token_weight,
-)
+from tidemill.services.trainer.algorithm.losses.tokens import denominator, token_weight
 from tidemill.services.trainer.algorithm.losses.totals import total_metrics
 from tidemill.services.trainer.policy.head import score_logits
 

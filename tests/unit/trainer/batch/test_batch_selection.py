@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.batch.batch_assembler import select_groups
 from tidemill.services.trainer.groups.group_filter import PendingGroup
 
-IN_ORDER: dict[str, Any] = {"order": "in_order"}
+IN_ORDER: dict[str, Any] = {"batch_order": "in_order"}
 
 
 def groups_of(*versions: tuple[int, int, int]) -> dict[int, PendingGroup]:
@@ -20,9 +21,9 @@ def groups_of(*versions: tuple[int, int, int]) -> dict[int, PendingGroup]:
 
 
 def select(groups: dict[int, PendingGroup], complete: list[int], **fields: Any) -> list[int]:
-    values: dict[str, Any] = {"order": "as_ready", "step": 5, "places": 2}
-    values |= {"groups_per_step": 2, "max_staleness": 1} | fields
-    return select_groups(groups, complete, **values)
+    values: dict[str, Any] = {"batch_order": "as_ready", "groups_per_step": 2, "max_staleness": 1} | fields
+    step, places = values.pop("step", 5), values.pop("places", 2)
+    return select_groups(groups, complete, TrainerConfig.model_construct(**values), step, places)
 
 
 DUE_AND_LATER = ((10, 5, 4), (11, 5, 5), (12, 6, 5), (13, 6, 5))

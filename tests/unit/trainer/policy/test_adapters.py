@@ -14,15 +14,18 @@ from tests.support.models import (
     assert_all_close,
     gradients_of,
     load_state,
+    logprobs_of,
     make_policy,
     make_samples,
     one_batch,
     run_config,
+    save_state,
     save_weights,
     tiny_llama,
     tiny_model,
     train,
 )
+from tests.support.versions import write_version
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.groups.samples import Sample
@@ -45,7 +48,7 @@ def trained(steps: int = 2, policy: TransformersPolicy | None = None, **options:
 def assert_same_logprobs(
     mine: TransformersPolicy, theirs: TransformersPolicy, samples: list[Sample], atol: float = 1e-5
 ) -> None:
-    assert_all_close(mine.logprobs(samples), theirs.logprobs(samples), atol)
+    assert_all_close(logprobs_of(mine, samples), logprobs_of(theirs, samples), atol)
 
 
 def merged_model(policy: TransformersPolicy, folder: Path, start: torch.nn.Module) -> Any:
@@ -118,8 +121,8 @@ def test_merged_weights_compute_what_the_adapters_do(make_model, options, tmp_pa
     policy, samples = trained(policy=make_policy(dtype, model=make_model(), lora=lora)), make_samples(12)
     merged = merged_model(policy, tmp_path, make_model())
     assert_same_logprobs(policy, make_policy(dtype, model=merged), samples, atol)
-    start = make_policy(dtype, model=make_model()).logprobs(samples)
-    moved = [np.abs(a - b).max() for a, b in zip(policy.logprobs(samples), start, strict=True)]
+    start = logprobs_of(make_policy(dtype, model=make_model()), samples)
+    moved = [np.abs(a - b).max() for a, b in zip(logprobs_of(policy, samples), start, strict=True)]
     assert max(moved) > 0.1, "the adapters did something"
     if options is ON_THE_HEAD:
         assert not torch.equal(merged.lm_head.weight.float(), untied_llama().lm_head.weight)
@@ -150,7 +153,7 @@ def test_frozen_matrices_take_half_the_memory_in_bfloat16_and_compute_the_same()
 
 def test_the_reference_is_the_start_without_a_second_copy():
     samples = make_samples(8)
-    start = make_policy().logprobs(samples)
+    start = logprobs_of(make_policy(), samples)
     policy = make_policy(**LORA, **FROZEN)
     num_parameters = sum(1 for _ in policy._model.parameters())
     trained(3, policy)
@@ -165,7 +168,7 @@ def test_held_weights_are_the_adapters_at_the_start_of_the_step():
     policy = make_policy(**LORA, mini_batches=2, groups_per_step=2)
     samples = make_samples(6)
     trained(1, policy)
-    before = policy.logprobs(samples)
+    before = logprobs_of(policy, samples)
     policy.hold_weights()
     trained(1, policy)
     proximal = [tokens["proximal_logprobs"] for tokens in policy.precompute(samples)]
@@ -174,7 +177,7 @@ def test_held_weights_are_the_adapters_at_the_start_of_the_step():
 
 def test_a_checkpoint_holds_adapters_alone_and_continues_bit_by_bit(tmp_path):
     policy = trained(2, **FROZEN)
-    policy.save_state(tmp_path)
+    save_state(policy, tmp_path)
     saved = load_file(tmp_path / "policy.safetensors")
     assert all(".lora_" in name for name in saved if name != "rng.cpu")
     resumed = make_policy(**LORA, **FROZEN)
@@ -217,7 +220,7 @@ def test_every_version_has_its_adapters_in_the_format_of_peft(make_model, tmp_pa
 
     policy = trained(policy=make_policy(torch.float64, model=make_model(), **LORA))
     samples = make_samples(8)
-    manifest = WeightStore(tmp_path).write(7, policy)
+    manifest = write_version(WeightStore(tmp_path), 7, policy)
     assert [file.name for file in manifest.files] == ["model.safetensors"], "engines get merged weights only"
     folder = tmp_path / "weights" / manifest.folder / "adapter"
     assert sorted(p.name for p in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreT
 from tests.support.architectures import FAMILIES, SIZES, make_config, make_model
 from tests.support.models import (
     assert_all_close,
+    logprobs_of,
     make_policy,
     make_relatives,
     make_samples,
@@ -23,6 +24,7 @@ from tests.support.models import (
 from tests.support.parity import score_plain
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
+from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 from tidemill.services.rollout.engines.model import load_model as load_for_engine
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
@@ -52,7 +54,7 @@ def test_trainer_and_engine_cap_attention_scores(tmp_path):
     config = run_config(tmp_path, trainer={"device": "cpu"})
     samples = make_samples(6)
     engine = load_for_engine(config.model.model_copy(update={"dtype": "float32"}))
-    for sample, mine in zip(samples, load_policy(config).logprobs(samples), strict=True):
+    for sample, mine in zip(samples, logprobs_of(load_policy(config), samples), strict=True):
         ids = sample.prompt_ids.tolist(), sample.completion_ids.tolist()
         expected = score_plain(plain, *ids)
         np.testing.assert_allclose(mine, expected, atol=1e-5)
@@ -70,7 +72,7 @@ def test_reward_models_cap_attention_scores(tmp_path):
     rows = [[3, 4, 5, 6, 7, 8, 9], [5, 9, 11]]
     with torch.no_grad():
         expected = [plain(input_ids=torch.tensor([row])).logits[0].item() for row in rows]
-    scores = ScoringModel(str(tmp_path), device="cpu").score(rows)
+    scores = ScoringModel(ServerOptions(model=str(tmp_path), device="cpu")).score(rows)
     np.testing.assert_allclose([score.item() for score in scores], expected, atol=1e-5)
 
 
@@ -112,7 +114,7 @@ def test_positions_depend_on_the_longest_sequence_of_the_run_alone(max_model_len
     ids = short.prompt_ids.tolist(), short.completion_ids.tolist()
     expected = score_plain(plain, *ids)
     for samples in ([short], [short, long]):
-        np.testing.assert_allclose(policy.logprobs(samples)[0], expected, atol=1e-5)
+        np.testing.assert_allclose(logprobs_of(policy, samples)[0], expected, atol=1e-5)
     np.testing.assert_allclose(score_plain(engine, *ids), expected, atol=1e-5)
 
 
@@ -121,7 +123,7 @@ def test_a_reward_model_scores_a_row_alike_beside_any_other(tmp_path):
     config = make_config("Llama", rope_parameters=LONGROPE)
     config.num_labels, config.architectures = 1, ["LlamaForSequenceClassification"]
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    model = ScoringModel(str(tmp_path), device="cpu")
+    model = ScoringModel(ServerOptions(model=str(tmp_path), device="cpu"))
     short, long = [3, 4, 5, 6, 7, 8, 9], list(range(3, 27))
     np.testing.assert_allclose(model.score([short])[0], model.score([short, long])[0], atol=1e-5)
 
@@ -284,7 +286,7 @@ def test_sequences_end_to_end_are_those_of_plain_attention(family, layout, monke
     batch = MicroBatch(tuple(samples))
     for policy in (plain, packed):
         policy.accumulate(batch)
-    assert_all_close(packed.logprobs(samples), plain.logprobs(samples), 2e-05)
+    assert_all_close(logprobs_of(packed, samples), logprobs_of(plain, samples), 2e-05)
     for (name, weight), (_, other) in zip(packed._parameters, plain._parameters, strict=True):
         if other.grad is not None:
             torch.testing.assert_close(weight.grad, other.grad, atol=2e-4, rtol=2e-3, msg=name)

@@ -24,10 +24,7 @@ from tests.support.allocations import peak_bytes
 from tests.support.models import PIECES, assert_all_close, attend_as_varlen, make_samples, tiny_llama
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy import head as head_module
-from tidemill.services.trainer.policy.forward import (
-    TokenScorer,
-    find_scaling,
-)
+from tidemill.services.trainer.policy.forward import TokenScorer, find_scaling
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tile, plan_tiles
 

@@ -14,6 +14,7 @@ from tests.support.models import (
     emptied,
     gradients_of,
     load_state,
+    logprobs_of,
     make_policy,
     make_samples,
     masked,
@@ -33,7 +34,7 @@ def test_on_policy_nothing_is_corrected_clipped_or_capped():
     policy, samples = make_policy(algorithm={"old_logprobs": "recompute"}), make_samples(10)
     own = [
         replace(sample, rollout_logprobs=logprobs)
-        for sample, logprobs in zip(samples, policy.logprobs(samples), strict=True)
+        for sample, logprobs in zip(samples, logprobs_of(policy, samples), strict=True)
     ]
     metrics = policy.accumulate(one_batch(own))
     assert metrics.weight_sum / metrics.tokens == pytest.approx(1.0, abs=1e-5)
@@ -72,7 +73,7 @@ def test_a_step_without_any_trained_token_leaves_the_weights(useless, normalisat
 
 def test_logprobs_of_an_empty_completion_are_empty():
     policy, samples = make_policy(), make_samples(3)
-    results = policy.logprobs([samples[0], emptied(samples[1]), samples[2]])
+    results = logprobs_of(policy, [samples[0], emptied(samples[1]), samples[2]])
     assert [len(result) for result in results] == [samples[0].mask.size, 0, samples[2].mask.size]
     assert results[1].dtype == np.float32
 
@@ -81,7 +82,7 @@ def test_logprobs_leave_gradients_alone():
     policy, samples = make_policy(), make_samples(5)
     accumulate_all(policy, [one_batch(samples)])
     before = gradients_of(policy).clone()
-    policy.logprobs(samples)
+    logprobs_of(policy, samples)
     assert torch.equal(gradients_of(policy), before)
 
 
@@ -136,7 +137,7 @@ def test_the_rate_follows_the_steps_also_over_a_skipped_one():
 def test_bfloat16_stays_near_float32():
     samples = make_samples(16)
     full, half = make_policy(), make_policy(torch.bfloat16)
-    for exact, rough in zip(full.logprobs(samples), half.logprobs(samples), strict=True):
+    for exact, rough in zip(logprobs_of(full, samples), logprobs_of(half, samples), strict=True):
         np.testing.assert_allclose(rough, exact, atol=0.15)
         assert rough.dtype == np.float32
     accumulate_all(full, [one_batch(samples)])

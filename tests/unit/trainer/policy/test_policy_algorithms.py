@@ -13,6 +13,7 @@ from tests.support.models import (
     assert_all_close,
     gradients_of,
     load_state,
+    logprobs_of,
     make_policy,
     make_samples,
     one_batch,
@@ -162,10 +163,10 @@ class TestReference:
     def test_is_the_starting_model_and_stays_it_over_a_restart(self):
         samples = make_samples(6)
         policy = make_policy(algorithm=FROZEN, optimizer={"lr": 0.1})
-        start = policy.logprobs(samples)
+        start = logprobs_of(policy, samples)
         for _ in range(3):
             train(policy, [one_batch(prepared(policy, samples))])
-        assert not np.allclose(policy.logprobs(samples)[0], start[0], atol=1e-3)
+        assert not np.allclose(logprobs_of(policy, samples)[0], start[0], atol=1e-3)
         assert not any(name.startswith("reference.") for name in policy.state().tensors)
         resumed = make_policy(algorithm=FROZEN)
         load_state(resumed, policy.state())
@@ -183,7 +184,7 @@ class TestReference:
         for _ in range(2 * mini_batches):
             assert_all_close(self.logprobs(policy, samples), start, 0.0)
             train(policy, [one_batch(prepared(policy, samples))])
-        assert_all_close(self.logprobs(policy, samples), policy.logprobs(samples), 0.0)
+        assert_all_close(self.logprobs(policy, samples), logprobs_of(policy, samples), 0.0)
         train(policy, [one_batch(prepared(policy, samples))])
         resumed = make_policy(**settings)
         load_state(resumed, policy.state())
@@ -202,13 +203,13 @@ class TestReference:
         samples = make_samples(6)
         policy = make_policy(algorithm={"reference": {"model": "frozen", "dtype": "bfloat16"}})
         found = self.logprobs(policy, samples)
-        assert_all_close(found, make_policy().logprobs(samples), 0.2)
+        assert_all_close(found, logprobs_of(make_policy(), samples), 0.2)
         assert {values.dtype for values in found} == {np.dtype(np.float32)}
 
     def test_it_is_scored_at_the_sampling_temperature(self):
         samples = make_samples(6)
         policy = make_policy(algorithm=FROZEN, temperature=1.6)
-        assert_all_close(self.logprobs(policy, samples), policy.logprobs(samples, 1.6), 0.0)
+        assert_all_close(self.logprobs(policy, samples), logprobs_of(policy, samples, 1.6), 0.0)
 
 
 PPO: dict[str, Any] = {"advantage": "gae", "value": {"clip": None}}
@@ -234,13 +235,13 @@ class TestValues:
     def test_start_at_zero_and_learn_the_returns(self, algorithm):
         samples = make_samples(8)
         policy = make_policy(algorithm=algorithm, optimizer={"lr": 0.02}, steps=60)
-        start = policy.logprobs(samples)
+        start = logprobs_of(policy, samples)
         assert not values_of(policy, samples).any()
         for _ in range(60):
             train(policy, [one_batch(with_returns(policy, samples, 0.7))])
         np.testing.assert_allclose(values_of(policy, samples), 0.7, atol=0.15)
         if algorithm is CRITIC:
-            np.testing.assert_array_equal(policy.logprobs(samples)[0], start[0])
+            np.testing.assert_array_equal(logprobs_of(policy, samples)[0], start[0])
 
     def test_their_gradient_is_that_of_the_loss_written_out(self, algorithm):
         samples = make_samples(5)

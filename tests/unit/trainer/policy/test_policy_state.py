@@ -12,11 +12,13 @@ from tests.support.architectures import make_model
 from tests.support.models import (
     accumulate_all,
     load_state,
+    logprobs_of,
     make_policy,
     make_samples,
     one_batch,
     read_policy_state,
     run_config,
+    save_state,
     save_weights,
     tiny_llama,
     tiny_model,
@@ -34,7 +36,7 @@ def test_a_checkpoint_continues_bit_by_bit(tmp_path):
     policy, samples = make_policy(optimizer=optimizer), make_samples(16)
     for start in (0, 4):
         train(policy, [one_batch(samples[start : start + 4])])
-    policy.save_state(tmp_path)
+    save_state(policy, tmp_path)
     resumed = make_policy(seed=5, optimizer=optimizer)
     accumulate_all(resumed, [one_batch(samples)])  # discarded by load_state
     resumed.load_state(tmp_path)
@@ -64,7 +66,7 @@ def test_what_was_copied_is_written_whatever_the_policy_has_become(tmp_path, mon
     written = read_policy_state(tmp_path / "copied").tensors
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
-    policy.save_state(tmp_path / "later")
+    save_state(policy, tmp_path / "later")
     later = read_policy_state(tmp_path / "later").tensors
     assert all(torch.equal(later[name], tensor) for name, tensor in policy.state().tensors.items())
     assert not torch.equal(later["model.model.norm.weight"], expected["model.model.norm.weight"])
@@ -86,7 +88,7 @@ def test_a_state_is_written_without_pickle_and_the_same_bytes_each_time(tmp_path
     policy = make_policy()
     train(policy, [one_batch(make_samples(4))])
     for name in ("a", "b"):
-        policy.save_state(tmp_path / name)
+        save_state(policy, tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert files == ["policy.json", "policy.safetensors"]
     for name in files:
@@ -133,7 +135,7 @@ def test_a_policy_is_loaded_as_configured(tmp_path):
     samples = make_samples(4)
     own = [
         replace(sample, rollout_logprobs=logprobs)
-        for sample, logprobs in zip(samples, policy.logprobs(samples, 1.6), strict=True)
+        for sample, logprobs in zip(samples, logprobs_of(policy, samples, 1.6), strict=True)
     ]
     metrics = policy.accumulate(one_batch(own))
     assert metrics.mismatch_max < 1e-5  # rollout.sampling.temperature reached the loss

@@ -16,17 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.models import make_policy, make_samples, run_config
+from tests.support.models import make_policy, make_samples, run_config, save_state
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import version_name
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore, TrainerState
 from tidemill.services.trainer.groups.samples import Sample, SegmentTokens, Teaching, TurnEnd, with_teaching
 from tidemill.services.trainer.policy import transformers_policy
 from tidemill.services.trainer.policy.fsdp import rank_policy, ranks
-from tidemill.services.trainer.policy.fsdp.rank_policy import (
-    cores_beside,
-    take_share,
-)
+from tidemill.services.trainer.policy.fsdp.rank_policy import cores_beside, take_share
 from tidemill.services.trainer.policy.fsdp.ranks import (
     JOIN_TIMEOUT,
     NCCL_TIMEOUT,
@@ -103,7 +100,7 @@ def test_a_rank_is_hidden_from_other_processes_of_its_user() -> None:
 def test_ranks_meet_once_each_has_read_its_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Else the fastest would wait for the others in a call on GPUs, which gives up after minutes."""
     policy, events = make_policy(), []
-    policy.save_state(tmp_path / "state")
+    save_state(policy, tmp_path / "state")
     fill = transformers_policy.fill
     monkeypatch.setattr(transformers_policy, "fill", lambda *its: (events.append("read"), fill(*its)))
     policy.peers = SimpleNamespace(gather=lambda *_: events.append("met"))

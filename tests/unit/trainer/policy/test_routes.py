@@ -12,6 +12,7 @@ from tests.support.architectures import make_model
 from tests.support.models import (
     accumulate_all,
     gradients_of,
+    logprobs_of,
     make_policy,
     make_relatives,
     make_samples,
@@ -110,7 +111,7 @@ def test_what_would_have_been_chosen_otherwise_is_counted() -> None:
     policy = make_policy(model=model, replays_routes=True)
     sums = policy.accumulate(one_batch([replace(sample, routes=(make_routes(changed),))]))
     assert (sums.changed_tokens, sums.changed_layers) == (1, 0.5)
-    (plain,) = policy.logprobs([replace(sample, routes=())])
+    (plain,) = logprobs_of(policy, [replace(sample, routes=())])
     gap = np.abs(plain - sample.rollout_logprobs).sum()
     assert sums.compared_tokens == sums.tokens == len(plain)
     found = [sums.replayed_gap_sum, sums.unreplayed_gap_sum]
@@ -131,7 +132,7 @@ def test_replay_closes_the_gap_to_an_engine_whose_routers_round_otherwise() -> N
         router.forward = route
     of_engine = make_policy(model=engine)
     samples = with_own(engine, make_samples(60))
-    logprobs = of_engine.logprobs([replace(sample, routes=()) for sample in samples])
+    logprobs = logprobs_of(of_engine, [replace(sample, routes=()) for sample in samples])
     samples = [replace(s, rollout_logprobs=own) for s, own in zip(samples, logprobs, strict=True)]
     policy = make_policy(model=model, replays_routes=True)
     with_replay = policy.accumulate(one_batch(samples)).mismatch_max
@@ -150,8 +151,8 @@ def test_a_reference_chooses_by_itself() -> None:
             **fields,
         )
         found = [one["reference_logprobs"] for one in policy.precompute(samples)]
-        plain = policy.logprobs([replace(sample, routes=()) for sample in samples])
-        replayed = policy.logprobs(samples)
+        plain = logprobs_of(policy, [replace(sample, routes=()) for sample in samples])
+        replayed = logprobs_of(policy, samples)
         for reference, own, other in zip(found, plain, replayed, strict=True):
             np.testing.assert_allclose(reference, own, atol=1e-6)
             assert np.abs(reference - other).max() > 1e-3
@@ -166,7 +167,7 @@ def test_routes_of_all_layers_are_looked_up_by_the_number_of_the_layer() -> None
     routed = (routes.experts + rng.integers(1, 4, routes.experts.shape, dtype=np.uint8)[..., :1]) % 8
     both = np.concatenate([np.zeros_like(routed), routed], 1)
     policy = make_policy(model=model, replays_routes=True)
-    found = [policy.logprobs([replace(sample, routes=(make_routes(own),))])[0] for own in (routed, both)]
+    found = [logprobs_of(policy, [replace(sample, routes=(make_routes(own),))])[0] for own in (routed, both)]
     np.testing.assert_array_equal(*found)
 
 

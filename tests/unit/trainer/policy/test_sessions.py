@@ -12,6 +12,7 @@ from tests.support.models import (
     accumulate_all,
     attend_as_varlen,
     gradients_of,
+    logprobs_of,
     make_policy,
     make_samples,
     one_batch,
@@ -184,7 +185,7 @@ def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matter
 def test_logprobs_of_a_session_are_those_of_its_rows() -> None:
     (sample,) = samples_of(FORKED)
     policy = make_policy(torch.float64)
-    (found,) = policy.logprobs([sample])
+    (found,) = logprobs_of(policy, [sample])
     expected, _ = logprobs_by_hand(tiny_llama().double(), FORKED)
     np.testing.assert_allclose(found[sample.mask], expected.detach().numpy(), rtol=1e-6)
     assert len(found) == 8

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from tests.support.losses import with_statistics
-from tests.support.models import load_state, make_policy, make_samples, masked, one_batch, run_config, train
+from tests.support.models import (
+    load_state,
+    make_policy,
+    make_samples,
+    masked,
+    one_batch,
+    run_config,
+    save_state,
+    train,
+)
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.policy.state import PolicyState
@@ -39,7 +48,7 @@ def test_simulated_digests_prove_which_micro_batches_were_trained(simulated):
 def test_simulated_state_continues_the_chain(simulated, tmp_path):
     samples = make_samples(8)
     train(simulated, [one_batch(samples[:4])])
-    simulated.save_state(tmp_path)
+    save_state(simulated, tmp_path)
     resumed = other_simulated()
     resumed.accumulate(one_batch(samples))
     resumed.load_state(tmp_path)

@@ -14,6 +14,7 @@ from tests.support.architectures import make_model
 from tests.support.models import (
     accumulate_all,
     gradients_of,
+    logprobs_of,
     make_policy,
     make_relatives,
     make_samples,
@@ -103,7 +104,7 @@ def gap_to_single_rows(samples: Sequence[Sample], max_tokens: int, **trainer: An
     tree.layout, tree._tile_tokens = "tree", max_tokens
     results = [accumulate_all(policy, [one_batch(samples)]) for policy in (single, tree)]
     assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-12, abs=1e-12)
-    for one, other in zip(single.logprobs(samples), tree.logprobs(samples), strict=True):
+    for one, other in zip(logprobs_of(single, samples), logprobs_of(tree, samples), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
     expected, found = gradients_of(single), gradients_of(tree)
     return float((found - expected).norm() / expected.norm())

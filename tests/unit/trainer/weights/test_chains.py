@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.models import make_policy, save_weights
+from tests.support.versions import write_version
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import WeightsError
 from tidemill.common.files import StorageError
@@ -58,7 +59,7 @@ def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path:
     policy = policy_in_bf16()
     for version, share in enumerate([0.0, 0.02, 0.0, 0.5, 0.02, 0.02, 0.02, 0.02]):
         change(policy, share, version)
-        manifest = store.write(version, policy)
+        manifest = write_version(store, version, policy)
         assert manifest.share_changed == pytest.approx(share if version else -1.0, abs=0.01)
         assert manifest.digest == policy.digest()
         assert_leads_there(tmp_path, manifest, policy)
@@ -73,7 +74,7 @@ def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path: Path) -> None:
     policy = policy_in_bf16()
     for version in range(4):
         change(policy, 0.05, version)
-        store.write(version, policy)
+        write_version(store, version, policy)
     # 5 % of the values are about 7 % of the bytes: two deltas are more than a fifth, with their heads.
     assert [kind for kind, _ in kinds(tmp_path, range(4))] == ["full", ENCODING, ENCODING, "full"]
 
@@ -84,14 +85,14 @@ def test_float32_and_a_base_every_version_write_in_full(tmp_path: Path, dtype: t
     policy = make_policy(dtype=dtype)
     for version in range(2):
         change(policy, 0.01, version)
-        manifest = store.write(version, policy)
+        manifest = write_version(store, version, policy)
         assert not manifest.is_delta and manifest.digest == policy.digest()
         assert_leads_there(tmp_path, manifest, policy)
 
 
 def test_adapters_and_value_heads_travel_as_far_as_they_go(tmp_path: Path) -> None:
     store, policy = WeightStore(tmp_path), policy_in_bf16(lora={"rank": 4, "alpha": 8})
-    first = store.write(0, policy)
+    first = write_version(store, 0, policy)
     with torch.no_grad():
         for name, parameter in policy._parameters:
             parameter += 0.01 if "lora_B" in name else 0.0
@@ -122,7 +123,7 @@ def test_pruning_keeps_what_a_chain_needs_and_no_more(tmp_path: Path) -> None:
     policy = policy_in_bf16()
     for version in range(8):
         change(policy, 0.01, version)
-        store.write(version, policy)
+        write_version(store, version, policy)
     assert store.prune(keep=1, in_use={4}) == [0, 1, 2, 5]
     assert store.versions() == [3, 4, 6, 7]
     assert store.prune(keep=2) == [3, 4]
@@ -133,19 +134,21 @@ def test_pruning_keeps_what_a_chain_needs_and_no_more(tmp_path: Path) -> None:
 def test_a_trainer_that_restarts_writes_the_same_version_again(tmp_path: Path) -> None:
     policy = policy_in_bf16()
     store = WeightStore(tmp_path)
-    written = [store.write(version, policy) for version in range(2) if change(policy, 0.01, version) is None]
+    written = [
+        write_version(store, version, policy) for version in range(2) if change(policy, 0.01, version) is None
+    ]
     again = policy_in_bf16()
     for version in range(2):
         change(again, 0.01, version)
     restarted = WeightStore(tmp_path)
-    assert restarted.write(1, again) == written[1], "it is there and whole"
+    assert write_version(restarted, 1, again) == written[1], "it is there and whole"
     change(again, 0.01, 2)
-    assert restarted.write(2, again).parent == 1
+    assert write_version(restarted, 2, again).parent == 1
     os.truncate(tmp_path / "weights" / "v00000000" / "model.safetensors", 100)
     third = policy_in_bf16()
     for version in range(2):
         change(third, 0.01, version)
-    manifest = WeightStore(tmp_path).write(1, third)
+    manifest = write_version(WeightStore(tmp_path), 1, third)
     assert not manifest.is_delta and manifest.digest == written[1].digest
     with pytest.raises(WeightsError, match="torn"):
         verified_files(tmp_path, written[0])
@@ -155,7 +158,7 @@ def test_a_trainer_that_restarts_writes_the_same_version_again(tmp_path: Path) -
 def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    written = WeightStore(tmp_path).write(0, make_policy(dtype=dtype))
+    written = write_version(WeightStore(tmp_path), 0, make_policy(dtype=dtype))
     (path,) = verified_files(tmp_path, written)
     os.truncate(path, 100)
     store, again = WeightStore(tmp_path), make_policy(dtype=dtype)
@@ -166,9 +169,9 @@ def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(
 
 def test_a_delta_to_weights_that_are_not_there_is_refused(tmp_path: Path) -> None:
     policy, store = policy_in_bf16(), WeightStore(tmp_path)
-    store.write(0, policy)
+    write_version(store, 0, policy)
     change(policy, 0.01, 1)
-    delta = store.write(1, policy)
+    delta = write_version(store, 1, policy)
     change(policy, 0.01, 2)
     forged = delta.model_copy(update={"parent_digest": "w1:" + "0" * 32})
     with pytest.raises(WeightsError, match="of other weights"):
@@ -182,7 +185,7 @@ def test_a_disk_that_is_full_beside_the_step_is_told_and_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, store = policy_in_bf16(), WeightStore(tmp_path)
-    store.write(0, policy)
+    write_version(store, 0, policy)
     change(policy, 0.01, 1)
     state = policy.compare_weights()
 

@@ -15,6 +15,7 @@ import xxhash
 from safetensors.numpy import load_file, save_file
 
 from tests.support.full_versions import WritesFull
+from tests.support.versions import write_version
 from tidemill.common.errors import WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.run.weight_files import folder_versions, read_manifest, verified_files
@@ -45,7 +46,7 @@ def read_value(paths: list[Path]) -> float:
 
 
 def test_written_weights_verify_and_read_back(tmp_path: Path) -> None:
-    manifest = WeightStore(tmp_path).write(12, Policy(3.0))
+    manifest = write_version(WeightStore(tmp_path), 12, Policy(3.0))
     assert manifest.folder == "v00000012" and manifest.digest == f"{3:032x}"
     paths = verified_files(tmp_path, manifest)
     assert [path.name for path in paths] == ["a.safetensors", "b.safetensors"]
@@ -55,7 +56,7 @@ def test_written_weights_verify_and_read_back(tmp_path: Path) -> None:
 
 
 def test_the_run_folder_may_itself_be_reached_through_a_link(tmp_path: Path) -> None:
-    manifest = WeightStore(tmp_path / "run").write(0, Policy(1.0))
+    manifest = write_version(WeightStore(tmp_path / "run"), 0, Policy(1.0))
     (tmp_path / "latest").symlink_to("run")
     assert read_value(verified_files(tmp_path / "latest", manifest)) == 1.0
 
@@ -64,18 +65,18 @@ def test_a_failed_write_leaves_no_version_behind(tmp_path: Path) -> None:
     store, policy = WeightStore(tmp_path), Policy(1.0)
     policy.fails = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(StorageError, match=r"the weights of version 4 .*No space left") as caught:
-        store.write(4, policy)
+        write_version(store, 4, policy)
     assert caught.value.can_clear
     assert store.versions() == [] and os.listdir(store.folder) == []
     policy.fails = None
-    assert read_value(verified_files(tmp_path, store.write(4, policy))) == 1.0
+    assert read_value(verified_files(tmp_path, write_version(store, 4, policy))) == 1.0
 
 
 def test_a_version_with_the_same_bytes_is_not_touched_again(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
-    first = store.write(1, Policy(1.0))
+    first = write_version(store, 1, Policy(1.0))
     before = (store.folder / first.folder).stat().st_ino
-    again = store.write(1, Policy(1.0))
+    again = write_version(store, 1, Policy(1.0))
     assert (again.files, again.digest) == (first.files, first.digest)
     assert (store.folder / first.folder).stat().st_ino == before
     assert os.listdir(store.folder) == [first.folder]
@@ -84,7 +85,7 @@ def test_a_version_with_the_same_bytes_is_not_touched_again(tmp_path: Path) -> N
 @pytest.mark.parametrize("damage", ["other bytes", "torn file", "extra file", "no manifest"])
 def test_a_version_with_other_bytes_is_replaced(tmp_path: Path, damage: str) -> None:
     store = WeightStore(tmp_path)
-    folder = store.folder / store.write(1, Policy(1.0)).folder
+    folder = store.folder / write_version(store, 1, Policy(1.0)).folder
     if damage == "torn file":
         os.truncate(folder / "a.safetensors", 10)
     elif damage == "extra file":
@@ -92,7 +93,7 @@ def test_a_version_with_other_bytes_is_replaced(tmp_path: Path, damage: str) -> 
     elif damage == "no manifest":
         (folder / "manifest.json").unlink()
     value = 2.0 if damage == "other bytes" else 1.0
-    manifest = store.write(1, Policy(value))
+    manifest = write_version(store, 1, Policy(value))
     assert read_value(verified_files(tmp_path, manifest)) == value
     assert sorted(os.listdir(folder)) == ["a.safetensors", "b.safetensors", "manifest.json"]
     assert os.listdir(store.folder) == [folder.name]
@@ -116,8 +117,8 @@ def test_only_names_of_versions_count_as_versions(tmp_path: Path) -> None:
 
 def test_a_pruned_version_says_that_a_newer_one_is_coming(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
-    manifest = store.write(1, Policy(1.0))
-    store.write(2, Policy(2.0))
+    manifest = write_version(store, 1, Policy(1.0))
+    write_version(store, 2, Policy(2.0))
     store.prune(keep=1)
     with pytest.raises(WeightsError, match=r"not there.*pruned already"):
         verified_files(tmp_path, manifest)
@@ -141,7 +142,7 @@ def forged(folder: str, name: str, secret: Path) -> WeightManifest:
 )
 def test_a_manifest_cannot_name_a_path_outside_of_the_weights(tmp_path: Path, folder: str, name: str) -> None:
     run = tmp_path / "run"
-    WeightStore(run).write(1, Policy(1.0))
+    write_version(WeightStore(run), 1, Policy(1.0))
     secret = tmp_path / "secret"
     secret.write_text("secret")
     (run / "config.yaml").write_text("secret")
@@ -161,7 +162,7 @@ def test_such_a_manifest_does_not_even_decode(folder: str) -> None:
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_a_link_that_leaves_the_run_is_refused(tmp_path: Path, what: str) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    manifest = WeightStore(run).write(1, Policy(1.0))
+    manifest = write_version(WeightStore(run), 1, Policy(1.0))
     folder = run / "weights" / manifest.folder
     path = folder / "a.safetensors" if what == "file" else folder
     path.rename(elsewhere)
@@ -196,14 +197,14 @@ def looped(path: Path) -> None:
 def test_a_damaged_file_is_refused_by_its_checksum(
     tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
-    manifest = WeightStore(tmp_path).write(1, Policy(1.0))
+    manifest = write_version(WeightStore(tmp_path), 1, Policy(1.0))
     damage(tmp_path / "weights" / manifest.folder / "a.safetensors")
     with pytest.raises(WeightsError, match=message):
         verified_files(tmp_path, manifest)
 
 
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
-    manifest = WeightStore(tmp_path).write(1, Policy(1.0))
+    manifest = write_version(WeightStore(tmp_path), 1, Policy(1.0))
     for files in ((), manifest.files * 2):
         with pytest.raises(WeightsError, match=r"no files|twice"):
             verified_files(tmp_path, manifest.model_copy(update={"files": files}))

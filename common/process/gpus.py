@@ -14,7 +14,7 @@ _OTHERS = ("/dev/kfd", "/dev/dxg")
 def count_gpus() -> int | None:
     """Their number; None where it cannot be told."""
     if shutil.which(TOOL) is not None:
-        listed = _asked("-L")
+        listed = ask_driver("-L")
         return None if listed is None else len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
     if any(Path(device).exists() for device in _OTHERS):
         return None
@@ -23,13 +23,13 @@ def count_gpus() -> int | None:
 
 def smallest_gpu_bytes() -> float | None:
     """Memory of the GPU that has the least; None where it cannot be told, or there is none."""
-    listed = _asked("--query-gpu=memory.total", "--format=csv,noheader,nounits") if shutil.which(TOOL) else ""
+    listed = ask_driver("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     found = [float(line) for line in (listed or "").split() if line.isdigit()]
     return min(found) * (1 << 20) if found else None
 
 
-def _asked(*arguments: str) -> str | None:
-    """What the tool writes; None where it fails."""
+def ask_driver(*arguments: str) -> str | None:
+    """What the driver's tool writes; None where it fails, or is not there."""
     try:
         # With a limit: where the driver hangs, the tool does not end by itself.
         result = subprocess.run([TOOL, *arguments], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
