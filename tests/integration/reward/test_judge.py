@@ -19,6 +19,7 @@ from tests.support.misbehaving import (
     hangs,
     says,
 )
+from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
@@ -28,7 +29,7 @@ from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.replicas import ReplicaRegistry
-from tidemill.common.streams import Entry, append, read_range
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.remote.dependencies import RewardDependencies
@@ -98,8 +99,7 @@ class Worker:
         return len(await self._read(lane)) >= count
 
     async def _read(self, lane: Lane) -> list[Score]:
-        entries = await read_range(self.broker, self.keys.scores(lane), Score)
-        return [entry.message for entry in entries if isinstance(entry, Entry)]
+        return await messages(self.broker, self.keys.scores(lane), Score)
 
 
 @pytest.fixture
