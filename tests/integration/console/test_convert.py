@@ -71,6 +71,18 @@ python -m verl.experimental.fully_async_policy.fully_async_main {DAPO_COMMON} \\
     async_training.staleness_threshold=0.1 async_training.trigger_parameter_sync_step=4 \\
     async_training.require_batches=4 async_training.partial_rollout=True
 """
+ONE_STEP_OFF = """
+gpus=${GPUS:-8}
+rollout=2
+python3 -m verl.experimental.one_step_off_policy.main_ppo algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/gsm8k/train.parquet data.val_files=$HOME/gsm8k/test.parquet \\
+    data.train_batch_size=1152 data.max_prompt_length=512 data.max_response_length=1024 \\
+    data.filter_overlong_prompts=True actor_rollout_ref.actor.ppo_mini_batch_size=192 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 trainer.save_freq=-1 \\
+    trainer.test_freq=5 trainer.total_epochs=2 trainer.n_gpus_per_node=$((gpus - rollout)) \\
+    rollout.nnodes=1 rollout.n_gpus_per_node="$rollout" $@
+"""
 TRL_QUICK_START = """
 from trl import GRPOTrainer
 from trl.rewards import accuracy_reward
@@ -112,6 +124,11 @@ CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]
         {"": (33, 512, 16, 16, 0), "optimizer.warmup_steps": 10, "optimizer.weight_decay": 0.1,
          "evaluation.temperature": 1.0, "evaluation.top_p": 0.7},
         {"preset": "dapo", "dual_clip": 10.0, "max_filter_rounds": 10, **NONE},
+    ),
+    "verl one step off": (
+        "run.sh", ONE_STEP_OFF, [], GSM8K_ROWS,
+        {"": (12, 1152, 6, 5, 1), "evaluation.every": 5, "optimizer.weight_decay": 0.01},
+        {"clip_high": 0.2, "dual_clip": 3.0, "old_logprobs": "rollout", **KL},
     ),
     "verl fully async": (
         "run.sh", FULLY_ASYNC, [], DAPO_ROWS,
