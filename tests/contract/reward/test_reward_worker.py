@@ -326,6 +326,21 @@ async def test_stopping_hands_back_what_does_not_finish_in_time(
     assert await dead_entries(broker, keys) == []
 
 
+async def test_stopping_finishes_what_does_and_leaves_the_group(
+    broker: Broker, keys: Keys, start: Any
+) -> None:
+    reward = GatedReward()
+    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(3)])
+    async with start(reward) as worker:
+        await wait_until(lambda: len(reward.started) == 3)
+        asyncio.get_running_loop().call_later(0.1, reward.gate.set)
+    assert worker.done()
+    assert len(await scores(broker, keys)) == 3
+    status = await group_status(broker, keys.trajectories(), REWARD_GROUP)
+    assert status is not None
+    assert (status.pending, status.consumers) == (0, 0)
+
+
 async def test_an_error_nobody_expected_ends_the_worker_instead_of_one_lane(
     broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ async def test_what_is_wrong_is_refused_with_what_to_do_and_without_the_password
 ):
     own, (stranger, _), port = authority_of(server), make_certificate(tmp_path), server.port
     cases = {
-        "no authority is known": (None, server.url, "TIDEMILL_REDIS_CA"),
+        "no authority is known": (None, server.url, "Set TIDEMILL_REDIS_CA"),
         "another authority": (stranger, server.url, "cannot be trusted"),
         "a certificate for another host": (own, f"rediss://localhost:{port}", "cannot be trusted"),
         "no such file": ("/nowhere/ca.pem", server.url, "TIDEMILL_REDIS_CA is /nowhere/ca.pem: no such file"),
