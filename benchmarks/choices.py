@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from benchmarks.report import machine, print_result, print_table
+from benchmarks.report import print_figures
 from tests.support.training import sample_of
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.routers import find_routers
@@ -153,14 +153,8 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    found = measure()
-    print_table(
-        f"{GROUPS} groups of {SIZE}: prompts of {PROMPT} tokens, completions of {COMPLETION}",
-        ("figure", "value"),
-        [(name, str(value)) for name, value in found.items()],
-        machine(),
-    )
-    print_result(found)
+    sizes = f"{GROUPS} groups of {SIZE}: prompts of {PROMPT} tokens, completions of {COMPLETION}"
+    print_figures(sizes, measure())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ that are processes of this machine, with a thread each, sum their gradients over
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -179,21 +179,10 @@ def main() -> None:
         for size in RANKS:
             figures = measure(samples, size)
             found[size].append(figures)
-            values = (
-                figures.passes,
-                figures.tile_used,
-                figures.filled,
-                figures.bound,
-                figures.busy,
-                figures.received,
-            )
-            rows.append((f"{name}; {size} ranks", *(f"{value:.3f}" for value in values)))
-    print_table(
-        f"A step of {GROUPS} groups of {SIZE}, tiles of {TILE:,} tokens",
-        ("lengths", "passes", "tile used", "filled", "bound", "busy", "received"),
-        rows,
-        machine(),
-    )
+            rows.append((f"{name}; {size} ranks", *(f"{value:.3f}" for value in astuple(figures)[:-1])))
+    columns = ("lengths", "passes", "tile used", "filled", "bound", "busy", "received")
+    title = f"A step of {GROUPS} groups of {SIZE}, tiles of {TILE:,} tokens"
+    print_table(title, columns, rows, machine())
     result = {f"tile_used_{size}": round(min(f.tile_used for f in found[size]), 3) for size in RANKS}
     result |= {f"passes_{size}": round(max(f.passes for f in found[size]), 3) for size in RANKS}
     result["received_share_8"] = round(max(f.received for f in found[8]), 3)

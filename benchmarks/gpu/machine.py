@@ -1,7 +1,6 @@
-"""What this machine is: what the proof's parts ask for, and how fast its GPU is by itself.
+"""What this machine is, as the proof's parts ask for it. Starts nothing on a GPU.
 
-python -m benchmarks.gpu.machine            # facts as JSON; starts nothing on a GPU
-python -m benchmarks.gpu.machine --speed    # matrix products and copies
+python -m benchmarks.gpu.machine            # facts as JSON
 python -m benchmarks.gpu.machine --require  # says what tests on a GPU lack here, and ends with 2
 """
 
@@ -67,43 +66,12 @@ def _problem(check: Callable[[str], object], what: str) -> str:
     return ""
 
 
-def measure_speed() -> dict[str, Any]:
-    """TFLOP/s of a matrix product in bfloat16, GB/s of copies on the device and to it."""
-    import torch
-
-    from benchmarks.device import is_gpu, now_s
-    from benchmarks.gpu.engine import copy_gb_per_s
-
-    size, copied, device = (8192, 2 << 30, "cuda") if is_gpu() else (256, 16 << 20, "cpu")
-    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    bytes_here = torch.zeros(copied, dtype=torch.uint8, device=device)
-
-    def seconds(work: Any, rounds: int = 10) -> float:
-        for _ in range(3):
-            work()
-        started = now_s()
-        for _ in range(rounds):
-            work()
-        return (now_s() - started) / rounds
-
-    return {
-        "matmul_tflops": 2 * size**3 / seconds(lambda: left @ right) / 1e12,
-        "device_copy_gb_per_s": 2 * copied / seconds(lambda: bytes_here.clone()) / 1e9,
-        "host_to_device_gb_per_s": copy_gb_per_s(copied),
-    }
-
-
 def main(
-    speed: Annotated[bool, typer.Option("--speed", help="matrix products and copies")] = False,
     require: Annotated[
         bool, typer.Option("--require", help="end with 2 where a GPU or vLLM is missing")
     ] = False,
-    dry: Annotated[bool, typer.Option("--dry", help="changes nothing")] = False,
 ) -> None:
     """Say what is here; the last line is JSON."""
-    if speed:
-        print_result(measure_speed())
-        return
     facts = read_facts()
     if not require:
         print_result(facts)

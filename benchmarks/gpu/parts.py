@@ -46,7 +46,6 @@ PAUSES = (("full_pause_over_copy_ms", "<=", 100.0), ("delta_pause_over_copy_ms",
 VLLM: dict[str, Any] = {"vllm": True, "compiles": True}
 
 PARTS = (
-    Part("machine", "matrix products and copies", "benchmarks.gpu.machine --speed", 30),
     Part("tests_policy", "tests/gpu: the policy's numbers", f"{TESTS}/test_policy.py", 90),
     Part("tests_speed", "tests/gpu: fused, compiled", f"{TESTS}/test_trainer_speed.py", 90, compiles=True),
     Part("tests_engine", "tests/gpu: vLLM", f"{TESTS}/test_vllm_engine.py", 150, **VLLM),

@@ -29,11 +29,11 @@ import typer
 from rich.console import Console
 
 from benchmarks.report import print_result
-from tests.chaos.driver import Driver, Outcome, torment
-from tests.chaos.faults import KILLS, PARTS, SESSION_KILLS, Fault, each_in_turn, plan
-from tests.chaos.report import REFRESH_S, ChaosProgress, print_faults, result
+from tests.chaos.driver import torment
+from tests.chaos.faults import KILLS, PARTS, SESSION_KILLS, each_in_turn, plan
+from tests.chaos.report import print_faults, result
 from tests.support.servers import free_port
-from tidemill.common.config import RunConfig, load_config
+from tidemill.common.config import load_config
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
@@ -57,36 +57,6 @@ SESSIONS = (
 """Two turns at most, in processes of environments that ask a server; their own reward is the score."""
 
 
-async def run_seed(
-    config: RunConfig, seed: int, faults: list[Fault], folder: Path, console: Console
-) -> Outcome:
-    """One run under chaos, with its progress and its table."""
-    progress = ChaosProgress(console, config.trainer.steps, len(faults))
-    drawing: list[asyncio.Task[None]] = []
-
-    async def draw(driver: Driver) -> None:
-        while True:
-            progress.update(driver)
-            await asyncio.sleep(REFRESH_S)
-
-    with progress.shown():
-        try:
-            outcome = await torment(
-                folder,
-                config,
-                faults,
-                seed,
-                load_policy,
-                progress.tell,
-                lambda driver: drawing.append(asyncio.create_task(draw(driver))),
-            )
-        finally:
-            for task in drawing:
-                task.cancel()
-    print_faults(outcome)
-    return outcome
-
-
 def main(
     seed: Annotated[int, typer.Option(help="first seed of the faults")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="so many runs, with one seed after the other")] = 1,
@@ -101,7 +71,7 @@ def main(
     keep: Annotated[Path | None, typer.Option(help="keep the runs' folders below this one")] = None,
 ) -> None:
     """Kill the processes of a whole run at random, and prove that its history is whole."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, markup=False)
     folder = keep or Path(tempfile.mkdtemp(prefix="tidemill-chaos-"))
     outcomes, kills = [], len(PARTS) if in_turn else kills
     try:
@@ -123,7 +93,9 @@ def main(
             kinds = SESSION_KILLS if sessions else KILLS
             steps = run_config.trainer.steps
             faults = each_in_turn(steps) if in_turn else plan(number, kills, steps, kills=kinds)
-            outcomes.append(asyncio.run(run_seed(run_config, number, faults, home, console)))
+            run = torment(home, run_config, faults, number, load_policy, console.print)
+            outcomes.append(asyncio.run(run))
+            print_faults(outcomes[-1])
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)

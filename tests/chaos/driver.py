@@ -78,7 +78,6 @@ class Driver:
         self.checkpoints = CheckpointCopies(fleet.run_dir, fleet.folder / "checkpoint-copies")
         self.archiver = ArchiverKiller(fleet, random.Random(seed))
         self.environments = EnvironmentProcesses(fleet)
-        self.num_done = 0
         self._leaving: set[str] = set()
         self._started = time.time()
 
@@ -124,7 +123,6 @@ class Driver:
                 await wait_until(lambda fault=fault: self.archive.version >= fault.at_version, STUCK_S)
                 await asyncio.sleep(fault.delay_s)
                 await self._do(fault, leaving)
-                self.num_done += 1
 
     async def _do(self, fault: Fault, leaving: asyncio.TaskGroup) -> None:
         if fault.kind is Kind.REDIS:
@@ -212,14 +210,12 @@ async def torment(
     seed: int,
     load: Callable[[RunConfig], Policy],
     tell: Tell = lambda _: None,
-    show: Callable[[Driver], None] = lambda _: None,
     is_forked: bool = False,
 ) -> Outcome:
     """Do a whole run under chaos, and prove what its history is."""
     started = time.monotonic()
     async with Fleet(folder, config, is_forked) as fleet:
         driver = Driver(fleet, faults, seed, tell)
-        show(driver)
         try:
             await driver.run()
         except BaseException:

@@ -154,16 +154,9 @@ class Fleet:
         """One worker more; returns its name."""
         self._num_joined += 1
         name = f"{role}-joined-{self._num_joined}"
-        command = [
-            sys.executable,
-            "-m",
-            f"tidemill.services.{role}",
-            "--run",
-            self.keys.run_id,
-            "--name",
-            name,
-        ]
-        self._start(ServiceSpec(name, role, tuple(command), {"OMP_NUM_THREADS": "1"}), is_kept=False)
+        module = f"tidemill.services.{role}"
+        command = (sys.executable, "-m", module, "--run", self.keys.run_id, "--name", name)
+        self._start(ServiceSpec(name, role, command, {"OMP_NUM_THREADS": "1"}), is_kept=False)
         return name
 
     async def leave(self, name: str, is_term: bool) -> int:

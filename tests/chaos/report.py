@@ -1,51 +1,12 @@
-"""What people see of a run under chaos: progress while it goes on, the table of faults, one line of JSON."""
+"""What people see of a run under chaos when it is over: the table of faults, one line of JSON."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from benchmarks.report import print_table
-from tests.chaos.driver import Driver, Outcome
+from tests.chaos.driver import Outcome
 from tests.chaos.faults import LOSSES, SESSION_KILLS
 from tests.chaos.recovery import Event, summary
-
-REFRESH_S = 0.5
-
-
-class ChaosProgress:
-    """Two bars, steps and faults, with each fault as a line above them."""
-
-    def __init__(self, console: Console, num_steps: int, num_faults: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            auto_refresh=False,
-        )
-        self._steps = self._progress.add_task("steps", total=num_steps)
-        self._faults = self._progress.add_task("faults", total=num_faults)
-
-    def tell(self, text: str) -> None:
-        """A line above the bars."""
-        self._progress.console.print(text, highlight=False, markup=False)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """For the length of a block."""
-        with self._progress:
-            yield
-
-    def update(self, driver: Driver) -> None:
-        """Draw where the run stands."""
-        self._progress.update(self._steps, completed=driver.archive.version)
-        self._progress.update(self._faults, completed=driver.num_done)
-        self._progress.refresh()
 
 
 def print_faults(outcome: Outcome) -> None:

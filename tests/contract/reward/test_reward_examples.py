@@ -1,15 +1,12 @@
 """Every file of examples/rewards, run by a real worker, or where it asks a server, against a real server."""
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.misbehaving import MisbehavingServer, answers, says
 from tests.support.reward_worker import scores, worker
 from tests.support.samples import make_sample
 from tests.support.trajectories import make_config, make_trajectory
@@ -58,12 +55,7 @@ THOUGHT = "<think>halves</think> <answer>1</answer>"
     ids=["plain", "components", "trl_format", "trl_accuracy", "trl_async", "reward_class", "group_ranking"],
 )
 async def test_functions(
-    broker: Broker,
-    keys: Keys,
-    reward: dict[str, Any],
-    texts: list[str],
-    extra: dict[str, Any],
-    values: list[float],
+    broker: Broker, keys: Keys, reward: Any, texts: Any, extra: Any, values: Any
 ) -> None:
     paths = {name: f"{EXAMPLES}/{reward[name]}" for name in ("function", "group") if name in reward}
     async with worker(broker, keys, **(reward | paths)):
@@ -93,64 +85,41 @@ async def test_the_weighted_sum_of_the_yaml_file(broker: Broker, keys: Keys, tmp
     assert {"correct", "format", "short"} <= made[0].components.keys()
 
 
-class _Server(BaseHTTPRequestHandler):
-    """Answers like a chat server, and like the server of `remote.py`; says nothing useful about `odd`."""
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/score":
-            answer: dict[str, Any] = {"score": 0.75}
-        else:
-            question = request["messages"][0]["content"]
-            text = "no idea" if "odd" in question else "I say 8."
-            answer = {"choices": [{"message": {"content": text}}]}
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
+def scores_like_a_server(server: MisbehavingServer, writer: Any, request: dict[str, Any]) -> Any:
+    """Like a chat server, and like the server of `remote.py`; says nothing useful about `odd`."""
+    if "messages" not in request:
+        return says(200, {"score": 0.75})(server, writer, request)
+    question = request["messages"][0]["content"]
+    return answers("no idea" if "odd" in question else "I say 8.")(server, writer, request)
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
-    """Address of a server that scores."""
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{httpd.server_port}"
-    httpd.shutdown()
-    httpd.server_close()
-
-
-async def test_a_judge_over_http_through_the_routers_address(broker: Broker, keys: Keys, server: str) -> None:
+async def test_a_judge_over_http_through_the_routers_address(broker: Broker, keys: Keys) -> None:
     asked: list[str] = []
 
     class Routed(RewardDependencies):
         async def router_address(self, name: str) -> str:
             asked.append(name)
-            return server
+            return f"127.0.0.1:{server.port}"
 
-    services = Routed(make_config(), broker, keys, "w1")
-    config = NamedRewardConfig(function=f"{EXAMPLES}/judge_by_router.py:compute_score", router="judge")
-    reward = make_reward("mine", config, services)
-    sample = make_sample((0, 0), False, "", "2", "2", {"question": "1+1?"})
-    outcome = await reward.score(sample)
-    assert (outcome.value, outcome.detail, asked) == (0.8, {"verdict": "I say 8."}, ["judge"])
-    with pytest.raises(AttemptError, match="no number in the verdict"):
-        await reward.score(make_sample((0, 1), False, "", "odd", "2", {}))
-    await reward.close()
-    await services.close()
+    async with MisbehavingServer(scores_like_a_server) as server:
+        services = Routed(make_config(), broker, keys, "w1")
+        config = NamedRewardConfig(function=f"{EXAMPLES}/judge_by_router.py:compute_score", router="judge")
+        reward = make_reward("mine", config, services)
+        outcome = await reward.score(make_sample((0, 0), False, "", "2", "2", {"question": "1+1?"}))
+        assert (outcome.value, outcome.detail, asked) == (0.8, {"verdict": "I say 8."}, ["judge"])
+        with pytest.raises(AttemptError, match="no number in the verdict"):
+            await reward.score(make_sample((0, 1), False, "", "odd", "2", {}))
+        await reward.close()
+        await services.close()
 
 
-async def test_a_score_over_http(
-    broker: Broker, keys: Keys, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REWARD_SERVER_URL", f"http://{server}")
+async def test_a_score_over_http(broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_PASS_ENV", "REWARD_SERVER_URL")
-    async with worker(broker, keys, function=f"{EXAMPLES}/remote.py:compute_score"):
-        await append(broker, keys.trajectories(), make_trajectory(0))
-        (made,) = await scores(broker, keys, 1)
+    async with MisbehavingServer(scores_like_a_server) as server:
+        monkeypatch.setenv("REWARD_SERVER_URL", server.url)
+        async with worker(broker, keys, function=f"{EXAMPLES}/remote.py:compute_score"):
+            await append(broker, keys.trajectories(), make_trajectory(0))
+            (made,) = await scores(broker, keys, 1)
     assert made.value == 0.75
 
 

@@ -93,6 +93,9 @@ async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_c
 RAISED = {
     "raise KeyboardInterrupt('mine')": "KeyboardInterrupt: mine",
     "raise GeneratorExit": "GeneratorExit",
+    "raise TimeoutError('upstream')": "upstream",
+    "raise ValueError('\\ud800 no')": "\ufffd no",
+    "sys.exit(1)": "SystemExit: 1",
     "raise asyncio.CancelledError": "CancelledError",
     "raise type('Mute', (Exception,), {'__str__': lambda _: 1 / 0})": "Mute: its text cannot be read",
     "raise BaseExceptionGroup('all', [KeyError('x'), SystemExit(3)])": "KeyError: 'x'; SystemExit: 3",

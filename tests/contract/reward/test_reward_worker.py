@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.reward_worker import num_pending
 from tests.support.rewards import scorer_of
+from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
@@ -18,7 +19,7 @@ from tidemill.common.process.activity import Activity
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Entry, append, ensure_group, group_status, read_range
+from tidemill.common.streams import Consumer, append, ensure_group, group_status, read_range
 from tidemill.common.streams.entries import NOBODY
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import (
@@ -74,17 +75,11 @@ async def running(main: Awaitable[None], context: ServiceContext) -> AsyncIterat
 
 
 async def scores(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> list[Score]:
-    return [
-        entry.message
-        for entry in await read_range(broker, keys.scores(lane), Score)
-        if isinstance(entry, Entry)
-    ]
+    return await messages(broker, keys.scores(lane), Score)
 
 
 async def dead_entries(broker: Broker, keys: Keys) -> list[DeadLetter]:
-    return [
-        entry.message for entry in await read_range(broker, keys.dead, DeadLetter) if isinstance(entry, Entry)
-    ]
+    return await messages(broker, keys.dead, DeadLetter)
 
 
 def make_lane(context: ServiceContext, lane: Lane, scorer: Scorer) -> RewardLane:
@@ -171,7 +166,7 @@ async def test_entries_that_cannot_be_decoded_are_dead_lettered_and_the_rest_goe
     await append(broker, stream, make_trajectory(2))
     async with start(reward):
         await wait_until(lambda: _has(broker, keys, 2))
-        await wait_until(lambda: _count(dead_entries(broker, keys), 3))
+        await wait_until(lambda: _are_dead(broker, keys, 3))
     dead = await dead_entries(broker, keys)
     assert [score.key for score in await scores(broker, keys)] == [(1, 0), (2, 0)]
     assert {entry.origin for entry in dead} == {"trajectories"}
@@ -363,8 +358,8 @@ async def _has(broker: Broker, keys: Keys, count: int, lane: Lane = Lane.TRAIN) 
     return len(await scores(broker, keys, lane)) >= count
 
 
-async def _count(listing: Awaitable[list[Any]], count: int) -> bool:
-    return len(await listing) >= count
+async def _are_dead(broker: Broker, keys: Keys, count: int) -> bool:
+    return len(await dead_entries(broker, keys)) >= count
 
 
 async def _steal_all(broker: Broker, keys: Keys) -> None:

@@ -143,13 +143,6 @@ async def test_a_replica_that_fails_in_a_row_rests_until_a_trial_succeeds(
         assert router.states()["up"] == 2
 
 
-async def test_requests_wait_for_a_replica_and_give_up_when_patience_ends(stage: Stage) -> None:
-    async with stage.over(patience_s=0.05) as router:
-        with pytest.raises(RemoteFault, match="none is configured or registered") as caught:
-            await _leased(router)
-        assert caught.value.is_final and caught.value.kind == "no_replica"
-
-
 async def test_replicas_join_and_leave_through_redis_while_requests_go_on(
     stage: Stage, broker: Broker, keys: Keys
 ) -> None:
@@ -267,14 +260,6 @@ async def test_a_server_that_asks_for_a_pause_costs_no_attempt(stage: Stage, sta
         assert len(lone.requests) == 9 + 8
 
 
-async def test_a_server_that_asks_for_pauses_for_ever_ends_the_users_patience(stage: Stage) -> None:
-    async with servers(1) as (lone,), stage.over(lone, patience_s=0.3) as calls:
-        lone.default = says(429, None, Retry_After="0.1")
-        with pytest.raises(RemoteFault, match="answered 429") as caught:
-            await stage.ask(calls)
-        assert caught.value.kind == "no_replica" and caught.value.is_final
-
-
 @pytest.mark.parametrize(("status", "headers"), [(429, {"Retry_After": "30"}), (500, {})])
 async def test_without_patience_another_server_is_asked_all_the_same(
     stage: Stage, status: int, headers: dict[str, str]
@@ -290,11 +275,21 @@ async def test_without_patience_another_server_is_asked_all_the_same(
         assert len(gone.requests) == 1
 
 
-async def test_waiting_for_a_dead_server_ends_with_the_users_patience(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("none", "none is configured or registered"),
+        ("busy", "answered 429"),
+        ("dead", r"patience_s.*is down"),
+    ],
+)
+async def test_waiting_for_a_server_ends_with_the_users_patience(stage: Stage, found: str, said: str) -> None:
     async with servers(1) as (lone,):
-        await lone.stop()
-        async with stage.over(lone, patience_s=0.3) as calls:
-            with pytest.raises(RemoteFault, match=r"patience_s.*is down") as caught:
+        lone.default = says(429, None, Retry_After="0.1")
+        if found == "dead":
+            await lone.stop()
+        async with stage.over(*([] if found == "none" else [lone]), patience_s=0.3) as calls:
+            with pytest.raises(RemoteFault, match=said) as caught:
                 await stage.ask(calls)
         assert caught.value.kind == "no_replica" and caught.value.is_final
 

@@ -111,12 +111,6 @@ async def _archived_steps(run: Path) -> list[int]:
     return [r.message.step async for r in records if isinstance(r, Entry) and isinstance(r.message, Commit)]
 
 
-def test_a_run_that_disappoints_exits_with_1(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = UpOptions(config, ("expect.eval_gain=0.85",), run_id="weak")
-    assert run_up(options, specs_with()) == 1
-    assert "expected a gain of 0.85" in capfd.readouterr().out
-
-
 def test_a_mistake_found_by_a_service_exits_with_2(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = "raise SystemExit(print('the template is wrong') or 2)"
     assert run_up(UpOptions(config, run_id="wrong"), specs_with(trainer)) == 2
@@ -125,7 +119,7 @@ def test_a_mistake_found_by_a_service_exits_with_2(config: Path, capfd: pytest.C
     assert f"tidemill up '{config}' --run-id wrong --resume" in error
 
 
-def test_a_run_id_that_exists_must_be_resumed_by_name(
+def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints_exits_with_1(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = UpOptions(config, run_id="twice")
@@ -138,9 +132,11 @@ def test_a_run_id_that_exists_must_be_resumed_by_name(
     with pytest.raises(ConfigError, match="there is no run other to resume"):
         run_up(UpOptions(config, run_id="other", resume=True), specs_with())
     capfd.readouterr()
-    more = UpOptions(config, ("trainer.steps=5",), run_id="twice", resume=True)
-    assert run_up(more, specs_with()) == 0, "the streams of before are still there"
+    changes = ("trainer.steps=5", "expect.eval_gain=0.85")
+    more = UpOptions(config, changes, run_id="twice", resume=True)
+    assert run_up(more, specs_with()) == 1, "more was expected; the streams of before are still there"
     output = capfd.readouterr().out
+    assert "expected a gain of 0.85" in output
     assert "step 5/5" in output and "step 3/5" not in output, "what was done before is not news"
     summary = json.loads((config.parents[1] / "runs" / "twice" / "summary.json").read_text())
     assert (summary["steps"], summary["duplicated_in_training"]) == (5, 0)
@@ -188,43 +184,41 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
     assert "everything that was expected" in tidemill("status", "held", **os.environ).stdout
 
 
-def _imported(code: str) -> set[str]:
-    """Modules that are there after running `code` in a fresh interpreter."""
+MODELS = {"torch", "transformers", "vllm"}
+IMPORTS = {
+    "what gives a first score": (
+        "import tidemill.services.reward.worker, tidemill.services.console.serving.server",
+        MODELS | {"httpx", "jinja2", "rq"},
+    ),
+    "help": (
+        "from tidemill.services.console.__main__ import app; "
+        "[app(words, standalone_mode=False) for words in (['--help'], ['up', '--help'], ['check', '-h'])]",
+        MODELS | {"numpy", "redis", "matplotlib", "structlog", "yaml"},
+    ),
+    "a check, which finds every mistake": (
+        "from pathlib import Path; from tidemill.services.console.check.preflight import examine; "
+        "examine(Path('CONFIG'))",
+        MODELS | {"matplotlib"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IMPORTS)
+def test_what_must_be_quick_imports_no_model_and_nothing_that_it_does_not_need(
+    config: Path, what: str
+) -> None:
+    code, unwanted = IMPORTS[what]
     program = (
         "import sys, contextlib, io\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
-        f"    {code}\n"
+        f"    {code.replace('CONFIG', str(config))}\n"
         "print(*sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
-    return set(result.stdout.split())
-
-
-def test_what_gives_a_first_score_imports_no_model_and_no_client_of_servers() -> None:
-    modules = _imported("import tidemill.services.reward.worker, tidemill.services.console.serving.server")
-    unwanted = {"torch", "transformers", "vllm", "httpx", "jinja2", "rq"}
-    assert "redis" in modules and not unwanted & modules
-
-
-def test_help_imports_nothing_heavy() -> None:
-    asked = [["--help"], ["up", "--help"], ["check", "-h"]]
-    modules = _imported(
-        "from tidemill.services.console.__main__ import app; "
-        f"[app(words, standalone_mode=False) for words in {asked}]"
-    )
-    heavy = {"torch", "transformers", "vllm", "numpy", "redis", "matplotlib", "structlog", "yaml"}
-    assert "typer" in modules and not heavy & modules
-
-
-def test_every_mistake_is_found_without_model_libraries(config: Path) -> None:
-    code = (
-        "from pathlib import Path; from tidemill.services.console.check.preflight import examine; "
-        f"examine(Path({str(config)!r}))"
-    )
-    assert not {"torch", "transformers", "vllm", "matplotlib"} & _imported(code)
+    modules = set(result.stdout.split())
+    assert any(name.startswith("tidemill.services") for name in modules) and not unwanted & modules
 
 
 def test_a_mistake_is_answered_in_plain_words_with_exit_code_2(config: Path) -> None:

@@ -90,21 +90,6 @@ from trl.rewards import accuracy_reward
 rows = load_dataset("a/b", split="train")
 trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=accuracy_reward, train_dataset=rows)
 """
-REVERSE_TEXT = """
-max_steps = 20
-seq_len = 2048
-[model]
-name = "a/model"
-[orchestrator]
-batch_size = 128
-group_size = 16
-[orchestrator.train.sampling]
-max_completion_tokens = 128
-[[orchestrator.train.source]]
-name = "reverse-text"
-[trainer.optim]
-lr = 3e-6
-"""
 HENDRYCKS = """
 max_steps = 5000
 [model]
@@ -154,11 +139,6 @@ CASES: dict[str, tuple[str, str, list[str], int, dict[str, Any], dict[str, Any]]
     "TRL quick start": (
         "train.py", TRL_QUICK_START, ["num_processes=8"], 1000,
         {"": (375, 8, 1, 8, 0), "optimizer.schedule": "linear"}, {"clip_high": 0.2, **NONE},
-    ),
-    "prime-rl reverse text": (
-        "rl.toml", REVERSE_TEXT, [], 100,
-        {"": (20, 8, 1, 16, 8), "batch_order": "as_ready", "optimizer.lr": 3e-6,
-         "optimizer.weight_decay": 0.01}, PRIME,
     ),
     "prime-rl hendrycks": (
         "rl.toml", HENDRYCKS, [], 100,

@@ -76,7 +76,7 @@ def targets(address: str) -> dict[str, str]:
     return {item["labels"].get("worker", item["labels"]["service"]): item["targets"][0] for item in found}
 
 
-async def test_every_process_of_a_run_is_discovered_and_scraped(tmp_path, exporter):
+async def test_every_process_of_a_run_is_discovered_and_scraped_and_an_outage_is_outlived(tmp_path, exporter):
     config = simulated_config(tmp_path, trainer__steps=STEPS, streams__trim=True)
     async with ServiceRun(tmp_path, config) as run:
         address = exporter(run)
@@ -98,13 +98,6 @@ async def test_every_process_of_a_run_is_discovered_and_scraped(tmp_path, export
         await wait_until(lambda: "reward-1" in targets(address))
         assert await run.stop("reward-1") == 0
         await wait_until(lambda: "reward-1" not in targets(address))
-
-
-async def test_an_exporter_outlives_its_redis_and_waits_for_its_run(tmp_path, exporter):
-    async with ServiceRun(tmp_path, simulated_config(tmp_path)) as run:
-        run.start("rollout")
-        address = exporter(run)
-        await wait_until(lambda: is_up(address) and "rollout" in targets(address))
         run.redis.kill()
         await wait_until(lambda: not is_up(address))
         assert "rollout" in targets(address), "the last known targets stand while Redis is away"

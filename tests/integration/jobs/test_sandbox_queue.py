@@ -83,9 +83,10 @@ def asked(queue: Queue, function: str, *arguments: Any) -> Job:
     return queue.enqueue_call(function, args=arguments, job_id=f"{KEYS.sandbox_names}{secrets.token_hex(4)}")
 
 
-async def test_no_other_function_is_called_and_nothing_imported_to_find_it(
+async def test_no_other_function_is_called_and_nothing_imported_to_find_it_whatever_a_hash_says(
     queue: Queue, server: EmbeddedRedis, tmp_path: Path, was_called: Callable[[], bool]
 ) -> None:
+    """Only the fields of a hash that are listed are read, and what cannot be read ends no worker."""
     mark = tmp_path / "mark"
     calls = [
         ("subprocess.getoutput", f"touch {mark}"),
@@ -95,36 +96,18 @@ async def test_no_other_function_is_called_and_nothing_imported_to_find_it(
         ("loud.f", ""),
     ]
     jobs = [asked(queue, function, argument) for function, argument in calls]
-    said = await work_off(server, queue)
-    assert not was_called()
-    assert {job.get_status() for job in jobs} == {JobStatus.FAILED}
-    assert all(f"{function} is no job of this worker" in said for function, _ in calls)
-
-
-async def test_callbacks_that_a_job_names_are_not_called(
-    queue: Queue, server: EmbeddedRedis, was_called: Callable[[], bool]
-) -> None:
-    """Only the fields of a hash that are listed are read."""
     for name in ("success_callback_name", "failure_callback_name", "stopped_callback_name"):
         queue.connection.hset(asked(queue, RUN_CODE, "no number").key, name, "loud.f")
-    await work_off(server, queue)
-    assert not was_called()
-
-
-async def test_a_job_that_cannot_be_read_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
     odd = [{"data": b"\x80\x04."}, {"timeout": b"soon"}, {"status": b"odd"}, {"data": b"[1, 2]"}]
     odd += [{"origin": b""}, {"origin": Keys("another").sandbox_queue.encode()}, {"data": b"[" * 100_000}]
     for fields in odd:
         queue.connection.hset(asked(queue, RUN_CODE, 0).key, mapping=fields)
-    await work_off(server, queue)
-    assert {key for key in queue.connection.keys("rq:*") if b"another" in key} == set()
-
-
-async def test_an_id_that_is_no_text_ends_no_worker(queue: Queue, server: EmbeddedRedis) -> None:
     queue.connection.lpush(queue.key, b"\xff")
-    job = asked(queue, "os.system", "true")
-    await work_off(server, queue)
-    assert job.get_status() is JobStatus.FAILED
+    said = await work_off(server, queue)
+    assert not was_called()
+    assert {job.get_status() for job in jobs} == {JobStatus.FAILED}
+    assert all(f"{function} is no job of this worker" in said for function, _ in calls)
+    assert {key for key in queue.connection.keys("rq:*") if b"another" in key} == set()
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

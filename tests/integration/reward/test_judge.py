@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 
 from tests.support.misbehaving import Behaviour, MisbehavingServer, answers, closes, cuts, hangs, says
 from tests.support.model_servers import announce_replica
+from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
@@ -20,7 +21,7 @@ from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.streams import Entry, append, read_range
+from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.remote.dependencies import RewardDependencies
@@ -90,8 +91,7 @@ class Worker:
         return len(await self._read(lane)) >= count
 
     async def _read(self, lane: Lane) -> list[Score]:
-        entries = await read_range(self.broker, self.keys.scores(lane), Score)
-        return [entry.message for entry in entries if isinstance(entry, Entry)]
+        return await messages(self.broker, self.keys.scores(lane), Score)
 
 
 @pytest.fixture

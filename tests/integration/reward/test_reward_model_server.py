@@ -1,6 +1,7 @@
 """The reward model server over HTTP: vLLM's forms, clear refusals, bounded queues, an orderly end."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -57,7 +58,15 @@ class StandingModel:
         return self.inner.score(rows)
 
 
-def client_of(model: Any, path: Path, batcher: Batcher) -> httpx.AsyncClient:
+@contextlib.asynccontextmanager
+async def batching(device: Any, **options: Any) -> AsyncIterator[Batcher]:
+    batcher = Batcher(device, options_of(**options))
+    batcher.start()
+    yield batcher
+    await batcher.close()
+
+
+def client_of(model: ScoringModel, path: Path, batcher: Batcher) -> httpx.AsyncClient:
     inputs = Inputs(str(path), model.vocab_size, model.max_model_len)
     app = ScoringApp("rm", model, inputs, batcher, gate=None)
     transport = httpx.ASGITransport(app=Starlette(routes=app.routes()))
@@ -75,16 +84,8 @@ def model(path: Path) -> ScoringModel:
 
 
 @pytest_asyncio.fixture
-async def batcher(model: ScoringModel) -> AsyncIterator[Batcher]:
-    batcher = Batcher(model, options_of())
-    batcher.start()
-    yield batcher
-    await batcher.close()
-
-
-@pytest_asyncio.fixture
-async def server(model: ScoringModel, path: Path, batcher: Batcher) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(model, path, batcher) as client:
+async def server(model: ScoringModel, path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with batching(model) as batcher, client_of(model, path, batcher) as client:
         yield client
 
 
@@ -103,8 +104,9 @@ async def test_ids_text_and_chat_give_the_scores_of_the_same_tokens(
         assert got == pytest.approx(wanted, abs=1e-5)
     assert await raw(server, input=[3, 4]) == await raw(server, input="w0 w1")
     assert await raw(server, input=["w0 w1"]) == await raw(server, input="w0 w1", add_special_tokens=False)
-    chat = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
-    assert await raw(server, messages=chat) == await raw(server, input="<user> w0 <assistant> w1 ")
+    for content in ("w0", [{"type": "text", "text": "w0"}]):
+        chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "w1"}]
+        assert await raw(server, messages=chat) == await raw(server, input="<user> w0 <assistant> w1 ")
 
 
 async def test_answers_have_the_fields_of_vllm(server: httpx.AsyncClient) -> None:
@@ -124,9 +126,7 @@ async def test_answers_have_the_fields_of_vllm(server: httpx.AsyncClient) -> Non
 async def test_token_scores_come_from_pooling(tmp_path: Path) -> None:
     path = tiny_token_scorer(tmp_path / "model")
     model = ScoringModel(ServerOptions(model=str(path)))
-    batcher = Batcher(model, options_of())
-    batcher.start()
-    async with client_of(model, path, batcher) as client:
+    async with batching(model) as batcher, client_of(model, path, batcher) as client:
         body = {"input": ROWS, "use_activation": False, "task": "token_classify"}
         items = (await client.post("/pooling", json=body)).json()["data"]
         assert [len(item["data"]) for item in items] == [3, 20, 1]
@@ -134,7 +134,6 @@ async def test_token_scores_come_from_pooling(tmp_path: Path) -> None:
             assert torch.allclose(torch.tensor(item["data"]), scores, atol=1e-5)
         refused = await client.post("/classify", json={"input": ROWS})
         assert (refused.status_code, "scores tokens" in refused.text) == (400, True)
-    await batcher.close()
 
 
 @pytest.mark.parametrize(
@@ -204,12 +203,6 @@ async def test_every_field_that_vllm_knows_is_taken_at_its_default(
     assert [found] == await raw(server, **given)
 
 
-async def test_messages_in_parts_are_read_as_their_text(server: httpx.AsyncClient) -> None:
-    parts = [{"type": "text", "text": "w0"}]
-    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "w1"}]
-    assert await raw(server, messages=chat) == await raw(server, input="<user> w0 <assistant> w1 ")
-
-
 async def test_a_long_input_is_cut_where_the_request_says_so(server: httpx.AsyncClient) -> None:
     ids = [3 + i % 29 for i in range(300)]
     cut = {"input": ids, "truncate_prompt_tokens": 4}
@@ -221,9 +214,8 @@ async def test_a_full_queue_says_when_to_retry_and_evaluation_goes_first(
     model: ScoringModel, path: Path
 ) -> None:
     standing = StandingModel(model)
-    batcher = Batcher(standing, options_of(max_batch_rows=2, max_queued_rows=4))  # type: ignore[arg-type]
-    batcher.start()
-    async with client_of(model, path, batcher) as client:
+    pairs = batching(standing, max_batch_rows=2, max_queued_rows=4)
+    async with pairs as batcher, client_of(model, path, batcher) as client:
         asked = [asyncio.create_task(raw(client, input=[3]))]
         await wait_until(lambda: standing.batches)
         asked += [asyncio.create_task(raw(client, input=[4 + i])) for i in range(4)]
@@ -238,43 +230,33 @@ async def test_a_full_queue_says_when_to_retry_and_evaluation_goes_first(
         await asyncio.gather(*asked)
     assert [20] in standing.batches[1]
     assert sum(map(len, standing.batches)) == 5
-    await batcher.close()
 
 
 async def test_a_row_the_device_cannot_compute_fails_alone(model: ScoringModel, path: Path) -> None:
     standing = StandingModel(model)
     standing.go.set()
     standing.fails_on = 7
-    batcher = Batcher(standing, options_of(max_queued_rows=64))  # type: ignore[arg-type]
-    batcher.start()
-    async with client_of(model, path, batcher) as client:
+    async with batching(standing, max_queued_rows=64) as batcher, client_of(model, path, batcher) as client:
         lengths = (6, 7, 8, 7, 6)
         asked = [client.post("/classify", json={"input": [5] * length}) for length in lengths]
         answers = await asyncio.gather(*asked)
     assert [answer.status_code for answer in answers] == [200, 500, 200, 500, 200]
     assert "7 tokens: out of memory" in answers[1].text
     assert len(standing.batches[0]) == 5  # they were one batch
-    await batcher.close()
 
 
 async def test_a_lone_row_is_computed_at_once(model: ScoringModel) -> None:
-    batcher = Batcher(model, options_of(flush_ms=3_600_000.0))
-    batcher.start()
-    async with asyncio.timeout(120):
+    async with batching(model, flush_ms=3_600_000.0) as batcher, asyncio.timeout(120):
         await batcher.score([[5, 6]])
-    await batcher.close()
 
 
 async def test_rows_that_wait_to_fill_a_batch_are_flushed_in_time(model: ScoringModel) -> None:
     standing = StandingModel(model)
     standing.go.set()
-    batcher = Batcher(standing, options_of(flush_ms=300.0))  # type: ignore[arg-type]
-    batcher.start()
-    async with asyncio.timeout(120):
+    async with batching(standing, flush_ms=300.0) as batcher, asyncio.timeout(120):
         burst = [asyncio.create_task(batcher.score([[5] * (6 + i)])) for i in range(4)]
         await asyncio.gather(*burst)  # a burst, then silence: nobody fills the batch
     assert len(standing.batches) == 1
-    await batcher.close()
 
 
 async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.reward.test_reward_model_reward import SAMPLE, reward_of
+from tests.integration.reward.test_model_rewards import SAMPLE, reward_of
 from tests.support.reward_models import tiny_classifier
 from tests.support.vllm_machine import need_vllm
 from tests.support.waiting import wait_until

@@ -4,8 +4,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from tests.support.runs import ServiceRun, simulated_config
-from tidemill.common.streams import Entry, read_range
-from tidemill.common.wire.messages import Commit
+from tests.support.training import commits_of
 
 SOURCE = """
     def flaky(data_source, solution_str, ground_truth, extra_info):
@@ -33,11 +32,7 @@ async def test_several_rewards_and_a_ranking_train_a_run_and_leave_nothing_behin
             run.start(name.partition("-")[0], name)
         run.start("trainer")
         assert await run.wait("trainer") == 0
-        commits = [
-            entry.message
-            for entry in await read_range(run.broker, run.keys.commits, Commit)
-            if isinstance(entry, Entry)
-        ]
+        commits = await commits_of(run.broker, run.keys)
         left = await run.broker.execute("KEYS", f"{run.keys.results(0).rpartition(':')[0]}:*")
         tickets = await run.broker.execute("SMEMBERS", run.keys.result_tickets())
     assert len(commits) == 3

@@ -1,4 +1,5 @@
-"""Plain functions in processes and threads: whatever one call does, the others get their results."""
+"""Functions in processes, plain ones in threads and async ones on a loop: whatever one call does, blocking,
+dying or refusing to end, the others get their results."""
 
 import asyncio
 import contextlib
@@ -20,21 +21,29 @@ from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 SPIN = "while True: pass"
 HANG = "time.sleep(3600)"
-WAIT = "time.sleep(0.2)"
+WAIT, AWAIT = "time.sleep(0.2)", "await asyncio.sleep(0.1)"
 
 
 @contextlib.asynccontextmanager
-async def pool_of(folder: Path, size: int = 1, threads: int = 1) -> AsyncIterator[Pool]:
-    pool = Pool(f"{obedient_functions(folder)}:plain", size, threads)
+async def pool_of(folder: Path, name: str = "plain", size: int = 1, threads: int = 1) -> AsyncIterator[Pool]:
+    pool = Pool(f"{obedient_functions(folder)}:{name}", size, threads, is_async=name == "awaited")
     try:
         yield pool
     finally:
         await pool.close()
 
 
-async def warmed_up(pool: Pool, count: int = 48) -> list[RewardOutcome]:
+@contextlib.asynccontextmanager
+async def crowded(folder: Path, name: str) -> AsyncIterator[Pool]:
+    """One process that runs many calls at once."""
+    async with pool_of(folder, name, threads=16) as pool:
+        await warmed_up(pool, WAIT if name == "plain" else AWAIT)
+        yield pool
+
+
+async def warmed_up(pool: Pool, wait: str = WAIT, count: int = 48) -> list[RewardOutcome]:
     """After so many calls that wait, a pool with threads runs many at once."""
-    return await asyncio.gather(*(pool.score(WAIT) for _ in range(count)))
+    return await asyncio.gather(*(pool.score(wait) for _ in range(count)))
 
 
 def pid_of(folder: Path, name: str) -> int:
@@ -83,13 +92,13 @@ async def test_cancelling_kills_the_process_and_frees_the_slot(tmp_path: Path) -
         await wait_until(lambda: is_gone(pid))
 
 
-async def test_an_exception_costs_no_process(tmp_path: Path) -> None:
-    async with pool_of(tmp_path) as pool:
-        first = await pool.score("")
-        for code in ("1 / 0", "sys.exit(1)", "raise ValueError('no')"):
-            with pytest.raises(AttemptError, match=r"(ZeroDivisionError|SystemExit|ValueError).*line \d"):
-                await pool.score(code)
-        assert (await pool.score("")).components["pid"] == first.components["pid"]
+async def test_an_async_call_is_cancelled_where_it_runs(tmp_path: Path) -> None:
+    code = "try:\n    await asyncio.sleep(3600)\nfinally:\n    (FOLDER / 'ended').touch()"
+    async with pool_of(tmp_path, "awaited") as pool:
+        call = asyncio.create_task(pool.score(code, 3600, "cancelled"))
+        await wait_until(lambda: pid_of(tmp_path, "cancelled"))
+        call.cancel()
+        await wait_until(lambda: (tmp_path / "ended").exists())
 
 
 async def test_waiting_for_a_free_process_does_not_count(tmp_path: Path) -> None:
@@ -110,12 +119,8 @@ async def test_a_function_that_does_not_load_fails_the_sample_with_the_reason(tm
 
 async def test_evaluation_has_processes_of_its_own(tmp_path: Path) -> None:
     execution = Execution(load_function(f"{obedient_functions(tmp_path)}:plain", {}), num_processes=1)
-    training = [
-        asyncio.create_task(
-            execution.run(Request([make_sample(solution_str=HANG, ground_truth="training")]), 3600)
-        )
-        for _ in range(3)
-    ]
+    stuck = Request([make_sample(solution_str=HANG, ground_truth="training")])
+    training = [asyncio.create_task(execution.run(stuck, 3600)) for _ in range(3)]
     await wait_until(lambda: pid_of(tmp_path, "training"))
     (outcome,) = await execution.run(Request([make_sample((0, 0), True)]), 30)
     assert outcome.value == 1.0
@@ -138,6 +143,13 @@ async def test_calls_that_wait_run_many_at_once(tmp_path: Path) -> None:
         assert len({outcome.components["pid"] for outcome in outcomes}) == 2
 
 
+async def test_any_number_of_async_calls_is_awaited_at_once_in_one_process(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, "awaited") as pool:
+        outcomes = await asyncio.gather(*(pool.score("await asyncio.sleep(1)") for _ in range(100)))
+        assert peak(outcomes) == 100
+        assert len({outcome.components["pid"] for outcome in outcomes}) == 1
+
+
 async def test_calls_that_compute_run_one_at_a_time_in_each_process(tmp_path: Path) -> None:
     async with pool_of(tmp_path, size=2, threads=16) as pool:
         outcomes = await asyncio.gather(*(pool.score("sum(range(4_000_000))") for _ in range(24)))
@@ -151,47 +163,76 @@ async def test_calls_that_compute_run_one_at_a_time_in_each_process(tmp_path: Pa
 async def test_what_sets_alarms_runs_in_main_threads_whatever_it_swallows(tmp_path: Path) -> None:
     code = "try: signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(0)\nexcept ValueError: pass"
     async with pool_of(tmp_path, threads=16) as pool:
-        await warmed_up(pool, 24)
+        await warmed_up(pool, count=24)
         outcomes = await asyncio.gather(*(pool.score(code) for _ in range(12)))
         assert all(outcome.components["main"] for outcome in outcomes)
-        assert peak(await warmed_up(pool, 6)) == 1
+        assert peak(await warmed_up(pool, count=6)) == 1
 
 
 @pytest.mark.parametrize(
-    ("death", "reason"),
-    [("os._exit(3)", "exit code 3"), (f"os.kill(os.getpid(), signal.SIGSEGV); {HANG}", "SIGSEGV")],
+    ("name", "wait", "death", "reason"),
+    [
+        ("plain", WAIT, "os._exit(3)", "exit code 3"),
+        ("plain", WAIT, f"os.kill(os.getpid(), signal.SIGSEGV); {HANG}", "SIGSEGV"),
+        ("awaited", AWAIT, "await asyncio.sleep(0.05); os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    ],
 )
-async def test_a_call_that_ends_its_process_fails_alone(tmp_path: Path, death: str, reason: str) -> None:
-    async with pool_of(tmp_path, threads=16) as pool:
-        await warmed_up(pool)
-        calls = [pool.score(death if i == 7 else WAIT, index=i) for i in range(40)]
+async def test_a_call_that_ends_its_process_fails_alone(
+    tmp_path: Path, name: str, wait: str, death: str, reason: str
+) -> None:
+    async with crowded(tmp_path, name) as pool:
+        calls = [pool.score(death if i == 7 else wait, index=i) for i in range(40)]
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [i for i, result in enumerate(results) if isinstance(result, BaseException)] == [7]
         assert f"process of the reward function died ({reason}" in str(results[7])
-        others = [asyncio.create_task(pool.score(WAIT)) for _ in range(4)]
+        others = [asyncio.create_task(pool.score(wait)) for _ in range(4)]
         with pytest.raises(AttemptError, match=reason) as caught:  # again, and it takes nobody with it
             await pool.score(death, index=7)
         assert not caught.value.is_timeout
         assert len(await asyncio.gather(*others)) == 4
 
 
-async def test_a_call_that_is_late_leaves_its_neighbours_alone(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, threads=16) as pool:
-        await warmed_up(pool)
-        others = [asyncio.create_task(pool.score("time.sleep(3)")) for _ in range(6)]
-        with pytest.raises(AttemptError, match="no result within 1 s") as caught:
-            await pool.score(HANG, 1.0)
+@pytest.mark.parametrize(
+    ("name", "stuck", "limit_s", "other", "other_limit_s"),
+    [
+        ("plain", HANG, 1.0, "time.sleep(3)", 60.0),
+        ("plain", HOLDS_THE_LOCK, 5.0, WAIT, 5.0),
+        ("awaited", HANG, 2.0, AWAIT, 2.0),
+        ("awaited", HOLDS_THE_LOCK, 2.0, AWAIT, 2.0),
+    ],
+)
+async def test_a_call_that_never_ends_fails_alone_also_where_it_lets_no_other_run(
+    tmp_path: Path, name: str, stuck: str, limit_s: float, other: str, other_limit_s: float
+) -> None:
+    async with crowded(tmp_path, name) as pool:
+        calls = [pool.score(stuck, limit_s), *(pool.score(other, other_limit_s) for _ in range(7))]
+        late, *others = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(late, AttemptError) and late.is_timeout
+        assert [type(one) for one in others] == [RewardOutcome] * 7
+
+
+async def test_an_async_function_that_blocks_is_named_and_holds_up_its_own_loop_only(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, "awaited") as pool:
+        calls = [asyncio.create_task(pool.score("time.sleep(0.25)", 2.0)) for _ in range(20)]
+        await wait_until(lambda: pool.blockage.note_text)
+        assert "awaited blocks its event loop" in pool.blockage.note_text
+        assert "obedient.py, line" in pool.blockage.note_text
+        assert not all(call.done() for call in calls)  # this loop turns while theirs does not
+        assert len(await asyncio.gather(*calls)) == 20  # five seconds in all, with a limit of two
+
+
+async def test_what_will_not_be_cancelled_holds_up_nobody_and_ends_with_the_pool(tmp_path: Path) -> None:
+    code = "while True:\n    try: await asyncio.sleep(3600)\n    except asyncio.CancelledError: pass"
+    async with pool_of(tmp_path, "awaited") as pool:
+        with pytest.raises(AttemptError, match=r"no result within 0\.5 s") as caught:
+            await pool.score(code, 0.5, "stubborn")
         assert caught.value.is_timeout
-        assert len(await asyncio.gather(*others)) == 6
-
-
-async def test_a_call_that_lets_no_other_run_fails_alone(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, threads=16) as pool:
-        await warmed_up(pool)
-        calls = [pool.score(HOLDS_THE_LOCK, 5.0), *(pool.score(WAIT, 5.0) for _ in range(7))]
-        first, *others = await asyncio.gather(*calls, return_exceptions=True)
-        assert isinstance(first, AttemptError) and first.is_timeout
-        assert [type(other) for other in others] == [RewardOutcome] * 7
+        held = asyncio.create_task(pool.score(code, 3600))
+        assert (await pool.score(AWAIT)).value == 1.0
+        pid = pid_of(tmp_path, "stubborn")
+        held.cancel()
+        await asyncio.wait({held})
+    await wait_until(lambda: not psutil.pid_exists(pid))
 
 
 def test_the_number_of_calls_follows_the_load() -> None:

@@ -22,10 +22,14 @@ from tidemill.services.console.processes.specs import service_specs
 SERVER = ("sh", "-c", f"{sys.executable} -m tests.support.misbehaving {{host}} {{port}}; exit 3")
 
 
-def make_run(folder: Path, command: tuple[str, ...] = SERVER, **local: Any) -> ServiceRun:
-    judge = {"servers": "grader", "template": "{{ completion }}"}
-    servers = {"grader": {"model": "m", "local": {"count": 2, "command": command, **local}}}
-    reward = {"rewards": {"strict": {"judge": judge, "backoff_s": 0.05}}}
+def make_run(folder: Path, command: tuple[str, ...] | None = SERVER, **local: Any) -> ServiceRun:
+    """Without a command, of a server of our own with a model."""
+    reward: dict[str, Any] = {"judge": {"servers": "grader", "template": "{{ completion }}"}}
+    local |= {"count": 2, "command": command}
+    if command is None:
+        reward, local = {"model": {"servers": "grader"}}, {}
+    servers = {"grader": {"model": str(folder / "nowhere"), "local": local}}
+    reward = {"rewards": {"strict": {**reward, "backoff_s": 0.05}}}
     return ServiceRun(folder, make_config(run_id="test", reward=reward, servers=servers))
 
 
@@ -85,31 +89,35 @@ async def test_a_server_that_ends_ends_its_replica_which_says_so(run: ServiceRun
     assert await registered(run) == []
 
 
-@pytest.mark.parametrize("shell", [(), ("sh", "-c", '"$0" "$@"; exit $?')])
-async def test_a_server_that_cannot_run_on_this_cpu_is_a_mistake(
-    tmp_path: Path, shell: tuple[str, ...]
+DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+SLEEPS = "import time; time.sleep(600)"
+THROUGH_A_SHELL = ("sh", "-c", '"$0" "$@"; exit $?')
+MISTAKES: dict[str, tuple[dict[str, Any], str, int, tuple[str, ...]]] = {
+    "an instruction that this CPU lacks": (
+        {"command": (sys.executable, "-c", DIES)}, "grader", 2, ("(SIGILL, an illegal", "--dtype float32")
+    ),
+    "the same behind a shell": (
+        {"command": (*THROUGH_A_SHELL, sys.executable, "-c", DIES)}, "grader", 2, ("(SIGILL, an illegal",)
+    ),
+    "never up": (
+        {"command": (sys.executable, "-c", SLEEPS), "start_timeout_s": 0.5}, "grader", 1,
+        ("not healthy within 0.5 s (local.start_timeout_s)",),
+    ),
+    "a model that is not there": ({"command": None}, "grader", 2, ("nowhere: the folder does not exist",)),
+    "servers that the config lacks": ({}, "judge", 2, ("has grader",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+async def test_what_cannot_serve_ends_its_replica_with_the_reason_last_in_its_log(
+    tmp_path: Path, mistake: str
 ) -> None:
-    """Nothing starts it again: the exit code is that of a mistake."""
-    program = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
-    async with make_run(tmp_path, (*shell, sys.executable, "-c", program)) as run:
-        start_replica(run)
-        assert await run.wait("replica-0") == 2
-        said = run.log_of("replica-0")
-        assert "(SIGILL, an illegal instruction)" in said and "--dtype float32" in said
-
-
-async def test_a_server_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
-    command = (sys.executable, "-c", "import time; time.sleep(600)")
-    async with make_run(tmp_path, command, start_timeout_s=0.5) as run:
-        start_replica(run)
-        assert await run.wait("replica-0") == 1
-        assert "not healthy within 0.5 s (local.start_timeout_s)" in run.log_of("replica-0")
-
-
-async def test_servers_that_the_config_has_not_are_a_mistake(run: ServiceRun) -> None:
-    run.start("reward.replica", "replica-0", arguments=("--servers", "judge"))
-    assert await run.wait("replica-0") == 2
-    assert "has grader" in run.log_of("replica-0")
+    """2 says that starting it again is no use."""
+    local, servers, exit_code, said = MISTAKES[mistake]
+    async with make_run(tmp_path, **local) as run:
+        run.start("reward.replica", "replica-0", arguments=("--servers", servers))
+        assert await run.wait("replica-0") == exit_code
+        assert [words for words in said if words not in run.log_of("replica-0")] == []
 
 
 def test_the_console_starts_the_replicas_that_the_config_wants(tmp_path: Path) -> None:
@@ -133,15 +141,3 @@ def _child(run: ServiceRun) -> int:
 
 def _is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-async def test_a_server_that_cannot_serve_its_model_ends_the_replica_with_the_reason(tmp_path: Path) -> None:
-    """2 says that starting it again is no use; the reason stands last in its log."""
-    servers = {"rm": {"model": str(tmp_path / "nowhere"), "local": {}}}
-    config = make_config(
-        run_id="test", reward={"rewards": {"rm": {"model": {"servers": "rm"}}}}, servers=servers
-    )
-    async with ServiceRun(tmp_path, config) as run:
-        run.start("reward.replica", "replica-0", arguments=("--servers", "rm"))
-        assert await run.wait("replica-0") == 2
-        assert "nowhere: the folder does not exist" in run.log_of("replica-0")

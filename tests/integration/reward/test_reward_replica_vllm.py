@@ -12,7 +12,13 @@ import httpx
 import numpy as np
 import psutil
 
-from tests.integration.reward.test_teacher import by_hand, logprobs_of, num_scores, scores_of, teacher_of
+from tests.integration.reward.test_model_rewards import (
+    by_hand,
+    logprobs_of,
+    num_scores,
+    scores_of,
+    teacher_of,
+)
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.reward_models import CHAT_TEMPLATE
 from tests.support.runs import ServiceRun

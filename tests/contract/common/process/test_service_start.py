@@ -59,10 +59,13 @@ class TestRegistering:
         path.write_text(yaml.safe_dump(CONFIG.model_dump(mode="json")))
         return path
 
-    async def test_a_trainer_makes_the_run_known(self, broker, keys, file):
+    async def test_a_trainer_makes_the_run_known_and_finds_it_when_it_is_started_again(
+        self, broker, keys, file
+    ):
         config = await find("trainer", broker, keys, config=file)
         assert config.run_id == keys.run_id
         assert await read_config(broker, keys) == config
+        assert await find("trainer", broker, keys, config=file) == config
 
     async def test_epochs_are_steps_before_anyone_else_sees_the_run(self, broker, keys, tmp_path):
         (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "ground_truth": 1}\n' * 7)
@@ -74,10 +77,6 @@ class TestRegistering:
             await find("trainer", broker, keys, config=tmp_path / "epochs.yaml")
             recorded = (await read_config(broker, keys)).trainer
             assert (recorded.steps, recorded.epochs) == (4, 2.0)  # 7 // 3 * 2
-
-    async def test_a_trainer_that_is_started_again_finds_its_own_run(self, broker, keys, file):
-        first = await find("trainer", broker, keys, config=file)
-        assert await find("trainer", broker, keys, config=file) == first
 
     async def test_another_config_is_refused_by_field(self, broker, keys, file):
         await publish_config(broker, keys, make_config(trainer={"steps": 9}))

@@ -39,7 +39,10 @@ async def test_a_trainer_that_goes_on_speaking_elsewhere_is_found(
         await check
 
 
-async def test_a_trainer_that_died_in_the_same_folder_is_not_waited_for(broker: Broker, keys: Keys) -> None:
+async def test_nobody_is_waited_for_where_none_has_spoken_or_died_in_the_same_folder(
+    broker: Broker, keys: Keys
+) -> None:
+    await check_sole_trainer(broker, keys, OURS)
     await publish_heartbeat(broker, keys, beat_of(str(OURS)))
     await check_sole_trainer(broker, keys, OURS)
 
@@ -51,8 +54,4 @@ async def test_a_trainer_that_died_elsewhere_is_waited_for_until_it_counts_as_go
     dead = beat_of("/runs/elsewhere")
     dead.at = time.time() - age_s
     await broker.execute("HSET", keys.workers("trainer"), dead.name, json.dumps(asdict(dead)))
-    await check_sole_trainer(broker, keys, OURS)
-
-
-async def test_where_nobody_has_spoken_nothing_is_waited_for(broker: Broker, keys: Keys) -> None:
     await check_sole_trainer(broker, keys, OURS)

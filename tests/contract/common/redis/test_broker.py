@@ -3,14 +3,16 @@
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import psutil
 import pytest
+import redis
 
 from tests.support.consumers import make_consumer, make_score
 from tests.support.numbered import append_numbered
-from tests.support.servers import free_port
+from tests.support.servers import free_port, server_version
 from tests.support.trajectories import make_commit, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common import streams
@@ -222,3 +224,22 @@ async def test_a_server_for_other_machines_asks_for_its_password_which_no_comman
             server.start()  # as it is after a crash: with the same password
     finally:
         server.stop()
+
+
+async def test_who_asks_and_does_not_read_is_disconnected(own_redis):
+    """Answers that nobody reads do not take the memory of the run."""
+    num_asked, num_bytes = 600, 1 << 20
+    client = redis.Redis(unix_socket_path=str(own_redis.socket), decode_responses=True)
+    limits = client.config_get("client-output-buffer-limit")["client-output-buffer-limit"]
+    assert "normal 1073741824 268435456 60" in limits
+    if server_version(own_redis.executable) < (7, 0):
+        assert client.config_get("maxmemory-clients") == {}
+        return
+    assert client.config_get("maxmemory-clients") == {"maxmemory-clients": str(1 << 30)}
+    client.config_set("maxmemory-clients", num_asked * num_bytes // 4)  # sooner, for the test's sake
+    client.set("large", b"x" * num_bytes)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(own_redis.socket))
+        silent.sendall(b"GET large\r\n" * num_asked)
+        await wait_until(lambda: client.info("stats")["evicted_clients"] == 1)
+    assert client.ping()

@@ -77,6 +77,21 @@ async def test_who_is_cancelled_leaves_the_answers_of_others_in_their_places(cli
         await blocked
 
 
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_a_command_that_is_cancelled_at_any_moment_ends_its_task(redis_server, num_turns):
+    broker = await Broker.connect(redis_server.url)
+    # A second connection has to be opened, which takes most of the turns of the loop tried here.
+    holding = asyncio.create_task(broker.execute("XREAD", "BLOCK", 300, "STREAMS", "empty", "0"))
+    await asyncio.sleep(0)
+    task = asyncio.create_task(broker.execute("XREAD", "BLOCK", 300, "STREAMS", "empty", "0"))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task, holding}, timeout=20)
+    await broker.close()
+    assert task.cancelled()
+
+
 async def test_what_blocks_is_answered_at_once_and_its_connection_is_used_again(client, keys):
     command = ("XREAD", "BLOCK", 60_000, "STREAMS", keys.dead, "0")
     for _ in range(2):

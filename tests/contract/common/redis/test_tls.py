@@ -40,31 +40,21 @@ async def test_streams_work_over_tls(server, keys, monkeypatch):
     await broker.close()
 
 
-async def refusal(url: str) -> str:
-    with pytest.raises(BrokerError) as caught:
-        await Broker.connect(url)
-    assert SECRET not in str(caught.value)
-    return str(caught.value)
-
-
-async def test_a_server_that_no_known_authority_vouches_for_is_refused(server, tmp_path, monkeypatch):
-    said = await refusal(server.url)
-    assert "cannot be trusted" in said
-    assert "TIDEMILL_REDIS_CA" in said
-    stranger, _ = make_certificate(tmp_path)
-    monkeypatch.setenv("TIDEMILL_REDIS_CA", str(stranger))
-    assert "cannot be trusted" in await refusal(server.url)
-
-
-async def test_a_certificate_for_another_host_is_refused(server, monkeypatch):
-    monkeypatch.setenv("TIDEMILL_REDIS_CA", str(authority_of(server)))
-    assert "cannot be trusted" in await refusal(f"rediss://localhost:{server.port}")
-
-
-async def test_an_authority_file_that_is_not_there_is_named(server, monkeypatch):
-    monkeypatch.setenv("TIDEMILL_REDIS_CA", "/nowhere/ca.pem")
-    assert "TIDEMILL_REDIS_CA is /nowhere/ca.pem: no such file" in await refusal(server.url)
-
-
-async def test_a_plain_client_is_not_served(server):
-    assert "cannot reach Redis" in await refusal(f"redis://127.0.0.1:{server.port}")
+async def test_what_is_wrong_is_refused_with_what_to_do_and_without_the_password(
+    server, tmp_path, monkeypatch
+):
+    own, (stranger, _), port = authority_of(server), make_certificate(tmp_path), server.port
+    cases = {
+        "no authority is known": (None, server.url, "Set TIDEMILL_REDIS_CA"),
+        "another authority": (stranger, server.url, "cannot be trusted"),
+        "a certificate for another host": (own, f"rediss://localhost:{port}", "cannot be trusted"),
+        "no such file": ("/nowhere/ca.pem", server.url, "TIDEMILL_REDIS_CA is /nowhere/ca.pem: no such file"),
+        "a plain client": (None, f"redis://127.0.0.1:{port}", "cannot reach Redis"),
+    }
+    for case, (authority, url, said) in cases.items():
+        with monkeypatch.context() as patch:
+            if authority:
+                patch.setenv("TIDEMILL_REDIS_CA", str(authority))
+            with pytest.raises(BrokerError) as caught:
+                await Broker.connect(url)
+        assert said in str(caught.value) and SECRET not in str(caught.value), case

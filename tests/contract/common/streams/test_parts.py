@@ -1,8 +1,13 @@
-"""Parts of samples that are being generated: kept under a lease, in order, until the sample is published."""
+"""Samples of a group stream one by one, and before them, under a lease, parts of those that are generated.
+
+The last sample acknowledges the ticket, whoever publishes it; parts are kept in order until then."""
+
+import asyncio
+import random
 
 import pytest
 
-from tests.support.consumers import take_ticket
+from tests.support.consumers import samples_of, take_ticket
 from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
@@ -120,3 +125,39 @@ async def test_what_followed_a_part_that_could_not_be_read_does_not_follow_the_o
     first = make_trajectory(0, 0, group_size=SIZE)
     await consumer.publish_sample(delivery, keys.trajectories(), progress, first)
     assert await parts_of(broker, keys) == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
+    broker: Broker, keys: Keys, seed: int
+) -> None:
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=16))])
+    consumer, delivery = await take_ticket(broker, keys)
+    order = random.Random(seed).sample(range(16), 16)
+
+    async def publish_one(index: int) -> bool:
+        sample = make_trajectory(0, index, group_size=16)
+        return await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+
+    complete = await asyncio.gather(*(publish_one(index) for index in order))
+    assert sum(complete) == 1
+    assert sorted(await samples_of(broker, keys)) == list(range(16))
+    assert await streams.pending_ids(broker, keys.prompts(), ROLLOUT_GROUP, "-", "+", 10) == []
+    assert await broker.execute("EXISTS", keys.progress(0)) == 0
+    assert consumer.held == {}
+
+
+async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
+    broker: Broker, keys: Keys
+) -> None:
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=2))])
+    consumer, delivery = await take_ticket(broker, keys)
+    await broker.execute("HSET", keys.progress(0), "version", 3)  # it counts as no sample
+    first, second = (make_trajectory(0, index, group_size=2) for index in range(2))
+    for sample, is_last in ((first, False), (first, False), (second, True)):
+        result = await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+        assert result == is_last
+    assert await samples_of(broker, keys) == [0, 1]
+    with pytest.raises(LeaseLostError):
+        await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), second)
+    assert await samples_of(broker, keys) == [0, 1]

@@ -39,16 +39,6 @@ async def full_redis(broker: Broker) -> AsyncIterator[None]:
         await broker.execute("CONFIG", "SET", "maxmemory", 0)
 
 
-async def test_appended_messages_are_read_back_in_order(broker, keys):
-    sent = [make_trajectory(0, index) for index in range(5)]
-    ids = await streams.append(broker, keys.trajectories(), *sent)
-    assert sorted(ids, key=streams.id_order) == ids
-    read = await streams.read_range(broker, keys.trajectories(), Trajectory)
-    assert messages_of(read) == sent
-    assert [entry.entry_id for entry in read] == ids
-    assert await streams.append(broker, keys.trajectories()) == []
-
-
 async def test_readers_by_offset_have_the_limit_that_workers_have(broker, keys):
     key = keys.trajectories()
     await streams.append(broker, key, make_trajectory(0, text="x" * 500), make_trajectory(1))

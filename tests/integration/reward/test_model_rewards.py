@@ -1,6 +1,8 @@
-"""A teacher behind real servers: exact logprobs of every sampled token, or an error and never a guess."""
+"""Models that give rewards, behind real servers: a teacher's exact logprobs of every sampled token, a reward
+model's score; or an error, and never a guess."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,26 +13,30 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.support.misbehaving import MisbehavingServer, hangs, says
 from tests.support.model_servers import dependencies_of, servers_at
 from tests.support.models import tiny_model, write_tokenizer
-from tests.support.reward_models import CHAT_TEMPLATE, server_url, start_server
+from tests.support.reward_models import CHAT_TEMPLATE, server_url, start_server, tiny_classifier
 from tests.support.runs import ServiceRun
+from tests.support.samples import make_sample
 from tests.support.sessions import make_segment, make_session
+from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig, TeacherConfig
+from tidemill.common.config.reward_kinds import RewardModelConfig
 from tidemill.common.process.replicas import read_replicas
-from tidemill.common.streams import Entry, append, read_range
+from tidemill.common.streams import append
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.remote.reward_model import ModelReward
 from tidemill.services.reward.remote.teacher import TeacherReward
 from tidemill.services.reward.sample import RewardSample
 
 COUNT = 24
-TRAJECTORY = make_trajectory(completion_ids=np.array([5, 6, 7], np.int32))
+SAMPLE = make_sample((0, 0), False, "d", "w1", "1", {}, "w2", (5,), (6, 7))
 
 
 def teacher_of(
@@ -38,6 +44,11 @@ def teacher_of(
 ) -> TeacherReward:
     config = NamedRewardConfig(teacher=TeacherConfig(servers="there", **fields), timeout_s=timeout_s)
     return TeacherReward("wise", config, dependencies_of(servers_at(url, http, patience_s=patience_s)))
+
+
+def reward_of(url: str, http: httpx.AsyncClient, patience_s: float = 300.0, **fields: Any) -> ModelReward:
+    config = NamedRewardConfig(model=RewardModelConfig(servers="there", **fields), timeout_s=10.0)
+    return ModelReward("rm", config, dependencies_of(servers_at(url, http, patience_s=patience_s)))
 
 
 async def logprobs_of(teacher: TeacherReward, trajectory: Trajectory) -> np.ndarray:
@@ -168,58 +179,75 @@ class TestServer:
                 assert answer.status_code == 400 and "/v1/completions" in answer.text
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "said"),
-    [
-        (says(200, {"choices": []}), "gave no answer to use"),
-        (says(200, {"choices": [{"index": 0, "prompt_logprobs": [None] * 7}]}), "no logprob for token 4"),
-        (says(200, {"choices": [{"index": 0, "text": "hello"}]}), "no prompt_logprobs"),
-        (says(400), "status 400"),
-        (hangs, "no answer within"),
-    ],
-    ids=["nothing", "null", "text", "400", "hangs"],
-)
-async def test_what_are_no_logprobs_is_an_error_and_no_zero(behaviour: Any, said: str) -> None:
-    async with MisbehavingServer(behaviour) as server, httpx.AsyncClient() as http:
-        teacher = teacher_of(server.url, http, timeout_s=1.0, patience_s=0.0)
-        with pytest.raises(AttemptError, match=said) as caught:
-            await logprobs_of(teacher, TRAJECTORY)
-        await teacher._servers.close()
-    assert caught.value.is_final == (said == "status 400")
-    assert caught.value.is_timeout == ("within" in said)
+PROBS = {"usage": {"prompt_tokens": 1}}
+NO_SCORES = {
+    "nothing": (says(200, {"data": []}), "gave no answer to use"),
+    "text": (says(200, PROBS | {"data": [{"probs": ["x"]}]}), "gave no answer to use"),
+    "nan": (says(200, PROBS | {"data": [{"probs": [math.nan]}]}), "nan"),
+    "labels": (says(200, PROBS | {"data": [{"probs": [1.0]}]}), "label 1 is wanted"),
+    "400": (says(400), "status 400"),
+    "429": (says(429, **{"Retry-After": "7"}), "status 429"),
+}
+NO_LOGPROBS = {
+    "nothing": (says(200, {"choices": []}), "gave no answer to use"),
+    "null": (says(200, {"choices": [{"index": 0, "prompt_logprobs": [None] * 3}]}), "no logprob for token 1"),
+    "text": (says(200, {"choices": [{"index": 0, "text": "hello"}]}), "no prompt_logprobs"),
+    "400": (says(400), "status 400"),
+    "hangs": (hangs, "no answer within"),
+}
 
 
-async def test_two_replicas_of_a_run_one_dies_and_no_sample_is_lost(path: Path, tmp_path: Path) -> None:
-    servers = {"wise": {"model": str(path), "local": {"engine": "transformers", "count": 2}}}
+@pytest.mark.parametrize("kind", ["model", "teacher"])
+async def test_what_is_no_answer_is_an_error_and_no_zero(kind: str) -> None:
+    for behaviour, said in (NO_SCORES if kind == "model" else NO_LOGPROBS).values():
+        async with MisbehavingServer(behaviour) as server, httpx.AsyncClient() as http:
+            reward: Any = teacher_of(server.url, http, timeout_s=1.0, patience_s=0.0)
+            if kind == "model":
+                reward = reward_of(server.url, http, label=int("label" in said), patience_s=0.0)
+            with pytest.raises(AttemptError, match=said) as caught:
+                await reward.score(SAMPLE)
+            await reward._servers.close()
+        assert caught.value.is_final == (said == "status 400")
+        assert caught.value.is_timeout == ("within" in said)
+        assert caught.value.retry_after_s == (7.0 if "429" in said else 0.0)
+
+
+async def test_a_replica_of_a_run_dies_and_every_sample_has_its_score_and_its_teachers_logprobs(
+    path: Path, tmp_path: Path
+) -> None:
+    """Two replicas of a teacher, of which one dies, and one of a reward model."""
+    scorer = tiny_classifier(tmp_path / "model")
+    servers = {
+        "wise": {"model": str(path), "local": {"engine": "transformers", "count": 2}},
+        "rm": {"model": str(scorer), "local": {}},
+    }
+    tries = {"backoff_s": 0.05, "max_attempts": 5}
     rewards = {
-        "wise": {
-            "teacher": {"servers": "wise"},
-            "backoff_s": 0.05,
-            "max_attempts": 5,
-            "applies_to": ["taught"],
-        },
-        "rule": {"function": "gsm8k"},
+        "wise": {"teacher": {"servers": "wise"}, "applies_to": ["taught"], **tries},
+        "rm": {"model": {"servers": "rm", "input": "ids", "normalise": "sigmoid"}, **tries},
     }
     config = make_config(run_id="test", reward={"rewards": rewards, "max_in_flight": 8}, servers=servers)
     async with ServiceRun(tmp_path, config) as run:
-        for index in range(2):
-            run.start(
-                "reward.replica", f"replica-{index}", arguments=("--servers", "wise", "--index", str(index))
-            )
+        for name, index in (("wise", "0"), ("wise", "1"), ("rm", "0")):
+            run.start("reward.replica", f"{name}-{index}", arguments=("--servers", name, "--index", index))
         run.start("reward")
-        await wait_until(lambda: _num_replicas(run, 2))
+        await wait_until(lambda: _have_replicas(run, wise=2, rm=1))
         sent = [_sent(ticket) for ticket in range(COUNT)]
         await append(run.broker, run.keys.trajectories(), *sent[: COUNT // 2])
         await wait_until(lambda: num_scores(run, 4))
         await append(run.broker, run.keys.trajectories(), *sent[COUNT // 2 :])
-        psutil.Process(run.processes["replica-0"].pid).children()[0].kill()  # the server, not its keeper
+        psutil.Process(run.processes["wise-0"].pid).children()[0].kill()  # the server, not its keeper
         await wait_until(lambda: num_scores(run, COUNT))
         scores = {score.ticket: score for score in await scores_of(run)}
         assert await run.stop("reward") == 0
     assert {score.status for score in scores.values()} == {ScoreStatus.OK}
+    reference = AutoModelForSequenceClassification.from_pretrained(scorer)
     for trajectory in sent:
         score = scores[trajectory.ticket]
-        assert score.value == 1.0  # the rule's alone
+        ids = [*trajectory.prompt_ids.tolist(), *trajectory.completion_ids.tolist()]
+        with torch.inference_mode():
+            raw = float(reference(input_ids=torch.tensor([ids])).logits[0, 0])
+        assert score.value == pytest.approx(1 / (1 + math.exp(-raw)), abs=1e-5)
         if trajectory.data_source != "taught":
             assert score.teacher_logprobs is None
             continue
@@ -238,13 +266,13 @@ def _sent(ticket: int) -> Trajectory:
     )
 
 
-async def _num_replicas(run: ServiceRun, count: int) -> bool:
-    return len(await read_replicas(run.broker, run.keys, "wise")) == count
+async def _have_replicas(run: ServiceRun, **counts: int) -> bool:
+    found = {name: len(await read_replicas(run.broker, run.keys, name)) for name in counts}
+    return found == counts
 
 
 async def scores_of(run: ServiceRun) -> list[Score]:
-    found = await read_range(run.broker, run.keys.scores(), Score)
-    return [entry.message for entry in found if isinstance(entry, Entry)]
+    return await messages(run.broker, run.keys.scores(), Score)
 
 
 async def num_scores(run: ServiceRun, count: int) -> bool:

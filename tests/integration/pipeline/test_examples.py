@@ -1,0 +1,187 @@
+"""Examples in short, by real services: each does what it is there to show, and is replayed bit by bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.support import preloaded
+from tests.support.preloaded import REPO
+from tests.support.runs import ServiceRun
+from tests.support.training import commits_of, messages
+from tidemill.common.config import load_config
+from tidemill.common.run.state import METRICS_FILE, PROFILES, STEP, read_records
+from tidemill.common.wire.messages import FIRST_DEMONSTRATION, Commit, Score, ScoreStatus, Trajectory
+
+SHORT = {"trainer__loggers": "[]", "streams__trim": "false"}
+
+
+def settings(**values: Any) -> list[str]:
+    return [f"{name.replace('__', '.')}={value}" for name, value in values.items()]
+
+
+def made(script: str, folder: Path, steps: int) -> Path:
+    """The model that a script of an example trains."""
+    command = [sys.executable, f"examples/{script}", "--steps", str(steps), "--out", str(folder)]
+    subprocess.run(command, cwd=REPO, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return folder
+
+
+def tidemill(runs: Path, *words: str, url: str = "") -> str:
+    """What a command prints."""
+    environment = {"TIDEMILL_RUNS_DIR": str(runs)} | ({"TIDEMILL_REDIS_URL": url} if url else {})
+    done = preloaded.tidemill(*words, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_replays(runs: Path, run_id: str, steps: list[int], url: str = "") -> list[dict[str, Any]]:
+    words = ("replay", ",".join(map(str, steps)), run_id, "--json")
+    results: list[dict[str, Any]] = json.loads(tidemill(runs, *words, url=url))
+    assert [(result["step"], result["equal"]) for result in results] == [(step, True) for step in steps]
+    return results
+
+
+async def test_a_skill_is_learned_from_a_teacher_alone(tmp_path: Path) -> None:
+    teacher, steps = made("distill/make_teacher.py", tmp_path / "teacher", 60), 8
+    evaluation = "{every: 0, temperature: 0.0, max_prompts: 96}"
+    config = load_config(
+        REPO / "examples/distill/config.yaml",
+        settings(
+            **SHORT,
+            servers__teacher__model=teacher,
+            trainer__steps=steps,
+            trainer__groups_per_step=64,
+            trainer__checkpoint_every=100,
+            trainer__evaluation=evaluation,
+        ),
+    )
+    async with ServiceRun(tmp_path, config, "distil") as run:
+        run.start("reward.replica", "replica", arguments=("--servers", "teacher"))
+        run.start_all()
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        commits = await commits_of(run.broker, run.keys)
+        trajectories = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        scores = await messages(run.broker, run.keys.scores(), Score)
+        (run.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        check_distillation(teacher, trajectories, scores, commits)
+        records = read_records(run.run_dir / METRICS_FILE)
+        score = {record["version"]: record["score"] for record in records if record["kind"] == "evaluation"}
+        assert score[steps] - score[0] > 0.1, score
+        first, *_ = assert_replays(tmp_path, "distil", list(range(steps)), run.url)
+        assert "teacher/teacher/reverse_kl" in {row["name"] for row in first["metrics"]}
+        traced = tidemill(tmp_path, "trace", f"{commits[0].groups[0]}.0", "distil", url=run.url)
+        assert "logprob - teacher's: mean" in traced
+        assert "teacher/teacher/reverse_kl" in tidemill(tmp_path, "step", "0", "distil", url=run.url)
+
+
+CLIP = 5.0
+"""Of the example of distillation."""
+
+
+def check_distillation(
+    teacher: Path, trajectories: list[Trajectory], scores: list[Score], commits: list[Commit]
+) -> None:
+    """Every reward is 0, every sampled token has the teacher's logprob, and the commit its mean distance."""
+    made = {trajectory.key: trajectory for trajectory in trajectories}
+    scored = {score.key: score for score in scores}
+    assert {(score.status, score.value) for score in scored.values()} == {(ScoreStatus.OK, 0.0)}
+    model = AutoModelForCausalLM.from_pretrained(teacher).eval()
+    for key in sorted(scored)[:20]:
+        trajectory, logprobs = made[key], scored[key].teacher_logprobs
+        ids = [*trajectory.prompt_ids.tolist(), *trajectory.completion_ids.tolist()]
+        with torch.inference_mode():
+            whole = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        places = range(len(trajectory.prompt_ids), len(ids))
+        expected = [float(whole[place - 1, ids[place]]) for place in places]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+    for commit in commits:
+        keys = commit.trained_keys
+        assert len(keys) == 64
+        gaps = [made[k].logprobs.astype(np.float64) - scored[k].teacher_logprobs for k in keys]
+        assert commit.metrics["teacher/teacher/reverse_kl"] == pytest.approx(np.concatenate(gaps).mean())
+        # One sample a group and no reward: its advantage is the teacher's alone.
+        for key, gap in list(zip(keys, gaps, strict=True))[:8]:
+            assert commit.advantages[str(key[0])][0] == pytest.approx(-gap.clip(-CLIP, CLIP).mean())
+
+
+async def test_a_mixture_is_trained_along_the_engines_experts_and_within_its_sampling_masks(
+    tmp_path: Path,
+) -> None:
+    model, steps = made("moe/make_model.py", tmp_path / "made", 10), 3
+    config = load_config(
+        REPO / "examples/moe/config.yaml",
+        settings(
+            **SHORT,
+            model__path=model,
+            trainer__steps=steps,
+            trainer__groups_per_step=8,
+            trainer__evaluation__every=0,
+        ),
+    )
+    async with ServiceRun(tmp_path, config, "mixture") as run:
+        profile = run.run_dir / PROFILES / "step-1"
+        profile.mkdir(parents=True)  # as `tidemill step --profile` asks for one
+        run.start_all()
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        commits = await commits_of(run.broker, run.keys)
+        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        assert all(sample.choices.claim for sample in samples)
+        # The last steps train on samples of older weights, whose routers chose otherwise now and then.
+        metrics = commits[-1].metrics
+        assert 0.0 < metrics["routes/changed_layers"] <= metrics["routes/changed_tokens"] < 0.5
+        assert metrics["logprob_gap/mean"] < 1.0
+        assert not any(commit.dropped for commit in commits)
+        assert (profile / "rank-0.json.gz").exists()
+        (run.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        assert_replays(tmp_path, "mixture", list(range(steps)), run.url)
+        shown = tidemill(tmp_path, "step", str(steps - 1), "mixture", url=run.url)
+        for name in ("routes/changed_tokens", "routes/logprob_gap_without"):
+            assert name in shown
+
+
+def up(run_id: str, runs: Path, **data: str) -> list[dict[str, Any]]:
+    """The numbers of each step of a run of demonstrations, by `tidemill up`."""
+    words = settings(
+        trainer__steps=9,
+        trainer__groups_per_step=16,
+        trainer__group_size=4,
+        trainer__checkpoint_every=4,
+        trainer__loggers="[]",
+        data__eval="{}",
+        expect__eval_gain="null",
+        **{f"data__{name}": value for name, value in data.items()},
+    )
+    changes = [part for word in words for part in ("--set", word)]
+    tidemill(runs, "up", str(REPO / "examples/sft/config.yaml"), "--no-live", "--run-id", run_id, *changes)
+    return [record for record in read_records(runs / run_id / METRICS_FILE) if record["kind"] == STEP]
+
+
+def test_from_demonstrations_to_rewards_to_demonstrations(tmp_path: Path) -> None:
+    """Fine-tuning, then rewards; its successes are what another run is shown, which has no workers."""
+    path = f"path: {REPO}/examples/sft/demonstrations.jsonl"
+    shown = f"{{name: shown, kind: demonstrations, {path}, weight: 1000000, epochs: 1}}"
+    sums = f"{{name: sums, path: {REPO}/examples/arith/train.jsonl}}"
+    steps = up("first", tmp_path, max_rows="96", train=f"[{shown}, {sums}]")
+    shares = [step.get("imitation/token_share", 0.0) for step in steps]
+    assert shares == [1.0] * 6 + [0.0] * 3, "96 rows in batches of 16"
+    assert ["reward" in step for step in steps] == [False] * 6 + [True] * 3
+    assert steps[5]["loss"] < steps[0]["loss"]
+
+    best = f"[{{name: best, kind: demonstrations, path: {tmp_path}/first, min_reward: 1.0}}]"
+    steps = up("second", tmp_path, train=best)
+    assert len(steps) == 9 and all(step["imitation/token_share"] == 1.0 for step in steps)
+    logs = {path.stem for path in (tmp_path / "second/logs").iterdir()}
+    assert not any(name.startswith(("rollout", "reward")) for name in logs), logs
+
+    for run_id in ("first", "second"):
+        assert_replays(tmp_path, run_id, [0, 5, 8])
+    assert "a demonstration" in tidemill(tmp_path, "trace", f"{FIRST_DEMONSTRATION}.0", "second")
