@@ -62,11 +62,6 @@ def test_opo_weighs_by_trained_tokens() -> None:
     assert values_of(done) == [0.25, -0.75]  # baseline 3 / (3 + 1)
 
 
-def test_gpg_looks_at_all_groups_of_the_mini_batch() -> None:
-    done = assigned(assigner(advantage="gpg"), group_of(0, 1.0, 0.0), group_of(1, 1.0, 1.0))
-    assert values_of(done) == [1.0, -1.0, 0.0, 0.0]
-
-
 def test_gdpo_reads_the_rewards_of_the_scores_with_the_weights_of_the_config() -> None:
     rewards = {
         "right": {"function": "gsm8k", "weight": 2.0},

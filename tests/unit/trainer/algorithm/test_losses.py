@@ -287,13 +287,6 @@ def test_worked_examples(algorithm, given, fields, loss, gradient, sums):
     assert ("teacher_kl_sum" in terms.sums) == ("teacher" in algorithm)
 
 
-def test_the_entropy_bonus_has_the_gradient_of_its_coefficient():
-    entropies_N = tensor(1.0, 3.0).requires_grad_()
-    fields = {"entropies_N": entropies_N, "weights_N": tensor(1.0, 0.5)}
-    loss_of(make_tokens([0.6] * 2, [0.6] * 2, [0.0] * 2, **fields), entropy_coefficient=0.1).loss.backward()
-    np.testing.assert_allclose(entropies_N.grad, [-0.1, -0.05])
-
-
 RATIOS = [0.25, 1.0, 1.5, 8.0]
 PAIRS = [0.25, 2.0, 1.5, 6.0]
 """Of two sequences: products 0.5 and 9; geometric means 0.707 and 3."""

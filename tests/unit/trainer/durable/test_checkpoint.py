@@ -1,6 +1,5 @@
 """A checkpoint is whole or does not count, wherever the machine stops while it is written."""
 
-import errno
 import json
 import os
 import shutil
@@ -13,8 +12,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from structlog.testing import capture_logs
 
-from tidemill.common import files
-from tidemill.common.files import StorageError
 from tidemill.services.trainer.durable import checkpoint as checkpoints
 from tidemill.services.trainer.durable.checkpoint import (
     CheckpointError,
@@ -274,25 +271,6 @@ def test_a_newer_minor_release_is_read_without_its_fields_and_another_major_refu
         rewrite(folder_of(tmp_path, 2), lambda document, schema=schema: document.update(schema=schema))
         with pytest.raises(CheckpointError, match=f"schema {schema}"):
             store.load_latest()
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_disk_that_cannot_be_written_is_told_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    store = saved(tmp_path, 1, keep=1)
-
-    def fail(*args: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", fail)
-        with pytest.raises(StorageError, match="the checkpoint of version 2 ") as caught:
-            store.save(state(2), Policy(2.0).save_state)
-    assert caught.value.can_clear and caught.value.errno == number
-    assert os.listdir(store.folder) == ["v00000001"]
-    store.save(state(2), Policy(2.0).save_state)
-    assert loaded(tmp_path) == (2, 2.0)
 
 
 def test_a_torn_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:

@@ -124,22 +124,6 @@ def test_a_group_that_cannot_be_trained_is_replaced_for_a_reason(fields, values,
     assert refusal.reason == reason and detail in refusal.detail
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        # Mean 0.5, unbiased std 0.57735: 0.5 / (0.57735 + 1e-4) = 0.865876; of two, 0.5 / 0.70721 = 0.707.
-        ((1.0, 0.0, 0.0, 1.0), [0.865876, -0.865876, -0.865876, 0.865876]),
-        ((1.0, None, 0.0, None), [0.70701, -0.70701]),
-        ((1.0, 1.0, 1.0, 1.0), [0.0] * 4),
-        ((1.0, None, None, None), [0.0]),
-    ],
-)
-def test_advantages_are_over_the_samples_that_are_left(values, expected):
-    config = config_of(reward__min_group_size=1)
-    verdict = filtered(config, group_of(*values))
-    assert advantages_of(config, verdict) == pytest.approx(expected, abs=1e-5)
-
-
 class TestMasks:
     def test_a_turn_that_was_cut_is_masked_alone_where_the_session_ended_well(self) -> None:
         sub = make_segment((11,), (12, 13), (14,), (15,))

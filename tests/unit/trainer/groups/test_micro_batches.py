@@ -26,28 +26,10 @@ def test_first_fit_after_sorting_by_length():
     assert [[sample.num_tokens for sample in batch.samples] for batch in batches] == [[5, 2], [4, 3]]
 
 
-def test_every_sample_once_and_the_budget_kept():
-    samples = make_samples(60)
-    batches = form_micro_batches(samples, max_tokens=40)
-    assert sorted(key for batch in batches for key in batch.keys) == sorted(s.key for s in samples)
-    assert max(batch.num_tokens for batch in batches) <= 40
-
-
 def test_a_sample_above_the_budget_has_a_micro_batch_of_its_own():
     samples = [sample_of(50, 0), sample_of(3, 1), sample_of(60, 2)]
     batches = form_micro_batches(samples, max_tokens=10)
     assert [batch.keys for batch in batches] == [((2, 0),), ((0, 0),), ((1, 0),)]
-
-
-def test_arrival_order_does_not_matter():
-    samples = make_samples(40)
-    expected = [batch.keys for batch in form_micro_batches(samples, 50)]
-    shuffled = [samples[i] for i in np.random.default_rng(3).permutation(len(samples))]
-    assert [batch.keys for batch in form_micro_batches(shuffled, 50)] == expected
-
-
-def test_nothing_gives_no_micro_batches():
-    assert form_micro_batches([], 10) == []
 
 
 def test_a_composition_survives_the_commit_and_is_rebuilt_exactly():
@@ -65,13 +47,6 @@ def test_rebuilding_names_what_is_missing():
         rebuild([[(0, 0), (9, 9)]], samples)
 
 
-def test_counts_of_a_micro_batch():
-    sample = sample_of(5, 0)
-    masked = replace(sample_of(4, 1), mask=np.array([True, False]))
-    batch = MicroBatch((sample, masked))
-    assert (batch.num_tokens, batch.num_trained) == (9, 4)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -86,3 +61,10 @@ def test_counts_of_a_micro_batch():
 def test_a_sample_whose_parts_do_not_fit_is_never_built(change, message):
     with pytest.raises(ValueError, match=message):
         replace(sample_of(5, 0), **change)
+
+
+def test_counts_of_a_micro_batch():
+    sample = sample_of(5, 0)
+    masked = replace(sample_of(4, 1), mask=np.array([True, False]))
+    batch = MicroBatch((sample, masked))
+    assert (batch.num_tokens, batch.num_trained) == (9, 4)

@@ -82,14 +82,6 @@ def test_every_layout_equals_row_by_row(layout, max_tokens, family):
     assert_all_close(scored(model, samples, layout, max_tokens), expected)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_logprobs_are_of_the_distribution_at_the_temperature(temperature):
-    model, samples = tiny_llama(), make_samples(5)
-    assert_all_close(
-        scored(model, samples, "padded", temperature=temperature), row_by_row(model, samples, temperature)
-    )
-
-
 def test_score_logits_by_hand():
     # p = (1/2, 1/4, 1/4) at temperature 1: entropy = 1/2 log 2 + 1/2 log 4 = 1.5 log 2
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]])) + 7.0
@@ -117,29 +109,6 @@ def test_logits_in_half_precision_are_scored_in_float32():
 
 class Head(torch.nn.Linear):
     """Of a class of its own: scored by its forward."""
-
-
-@pytest.mark.parametrize("kind", [torch.nn.Linear, Head])
-@pytest.mark.parametrize("max_elements", [1, 7 * 32, 10 * 32 + 5])
-@pytest.mark.parametrize("with_entropies", [True, False])
-@pytest.mark.parametrize("scaling", [PLAIN, Scaling(0.5), Scaling(2.0, 1.5)])
-def test_chunked_equals_whole_in_value_and_gradient(max_elements, kind, with_entropies, scaling):
-    generator = torch.Generator().manual_seed(0)
-    head = kind(8, 32, bias=with_entropies).double()
-    hidden = torch.randn(23, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 32, (23,), generator=generator)
-    upstream, other = torch.randn(2, 23, generator=generator, dtype=torch.float64)
-
-    def run(limit: int) -> list[torch.Tensor]:
-        hidden.grad = None
-        head.zero_grad()
-        logprobs, entropies, _ = score_hidden(hidden, head, targets, 0.7, limit, with_entropies, scaling)
-        (logprobs * upstream + with_entropies * other * entropies).sum().backward()
-        assert entropies.requires_grad == with_entropies
-        return [logprobs.detach(), entropies.detach(), hidden.grad, *(p.grad for p in head.parameters())]
-
-    for mine, whole in zip(run(max_elements), run(1 << 20), strict=True):
-        torch.testing.assert_close(mine, whole, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("is_wide", [False, True])

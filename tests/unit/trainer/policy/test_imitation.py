@@ -17,7 +17,6 @@ from tests.support.models import (
 from tests.unit.trainer.policy.test_policy_algorithms import ALGORITHMS, moved_policy, prepared, taught
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
-from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.samples import Sample
 
 OF_ALL = {"loss", "forward/positions", "forward/row_tokens", "imitation/loss", "imitation/token_share"}
@@ -56,16 +55,6 @@ def test_loss_and_gradient_are_those_of_cross_entropy():
     assert numbers["loss"] == pytest.approx(0.5 * total.item() / num_tokens, rel=1e-12)
     assert numbers.keys() == OF_ALL
     assert_alike(gradients_of(policy) / sums.denominator, 0.5 * expected)
-
-
-def test_packed_equals_unpacked_whatever_the_split():
-    samples, results = shown(14), []
-    for packing, split in ((True, 1000), (True, 40), (False, 1000), (False, 40)):
-        policy = make_policy(torch.float64, packing=packing, micro_batch_tokens=split)
-        accumulate_all(policy, form_micro_batches(samples, split))
-        results.append(gradients_of(policy))
-    for other in results[1:]:
-        assert_alike(other, results[0])
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gae"])

@@ -62,10 +62,12 @@ class OwnLinear(nn.Linear):
 
 @pytest.mark.parametrize("scaling", [Scaling(), Scaling(0.5, 30.0)])
 @pytest.mark.parametrize("entropies", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "chunk"), [(nn.Linear, 7), (nn.Linear, 99), (OwnLinear, 7), (OwnLinear, 99)]
-)
-def test_the_head_is_a_dense_mask_in_value_and_gradient(kind, chunk, entropies, scaling) -> None:
+@pytest.mark.parametrize("chunk", [1, 7, 99])
+@pytest.mark.parametrize("kind", [nn.Linear, OwnLinear])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_any_chunks_are_the_dense_logprobs_in_value_and_gradient(
+    is_masked, kind, chunk, entropies, scaling
+) -> None:
     rng, vocabulary = np.random.default_rng(0), 37
     head = kind(8, vocabulary).double()
     hidden_NH = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
@@ -79,10 +81,11 @@ def test_the_head_is_a_dense_mask_in_value_and_gradient(kind, chunk, entropies, 
         loss = logprobs_N @ of_logprobs_N + (entropies_N @ of_entropies_N if entropies else 0.0)
         return list(torch.autograd.grad(loss, [hidden_NH, *head.parameters()]))
 
-    kept = Rows.of_lists(rows)
+    kept = Rows.of_lists(rows) if is_masked else None
     *scored, log_mass_N = score_hidden(
         hidden_NH, head, targets_N, 0.7, chunk * vocabulary, entropies, scaling=scaling, kept=kept
     )
+    assert scored[1].requires_grad == entropies
     logits_NV = scaling.of(head(hidden_NH)) / 0.7
     whole_NV = torch.log_softmax(logits_NV, -1)
     expected = dense_logprobs(logits_NV, targets_N, kept), -(whole_NV.exp() * whole_NV).sum(-1)
@@ -206,18 +209,19 @@ def _as_sample(number: int, prompt_ids: list[int], made: Any) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("rows", "problem"),
+    ("rows", "loss_mask", "problem"),
     [
-        ([[0, 9], [1], [2]], ""),
-        ([[0, 9], [], [2]], "token 1"),
-        ([[0, 9], [1], [9]], "token 2"),
-        (None, "no sampling masks"),
+        ([[0, 9], [1], [2]], None, ""),
+        ([[0, 9], [], [2]], None, "token 1"),
+        ([[0, 9], [1], [9]], None, "token 2"),
+        (None, None, "no sampling masks"),
+        ([[0], [], [2]], np.array([1, 0, 1], np.bool_), ""),  # tokens of the environment need none
     ],
 )
-def test_a_sampled_token_without_its_mask_is_found(rows: Any, problem: str) -> None:
+def test_a_sampled_token_without_its_mask_is_found(rows: Any, loss_mask: Any, problem: str) -> None:
     choices = Choices(rows={"kept": Rows.of_lists(rows)}) if rows else None
-    assert problem in missing_mask(make_trajectory(choices=choices))
-    assert bool(missing_mask(make_trajectory(choices=choices))) == bool(problem)
+    found = missing_mask(make_trajectory(choices=choices, loss_mask=loss_mask))
+    assert problem in found and bool(found) == bool(problem)
 
 
 def test_a_group_without_any_masks_is_refused_unless_it_was_trained_so() -> None:
@@ -229,8 +233,3 @@ def test_a_group_without_any_masks_is_refused_unless_it_was_trained_so() -> None
     assert isinstance(refusal, Refusal) and refusal.reason == NO_CHOICES
     assert isinstance(judge.select(group), TrainableGroup)
     assert isinstance(GroupFilter(trainer_config()).apply(group, 0), TrainableGroup)
-
-
-def test_tokens_of_the_environment_need_no_mask() -> None:
-    choices = Choices(rows={"kept": Rows.of_lists([[0], [], [2]])})
-    assert missing_mask(make_trajectory(choices=choices, loss_mask=np.array([1, 0, 1], np.bool_))) == ""

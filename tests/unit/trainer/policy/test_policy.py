@@ -13,33 +13,15 @@ from tests.support.models import (
     accumulate_all,
     emptied,
     gradients_of,
-    load_state,
     make_policy,
     make_samples,
     masked,
     one_batch,
     train,
 )
-from tests.support.training import sample_of
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import Sample
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 NORMALISATIONS = ["sequence", "token", "constant"]
-
-
-def test_on_policy_nothing_is_corrected_clipped_or_capped():
-    policy, samples = make_policy(algorithm={"old_logprobs": "recompute"}), make_samples(10)
-    own = [
-        replace(sample, rollout_logprobs=logprobs)
-        for sample, logprobs in zip(samples, policy.logprobs(samples), strict=True)
-    ]
-    metrics = policy.accumulate(one_batch(own))
-    assert metrics.weight_sum / metrics.tokens == pytest.approx(1.0, abs=1e-5)
-    assert metrics.mismatch_max < 1e-5
-    assert abs(metrics.rollout_kl_sum) < 1e-5
-    assert (metrics.clipped_low, metrics.clipped_high, metrics.weights_bounded) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("useless", [masked, emptied])
@@ -70,29 +52,12 @@ def test_a_step_without_any_trained_token_leaves_the_weights(useless, normalisat
     assert policy.digest() == before
 
 
-def test_logprobs_of_an_empty_completion_are_empty():
-    policy, samples = make_policy(), make_samples(3)
-    results = policy.logprobs([samples[0], emptied(samples[1]), samples[2]])
-    assert [len(result) for result in results] == [samples[0].mask.size, 0, samples[2].mask.size]
-    assert results[1].dtype == np.float32
-
-
 def test_logprobs_leave_gradients_alone():
     policy, samples = make_policy(), make_samples(5)
     accumulate_all(policy, [one_batch(samples)])
     before = gradients_of(policy).clone()
     policy.logprobs(samples)
     assert torch.equal(gradients_of(policy), before)
-
-
-def test_zero_undoes_what_was_accumulated():
-    policy, samples = make_policy(), make_samples(6)
-    accumulate_all(policy, [one_batch(samples)])
-    policy.zero()
-    train(policy, [one_batch(samples[:2])])
-    fresh = make_policy()
-    train(fresh, [one_batch(samples[:2])])
-    assert policy.digest() == fresh.digest()
 
 
 def test_threads_of_the_event_loop_give_the_same_bits_as_the_main_thread():
@@ -145,43 +110,3 @@ def test_bfloat16_stays_near_float32():
     assert rough.dtype == torch.float32  # master weights and their gradients
     assert torch.nn.functional.cosine_similarity(exact, rough, dim=0).item() > 0.99
     assert half.update(10.0).skipped is False
-
-
-@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
-def test_learns_from_samples_that_are_one_step_old(old_logprobs):
-    """Reward: the token 7 at each position. Samples always come from the version before the current one."""
-    policy = make_policy(algorithm={"old_logprobs": old_logprobs}, optimizer={"lr": 2e-2}, steps=20)
-    stale = make_policy()
-    generator = torch.Generator().manual_seed(0)
-    rewards = []
-    for _ in range(20):
-        samples = sample_from(stale, 32, generator)
-        rewards.append(np.mean([sample.reward for sample in samples]))
-        load_state(stale, policy.state())
-        train(policy, form_micro_batches(samples, 64))
-    assert rewards[0] < 0.1
-    assert rewards[-1] > 0.5
-
-
-def sample_from(policy: TransformersPolicy, count: int, generator: torch.Generator) -> list[Sample]:
-    """Completions of 4 tokens; the advantage is the reward's distance from the mean."""
-    ids = torch.full((count, 1), 3)
-    columns = []
-    for _ in range(4):
-        with torch.no_grad():
-            logprobs = policy._model(input_ids=ids, use_cache=False).logits[:, -1].log_softmax(-1)
-        token = torch.multinomial(logprobs.exp(), 1, generator=generator)
-        columns.append(logprobs.gather(1, token))
-        ids = torch.cat([ids, token], 1)
-    rewards = (ids[:, 1:] == 7).double().mean(1)
-    return [
-        sample_of(
-            (0, i),
-            ids[i, :1],
-            ids[i, 1:],
-            torch.cat(columns, 1)[i],
-            advantage=float(rewards[i] - rewards.mean()),
-            reward=float(rewards[i]),
-        )
-        for i in range(count)
-    ]

@@ -122,18 +122,6 @@ def test_the_gradient_does_not_depend_on_the_split_or_the_order(name, normalisat
             assert getattr(metrics, field) == pytest.approx(getattr(whole_metrics, field)), field
 
 
-def test_a_sample_without_a_teacher_is_trained_bit_by_bit_as_without_any():
-    plain = make_samples(3)
-    logprobs_A = np.full(plain[0].num_trained, -1.0, np.float32)
-    beside = [with_teaching(plain[0], "wise", logprobs_A, 0.0), *plain[1:]]
-    gradients = []
-    for samples in (plain, beside):
-        policy = make_policy(algorithm=ALGORITHMS["teacher in the loss"])
-        accumulate_all(policy, [one_batch(samples)])
-        gradients.append(gradients_of(policy))
-    assert torch.equal(*gradients)
-
-
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
     samples = make_samples(5)
     plain, bonus = (

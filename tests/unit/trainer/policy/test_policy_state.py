@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from tests.support.architectures import make_model
 from tests.support.models import (
@@ -17,7 +15,6 @@ from tests.support.models import (
     one_batch,
     read_policy_state,
     run_config,
-    save_weights,
     tiny_llama,
     tiny_model,
     train,
@@ -104,25 +101,6 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
     with pytest.raises(ConfigError, match="holds no state"):
         policy.load_state(tmp_path)
     assert policy.digest() == before
-
-
-@pytest.mark.parametrize("tie_word_embeddings", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_weights_load_back_equal(tmp_path, tie_word_embeddings, dtype):
-    model = tiny_llama(tie_word_embeddings=tie_word_embeddings)
-    model.save_pretrained(tmp_path / "start")
-    policy = make_policy(dtype, model=model)
-    train(policy, [one_batch(make_samples(6))])
-    path = save_weights(policy, tmp_path / "start")
-    saved = load_file(path)
-    assert {tensor.dtype for tensor in saved.values()} == {dtype}
-    assert ("lm_head.weight" in saved) is not tie_word_embeddings
-    assert {name: tensor.shape for name, tensor in policy.named_parameters_for_export()} == {
-        name: tensor.shape for name, tensor in saved.items()
-    }
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=dtype)
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, dict(model.named_parameters())[name].to(dtype)), name
 
 
 def test_a_policy_is_loaded_as_configured(tmp_path):

@@ -10,10 +10,8 @@ import torch
 from tests.support.models import (
     MAX_COMPLETION,
     accumulate_all,
-    attend_as_varlen,
     gradients_of,
     make_policy,
-    make_samples,
     one_batch,
     tiny_llama,
 )
@@ -133,34 +131,6 @@ def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session() -> None:
     torch.testing.assert_close(gradients_of(policy), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        *({"normalisation": normalisation} for normalisation in NORMALISATIONS),
-        {"preset": "gspo", "clip_low": 0.5, "clip_high": 5.0},
-        {"importance": {"mode": "truncate", "level": "geometric", "high": 2.0}},
-        {"off_policy_threshold": 0.1},
-        {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
-        {"rejection": {"bounds": {"seq_mean_k1": 1.5}, "denominator": "kept"}, "normalisation": "sequence"},
-    ],
-)
-def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: dict[str, Any]) -> None:
-    samples = [*session_samples(9), *make_samples(6)]
-    splits = [[one_batch(samples)], [one_batch([s]) for s in samples], form_micro_batches(samples, 60)]
-    whole: torch.Tensor | None = None
-    for layout in ("padded", "tree", "varlen"):
-        for split in splits:
-            policy = make_policy(torch.float64, micro_batch_tokens=40, algorithm=algorithm)
-            policy.layout = layout
-            if layout == "varlen":
-                attend_as_varlen(policy._model)
-            metrics = accumulate_all(policy, split)
-            gradient = gradients_of(policy) / metrics.denominator
-            whole = gradient if whole is None else whole
-            assert metrics.sequences == 15
-            assert ((gradient - whole).norm() / whole.norm()).item() < 1e-6
-
-
 @pytest.mark.parametrize("layout", ["padded", "tree", "varlen"])
 @pytest.mark.parametrize("keeps_samples", [False, True])
 def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matters(
@@ -179,15 +149,6 @@ def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matter
     if keeps_samples:
         homes = [{n for n, tile in enumerate(tiles) if i in tile.samples} for i in range(len(samples))]
         assert all(len(home) == 1 for home in homes)
-
-
-def test_logprobs_of_a_session_are_those_of_its_rows() -> None:
-    (sample,) = samples_of(FORKED)
-    policy = make_policy(torch.float64)
-    (found,) = policy.logprobs([sample])
-    expected, _ = logprobs_by_hand(tiny_llama().double(), FORKED)
-    np.testing.assert_allclose(found[sample.mask], expected.detach().numpy(), rtol=1e-6)
-    assert len(found) == 8
 
 
 def test_what_the_environment_said_changes_no_number_of_its_own() -> None:
@@ -222,15 +183,6 @@ def test_a_truncated_session_is_masked_over_all_its_segments() -> None:
     whole = make_session(0, 0, *FORKED.segments)
     assert [s.num_trained for s in filtered(whole, cut, mask_truncated=True)] == [5, 0]
     assert [s.num_trained for s in filtered(whole, cut)] == [5, 5]
-
-
-def test_a_session_without_a_token_of_the_model_counts_as_an_empty_completion_does() -> None:
-    none = make_segment((3, 4), (), (8, 9))
-    (sample,) = samples_of(make_session(0, 0, none))
-    policy = make_policy(torch.float64, algorithm={"normalisation": "sequence"})
-    metrics = policy.accumulate(one_batch([sample]))
-    assert (metrics.sequences, metrics.tokens, metrics.denominator) == (1, 0, 1.0)
-    assert policy.update(1.0).skipped
 
 
 def test_turns_end_where_the_session_says_and_weigh_what_the_run_says() -> None:

@@ -150,14 +150,6 @@ def test_a_manifest_cannot_name_a_path_outside_of_the_weights(tmp_path: Path, fo
         verified_files(run, manifest)
 
 
-@pytest.mark.parametrize("folder", ["../..", "v1", "/etc", "v00000001/.."])
-def test_such_a_manifest_does_not_even_decode(folder: str) -> None:
-    with pytest.raises(ValueError, match="folder"):
-        WeightManifest(version=1, folder=folder, files=(), digest="0" * 32)
-    with pytest.raises(ValueError, match="name"):
-        WeightFile(name=f"{folder}/../x", num_bytes=0, checksum="0" * 32)
-
-
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_a_link_that_leaves_the_run_is_refused(tmp_path: Path, what: str) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
