@@ -29,14 +29,6 @@ def fail_with(number: int):
     return fail
 
 
-def test_an_atomic_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    write_atomically(path, "a long first content")
-    write_atomically(path, b"short")
-    assert path.read_bytes() == b"short"
-    assert os.listdir(tmp_path) == ["a.json"]
-
-
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

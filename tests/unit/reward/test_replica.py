@@ -37,15 +37,6 @@ def resting(replica: Replica) -> Replica:
     return replica
 
 
-def test_it_rests_after_failures_in_a_row_and_a_success_begins_the_count_again(replica: Replica) -> None:
-    for _ in range(3):
-        assert not any(replica.fail() for _ in range(FAILURES_BEFORE_REST - 1))
-        replica.succeed()
-    assert replica.state == "up"
-    assert [replica.fail() for _ in range(FAILURES_BEFORE_REST)][-1]
-    assert (replica.state, replica.rests_for_s) == ("resting", FIRST_REST_S)
-
-
 @pytest.mark.parametrize(
     ("end", "state", "rests_for_s"),
     [

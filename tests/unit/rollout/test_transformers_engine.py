@@ -101,17 +101,6 @@ async def test_filtered_rows_sample_within_their_filter_and_report_its_logprobs(
         assert_parity(model, request, result)
 
 
-async def test_temperature_zero_is_greedy(engine: TransformersEngine, model: LlamaForCausalLM) -> None:
-    requests = [*make_requests(8, temperature=0.0), *make_requests(8)]
-    for request, result in (await generate_all(engine, requests))[:8]:
-        ids = list(request.prompt_ids)
-        for token in result.token_ids:
-            with torch.inference_mode():
-                assert token == model(torch.tensor([ids])).logits[0, -1].argmax().item()
-            ids.append(token)
-        assert_parity(model, request, result)
-
-
 async def test_every_end_token_ends_a_completion_and_is_its_last_token(engine: TransformersEngine) -> None:
     results = await generate_all(engine, make_requests(128))
     last_ids = set()

@@ -163,12 +163,6 @@ class TestPresets:
         config = config_of({"preset": "ppo", "gae_lambda": 0.9})
         assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
-    def test_on_the_command_line_too(self, tmp_path):
-        path = tmp_path / "run.yaml"
-        path.write_text("model: {path: m}\ndata: {train: t.jsonl}\n")
-        config = load_config(path, ["trainer.algorithm.preset=gspo", "trainer.algorithm.clip_low=0.1"])
-        assert (config.trainer.algorithm.loss, config.trainer.algorithm.clip_low) == ("gspo", 0.1)
-
 
 def test_off_means_off_though_yaml_reads_it_as_false(tmp_path):
     path = tmp_path / "run.yaml"

@@ -80,11 +80,3 @@ def test_a_result_is_returned_without_being_put_into_words() -> None:
 
     assert run_main(work()) is result
     assert result.num_asked == 0
-
-
-def test_an_error_is_raised_as_it_is() -> None:
-    async def work() -> None:
-        raise KeyError("as it is")
-
-    with pytest.raises(KeyError, match="as it is"):
-        run_main(work())

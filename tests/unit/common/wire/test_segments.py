@@ -1,6 +1,5 @@
 """Sessions on the wire: turns, forks, and what does not fit."""
 
-import msgpack
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -80,12 +79,6 @@ def test_a_session_survives_the_wire_with_its_forks_and_counts_their_versions():
     assert received == sent
     assert [segment.completion_ids.tolist() for segment in received.segments] == [[4, 5, 7, 8, 9], [6]]
     assert (received.min_version, received.max_version) == (0, 3)
-
-
-def test_a_single_turn_says_nothing_of_sessions_on_the_wire():
-    single = trajectory(recorded().segment()).model_copy(update={"session": None})
-    assert "session" not in msgpack.unpackb(encode(single)[b"p"])
-    assert len(single.segments) == 1
 
 
 def test_turns_that_do_not_fit_their_segment_are_refused():
