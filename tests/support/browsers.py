@@ -35,17 +35,8 @@ def chromium() -> str:
 @contextlib.asynccontextmanager
 async def serving(runs: Path, url: str, *arguments: str) -> AsyncIterator[str]:
     """A process of `tidemill web`, and the address that it prints."""
-    command = [
-        sys.executable,
-        "-m",
-        "tidemill.services.console",
-        "web",
-        "--port",
-        "0",
-        "--runs-dir",
-        str(runs),
-        *arguments,
-    ]
+    words = ("-m", "tidemill.services.console", "web", "--port", "0", "--runs-dir", str(runs))
+    command = [sys.executable, *words, *arguments]
     variables = os.environ | {"TIDEMILL_REDIS_URL": url}
     process = await asyncio.to_thread(
         subprocess.Popen, command, cwd=REPO, env=variables, stdout=subprocess.PIPE, text=True

@@ -194,15 +194,8 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     certificate, key = folder / "redis.crt", folder / "redis.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    command += [
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=tidemill-test",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-    ]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=tidemill-test"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
     command += ["-addext", "keyUsage=critical,digitalSignature,keyCertSign"]
     command += ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True)

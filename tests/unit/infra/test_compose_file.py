@@ -90,55 +90,31 @@ def test_every_service_belongs_to_a_profile_and_all_is_one_machine() -> None:
         assert ("all" in found) == (bool(found & {"head", "rollout", "reward"})), name
 
 
-def test_nothing_depends_on_a_service_that_another_node_has() -> None:
-    for name, service in SERVICES.items():
-        assert "depends_on" not in service, name
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_what_is_scaled_has_no_name_and_no_port_of_its_own(name: str) -> None:
-    assert not {"container_name", "ports", "hostname"} & set(SERVICES[name])
-
-
-def test_images_are_pinned_and_may_be_replaced() -> None:
-    for name, service in SERVICES.items():
-        image = with_defaults(service["image"])
-        assert re.fullmatch(r"[a-z0-9./_-]+:[A-Za-z0-9._-]*\d[A-Za-z0-9._-]*", image), (name, image)
-        assert "${" in service["image"], name
-        base = with_defaults(str(service.get("build", {}).get("args", {}).get("BASE_IMAGE", "x:1")))
-        assert re.search(r":.*\d", base) and "latest" not in base, (name, base)
-
-
-def test_everything_restarts_and_nothing_that_is_done_starts_again() -> None:
-    for name, service in SERVICES.items():
-        policy = service["restart"]
-        if name in ("trainer", "rollout", "reward", "reward-model", "jobs", "exporter", "web"):
-            assert policy.startswith("on-failure"), name
-        else:
-            assert policy == ("no" if service["profiles"] == ["console"] else "unless-stopped"), name
-
-
-def test_logs_are_rotated() -> None:
-    for name, service in SERVICES.items():
-        assert "max-size" in service["logging"]["options"], name
-        assert int(service["logging"]["options"]["max-file"]) > 1, name
-
-
-def test_the_grace_period_fits_draining_and_a_checkpoint() -> None:
-    drain_s = StreamsConfig().drain_s
-    for name in ("trainer", *SCALED):
-        grace = with_defaults(SERVICES[name]["stop_grace_period"])
-        assert int(grace.removesuffix("s")) >= drain_s + CHECKPOINT_S, name
-
-
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_container_has_no_rights_and_limits_of_memory_and_processes(name: str) -> None:
+def test_a_service_is_pinned_bounded_restarted_and_alone(name: str) -> None:
     service = SERVICES[name]
+    assert "${" in service["image"], "it may be replaced"
+    base = service.get("build", {}).get("args", {}).get("BASE_IMAGE", "x:1")
+    for image in (with_defaults(service["image"]), with_defaults(str(base))):
+        assert re.fullmatch(r"[a-z0-9./_-]+:[A-Za-z0-9._-]*\d[A-Za-z0-9._-]*", image), image
+        assert "latest" not in image
     assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
     assert service["mem_limit"] and service["pids_limit"]
+    log = service["logging"]["options"]
+    assert "max-size" in log and int(log["max-file"]) > 1
+    assert "depends_on" not in service, "another node may have it"
+    if name in SCALED:
+        assert not {"container_name", "ports", "hostname"} & set(service)
     if name in USERS:
         assert service["read_only"] is True and "user" not in service and "privileged" not in service
         assert service["environment"].get("TIDEMILL_REDIS_USERNAME") == USERS[name]
+    if name in ("trainer", *SCALED, "jobs", "exporter", "web"):
+        assert service["restart"].startswith("on-failure"), "what is done does not start again"
+    else:
+        assert service["restart"] == ("no" if service["profiles"] == ["console"] else "unless-stopped")
+    if name in ("trainer", *SCALED):
+        grace = with_defaults(service["stop_grace_period"])
+        assert int(grace.removesuffix("s")) >= StreamsConfig().drain_s + CHECKPOINT_S
 
 
 def test_other_nodes_reach_what_they_need_and_no_more() -> None:

@@ -1,15 +1,20 @@
 """The objects of the Helm chart: valid, consistent with each other, and with what the services need."""
 
+import dataclasses
 import json
 import re
+import sys
 import tomllib
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
+from pydantic import TypeAdapter
 
 from tests.support.chart import EVERYTHING, VALUES, objects, rendered
-from tests.support.chart_kinds import CUSTOM, kind_of
 from tidemill.common.config import RunConfig
 from tidemill.common.config.run import StreamsConfig
 from tidemill.common.process import service
@@ -25,6 +30,80 @@ CONFIG_MAPS = {name: tree["data"] for (kind, name), tree in OBJECTS.items() if k
 TEMPLATES = {name: tree["spec"]["template"] for (kind, name), tree in OBJECTS.items() if kind in PODS}
 CONTAINERS = {name: template["spec"]["containers"][0] for name, template in TEMPLATES.items()}
 OWN = sorted(set(CONTAINERS) - {"redis"})
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+POSITIVE, COUNT, DURATION = "[1-9][0-9]*", "[0-9]+", "[0-9]+(s|m)"
+SCALES = {"type": "(Pods|Percent)", "value": POSITIVE, "periodSeconds": POSITIVE}
+BEHAVIOR = "advanced.horizontalPodAutoscalerConfig.behavior"
+CUSTOM: dict[tuple[str, str], dict[str, str]] = {
+    ("keda.sh/v1alpha1", "ScaledObject"): {
+        "scaleTargetRef.name": ".+",
+        "minReplicaCount": COUNT,
+        "maxReplicaCount": POSITIVE,
+        "pollingInterval": POSITIVE,
+        "fallback.failureThreshold": POSITIVE,
+        "fallback.replicas": COUNT,
+        **{
+            f"{BEHAVIOR}.{way}.policies.{n}": v for way in ("scaleUp", "scaleDown") for n, v in SCALES.items()
+        },
+        f"{BEHAVIOR}.scaleDown.stabilizationWindowSeconds": COUNT,
+        "triggers.type": "redis-streams",
+        "triggers.name": ".+",
+        "triggers.metadata.address": "[^:]+:[0-9]+",
+        "triggers.metadata.stream": ".+",
+        "triggers.metadata.consumerGroup": ".+",
+        **{
+            f"triggers.metadata.{name}": "'[0-9]+'"
+            for name in ("databaseIndex", "lagCount", "activationLagCount", "pendingEntriesCount")
+        },  # KEDA refuses a lag without `activationLagCount`
+        "triggers.authenticationRef.name": ".+",
+    },
+    ("keda.sh/v1alpha1", "TriggerAuthentication"): {
+        f"{source}.{name}": "username|password" if name == "parameter" else ".+"
+        for source in ("secretTargetRef", "configMapTargetRef")
+        for name in ("parameter", "name", "key")
+    },
+    ("monitoring.coreos.com/v1alpha1", "ScrapeConfig"): {
+        "honorLabels": "True|False",
+        "scrapeInterval": DURATION,
+        "scrapeTimeout": DURATION,
+        "httpSDConfigs.url": "https?://.+",
+        "httpSDConfigs.refreshInterval": DURATION,
+    },
+}
+"""Fields of specs that the chart uses, from the definitions of KEDA and the Prometheus operator, and what
+their values look like; a number that has to be text stands in quotation marks."""
+
+
+def leaves(tree: Any, path: str = "") -> list[tuple[str, str]]:
+    """Each value by the names that lead to it; those of a list have one path."""
+    if isinstance(tree, dict):
+        return [leaf for name, value in tree.items() for leaf in leaves(value, f"{path}.{name}".strip("."))]
+    if isinstance(tree, list):
+        return [leaf for value in tree for leaf in leaves(value, path)]
+    return [(path, f"'{tree}'" if isinstance(tree, str) and tree.isdigit() else str(tree))]
+
+
+# lightkube-models is made from Kubernetes' own definitions. It belongs to the client lightkube, and takes
+# these three from there; an alias is a field such as `from`, which Python cannot name so.
+TAKEN = {
+    "dataclass": dataclasses.dataclass,
+    "field": lambda metadata, default=None: dataclasses.field(
+        default=default, metadata={"alias": metadata["json"]}
+    ),
+    "DictMixin": object,
+}
+
+
+@cache
+def kind_of(api_version: str, kind: str) -> TypeAdapter[Any]:
+    """What an object of a kind of Kubernetes itself must be, strictly: any other field is an error."""
+    sys.modules.setdefault("lightkube.core.schema", SimpleNamespace(**TAKEN))  # type: ignore[arg-type]
+    group, _, version = api_version.rpartition("/")
+    models = import_module(f"lightkube.models.{group.partition('.')[0] or 'core'}_{version}")
+    model = getattr(models, kind)
+    model.__pydantic_config__ = {"extra": "forbid", "strict": True}
+    return TypeAdapter(model)
 
 
 def only(kind: str) -> Object:
@@ -38,19 +117,13 @@ def test_every_object_fits_the_strict_schema_of_its_kind(place: tuple[str, str])
     tree = OBJECTS[place]
     kind = tree["apiVersion"], tree["kind"]
     assert tree["metadata"]["namespace"] == "tidemill"
-    if kind in CUSTOM:
-        assert set(tree) == {"apiVersion", "kind", "metadata", "spec"}
-        tree = tree["spec"]
-    kind_of(*kind).validate_json(json.dumps(tree))
-
-
-def test_values_of_variables_are_text() -> None:
-    assert all(isinstance(value, str) for data in CONFIG_MAPS.values() for value in data.values())
-
-
-def test_images_are_named_with_the_release_of_this_repository() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert {CONTAINERS[name]["image"].partition(":")[2] for name in OWN} == {version}
+    if kind not in CUSTOM:
+        kind_of(*kind).validate_json(json.dumps(tree))
+        return
+    assert set(tree) == {"apiVersion", "kind", "metadata", "spec"}
+    found = leaves(tree["spec"])
+    assert {path for path, _ in found} == set(CUSTOM[kind])
+    assert [leaf for leaf in found if not re.fullmatch(CUSTOM[kind][leaf[0]], leaf[1])] == []
 
 
 def keys_of_secrets() -> dict[str, set[str]]:
@@ -84,6 +157,7 @@ def test_a_pod_refers_only_to_what_is_there(name: str) -> None:
     known = {v["name"] for v in container.get("env", [])}
     for source in container.get("envFrom", []):
         known |= set(CONFIG_MAPS[source["configMapRef"]["name"]])
+        assert all(isinstance(value, str) for value in CONFIG_MAPS[source["configMapRef"]["name"]].values())
     used = re.findall(r"\$\((\w+)\)", " ".join(container.get("args", [])))
     assert set(used) <= known
     ports = {port["name"] for port in container["ports"]}
@@ -105,7 +179,7 @@ def test_selectors_find_their_pods() -> None:
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_pods_run_without_root_or_rights_and_write_to_volumes_only(name: str) -> None:
+def test_pods_run_without_rights_as_the_user_of_their_image_and_have_the_time_to_drain(name: str) -> None:
     pod, container = TEMPLATES[name]["spec"], CONTAINERS[name]
     assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
     assert pod["automountServiceAccountToken"] is False
@@ -113,21 +187,15 @@ def test_pods_run_without_root_or_rights_and_write_to_volumes_only(name: str) ->
     assert context["allowPrivilegeEscalation"] is False and context["readOnlyRootFilesystem"] is True
     assert context["capabilities"] == {"drop": ["ALL"]}
     assert "memory" in container["resources"]["limits"]
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_the_user_is_that_of_the_image(name: str) -> None:
-    service_of = {"exporter": "console", "reward-model": "reward/model_server"}
-    dockerfile = ROOT / "services" / service_of.get(name, name) / "Dockerfile"
-    (user,) = re.findall(r"^USER (\d+):(\d+)$", dockerfile.read_text(), re.MULTILINE)
-    context = TEMPLATES[name]["spec"]["securityContext"]
-    assert (str(context["runAsUser"]), str(context["runAsGroup"])) == user
-
-
-@pytest.mark.parametrize("name", ["trainer", "rollout", "reward", "reward-model"])
-def test_a_pod_has_the_time_to_drain(name: str) -> None:
-    longest_s = StreamsConfig().drain_s + GRACE_MARGIN_S
-    assert TEMPLATES[name]["spec"]["terminationGracePeriodSeconds"] >= longest_s
+    if name in OWN:
+        assert container["image"].partition(":")[2] == VERSION
+        service_of = {"exporter": "console", "reward-model": "reward/model_server"}
+        dockerfile = ROOT / "services" / service_of.get(name, name) / "Dockerfile"
+        user = re.findall(r"^USER (\d+):(\d+)$", dockerfile.read_text(), re.MULTILINE)
+        ids = pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsGroup"]
+        assert user == [tuple(map(str, ids))]
+    if name in ("trainer", "rollout", "reward", "reward-model"):
+        assert pod["terminationGracePeriodSeconds"] >= StreamsConfig().drain_s + GRACE_MARGIN_S
 
 
 def test_services_understand_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +238,11 @@ class TestScaling:
         found: Object = only("ScaledObject")["spec"]
         return found
 
-    def test_the_stream_is_that_of_the_run(self, spec: Object) -> None:
+    def test_the_stream_is_that_of_the_run_and_decides_alone(self, spec: Object) -> None:
         run_id = VALUES["run"]["id"]
         for trigger in spec["triggers"]:
             assert trigger["metadata"]["stream"] == Keys(run_id).trajectories()
             assert trigger["metadata"]["consumerGroup"] == REWARD_GROUP
-
-    def test_what_is_scaled_has_no_number_of_its_own(self, spec: Object) -> None:
         tree = OBJECTS["Deployment", spec["scaleTargetRef"]["name"]]
         assert "replicas" not in tree["spec"], "every apply would set the number back"
 

@@ -18,30 +18,20 @@ def lengths_of(batch: list[QueuedRow]) -> list[int]:
     return [len(row.token_ids) for row in batch]
 
 
-def test_nothing_waits_nothing_is_selected() -> None:
-    assert select_batch([], LIMITS) == []
-
-
-def test_rows_of_like_length_go_together() -> None:
-    assert lengths_of(select_batch(rows(10, 90, 11, 88, 9), LIMITS)) == [9, 10, 11]
-
-
-def test_the_oldest_row_is_always_in_whatever_its_length() -> None:
-    assert lengths_of(select_batch(rows(95, 5, 5, 5, 5), LIMITS)) == [95]
-
-
-def test_a_row_above_the_budget_goes_alone() -> None:
-    assert lengths_of(select_batch(rows(500, 500, 5), LIMITS)) == [500]
-
-
-def test_urgent_rows_go_first_and_take_rows_of_like_length_along() -> None:
-    urgent = rows(50, priority=-1)
-    assert lengths_of(select_batch(rows(10, 10, 45) + urgent, LIMITS)) == [45, 50]
-
-
-def test_an_urgent_row_is_preferred_to_one_that_is_nearer_in_length() -> None:
-    urgent = rows(30, 24, priority=-1)
-    assert lengths_of(select_batch(rows(30, 30, 30) + urgent, LIMITS)) == [24, 30, 30]
+@pytest.mark.parametrize(
+    ("lengths", "urgent", "expected"),
+    [
+        ([], [], []),
+        ([10, 90, 11, 88, 9], [], [9, 10, 11]),  # of like length
+        ([95, 5, 5, 5, 5], [], [95]),  # the oldest row is always in
+        ([500, 500, 5], [], [500]),  # above the budget it goes alone
+        ([10, 10, 45], [50], [45, 50]),  # urgent rows go first, and take others along
+        ([30, 30, 30], [30, 24], [24, 30, 30]),  # also before one that is nearer in length
+    ],
+)
+def test_the_next_batch_by_hand(lengths: list[int], urgent: list[int], expected: list[int]) -> None:
+    waiting = rows(*lengths) + rows(*urgent, priority=-1)
+    assert lengths_of(select_batch(waiting, LIMITS)) == expected
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -37,11 +37,8 @@ def test_dropped_rows_do_not_count(tmp_path: Path) -> None:
 def test_steps_that_say_the_same_are_accepted_and_others_refused() -> None:
     resolved = with_steps(config(epochs=2, groups_per_step=5), rows(10))
     assert with_steps(resolved, rows(10)) == resolved
-    with pytest.raises(ConfigError, match=r"10 rows, 5 groups a step, is 4 steps, but trainer.steps is 7"):
+    with pytest.raises(ConfigError, match=r"trainer.steps is 7"):
         with_steps(config(epochs=2, groups_per_step=5, steps=7), rows(10))
-
-
-def test_an_epoch_without_a_whole_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="not one whole step"):
         with_steps(config(epochs=1, groups_per_step=32), rows(10))
 

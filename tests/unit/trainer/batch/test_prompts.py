@@ -34,22 +34,8 @@ TEMPLATE = (
 
 def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     """Words are tokens; `<s>` is put before a text unless special tokens are off."""
-    words = [
-        "<unk>",
-        "<s>",
-        "system",
-        "user",
-        "assistant",
-        "Be",
-        "brief",
-        ".",
-        "?",
-        "Think",
-        "Answer",
-        ":",
-        "So",
-    ]
-    vocab = {word: index for index, word in enumerate([*words, *map(str, range(100))])}
+    words = "<unk> <s> system user assistant Be brief . ? Think Answer : So"
+    vocab = {word: index for index, word in enumerate([*words.split(), *map(str, range(100))])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]

@@ -146,20 +146,37 @@ def test_a_model_that_reads_later_tokens_is_refused():
             pick_layout(model, scorer, False, 16)
 
 
+CPU, WIDE, HALF = torch.device("cpu"), torch.float32, torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    ("family", "expected"),
+    ("family", "has_flash", "gpu", "device", "dtype", "expected"),
     [
-        ("Llama", VARLEN),
-        ("Gemma2", "flash_attention_2"),
-        ("Gemma3", {"text_config": VARLEN}),
-        ("GptOss", None),
+        ("Llama", True, (9, 0), CUDA, HALF, VARLEN),
+        ("Gemma2", True, (9, 0), CUDA, HALF, "flash_attention_2"),  # torch's kernel does not cap scores
+        ("Gemma2", True, (9, 0), CUDA, WIDE, "eager"),
+        ("Gemma2", True, (9, 0), CPU, HALF, "eager"),
+        ("Gemma3", True, (9, 0), CUDA, HALF, {"text_config": VARLEN}),
+        ("GptOss", True, (9, 0), CUDA, HALF, None),
+        ("Llama", False, (9, 0), CUDA, HALF, VARLEN),
+        ("Gemma3", False, (9, 0), CUDA, HALF, {"text_config": VARLEN}),
+        ("Gemma2", False, (9, 0), CUDA, HALF, "eager"),
+        ("Llama", False, (9, 0), CUDA, WIDE, None),
+        ("Llama", False, (7, 0), CUDA, HALF, None),
     ],
 )
-def test_flash_attention_is_used_where_torchs_kernel_would_leave_something_out(
-    family, expected, flash_is_installed, monkeypatch
+def test_the_fastest_kernel_is_used_that_leaves_nothing_out(
+    family, has_flash, gpu, device, dtype, expected, monkeypatch
 ):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_attention(make_config(family), CUDA, torch.bfloat16) == expected
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: has_flash)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    assert choose_attention(make_config(family), device, dtype) == expected
+
+
+def test_scores_without_a_cap_need_no_plain_kernel(flash_is_installed):
+    config = make_config("Gemma2")
+    config.attn_logit_softcapping = None
+    assert choose_attention(config, CUDA, WIDE) is None
 
 
 @pytest.mark.parametrize(
@@ -185,15 +202,6 @@ def test_a_model_without_flash_attention_is_trained_without_and_the_log_says_why
     assert reason in fields["reason"]
 
 
-def test_without_flash_attention_capped_scores_take_the_plain_kernel(flash_is_installed):
-    config = make_config("Gemma2")
-    assert choose_attention(config, CUDA, torch.float32) == "eager"
-    assert choose_attention(config, torch.device("cpu"), torch.bfloat16) == "eager"
-    config.attn_logit_softcapping = None
-    assert choose_attention(config, CUDA, torch.float32) is None
-    assert choose_attention(make_config("Llama"), CUDA, torch.float32) is None
-
-
 @pytest.mark.parametrize("family", ["Gemma3", "Gemma4"])
 def test_a_model_of_text_and_images_is_loaded_with_what_is_chosen_for_its_text(family, tmp_path, monkeypatch):
     make_model(family).save_pretrained(tmp_path)
@@ -216,27 +224,6 @@ def test_what_is_chosen_computes_what_plain_attention_does(family):
             for kernel in (chosen, "eager")
         )
     torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)
-
-
-@pytest.fixture
-def gpu_of(monkeypatch):
-    """A GPU of this compute capability, without flash-attn."""
-
-    def claim(*capability: int) -> None:
-        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-
-    return claim
-
-
-def test_without_flash_attention_torch_attends_to_sequences_of_any_length(gpu_of):
-    gpu_of(9, 0)
-    assert choose_attention(make_config("Llama"), CUDA, torch.bfloat16) == VARLEN
-    assert choose_attention(make_config("Gemma3"), CUDA, torch.bfloat16) == {"text_config": VARLEN}
-    assert choose_attention(make_config("Gemma2"), CUDA, torch.bfloat16) == "eager"  # scores are capped
-    assert choose_attention(make_config("Llama"), CUDA, torch.float32) is None
-    gpu_of(7, 0)
-    assert choose_attention(make_config("Llama"), CUDA, torch.bfloat16) is None
 
 
 def test_heads_that_the_kernel_does_not_take_are_told():

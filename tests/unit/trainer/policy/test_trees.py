@@ -24,7 +24,7 @@ from tests.support.models import (
 from tests.support.training import sample_of
 from tests.unit.trainer.policy.test_sessions import session_samples
 from tidemill.services.trainer.groups import trie as tries
-from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches, split_samples
+from tidemill.services.trainer.groups.bins import split_samples
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.groups.trie import Trie, in_order
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
@@ -163,18 +163,6 @@ def test_a_tile_grows_for_what_is_mostly_there_already() -> None:
     assert len(plan_tiles(rows, "tree", 110)) > 2
     few = plan_tiles(make_rows(make_samples(12), [s.mask for s in make_samples(12)]), "tree_or_padded", 60)
     assert any(len(lines) > 1 for lines in few), "nothing in common: padded rows"
-
-
-def test_what_begins_alike_comes_into_one_micro_batch_and_counts_once() -> None:
-    prompt = np.arange(50, dtype=np.int32)
-    samples = [replace(sample, prompt_ids=prompt + i // 4) for i, sample in enumerate(make_samples(8))]
-    parts = PrefixOrder(samples, "tree").cut(1000)
-    assert sorted(sorted(part.members) for part in parts) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    own = [len(sample.completion_ids) for sample in samples]
-    assert sorted(part.tokens for part in parts) == sorted([50 + sum(own[:4]), 50 + sum(own[4:])])
-    batches = form_micro_batches(samples, 100)
-    assert [{ticket for ticket, _ in batch.keys} for batch in batches] in ([{0}, {1}], [{1}, {0}])
-    assert len(PrefixOrder(samples, "tree").cut(60)) > 2, "a group that does not fit is divided"
 
 
 def test_a_window_that_only_the_mask_knows_gives_no_tree() -> None:
