@@ -41,6 +41,7 @@ def test_a_compiled_model_has_the_same_gradients_for_every_shape():
     torch.testing.assert_close(gradients_of(policy), gradients_of(plain_policy), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
 def test_the_engines_choices_are_replayed_alike_by_compiled_layers(monkeypatch):
     samples = with_masks(with_foreign([*make_relatives(9), *session_samples(3)]))

@@ -74,7 +74,8 @@ def rounds_otherwise(graph: torch.fx.GraphModule, _: object) -> Any:
 
     def run(*args: Any) -> tuple[Any, ...]:
         found = graph.forward(*args)
-        return tuple(one * (1 + 2**-51) if torch.is_floating_point(one) else one for one in found)
+        is_rounded = [isinstance(one, torch.Tensor) and one.is_floating_point() for one in found]
+        return tuple(one * (1 + 2**-51) if own else one for one, own in zip(found, is_rounded, strict=True))
 
     return run
 
