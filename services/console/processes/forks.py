@@ -76,9 +76,12 @@ class ForkServer:
         module, *arguments = spec.command[spec.command.index("-m") + 1 :]
         request = {"module": module, "arguments": arguments, "log": str(log)}
         started: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
-        self._starting.append(started)
-        with contextlib.suppress(OSError):  # `_read` sees its end
+        try:
+            # Fails where it has ended, and where the variables do not fit into a message.
             self._control.send(json.dumps(request | {"environment": {**env, **spec.env}}).encode())
+        except OSError:
+            return None
+        self._starting.append(started)
         try:
             return await started
         except ChildProcessError:
@@ -94,9 +97,13 @@ class ForkServer:
                     self._ends.pop(pid).set_result(*code)
                 else:
                     self._ends[pid] = loop.create_future()
-                    self._starting.popleft().set_result(Forked(pid, self._ends[pid]))
+                    if (started := self._starting.popleft()).cancelled():
+                        os.kill(pid, signal.SIGKILL)  # it would be nobody's
+                    else:
+                        started.set_result(Forked(pid, self._ends[pid]))
         for started in self._starting:
-            started.set_exception(ChildProcessError())
+            if not started.done():
+                started.set_exception(ChildProcessError())
         # Nobody can tell their ends any more. Who waits for them kills what is left of their groups.
         for end in self._ends.values():
             end.set_result(-signal.SIGKILL)
