@@ -145,7 +145,8 @@ def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
         if uid
         else ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     )
-    files: list[str] = []
+    # First: a clone may lie in the machine's /tmp, and its packages with it.
+    files = ["--perms", "1777", "--size", str(config.file_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     for path in (*SYSTEM, os.path.realpath(sys.base_prefix), *_packages(config), *DEVICES):
         if os.path.islink(path):
             files += ["--symlink", os.readlink(path), path]
@@ -153,7 +154,6 @@ def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
             for folder in list(Path(path).parents)[-2::-1]:  # the jail's user has to get through
                 files += ["--perms", "0755", "--dir", str(folder)]
             files += ["--dev-bind" if path in DEVICES else "--ro-bind-try", path, path]
-    files += ["--perms", "1777", "--size", str(config.file_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     # Read-only last: until then bubblewrap makes folders in the root.
     return [program, *spaces, *user, "--die-with-parent", *files, "--remount-ro", "/"]

@@ -69,7 +69,7 @@ class TestServers:
 
     def test_a_reward_model_that_does_not_exist(self, check: Any, tmp_path: Path) -> None:
         for path in (tmp_path / "nowhere", "models/of/mine"):
-            with pytest.raises(ConfigError, match=f"servers.rm.model {path} .*config.json"):
+            with pytest.raises(ConfigError, match=f"servers.rm.model {path}: "):
                 check(self.model(path))
 
     def test_a_chat_for_a_model_without_a_chat_template(self, check: Any, tmp_path: Path) -> None:
