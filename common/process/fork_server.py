@@ -67,7 +67,7 @@ def become(request: dict[str, Any]) -> NoReturn:
     os.close(log)
     os.environ.clear()
     os.environ.update(request["environment"])
-    # The server has read another number while it imported torch.
+    # The server imported torch with one thread.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     random.seed()  # else all that were forked draw the same numbers
@@ -90,6 +90,7 @@ def end_with(work: Callable[[], object]) -> NoReturn:
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    # What the interpreter does before it takes modules apart: it waits for threads, then calls handlers.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -28,7 +28,7 @@ class Slots:
 
     limit: float
     group_tokens: int = 0
-    """Most of a group; 0: not known."""
+    """Most tokens that a group can come to; 0: not known."""
     _usage: float | None = None
     """Of the KV cache, in the last report."""
     _queue: float = math.inf

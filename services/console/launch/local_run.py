@@ -58,7 +58,7 @@ def _import_for_report() -> None:
 
     import tidemill.common.archive.archiver  # noqa: F401
 
-    pyarrow.array([b""])  # it imports pandas, where there is any
+    pyarrow.array([b""])  # the first one imports pandas, where it is installed
 
 
 class LocalRun:
@@ -84,7 +84,7 @@ class LocalRun:
             specs, folder.logs, config.streams.drain_s + GRACE_MARGIN_S, lambda text: self._view.event(text)
         )
         self.server: ForkServer | None = None
-        """What processes that load torch are forked of."""
+        """What processes that load torch are forked from."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping = self._is_ending_at_once = False
         self._archiving: asyncio.Task[None] | None = None
@@ -101,7 +101,11 @@ class LocalRun:
         mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
         # The guard is left last: it watches Redis until that has stopped.
-        with Guard() as guard, self._signals():
+        with (
+            Guard() as guard,
+            self._signals(),
+            self.server.watched(guard) if self.server else contextlib.nullcontext(),
+        ):
             given, say = os.environ.get(URL_VARIABLE, ""), lambda text: self._view.event(text)
             async with open_redis(given, self.folder, guard, say, self._supervisor.fail) as (url, broker):
                 env = service_environment(url, self.folder.runs)

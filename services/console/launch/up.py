@@ -44,7 +44,7 @@ def run_up(
     specs_of: Callable[[RunConfig], Sequence[ServiceSpec]] = service_specs,
     server: ForkServer | None = None,
 ) -> int:
-    """Processes that load torch are forked of `server`, where there is one."""
+    """Processes that load torch are forked from `server`, where there is one."""
     hide_memory()  # it has the variables of all services
     run = prepare(options, Console(highlight=False), specs_of)
     if any(spec.loads_torch for spec in run.specs):

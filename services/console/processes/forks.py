@@ -1,7 +1,7 @@
-"""The console's end of the fork server, of which a run's trainer and rollout workers are forked.
+"""The console's end of the fork server, from which a run's trainer and rollout workers are forked.
 
-So they import torch and transformers once, and a process that died starts again in no time. Where the server
-has ended, a process is started from nothing.
+They share its imports of torch and transformers, and a process that died is there again at once. Where the
+server has ended, processes are started as any other.
 """
 
 import asyncio
@@ -12,14 +12,15 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_own
+from tidemill.services.console.processes.guard import Guard
 
-if TYPE_CHECKING:  # it is started before anything heavy is imported
+if TYPE_CHECKING:  # the config takes half a second to import, and the server is started before
     from tidemill.services.console.processes.specs import ServiceSpec
 
 
@@ -62,6 +63,15 @@ class ForkServer:
         """CUDA must not be forked once it is in use, and imports may use it."""
         return cls() if hasattr(os, "pidfd_open") and count_gpus() == 0 else None
 
+    @contextlib.contextmanager
+    def watched(self, guard: Guard) -> Iterator[None]:
+        """Ended with the console while the block runs: else it would fork what was asked for before."""
+        guard.watch(self.process.pid, "service")
+        try:
+            yield
+        finally:
+            guard.forget(self.process.pid)
+
     def close(self) -> None:
         """Once all that were forked have ended."""
         self._control.close()
@@ -69,7 +79,7 @@ class ForkServer:
         self.process.wait()
 
     async def start(self, spec: "ServiceSpec", env: Mapping[str, str], log: Path) -> Forked | None:
-        """Its process, with its output appended to `log`; None: it has to be started from nothing."""
+        """Its process, with its output appended to `log`; None: it cannot be forked."""
         self._reading = self._reading or asyncio.create_task(self._read(), name="fork server")
         if not spec.loads_torch or self._reading.done():
             return None
@@ -98,12 +108,12 @@ class ForkServer:
                 else:
                     self._ends[pid] = loop.create_future()
                     if (started := self._starting.popleft()).cancelled():
-                        os.kill(pid, signal.SIGKILL)  # it would be nobody's
+                        os.kill(pid, signal.SIGKILL)  # nobody waits for it
                     else:
                         started.set_result(Forked(pid, self._ends[pid]))
         for started in self._starting:
             if not started.done():
                 started.set_exception(ChildProcessError())
-        # Nobody can tell their ends any more. Who waits for them kills what is left of their groups.
+        # Their ends cannot be seen any more: who waits for them kills what is left of their groups.
         for end in self._ends.values():
             end.set_result(-signal.SIGKILL)

@@ -90,7 +90,7 @@ class EngineReport:
     num_waiting: int
     """Requests that it has not begun, or has preempted."""
     num_tokens: int = 0
-    """That its KV cache holds; 0: it does not say."""
+    """Tokens that its KV cache has room for; 0: it does not say."""
 
 
 class Engine(ABC):

@@ -96,6 +96,39 @@ async def test_a_service_is_forked_until_the_fork_server_ends(tmp_path: Path, gu
     server.close()
 
 
+DOOMED = """
+import asyncio, os, sys
+from pathlib import Path
+from tidemill.services.console.processes.forks import ForkServer
+from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.processes.specs import ServiceSpec
+
+async def main():
+    command = (sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1")
+    spec = ServiceSpec("rollout", "rollout", command, loads_torch=True)
+    server = ForkServer()
+    with Guard() as guard, server.watched(guard):
+        starting = asyncio.create_task(server.start(spec, dict(os.environ), Path(sys.argv[1])))
+        await asyncio.sleep(0)  # it has asked
+        print(server.process.pid, flush=True)
+        await starting
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_forked_any_more_where_the_console_was_killed(tmp_path: Path) -> None:
+    log = tmp_path / "rollout.log"
+    with subprocess.Popen(
+        [sys.executable, "-c", DOOMED, str(log)], stdout=subprocess.PIPE, text=True
+    ) as console:
+        assert console.stdout is not None
+        server = psutil.Process(int(console.stdout.readline()))
+        console.kill()  # while the server still imports
+    server.wait(60)
+    assert not log.exists()
+
+
 async def test_a_trainer_that_ends_too_early_is_started_again(tmp_path: Path, guard: Guard) -> None:
     stage = Stage(tmp_path, guard, {"trainer": "print('up')"})
     stage.is_finished = False
