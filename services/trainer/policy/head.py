@@ -1,9 +1,10 @@
 """Logprobs and entropies of tokens from hidden states, a chunk of logits at a time.
 
 Guarantee: at most `CPU_ELEMENTS` or `GPU_ELEMENTS` logits exist at once, also in the backward pass, which
-computes them again. Peak memory in bytes beside hidden states and their gradient, where products are in 16
-bits: 12 for each of these logits (they become logprobs and gradients in place; 16 with a cap), and 6 for each
-element of the head's matrix (it in the compute dtype, and its gradient), once for all chunks.
+computes them again; where all are no more than that, a CPU keeps their probabilities instead. Peak memory in
+bytes beside hidden states and their gradient, where products are in 16 bits: 12 for each of these logits
+(they become logprobs and gradients in place; 16 with a cap), and 6 for each element of the head's matrix (it
+in the compute dtype, and its gradient), once for all chunks.
 
 Shape legend: N scored tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
@@ -22,9 +23,11 @@ from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.policy.precision import autocast_dtype
 
 CPU_ELEMENTS = 1 << 26
-"""Logits in one chunk: 256 MiB of float32, or 441 tokens of a vocabulary of 152,064."""
+"""Logits at once: 256 MiB of float32, or 441 tokens of a vocabulary of 152,064."""
 GPU_ELEMENTS = 1 << 28
 """The same on a GPU: with fewer tokens it waits for the matrix and its gradient, which each chunk moves."""
+CACHED_ELEMENTS, CHUNK_TOKENS = 1 << 22, 512
+"""A CPU is fastest with chunks that stay in its cache; with fewer tokens it, too, waits for the matrix."""
 
 
 class Scaling(NamedTuple):
@@ -127,8 +130,8 @@ def score_hidden(
     """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once; null takes
     those of the device.
 
-    The backward pass computes every chunk's logits again, which costs one more product with the head; not on
-    a CPU where there is one chunk.
+    The backward pass computes every chunk's logits again, which costs one more product with the head; see
+    `Options.keeps`.
     """
 
     def score_chunk(hidden_CH: Tensor, targets_C: Tensor, kept: Rows | None) -> Scored:
@@ -140,9 +143,13 @@ def score_hidden(
     kind, vocabulary = hidden_NH.device.type, cast(Tensor, head.weight).shape[0]
     chunk = max(1, (max_elements or (CPU_ELEMENTS if kind == "cpu" else GPU_ELEMENTS)) // vocabulary)
     is_one = len(targets_N) <= chunk
-    if type(head) is nn.Linear and not (is_one and kind == "cpu"):
+    if type(head) is nn.Linear:
+        is_plain = kept is None and scaling.cap is None and not entropy_gradient
+        keeps = kind == "cpu" and is_one and is_plain and torch.is_grad_enabled()
+        if kind == "cpu":
+            chunk = min(chunk, max(CACHED_ELEMENTS // vocabulary, CHUNK_TOKENS))
         dtype = autocast_dtype(hidden_NH) or head.weight.dtype
-        options = Options(temperature, chunk, dtype, entropy_gradient, scaling, kept)
+        options = Options(temperature, chunk, dtype, entropy_gradient, scaling, kept, keeps)
         apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = ChunkedScores.apply
         return Scored(*apply(hidden_NH, head.weight, head.bias, targets_N, options))
     if is_one:
@@ -166,6 +173,13 @@ class Options(NamedTuple):
     scaling: Scaling
     kept: Rows | None = None
     """Of the tokens that it is about."""
+    keeps: bool = False
+    """The probabilities from the forward pass, which are all that the backward pass needs."""
+
+    @property
+    def factor(self) -> float:
+        """Of the gradients of the logits, for those of what the head returns."""
+        return self.scaling.scale / self.temperature
 
     def of(self, own: slice) -> "Options":
         """Those of some tokens."""
@@ -193,12 +207,16 @@ class ChunkedScores(torch.autograd.Function):
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N)
         ctx.options = options
         head = _cast_head(weight_VH, bias_V, options.dtype)
-        parts = []
+        parts, ctx.probabilities = [], {}
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for start in range(0, len(targets_N), options.chunk):
                 own = slice(start, start + options.chunk)
                 hidden_CH = hidden_NH[own].to(options.dtype)
-                parts.append(_score_chunk(hidden_CH, head, targets_N[own], options.of(own)))
+                scored, p_CV = _score_chunk(hidden_CH, head, targets_N[own], options.of(own))
+                parts.append(scored)
+                if options.keeps:
+                    ctx.probabilities[start] = p_CV
+                del p_CV  # before the next chunk's
         logprobs_N, entropies_N, log_mass_N = (torch.cat(column) for column in zip(*parts, strict=True))
         constants = [] if options.entropy_gradient else [entropies_N]
         ctx.mark_non_differentiable(log_mass_N, *constants)
@@ -219,9 +237,14 @@ class ChunkedScores(torch.autograd.Function):
         for start in range(0, len(targets_N), options.chunk):
             own = slice(start, start + options.chunk)
             hidden_CH = hidden_NH[own].to(options.dtype)
-            d_logits_CV = _chunk_gradient(
-                hidden_CH, head, targets_N[own], options.of(own), [g[own] for g in gradients[:2]]
-            )
+            if (p_CV := ctx.probabilities.pop(start, None)) is not None:
+                of_targets_C1 = gradients[0][own, None].to(p_CV.dtype) * options.factor
+                d_logits_CV = p_CV.mul_(-of_targets_C1).scatter_add_(1, targets_N[own, None], of_targets_C1)
+                d_logits_CV = d_logits_CV.to(options.dtype)
+            else:
+                of_chunk = [gradient[own] for gradient in gradients[:2]]
+                d_logits_CV = _chunk_gradient(hidden_CH, head, targets_N[own], options.of(own), of_chunk)
+            del p_CV
             d_hidden_NH[own] = d_logits_CV @ head[0]
             if d_weight_VH is not None:
                 add_product(d_weight_VH, d_logits_CV.T, hidden_CH)
@@ -268,13 +291,15 @@ def _scaled_logits(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Ten
     return logits_CV, slope_CV
 
 
-def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options) -> Scored:
+def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options) -> tuple[Scored, Tensor]:
+    """Also the probabilities of all ids; [C, V]."""
     logits_CV, _ = _scaled_logits(hidden_CH, head, options)
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
     log_mass_C = kept_log_mass(logprobs_CV, options.kept)
-    terms_CV = torch.exp(logprobs_CV, out=logits_CV).mul_(logprobs_CV)  # in the memory of the logits
-    return Scored(targets - log_mass_C, terms_CV.nansum(-1).neg(), log_mass_C)  # 0 * -inf counts as 0
+    p_CV = torch.exp(logprobs_CV, out=logits_CV)  # in the memory of the logits
+    entropies_C = logprobs_CV.mul_(p_CV).nansum(-1).neg()  # 0 * -inf counts as 0
+    return Scored(targets - log_mass_C, entropies_C, log_mass_C), p_CV
 
 
 def _chunk_gradient(
@@ -282,9 +307,7 @@ def _chunk_gradient(
 ) -> Tensor:
     """Of what the head returns, in the dtype of the products, see `ChunkedScores`. Shape [C, V]."""
     logits_CV, slope_CV = _scaled_logits(hidden_CH, head, options)
-    of_logprobs_C, of_entropies_C = (
-        gradient * (options.scaling.scale / options.temperature) for gradient in gradients
-    )
+    of_logprobs_C, of_entropies_C = (gradient * options.factor for gradient in gradients)
     of_whole_C, filtered = of_logprobs_C, None
     if options.kept is not None:
         # Before the logits become probabilities, in place.

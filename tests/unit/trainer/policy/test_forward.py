@@ -1,6 +1,8 @@
 """Logprobs of the forward pass: every layout equals row by row, chunked equals whole, nothing leaks."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +27,7 @@ from tests.support.models import PIECES, assert_all_close, attend_as_varlen, mak
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy.forward import TokenScorer, find_scaling
-from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
+from tidemill.services.trainer.policy.head import PLAIN, Scaling, Scored, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tile, plan_tiles
 
 
@@ -117,26 +119,35 @@ class Head(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Head])
-@pytest.mark.parametrize("max_elements", [1, 7 * 32, 10 * 32 + 5])
+@pytest.mark.parametrize("max_elements", [1, 7 * 32, 10 * 32 + 5, 1 << 20])
 @pytest.mark.parametrize("with_entropies", [True, False])
 @pytest.mark.parametrize("scaling", [PLAIN, Scaling(0.5), Scaling(2.0, 1.5)])
-def test_chunked_equals_whole_in_value_and_gradient(max_elements, kind, with_entropies, scaling):
+def test_chunks_equal_the_whole_in_value_and_gradient(
+    max_elements, kind, with_entropies, scaling, monkeypatch
+):
+    """Also those of a CPU that keeps the probabilities of all of them."""
+    monkeypatch.setattr(head_module, "CACHED_ELEMENTS", 5 * 32)
+    monkeypatch.setattr(head_module, "CHUNK_TOKENS", 0)
     generator = torch.Generator().manual_seed(0)
     head = kind(8, 32, bias=with_entropies).double()
     hidden = torch.randn(23, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 32, (23,), generator=generator)
     upstream, other = torch.randn(2, 23, generator=generator, dtype=torch.float64)
 
-    def run(limit: int) -> list[torch.Tensor]:
+    def run(score: Callable[[], Scored]) -> list[torch.Tensor]:
         hidden.grad = None
         head.zero_grad()
-        logprobs, entropies, _ = score_hidden(hidden, head, targets, 0.7, limit, with_entropies, scaling)
+        logprobs, entropies, _ = score()
         (logprobs * upstream + with_entropies * other * entropies).sum().backward()
         assert entropies.requires_grad == with_entropies
         return [logprobs.detach(), entropies.detach(), hidden.grad, *(p.grad for p in head.parameters())]
 
-    for mine, whole in zip(run(max_elements), run(1 << 20), strict=True):
-        torch.testing.assert_close(mine, whole, atol=1e-12, rtol=1e-12)
+    def whole() -> Scored:
+        return score_logits(scaling.of(head(hidden)), targets, 0.7, with_entropies)
+
+    chunked = partial(score_hidden, hidden, head, targets, 0.7, max_elements, with_entropies, scaling)
+    for mine, expected in zip(run(chunked), run(whole), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("is_wide", [False, True])
