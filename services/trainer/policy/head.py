@@ -209,7 +209,7 @@ class ChunkedScores(torch.autograd.Function):
         head = _cast_head(weight_VH, bias_V, options.dtype)
         parts, ctx.probabilities = [], {}
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for start in range(0, len(targets_N), options.chunk):
+            for start in range(0, max(1, len(targets_N)), options.chunk):  # a rank may have no token at all
                 own = slice(start, start + options.chunk)
                 hidden_CH = hidden_NH[own].to(options.dtype)
                 scored, p_CV = _score_chunk(hidden_CH, head, targets_N[own], options.of(own))

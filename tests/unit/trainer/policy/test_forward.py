@@ -24,6 +24,7 @@ from transformers import (
 
 from tests.support.allocations import peak_bytes
 from tests.support.models import PIECES, assert_all_close, attend_as_varlen, make_samples, tiny_llama
+from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy.forward import TokenScorer, find_scaling
@@ -184,6 +185,16 @@ def test_a_head_that_is_not_trained_gets_no_gradient():
     hidden = torch.randn(23, 8, requires_grad=True)
     score_hidden(hidden, head, torch.zeros(23, dtype=torch.long), 1.0, 64)[0].sum().backward()
     assert head.weight.grad is None and hidden.grad is not None
+
+
+@pytest.mark.parametrize("kept", [None, Rows(np.zeros(0, np.int32), np.zeros(1, np.int32))])
+def test_without_tokens_the_gradient_is_zero(kept):
+    """As on a rank that has none of a tile's targets."""
+    head, hidden = torch.nn.Linear(8, 32), torch.randn(0, 8, requires_grad=True)
+    scored = score_hidden(hidden, head, torch.zeros(0, dtype=torch.long), 1.0, kept=kept)
+    assert [len(column) for column in scored] == [0, 0, 0]
+    scored.logprobs_N.sum().backward()
+    assert not head.weight.grad.any() and not head.bias.grad.any() and hidden.grad.shape == (0, 8)
 
 
 class Largest(TorchDispatchMode):
