@@ -168,7 +168,7 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
     async def ask(ids: Any, sampling: SamplingParams) -> Any:
         return await (model.ask(ids, sampling) if model.lines else asyncio.Event().wait())
 
-    async with player(function("for_ever"), session_timeout_s=5.0) as agent:
+    async with player(function("for_ever"), session_timeout_s=10.0) as agent:
         played = await agent.play(TICKET, "s", ask)
         assert played.session.end == "timeout" and len(played.session.turns) == 1
         assert played.session.late == "session"
