@@ -21,6 +21,7 @@ largest of the three.
 `ratio_to_bare` is our tokens/s over those of a bare loop on the same packed tokens (`BareLoop`), the
 smallest of the three cases: the median over pairs of steps, one of each side, in one process. `tree_N` is the
 same where samples begin alike with N tokens, or are the turns of sessions; the bare loop computes each alone.
+Both have four times the budget in `tree_4096`: else a group would not fit.
 With `--no-trl` there is no more than that.
 """
 
@@ -38,7 +39,7 @@ from benchmarks.trainer_sides import CASES, SHARED
 SIDES = ("tidemill", "trl")
 MIB = 1 << 20
 LARGER = {"4096": 4}
-"""Times the budget, where a group would not fit into it: each of its samples would be computed alone."""
+"""Budgets of a case, in those of the others: in one that has no room for a group, nothing is shared."""
 
 
 def measure(side: str, case: str, budget: int, steps: int, threads: int) -> dict[str, Any]:

@@ -174,11 +174,11 @@ class Options(NamedTuple):
     kept: Rows | None = None
     """Of the tokens that it is about."""
     keeps: bool = False
-    """The probabilities from the forward pass, which are all that the backward pass needs."""
+    """Whether the forward pass keeps the probabilities, which are all that the backward pass needs."""
 
     @property
     def factor(self) -> float:
-        """Of the gradients of the logits, for those of what the head returns."""
+        """The gradient of what the head returns, over that of `scale * z / temperature`."""
         return self.scaling.scale / self.temperature
 
     def of(self, own: slice) -> "Options":
@@ -244,13 +244,12 @@ class ChunkedScores(torch.autograd.Function):
             else:
                 of_chunk = [gradient[own] for gradient in gradients[:2]]
                 d_logits_CV = _chunk_gradient(hidden_CH, head, targets_N[own], options.of(own), of_chunk)
-            del p_CV
             d_hidden_NH[own] = d_logits_CV @ head[0]
             if d_weight_VH is not None:
                 add_product(d_weight_VH, d_logits_CV.T, hidden_CH)
             if d_bias_V is not None:
                 d_bias_V += d_logits_CV.sum(0)
-            del d_logits_CV  # before the next chunk's
+            del d_logits_CV, p_CV  # one tensor, where it was kept; before the next chunk's
         return (
             d_hidden_NH,
             None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),
