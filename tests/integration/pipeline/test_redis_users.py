@@ -150,14 +150,14 @@ WRITES = f"""
     trainer: XADD {RUN.weights} * p x; SET {RUN.config} {{}}; HSET {RUN.state} status 1
     trainer: HSET {RUN.workers("trainer")} a 1; XTRIM {RUN.trajectories()} MINID 5-0
     trainer: XTRIM {RUN.commits} MINID 5-0
-    rollout: XADD {RUN.trajectories()} * p x; HSETNX {RUN.progress(3)} 0 x; HSET {RUN.workers("rollout")} a 1
+    rollout: XADD {RUN.trajectories(Lane.EVAL)} * p x; HSETNX {RUN.progress(3)} 0 x; HSET {RUN.workers("rollout")} a 1
     reward: XADD {RUN.scores()} * p x; HSET {RUN.results(3)} 0 x; HSET {RUN.reward_cache[0]} 0 x
     reward: HSET {RUN.limits("judge")} tokens 1; HSET {RUN.workers("reward")} a 1
     reward: XACK {RUN.trajectories()} reward 1-0
     sandbox: HSET {RUN.workers("jobs.sandbox")} a 1; SET {RUN.sandbox_result("a")} {{}}
     sandbox: LMOVE rq:queue:{RUN.sandbox_queue} rq:queue:{RUN.sandbox_queue} LEFT RIGHT
     trainer reward: DEL {RUN.results(3)}; HDEL {RUN.workers("reward")} a
-    trainer rollout: XACK {RUN.prompts()} rollout 1-0
+    trainer rollout: XACK {RUN.prompts()} rollout 1-0; XADD {RUN.trajectories()} * p x
     trainer rollout reward: XADD {RUN.dead} * p x
     sandbox: XADD rq:results:{RUN.sandbox_names}1 * a b; SREM rq:workers:{RUN.sandbox_queue} x
     reward sandbox: HSET rq:job:{RUN.sandbox_names}1 data x; RPUSH rq:queue:{RUN.sandbox_queue} x
