@@ -1,6 +1,7 @@
 """A run at one time: from its Redis, or from its folder alone where its Redis is not there any more."""
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -51,6 +52,12 @@ class StepPoint:
     @classmethod
     def of(cls, commit: Commit) -> "StepPoint":
         return cls(commit.step, dict(commit.metrics), commit.finished_at, commit.groups, len(commit.dropped))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The step as metrics.jsonl has it."""
+        numbers = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+        return {**numbers, "kind": STEP, "step": self.step, "time": self.finished_at}
 
 
 @dataclass(frozen=True, slots=True)
