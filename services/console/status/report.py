@@ -112,10 +112,10 @@ async def summarise(
     """The tree of summary.json, from a run's commits, wherever they are, its state, and the records of
     metrics.jsonl. `wall_s` is how long `tidemill up` has run, 0 where nothing watched; `rollout_idle` what
     the rollout workers last said."""
-    state, totals = await read_state(broker, keys), CommitTotals(config.trainer.group_size)
+    state, totals = await read_state(broker, keys), CommitTotals(keys.run_id, config.trainer.group_size)
     async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
         totals.add(commit)
-    summary = totals.summary(keys.run_id, int(state.get("tickets_issued", 0)))
+    summary = totals.end(int(state.get("tickets_issued", 0)))
     summary.wall_s, summary.rollout_idle_share = round(wall_s, 3) or summary.wall_s, rollout_idle
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))
     # The last commit's is that of the training; the state's may be that of a process which only resumed.
@@ -131,71 +131,59 @@ async def summarise(
     return summary_tree(summary, config)
 
 
-@dataclass(slots=True)
 class CommitTotals:
-    """Adds up commits one by one, holding keys but not the commits."""
+    """Adds commits up one by one into a summary, holding keys but not the commits."""
 
-    group_size: int
-    trained: Counter[TrajectoryKey] = field(default_factory=Counter)
-    outcomes: TicketOutcomes = field(default_factory=TicketOutcomes)
-    steps: set[int] = field(default_factory=set)
-    lost: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    rewards: list[float] = field(default_factory=list)
-    max_staleness: int = 0
-    idle_share: float | None = None
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of metrics over steps, and `session_steps`: how many have those of sessions."""
-    started_at: float = math.inf
-    finished_at: float = 0.0
+    def __init__(self, run_id: str, group_size: int) -> None:
+        self._summary, self._group_size = RunSummary(run_id), group_size
+        self._trained: Counter[TrajectoryKey] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._outcomes = TicketOutcomes()
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        """Of metrics over steps, and `session_steps`: how many have those of sessions."""
+        self._began_at, self._ended_at = math.inf, 0.0
 
     def add(self, commit: Commit) -> None:
-        keys, metrics = commit.trained_keys, commit.metrics
-        self.trained.update(keys)
-        self.steps.add(commit.step)
-        self.outcomes.add(commit)
-        self.started_at = min(self.started_at, commit.started_at)
-        self.finished_at = max(self.finished_at, commit.finished_at)
-        sizes = {ticket: commit.sizes.get(str(ticket), self.group_size) for ticket in commit.groups}
+        summary, keys, metrics = self._summary, commit.trained_keys, commit.metrics
+        summary.steps += 1
+        self._trained.update(keys)
+        self._outcomes.add(commit)
+        self._began_at = min(self._began_at, commit.started_at)
+        self._ended_at = max(self._ended_at, commit.finished_at)
         for ticket, reason in dropped_groups(commit):
-            self.dropped[reason] += commit.sizes.get(str(ticket), self.group_size)
-        self.dropped.update(reason for *_, reason in left_out(commit))
+            self._dropped[reason] += commit.sizes.get(str(ticket), self._group_size)
+        self._dropped.update(reason for *_, reason in left_out(commit))
         accounted = {*keys, *((ticket, index) for ticket, index, _ in left_out(commit))}
-        for ticket, size in sizes.items():
-            self.lost += sum((ticket, index) not in accounted for index in range(size))
-        self.sums["session_steps"] += "sessions/mean_turns" in metrics
+        for ticket in commit.groups:
+            size = commit.sizes.get(str(ticket), self._group_size)
+            summary.lost += sum((ticket, index) not in accounted for index in range(size))
+        self._sums["session_steps"] += "sessions/mean_turns" in metrics
         for name, value in metrics.items():
             if name.startswith("sessions/") or name in ("completion_tokens", "step_time_s"):
-                self.sums[name] += value
-        self.rewards += [metrics["reward"]] if "reward" in metrics else []
-        self.max_staleness = max(self.max_staleness, int(metrics.get("staleness/max", 0)))
-        self.idle_share = metrics.get("trainer_idle_share", self.idle_share)
+                self._sums[name] += value
+        if (reward := metrics.get("reward")) is not None:
+            summary.reward_first = reward if summary.reward_first is None else summary.reward_first
+            summary.reward_last = reward
+            summary.reward_curve.append(round(reward, 6))
+        summary.max_staleness_seen = max(summary.max_staleness_seen, int(metrics.get("staleness/max", 0)))
+        summary.trainer_idle_share = metrics.get("trainer_idle_share", summary.trainer_idle_share)
 
-    def summary(self, run_id: str, tickets_issued: int) -> RunSummary:
+    def end(self, tickets_issued: int) -> RunSummary:
         """What the commits tell, given how many tickets there were."""
-        missing = sum(ticket not in self.outcomes for ticket in range(tickets_issued))
-        seconds = self.sums["step_time_s"]
-        return RunSummary(
-            run_id,
-            steps=len(self.steps),
-            reward_first=self.rewards[0] if self.rewards else None,
-            reward_last=self.rewards[-1] if self.rewards else None,
-            max_staleness_seen=self.max_staleness,
-            tokens_per_s=round(self.sums["completion_tokens"] / seconds, 3) if seconds else None,
-            trainer_idle_share=self.idle_share,
-            trajectories_trained=len(self.trained),
-            lost=self.lost + missing * self.group_size,
-            duplicated_in_training=sum(count > 1 for count in self.trained.values()),
-            sessions=self._sessions(),
-            wall_s=round(self.finished_at - self.started_at, 3) if self.steps else 0.0,
-            dropped=dict(self.dropped),
-            reward_curve=[round(reward, 6) for reward in self.rewards],
-        )
+        summary, seconds = self._summary, self._sums["step_time_s"]
+        summary.tokens_per_s = round(self._sums["completion_tokens"] / seconds, 3) if seconds else None
+        summary.trajectories_trained = len(self._trained)
+        summary.duplicated_in_training = sum(count > 1 for count in self._trained.values())
+        missing = sum(ticket not in self._outcomes for ticket in range(tickets_issued))
+        summary.lost += missing * self._group_size
+        summary.wall_s = round(self._ended_at - self._began_at, 3) if summary.steps else 0.0
+        summary.dropped, summary.sessions = dict(self._dropped), self._sessions()
+        return summary
 
     def _sessions(self) -> dict[str, float]:
-        if not (steps := self.sums["session_steps"]):
+        if not (steps := self._sums["session_steps"]):
             return {}
-        sums = {name.removeprefix("sessions/"): value for name, value in self.sums.items()}
+        sums = {name.removeprefix("sessions/"): value for name, value in self._sums.items()}
         spent_s = sums.get("environment_s", 0.0)
         waited_s = sums.get("engine_s", 0.0) + spent_s
         ended = sum(v for name, v in sums.items() if name.startswith("ended_") and name != "ended_done")

@@ -31,10 +31,10 @@ def commit(step: int, groups: dict[int, list[int]], **fields: Any) -> Commit:
 
 
 def totals_of(*commits: Commit, tickets: int) -> RunSummary:
-    totals = CommitTotals(group_size=2)
+    totals = CommitTotals("run", group_size=2)
     for item in commits:
         totals.add(item)
-    return totals.summary("run", tickets)
+    return totals.end(tickets)
 
 
 FIRST = commit(0, {0: [0, 1]})
