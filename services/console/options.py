@@ -434,7 +434,7 @@ class TraceOptions(ViewOptions):
     sample: str = argument("A group, or one sample of it, such as 412.3.", metavar="TICKET[.INDEX]")
     run_id: str | None = run_argument()
     as_json: bool = json_flag(EVERYTHING)
-    lane: str = option("--lane", "Training or evaluation.", "train", "train|eval")
+    lane: Literal["train", "eval"] = option("--lane", "Training or evaluation.", "train")
 
 
 _STEPS_TEXT = "Counted from 0, as in the commits; with -o, several: A..B; with --profile also `next`."
@@ -495,7 +495,7 @@ class SelectionOptions(ViewOptions):
     worker: str = option("--worker", "Only from this worker.", "", "NAME")
     reward: str = option("--reward", "Only samples with this reward.", "", "LOW..HIGH")
     version: str = option("--version", "Only with a token of these versions.", "", "A..B")
-    lane: str = option("--lane", "Training or evaluation.", "", "train|eval")
+    lane: Literal["train", "eval"] | None = option("--lane", "Training or evaluation.", None)
 
 
 _STREAM_TEXT = "prompts, trajectories, scores, weights, commits or dead; prompts:eval and so on."
@@ -526,7 +526,7 @@ class EntryOptions(ViewOptions):
 
     stream: str = argument(f"{_STREAM_TEXT} Without it: all, as a list.", "", "STREAM")
     entry: str = argument(_ENTRY_TEXT, "", "ID")
-    lane: str = option("--lane", "Training or evaluation.", "", "train|eval")
+    lane: Literal["train", "eval"] | None = option("--lane", "Training or evaluation.", None)
 
 
 @command("streams grep", "records.streams:show_hits", "'as an AI' --ignore-case --reward 0.8.. -n 20")
