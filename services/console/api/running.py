@@ -218,7 +218,8 @@ def _options(
         own = config.run_id if isinstance(config, RunConfig) else str(config.get("run_id", ""))
         run_id = run_id or own or f"run-{time.strftime('%Y%m%d-%H%M%S')}"
         path = folder_of_runs(runs) / run_id / CONFIG_FILE
-    return UpOptions(path, _words(overrides), run_id, resume, live=False, runs_dir=runs)
+    words = _words(overrides)
+    return UpOptions(config=path, overrides=words, run_id=run_id, resume=resume, live=False, runs_dir=runs)
 
 
 def _words(overrides: Overrides) -> list[str]:
