@@ -26,7 +26,6 @@ from tidemill.services.console.status.bottleneck import (
     find_bottleneck,
     gather_evidence,
 )
-from tidemill.services.console.status.report import read_report
 
 JOB_QUEUE = "sandbox"
 QUEUED = next(iter(RQ_STATES))
@@ -85,8 +84,6 @@ class RunSnapshot:
     """Jobs of RQ by queue and by how far they are; only those queues that hold any."""
     memory: MemoryUse = field(default_factory=lambda: MemoryUse(0, 0))
     """Of Redis; nothing of nothing where it is not asked."""
-    remembered: Mapping[str, Any] = field(default_factory=dict)
-    """The last verdict on a run whose workers cannot be asked any more, as plain values."""
 
     @property
     def version(self) -> int:
@@ -151,7 +148,6 @@ class RunSnapshot:
             self.workers,
             max_staleness=self.max_staleness,
             since_commit_s=self.at - self.points[-1].finished_at if self.points else 0.0,
-            remembered=self.remembered,
         )
         return find_bottleneck(evidence)
 
@@ -267,7 +263,6 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         config.trainer.max_staleness,
         state={"status": "stopped", "evaluations": evaluations},
         points=points_of(records)[-MAX_POINTS:],
-        remembered=(read_report(folder) or {}).get("bottleneck") or {},
     )
     versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
     kept = f"newest checkpoint: version {versions[-1]}" if versions else "no checkpoint yet"
