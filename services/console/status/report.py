@@ -29,7 +29,6 @@ from tidemill.common.history.groups import TicketOutcomes, dropped_groups, left_
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import (
-    EVALUATION,
     METRICS_FILE,
     has_finished,
     read_config,
@@ -104,25 +103,19 @@ async def summarise(
     keys: Keys,
     config: RunConfig,
     run_dir: Path,
-    records: Iterable[Mapping[str, Any]],
     *,
     wall_s: float,
     rollout_idle: float | None,
 ) -> dict[str, Any]:
-    """The tree of summary.json, from a run's commits, wherever they are, its state, and the records of
-    metrics.jsonl. `wall_s` is how long `tidemill up` has run, 0 where nothing watched; `rollout_idle` what
-    the rollout workers last said."""
+    """The tree of summary.json, from a run's commits, wherever they are, and its state. `wall_s` is how long
+    `tidemill up` has run, 0 where nothing watched; `rollout_idle` what the rollout workers last said."""
     state, totals = await read_state(broker, keys), CommitTotals(keys.run_id, config.trainer.group_size)
     async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
         totals.add(commit)
     summary = totals.end(int(state.get("tickets_issued", 0)))
     summary.wall_s, summary.rollout_idle_share = round(wall_s, 3) or summary.wall_s, rollout_idle
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))
-    # The last commit's is that of the training; the state's may be that of a process which only resumed.
-    if summary.trainer_idle_share is None:
-        summary.trainer_idle_share = state.get("trainer_idle_share")
-    recorded = [record for record in records if record["kind"] == EVALUATION]
-    summary.evaluations = merge_evaluations(state.get("evaluations") or [], recorded)
+    summary.evaluations = list(state.get("evaluations") or [])
     summary.best, summary.warnings = state.get("best"), list(state.get("warnings") or [])
     if summary.evaluations:
         ends = (summary.evaluations[0], summary.evaluations[-1])
@@ -195,14 +188,6 @@ class CommitTotals:
             "faults": sums.get("faults", 0.0),
         }
         return {name: round(value, 4) for name, value in numbers.items()}
-
-
-def merge_evaluations(
-    state: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Evaluations of the run's state and those that only metrics.jsonl still knows, oldest first."""
-    merged = {(item["version"], item["set"]): dict(item) for item in [*records, *state]}
-    return [merged[key] for key in sorted(merged)]
 
 
 def mean_score(evaluations: Sequence[Mapping[str, Any]], version: int) -> float | None:
@@ -286,11 +271,11 @@ SESSION_ROWS = (
 """Fields of a summary with their labels and units."""
 
 
-def write_report(folder: RunFolder, tree: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
     """Write summary.json, and reward.png from the records of metrics.jsonl, into the run's folder."""
     plain = json.dumps(jsonable(tree), indent=2, allow_nan=False) + "\n"
     write_atomically(folder.summary, plain)
-    plot_learning_curve(records, folder.path / PICTURE_FILE)
+    plot_learning_curve(read_records(folder.path / METRICS_FILE), folder.path / PICTURE_FILE)
 
 
 def read_report(folder: RunFolder) -> dict[str, Any] | None:
@@ -358,13 +343,12 @@ def show_report(options: StatusOptions) -> int:
     """Where the streams are gone, or in the archive alone, the report that the folder keeps is shown."""
     log_nothing()
     folder, console, note = find_run(options.run_id, options.runs_dir), Console(highlight=False), ""
-    records = read_records(folder.path / METRICS_FILE)
-    tree = run_main(_tree_of(folder, records))
+    tree = run_main(_tree_of(folder))
     if tree is not None and not folder.path.is_dir():
         note = f"not kept: {folder.path} is not on this machine"
     elif tree is not None:
         try:
-            write_report(folder, tree, records)
+            write_report(folder, tree)
         except StorageError as error:
             note = f"not kept: {error}"
     elif (tree := read_report(folder)) is None:
@@ -380,7 +364,7 @@ def show_report(options: StatusOptions) -> int:
     return 1 if tree.get("failures") or (options.fails_on_warning and tree.get("warnings")) else 0
 
 
-async def _tree_of(folder: RunFolder, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
     """The report from the streams; None where the run's Redis and its data are gone."""
     try:
         async with open_history(folder) as access:
@@ -395,9 +379,7 @@ async def _tree_of(folder: RunFolder, records: Sequence[Mapping[str, Any]]) -> d
                     "is doing."
                 )
             ran_s = float(state.get("ran_s", 0.0))
-            return await summarise(
-                broker, keys, config, folder.path, records, wall_s=ran_s, rollout_idle=None
-            )
+            return await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None)
     except (BrokerError, MissingHistoryError):
         if not folder.summary.exists():
             raise
