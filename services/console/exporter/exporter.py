@@ -74,7 +74,8 @@ class RunReading:
 
 async def read_run(snapshots: SnapshotReader) -> RunReading:
     """The run as it is now; an empty one while Redis does not know it."""
-    broker, keys, roles = snapshots.broker, snapshots.keys, ROLES
+    broker, keys = snapshots.broker, snapshots.keys
+    roles: tuple[str, ...] = ROLES
     with contextlib.suppress(UnknownRunError):  # read each time: a resumed run may have more steps
         config = await read_config(broker, keys)
         snapshots.steps, snapshots.max_staleness = config.trainer.steps, config.trainer.max_staleness

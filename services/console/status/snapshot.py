@@ -26,6 +26,7 @@ from tidemill.services.console.status.bottleneck import (
     find_bottleneck,
     gather_evidence,
 )
+from tidemill.services.console.status.series import NO_METRICS
 
 JOB_QUEUE = "sandbox"
 QUEUED = next(iter(RQ_STATES))
@@ -56,7 +57,7 @@ class StepPoint:
     def record(self) -> dict[str, Any]:
         """The step as metrics.jsonl has it."""
         numbers = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
-        return {**numbers, "kind": STEP, "step": self.step, "time": self.finished_at}
+        return {"kind": STEP, "step": self.step, "time": self.finished_at, **numbers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,7 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[StepPoint]:
     found: dict[int, StepPoint] = {}
     for record in records:
         if record["kind"] == STEP:
-            numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-            found[int(record["step"])] = StepPoint(int(record["step"]), numbers, numbers.get("time", 0.0))
+            items = ((name, value) for name, value in record.items() if name not in NO_METRICS)
+            numbers = {name: float(value) for name, value in items if isinstance(value, int | float)}
+            found[int(record["step"])] = StepPoint(int(record["step"]), numbers, record.get("time", 0.0))
     return [found[step] for step in sorted(found)]
