@@ -223,10 +223,11 @@ class Cluster:
             raise RuntimeError(f"the trainer failed:\n{self.run.log_of('trainer')[-3000:]}")
         for pool in self.pools.values():
             await asyncio.to_thread(pool.communicate, timeout=END_S)
-        totals, state = CommitTotals(GROUP_SIZE), await read_state(self.run.broker, self.run.keys)
+        keys = self.run.keys
+        totals, state = CommitTotals(keys.run_id, GROUP_SIZE), await read_state(self.run.broker, keys)
         for commit in self.commits:
             totals.add(commit)
-        return totals.summary(self.run.keys.run_id, int(state["tickets_issued"]))
+        return totals.end(int(state["tickets_issued"]))
 
 
 async def measure(folder: Path, size: Size, steps: int = STEPS) -> Outcome:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 
@@ -57,9 +57,10 @@ def _field(info: Any, default: Any) -> Any:
     return field(**kind, metadata={"typer": info})
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
-    """Add a dataclass to the commands. Where the run is an argument, a hidden `--run` names it too: people
-    write it after every command.
+    """Make a class a frozen dataclass, and a command. Where the run is an argument, a hidden `--run` names it
+    too: people write it after every command.
 
     Args:
         name: of the command; its first word is that of a group, if there are two
@@ -68,6 +69,8 @@ def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
     """
 
     def add(kind: Kind) -> Kind:
+        dataclass(frozen=True, kw_only=True)(kind)
+
         def run(**values: Any) -> None:
             named, given = values.pop("run_option", None), values.get("run_id")
             if named and given and named != given:
@@ -156,7 +159,6 @@ _GIB: dict[str, Any] = {"default": None, "metavar": "GIB", "min": 1.0}
 
 
 @command("check", "check.explain:check", "examples/arith/config.yaml --set trainer.max_staleness=0")
-@dataclass(frozen=True)
 class CheckOptions:
     """Find every mistake of a run before it starts, and say what the run will do.
 
@@ -182,7 +184,6 @@ class CheckOptions:
 
 
 @command("convert", "convert.command:run_convert", "run_grpo.sh data.train_batch_size=256 -o config.yaml")
-@dataclass(frozen=True)
 class ConvertOptions:
     """Make a config from one of verl, TRL or prime-rl, with a list of what does not carry over.
 
@@ -208,7 +209,6 @@ _PORT_TEXT = "Also export the whole run for Prometheus on this port: /metrics, a
 
 
 @command("up", "launch.command:up", "examples/arith/config.yaml --set trainer.steps=20 --run-id try-1")
-@dataclass(frozen=True)
 class UpOptions:
     """Do a whole run on this machine: Redis, trainer, rollout and reward workers, and a live view.
 
@@ -245,7 +245,6 @@ _SERVE_PORT_TEXT = "The adapters' default is 8440; 0 takes a free one."
 
 
 @command("serve-rewards", "serving.server:serve_rewards", "rewards.yaml --set reward.workers=8")
-@dataclass(frozen=True, kw_only=True)
 class ServeRewardsOptions:
     """Serve a config's rewards over HTTP to another trainer: verl, TRL, or your own.
 
@@ -274,7 +273,6 @@ _SKY_TEXT = "Write SkyPilot's YAML in place of a script for Slurm."
 
 
 @command("slurm", "cluster.slurm:write_scripts", "config.yaml --nodes 4 --gpus-per-node 8 --cpu-nodes 2")
-@dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
     """Write an sbatch script that does a run on the nodes of a Slurm cluster, or what SkyPilot reads.
 
@@ -300,7 +298,6 @@ _FAIL_TEXT = "With --report: exit with 1 where a metric left its range."
 
 
 @command("status", "status.dashboard:show_status", "arith-1 --watch")
-@dataclass(frozen=True, kw_only=True)
 class StatusOptions(OfRun):
     """Say how a run is doing; a finished run shows its summary.
 
@@ -320,7 +317,6 @@ _OUTPUT_TEXT = "A new folder. Without it: list the versions."
 
 
 @command("export", "exports.export:export", "arith-1 --version best -o my-model", "arith-1 --verify")
-@dataclass(frozen=True, kw_only=True)
 class ExportOptions(OfRun):
     """Write a version of a run as a Hugging Face folder, or list its versions on the disk.
 
@@ -335,7 +331,6 @@ class ExportOptions(OfRun):
 
 
 @command("diff", "compare.diff:show_diff", "arith-1 arith-2")
-@dataclass(frozen=True)
 class DiffOptions:
     """Find the first step at which two runs differ, and why: data, versions, tokens, rewards, numerics.
 
@@ -354,7 +349,6 @@ class DiffOptions:
 
 
 @command("archive", "exports.archive:archive", "arith-20260131-120000 --check")
-@dataclass(frozen=True, kw_only=True)
 class ArchiveOptions(OfRun):
     """Write what a run's streams hold now into its archive: Parquet files in the run's folder.
 
@@ -374,7 +368,6 @@ _REWARD_TEXT = "The reward function, or a built-in one. Without it: the run's ow
 
 
 @command("rescore", "rescore.commands:rescore", "arith-1 --reward my.py:fn --from-step 10 --to-step 20")
-@dataclass(frozen=True, kw_only=True)
 class RescoreOptions(OfRun):
     """Score a run's history with another reward, and say how the two agree.
 
@@ -397,7 +390,6 @@ class RescoreOptions(OfRun):
 
 
 @command("replay", "compare.replay:replay_steps", "412 arith-1")
-@dataclass(frozen=True, kw_only=True)
 class ReplayOptions(OfRun):
     """Train a committed step again, and compare it bit by bit with what was recorded.
 
@@ -412,18 +404,14 @@ class ReplayOptions(OfRun):
     as_json: bool = json_flag()
 
 
-EVERYTHING = "Print JSON with everything, for programs."
-
-
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions(OfRun):
     run_id: str | None = run_option()
-    as_json: bool = json_flag("Print JSON lines with everything, for programs.")
+    as_json: bool = json_flag("Print JSON with everything, for programs, in a line for each entry.")
     is_full: bool = option("--full", "Show texts to their ends.", False)
 
 
 @command("trace", "records.trace:show_trace", "412", "412.3 arith-1")
-@dataclass(frozen=True, kw_only=True)
 class TraceOptions(ViewOptions):
     """Follow a ticket, or one sample, through the run: prompt, generation, reward, training, version.
 
@@ -433,8 +421,7 @@ class TraceOptions(ViewOptions):
 
     sample: str = argument("A group, or one sample of it, such as 412.3.", metavar="TICKET[.INDEX]")
     run_id: str | None = run_argument()
-    as_json: bool = json_flag(EVERYTHING)
-    lane: str = option("--lane", "Training or evaluation.", "train", "train|eval")
+    lane: Literal["train", "eval"] = option("--lane", "Training or evaluation.", "train")
 
 
 _STEPS_TEXT = "Counted from 0, as in the commits; with -o, several: A..B; with --profile also `next`."
@@ -449,7 +436,6 @@ _PROFILE_TEXT = "Have the trainer profile a step to come with torch.profiler, in
     "40..45 arith-1 -o trace.json",
     "next arith-1 --profile",
 )
-@dataclass(frozen=True, kw_only=True)
 class StepOptions(ViewOptions):
     """Show one step: what went in, in which micro-batches, where the time went, and what came out.
 
@@ -459,7 +445,6 @@ class StepOptions(ViewOptions):
 
     steps: str = argument(_STEPS_TEXT, metavar="STEP")
     run_id: str | None = run_argument()
-    as_json: bool = json_flag(EVERYTHING)
     output: Path | None = option("--output", _PERFETTO_TEXT, None, "FILE", short=["-o"])
     profile: bool = option("--profile", _PROFILE_TEXT, False)
 
@@ -469,7 +454,6 @@ _HOST_TEXT = "Address to listen on. Any but this machine's own asks for a token.
 
 
 @command("web", "web.server:serve", "arith-20260131-120000")
-@dataclass(frozen=True, kw_only=True)
 class WebOptions(OfRun):
     """Look at runs in a browser: curves, runs compared, groups, completions token by token, steps, logs.
 
@@ -495,7 +479,7 @@ class SelectionOptions(ViewOptions):
     worker: str = option("--worker", "Only from this worker.", "", "NAME")
     reward: str = option("--reward", "Only samples with this reward.", "", "LOW..HIGH")
     version: str = option("--version", "Only with a token of these versions.", "", "A..B")
-    lane: str = option("--lane", "Training or evaluation.", "", "train|eval")
+    lane: Literal["train", "eval"] | None = option("--lane", "Training or evaluation.", None)
 
 
 _STREAM_TEXT = "prompts, trajectories, scores, weights, commits or dead; prompts:eval and so on."
@@ -504,7 +488,6 @@ _GREP_TEXT = "Where to look. May be repeated. Without it: trajectories and score
 
 
 @command("streams tail", "records.streams:show_tail", "trajectories --reward 0.9.. --step 40..45 -n 20")
-@dataclass(frozen=True, kw_only=True)
 class TailOptions(SelectionOptions):
     """Show the newest entries of a stream, or of a part of it.
 
@@ -517,7 +500,6 @@ class TailOptions(SelectionOptions):
 
 
 @command("streams show", "records.streams:show_entries", "", "trajectories 412.3")
-@dataclass(frozen=True, kw_only=True)
 class EntryOptions(ViewOptions):
     """Show everything that one entry holds; without one, list the streams.
 
@@ -526,11 +508,10 @@ class EntryOptions(ViewOptions):
 
     stream: str = argument(f"{_STREAM_TEXT} Without it: all, as a list.", "", "STREAM")
     entry: str = argument(_ENTRY_TEXT, "", "ID")
-    lane: str = option("--lane", "Training or evaluation.", "", "train|eval")
+    lane: Literal["train", "eval"] | None = option("--lane", "Training or evaluation.", None)
 
 
 @command("streams grep", "records.streams:show_hits", "'as an AI' --ignore-case --reward 0.8.. -n 20")
-@dataclass(frozen=True, kw_only=True)
 class GrepOptions(SelectionOptions):
     """Find text in prompts and completions, in judges' words and in errors; shown as it is found.
 
@@ -568,7 +549,6 @@ class DeadChoice(DeadFilter, OfRun):
 
 
 @command("dead show", "dead_letters:show_dead", "--error schema", "1790000000000-0 --hex")
-@dataclass(frozen=True, kw_only=True)
 class ShowDeadOptions(DeadChoice):
     """List the dead letters: when, from where, which sample, why; with an ID, all of that one.
 
@@ -583,7 +563,6 @@ class ShowDeadOptions(DeadChoice):
 
 
 @command("dead requeue", "dead_letters:change_entries", "--all --stream prompts:eval")
-@dataclass(frozen=True, kw_only=True)
 class RequeueOptions(DeadChoice):
     """Put messages back where they belong, each exactly once.
 
@@ -593,7 +572,6 @@ class RequeueOptions(DeadChoice):
 
 
 @command("dead drop", "dead_letters:change_entries", "--all --error 'schema 2' --yes")
-@dataclass(frozen=True, kw_only=True)
 class DropOptions(DeadChoice):
     """Remove dead letters for good, after asking. Those that the trainer has yet to act on are kept."""
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,17 +13,15 @@ from rich.console import Console
 
 from tidemill.common.config import RunConfig, override_config, parse_config
 from tidemill.common.config import load_config as load_file
-from tidemill.common.run.state import CONFIG_FILE, EVALUATION, METRICS_FILE, STEP, read_records
+from tidemill.common.run.state import CONFIG_FILE, EVALUATION, STEP
 from tidemill.services.console.api.history import History, Records, metrics, wait_for
 from tidemill.services.console.check.preflight import Findings, examine
 from tidemill.services.console.launch.local_run import LocalRun
 from tidemill.services.console.launch.up import prepare
-from tidemill.services.console.launch.views import PlainView
+from tidemill.services.console.launch.views import News, PlainView
 from tidemill.services.console.options import RescoreOptions, UpOptions
-from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.run.folder import folder_of_runs
 from tidemill.services.console.status.report import read_report
-from tidemill.services.console.status.snapshot import RunSnapshot
 
 Config = RunConfig | str | Path | Mapping[str, Any]
 """A config, the YAML file that holds it, or its tree; paths in a tree start at the working directory."""
@@ -102,8 +99,9 @@ def run(
 ) -> RunResult:
     """Do a whole run on this machine, as `tidemill up` does, and wait for its end; also in a notebook.
 
-    `on_step` and `on_evaluation` get the records of metrics.jsonl as they are written. One that returns False
-    or raises stops the run, as Ctrl-C does: it can be resumed. An error is raised when the run has stopped.
+    `on_step` and `on_evaluation` get the record of each step and evaluation, as metrics.jsonl has it, once it
+    is committed. One that returns False or raises stops the run, as Ctrl-C does: it can be resumed. An error
+    is raised when the run has stopped.
     `quiet` prints nothing.
 
     Raises:
@@ -173,60 +171,31 @@ class CallbackView(PlainView):
         self.error: Exception | None = None
         self.run: LocalRun | None = None
         self._callbacks = callbacks
-        self._reported: set[tuple[Any, ...]] = set()
-        self._position = 0
         self._is_stopping = False
 
-    def begin(self, run: LocalRun) -> None:
-        """What a resumed run has recorded before is not new."""
-        self.run = run
-        self._reported = {_key_of(record) for record in read_records(run.folder.path / METRICS_FILE)}
-
-    def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
+    def tell(self, news: News) -> None:
         """Print, and call back."""
-        super().show(snapshot, services, silent_s)
-        if self.run is None:
+        super().tell(news)
+        callback = self._callbacks.get(str(news.what[0]))
+        if callback is None or news.record is None or self._is_stopping:
             return
-        for record in self._new_records(self.run.folder.path / METRICS_FILE):
-            key = _key_of(record)  # a trainer that went back writes a step again
-            callback = self._callbacks.get(record.get("kind", ""))
-            if key in self._reported or self._is_stopping:
-                continue
-            self._reported.add(key)
-            try:
-                self._is_stopping = callback is not None and callback(record) is False
-            except Exception as error:  # the user's code: the run stops in order, then the caller sees it
-                self.error, self._is_stopping = error, True
-            if self._is_stopping:
-                self.stop()
+        try:
+            self._is_stopping = callback(news.record) is False
+        except Exception as error:  # the user's code: the run stops in order, then the caller sees it
+            self.error, self._is_stopping = error, True
+        if self._is_stopping:
+            self.stop()
 
     def stop(self) -> None:
         """As the first Ctrl-C does; nothing where the run has not begun."""
         if self.run is not None:
             self.run.stop()
 
-    def _new_records(self, path: Path) -> list[dict[str, Any]]:
-        """What was written since the last call, whole lines only."""
-        try:
-            with path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._position:
-                    self._position = 0
-                file.seek(self._position)
-                lines, end, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return []
-        self._position += len(lines) + len(end)
-        return [json.loads(line) for line in lines.splitlines()]
-
-
-def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(record.get(name) for name in ("kind", "step", "version", "set"))
-
 
 async def _go(config: Config, options: UpOptions, view: CallbackView) -> RunResult:
     given = None if isinstance(config, str | Path) else load_config(config)
     local = await asyncio.to_thread(prepare, options, view.console, config=given, view=view)
-    view.begin(local)
+    view.run = local
     logging = structlog.get_config()
     try:
         code = await local.go()
@@ -249,7 +218,8 @@ def _options(
         own = config.run_id if isinstance(config, RunConfig) else str(config.get("run_id", ""))
         run_id = run_id or own or f"run-{time.strftime('%Y%m%d-%H%M%S')}"
         path = folder_of_runs(runs) / run_id / CONFIG_FILE
-    return UpOptions(path, _words(overrides), run_id, resume, live=False, runs_dir=runs)
+    words = _words(overrides)
+    return UpOptions(config=path, overrides=words, run_id=run_id, resume=resume, live=False, runs_dir=runs)
 
 
 def _words(overrides: Overrides) -> list[str]:

@@ -78,7 +78,7 @@ def lead(config: Path, overrides: list[str], folder: RunFolder) -> int:
     # An address that an earlier start has left, on another node perhaps, must not be taken for this one's.
     folder.address_file.unlink(missing_ok=True)
     up = UpOptions(
-        config,
+        config=config,
         overrides=[*overrides, *elsewhere],
         run_id=folder.run_id,
         resume=folder.path.exists(),

@@ -18,6 +18,7 @@ from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.services.console.options import ReplayOptions
+from tidemill.services.console.records.selection import parse_steps
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text import tree
 from tidemill.services.console.text.tree import Node, note, part, show, table
@@ -115,24 +116,21 @@ LINE_BYTES = 64 << 20
 
 
 def replay_steps(options: ReplayOptions) -> int:
-    steps = parse_steps(options.steps)
+    steps = listed_steps(options.steps)
     results = read_run(options, lambda access: _replay(access, options, steps))
     trees = [child for result in results for child in result_tree(result, options.shows_all).children]
     show(results, part("", trees), options.as_json, json_indent=2)
     return 0 if all(result["equal"] for result in results) else 1
 
 
-def parse_steps(text: str) -> list[int]:
+def listed_steps(text: str) -> list[int]:
     """`7`, `3,17` or `10..14`, ascending and without repeats."""
     found: set[int] = set()
     for item in text.split(","):
-        first, dots, last = item.strip().partition("..")
-        if not first.isdecimal() or (dots and not last.isdecimal()):
-            raise ConfigError(f"{text!r} names no steps: write a number, 3,17 or 10..14.")
-        numbers = range(int(first), int(last or first) + 1)
-        if not numbers or len(numbers) > MAX_STEPS:
-            raise ConfigError(f"{item.strip()!r} must be an ascending range of at most {MAX_STEPS:,} steps.")
-        found.update(numbers)
+        first, last = parse_steps(item)
+        if last - first >= MAX_STEPS:
+            raise ConfigError(f"{item.strip()!r} are more than {MAX_STEPS:,} steps.")
+        found.update(range(first, last + 1))
     return sorted(found)
 
 

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.services.console.convert.draft import Draft
-from tidemill.services.console.convert.fit import IMPORTANCE, LOSS, F, put_warmup
+from tidemill.services.console.convert.fit import LOSS, F, put_warmup
 
 PROMPT_TOKENS = 1024
 OWN_REWARDS = ("accuracy_reward", "think_format_reward", "reasoning_accuracy_reward")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LOAD = re.compile(r"load_dataset\('([^']+)'(?:, '([^']+)')?([^()]*)\)(.*)", re.DOTALL)
 _SPLIT = re.compile(r"split='([^']+)'")
-VLLM = "vllm_importance_sampling_"
 
 
 def convert_trl(draft: Draft, file: str) -> None:
@@ -122,17 +121,6 @@ def _convert_loss(draft: Draft) -> None:
         low, high = 1.0, high - 1.0
     draft.put(F + "clip_low", low, "epsilon")
     draft.put(F + "clip_high", high, "epsilon_high" if "epsilon_high" in draft.given else "epsilon")
-    high = draft.take(VLLM + "cap") or draft.take(VLLM + "clip_max")
-    corrects, kind, low = (draft.take(VLLM + name) for name in ("correction", "mode", "clip_min"))
-    if not (is_vllm := draft.take("use_vllm")) or not corrects:
-        draft.put(IMPORTANCE + "mode", "off", VLLM + "correction" if is_vllm else "use_vllm")
-    else:
-        level, _, action = str(kind).partition("_")
-        draft.put(IMPORTANCE + "mode", action, VLLM + "mode")
-        draft.put(IMPORTANCE + "level", level, VLLM + "mode")
-        draft.put(IMPORTANCE + "high", 1000.0 if high is None else float(high), VLLM + "clip_max")
-        if low:
-            draft.put(IMPORTANCE + "low", low, VLLM + "clip_min")
 
 
 def _convert_adapters(draft: Draft) -> None:

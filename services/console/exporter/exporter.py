@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -19,7 +19,6 @@ import structlog
 from prometheus_client import REGISTRY, Gauge, Metric
 from prometheus_client.registry import Collector
 
-from tidemill.common.config import RunConfig
 from tidemill.common.errors import UnreachableError
 from tidemill.common.history import StreamName
 from tidemill.common.process.activity import WAIT
@@ -68,45 +67,38 @@ class RunReading:
     """A run as Redis had it at one time: its snapshot, and what only Prometheus shows."""
 
     snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
-    gauges: list[Reading] = field(default_factory=list)
+    gauges: Sequence[Reading] = ()
     """Of Redis and its streams."""
     roles: tuple[str, ...] = ROLES
 
 
-class MetricsReader:
-    """Reads one run again and again; each commit is read once."""
-
-    def __init__(self, broker: Broker, keys: Keys) -> None:
-        self.broker, self.keys = broker, keys
-        self.snapshots = SnapshotReader(broker, keys, 0, 0)
-
-    async def read(self) -> RunReading:
-        """The run as it is now; an empty one while Redis does not know it."""
-        config: RunConfig | None = None
-        with contextlib.suppress(UnknownRunError):  # read each time: a resumed run may have more steps
-            config = await read_config(self.broker, self.keys)
-            self.snapshots.steps = config.trainer.steps
-            self.snapshots.max_staleness = config.trainer.max_staleness
-        snapshot, memory = await self.snapshots.read(), await self.broker.info("memory")
-        gauges: list[Reading] = [
-            (metrics.REDIS_MEMORY_BYTES, (), int(memory["used_memory"])),
-            (metrics.REDIS_MAX_MEMORY_BYTES, (), int(memory["maxmemory"])),
+async def read_run(snapshots: SnapshotReader) -> RunReading:
+    """The run as it is now; an empty one while Redis does not know it."""
+    broker, keys = snapshots.broker, snapshots.keys
+    roles: tuple[str, ...] = ROLES
+    with contextlib.suppress(UnknownRunError):  # read each time: a resumed run may have more steps
+        config = await read_config(broker, keys)
+        snapshots.steps, snapshots.max_staleness = config.trainer.steps, config.trainer.max_staleness
+        roles = ROLES if config.generates else ROLES[:1]
+    snapshot, memory = await snapshots.read(), await broker.info("memory")
+    gauges: list[Reading] = [
+        (metrics.REDIS_MEMORY_BYTES, (), int(memory["used_memory"])),
+        (metrics.REDIS_MAX_MEMORY_BYTES, (), int(memory["maxmemory"])),
+    ]
+    for stream in StreamName:
+        key, where = stream.key(keys), (stream.value, stream.group)
+        gauges.append((metrics.STREAM_LENGTH, (stream.value,), await length(broker, key)))
+        if not stream.group or roles != ROLES:
+            continue
+        found: Backlog[Message] = await backlog(broker, key, stream.group, stream.message_type)
+        gauges += [
+            (metrics.STREAM_LAG, where, found.lag),
+            (metrics.STREAM_PENDING, where, found.pending),
+            (metrics.STREAM_CONSUMERS, where, found.consumers),
+            (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "waiting"), _age_s(found.oldest_waiting)),
+            (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "held"), _age_s(found.oldest_held)),
         ]
-        for stream in StreamName:
-            key, where = stream.key(self.keys), (stream.value, stream.group)
-            gauges.append((metrics.STREAM_LENGTH, (stream.value,), await length(self.broker, key)))
-            if not stream.group or (config and not config.generates):
-                continue
-            found: Backlog[Message] = await backlog(self.broker, key, stream.group, stream.message_type)
-            gauges += [
-                (metrics.STREAM_LAG, where, found.lag),
-                (metrics.STREAM_PENDING, where, found.pending),
-                (metrics.STREAM_CONSUMERS, where, found.consumers),
-                (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "waiting"), _age_s(found.oldest_waiting)),
-                (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "held"), _age_s(found.oldest_held)),
-            ]
-        roles = ROLES[:1] if config and not config.generates else ROLES
-        return RunReading(snapshot, gauges, roles)
+    return RunReading(snapshot, gauges, roles)
 
 
 def _age_s(entry: Entry[Message] | Garbled | None) -> float:
@@ -199,12 +191,12 @@ class Exporter:
         metrics.REDIS_UP.set(0)
         broker = await self._connected(endpoint)
         try:
-            reader = MetricsReader(broker, self.keys)
+            snapshots = SnapshotReader(broker, self.keys, 0, 0)
             while True:
                 endpoint.beat()
                 try:
                     async with asyncio.timeout(PATIENCE * self._every_s):
-                        reading = await reader.read()
+                        reading = await read_run(snapshots)
                     with self._lock:  # a scrape between clearing and setting would miss workers
                         self._reading = reading
                         set_gauges(reading)

@@ -19,9 +19,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
     FAILED,
-    METRICS_FILE,
     publish_config,
-    read_records,
     read_state,
     update_state,
 )
@@ -217,13 +215,10 @@ class LocalRun:
 
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
         folder, config, idle = self.folder, self.config, self._rollout_idle
-        records = read_records(folder.path / METRICS_FILE)
-        tree = await summarise(
-            broker, self.keys, config, folder.path, records, wall_s=ran_s, rollout_idle=idle
-        )
+        tree = await summarise(broker, self.keys, config, folder.path, wall_s=ran_s, rollout_idle=idle)
         verdict = self._verdict or self.snapshot.bottleneck
         tree["bottleneck"] = verdict.as_dict() if verdict else None
-        write_report(folder, tree, records)
+        write_report(folder, tree)
         print_report(self.console, folder, tree)
         return 0 if tree["ok"] else 1
 

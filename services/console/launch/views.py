@@ -5,11 +5,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tidemill.common.run.state import EVALUATION, STEP
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.status.dashboard import dashboard, evaluation_line, step_line, warning_line
 from tidemill.services.console.status.snapshot import RunSnapshot
@@ -43,22 +45,32 @@ class LiveView:
             self._live.stop()
 
 
-News = tuple[tuple[float, int], tuple[object, ...], Callable[[], str]]
-"""Something that a snapshot tells: its place among others, what it is, and its line."""
+class News(NamedTuple):
+    """Something that a snapshot tells."""
+
+    place: tuple[float, int]
+    """Among the others."""
+    what: tuple[object, ...]
+    """Its kind, and which one it is."""
+    line: Callable[[], str]
+    record: dict[str, Any] | None = None
+    """Of a step or an evaluation, as metrics.jsonl has it."""
 
 
 def _news(snapshot: RunSnapshot) -> Iterator[News]:
     for index, point in enumerate(snapshot.points):
-        yield (point.step + 1, 0), ("step", point.step), partial(step_line, snapshot, index)
+        line = partial(step_line, snapshot, index)
+        yield News((point.step + 1, 0), (STEP, point.step), line, point.record)
     for item in snapshot.evaluations:  # that of a version belongs after the step that made the version
         version, name = int(item.get("version", 0)), item.get("set")
-        yield (version, 1), ("evaluation", version, name), partial(evaluation_line, item)
+        yield News((version, 1), (EVALUATION, version, name), partial(evaluation_line, item), item)
     for item in snapshot.state.get("warnings") or []:
         place = (item.get("check"), item.get("since_step"), item.get("until_step"))
         begun = "warning: " if place[-1] is None else ""
-        yield (math.inf, 0), ("warning", *place), partial("{}{}".format, begun, warning_line(item))
+        yield News((math.inf, 0), ("warning", *place), partial("{}{}".format, begun, warning_line(item)))
     for name, detail in snapshot.blocked.items():
-        yield (math.inf, 1), ("blocked", name, detail), partial("warning: {}: {}".format, name, detail)
+        line = partial("warning: {}: {}".format, name, detail)
+        yield News((math.inf, 1), ("blocked", name, detail), line)
 
 
 class PlainView:
@@ -69,15 +81,18 @@ class PlainView:
         self._shown: set[tuple[object, ...]] | None = None
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
-        """Print what is new since the last call; what a resumed run did before is not new."""
-        news = sorted(_news(snapshot), key=lambda item: item[0])
+        """Tell what is new since the last call; what a resumed run did before is not new."""
+        news = sorted(_news(snapshot), key=lambda item: item.place)
         if self._shown is None:
             # What blocks is no history: it blocks now, and is said to who resumes, too.
-            self._shown = {what for _, what, _ in news if what[0] != "blocked"}
-        for _, what, line in news:
-            if what not in self._shown:
-                self._shown.add(what)
-                self.event(line())
+            self._shown = {item.what for item in news if item.what[0] != "blocked"}
+        for item in news:
+            if item.what not in self._shown:
+                self._shown.add(item.what)
+                self.tell(item)
+
+    def tell(self, news: News) -> None:
+        self.event(news.line())
 
     def event(self, text: str) -> None:
         with contextlib.suppress(OSError):

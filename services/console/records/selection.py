@@ -69,25 +69,25 @@ def parse_range(text: str, parse: Callable[[str], float] = float, is_open: bool 
     return None if low is None and high is None else (low, high)
 
 
-def parse_stream(text: str, lane: str = "") -> StreamName:
+def parse_stream(text: str, lane: str | None = None) -> StreamName:
     """A stream by its name, `trajectories:eval` or `trajectories` with the lane."""
-    wanted = parse_lane(lane or Lane.TRAIN)
     try:
         found = StreamName(text.strip().lower())
     except ValueError:
         raise ConfigError(f"there is no stream {text!r}. There are {', '.join(StreamName)}.") from None
-    if wanted is Lane.EVAL and found in (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES):
-        return found.of(wanted)
+    if lane == Lane.EVAL and found in (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES):
+        return found.of(Lane.EVAL)
     if lane == Lane.TRAIN and found.lane is Lane.EVAL:
         raise ConfigError(f"the stream {found} is of the lane eval, but --lane train was given.")
     return found
 
 
-def parse_lane(text: str) -> Lane:
-    try:
-        return Lane(text)
-    except ValueError:
-        raise ConfigError(f"--lane {text!r}: there are the lanes train and eval.") from None
+def parse_steps(text: str) -> tuple[int, int]:
+    """First and last step of `N` or `A..B`."""
+    first, dots, last = text.strip().partition("..")
+    if not first.isdecimal() or (dots and not last.isdecimal()) or int(last or first) < int(first):
+        raise ConfigError(f"{text!r} names no steps: give a number such as 41, or a range such as 40..45.")
+    return int(first), int(last or first)
 
 
 def parse_sample(text: str) -> tuple[int, int | None]:

@@ -15,7 +15,7 @@ from tidemill.common.streams import id_order, last_id
 from tidemill.common.wire.messages import Commit
 from tidemill.services.console.options import StepOptions
 from tidemill.services.console.records.joins import STAGES, StepRecord, read_step
-from tidemill.services.console.records.selection import span_of
+from tidemill.services.console.records.selection import parse_steps, span_of
 from tidemill.services.console.records.sessions import SessionFacts
 from tidemill.services.console.records.timeline import write_timeline
 from tidemill.services.console.run.folder import nearest
@@ -253,7 +253,7 @@ def show_step(options: StepOptions) -> None:
     if options.profile:
         print(read_run(options, lambda access: _request_profile(access, options.steps)))
         return
-    first, last = _steps_of(options.steps)
+    first, last = parse_steps(options.steps)
     if options.output is not None:
         return write_timeline(options, options.output, first, last)
     if first < last:
@@ -282,7 +282,7 @@ async def _request_profile(access: RunAccess, wanted: str) -> str:
         )
     # The step that is being trained has as its number the commits so far.
     begun = id_order(await last_id(broker, access.history.keys.commits))[0]
-    step = begun + 1 if wanted == "next" else _steps_of(wanted)[0]
+    step = begun + 1 if wanted == "next" else parse_steps(wanted)[0]
     if not begun < step < config.trainer.steps:
         raise ConfigError(
             f"step {step} cannot be profiled: step {begun} has begun, and the last one is "
@@ -291,11 +291,3 @@ async def _request_profile(access: RunAccess, wanted: str) -> str:
     folder = access.folder.path / PROFILES / f"step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
     return f"the trainer profiles step {step} into {nearest(folder)}, a file a rank, for ui.perfetto.dev"
-
-
-def _steps_of(text: str) -> tuple[int, int]:
-    """First and last step of `N` or `A..B`."""
-    first, dots, last = text.partition("..")
-    if not first.isdecimal() or (dots and not last.isdecimal()) or int(last or first) < int(first):
-        raise ConfigError(f"{text!r} names no steps: give a number such as 41, or 40..45 with -o")
-    return int(first), int(last or first)

@@ -9,10 +9,10 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.streams.selection import leaves_in
 from tidemill.common.wire.arrays import Float64
-from tidemill.common.wire.messages import Score, Ticket, Trajectory, is_demonstration
+from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory, is_demonstration
 from tidemill.services.console.options import TraceOptions
 from tidemill.services.console.records.joins import GroupRecord, Place, SampleRecord, read_group
-from tidemill.services.console.records.selection import parse_lane, parse_sample, span_of
+from tidemill.services.console.records.selection import parse_sample, span_of
 from tidemill.services.console.records.sessions import (
     SessionFacts,
     SessionRecord,
@@ -299,8 +299,7 @@ def group_json(group: GroupRecord, index: int | None = None) -> dict[str, Any]:
 
 
 def show_trace(options: TraceOptions) -> None:
-    ticket, index = parse_sample(options.sample)
-    lane = parse_lane(options.lane)
+    (ticket, index), lane = parse_sample(options.sample), Lane(options.lane)
 
     async def read(access: RunAccess) -> GroupRecord:
         group = await read_group(access.history, ticket, lane)

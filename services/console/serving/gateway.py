@@ -76,6 +76,7 @@ class ScoreOut(BaseModel):
 
 @dataclass(slots=True)
 class _Waiting:
+    lane: Lane
     trajectory: Trajectory
     score: "asyncio.Future[Score]"
     after: str
@@ -97,7 +98,7 @@ class RewardGateway:
         self._newest = dict.fromkeys(Lane, START)
         """Of each lane, the newest trajectory that is known to be appended."""
         self._server = ""
-        self._maybe_lost: list[tuple[Lane, _Waiting]] = []
+        self._maybe_lost: list[_Waiting] = []
         """What Redis may have lost, as another server has answered since."""
         self._bytes_since_archive = 0
 
@@ -111,14 +112,10 @@ class RewardGateway:
         if num_waiting + len(samples) > MAX_WAITING:
             raise BusyError(f"{num_waiting} samples wait for a score already", BUSY_RETRY_S)
         trajectories = self._numbered(samples)
-        lanes = [Lane.EVAL if sample.evaluation else Lane.TRAIN for sample in samples]
         if self._next_ticket > self._reserved:
             await self._reserve()
-        with self._registered(lanes, trajectories) as waiting:
-            for lane in Lane:
-                own = [one for one, its in zip(waiting, lanes, strict=True) if its is lane]
-                if own:
-                    await self._append(lane, own)
+        with self._registered(samples, trajectories) as waiting:
+            await self._append(waiting)
             scores = await asyncio.gather(*(one.score for one in waiting))
         self._bytes_since_archive += num_bytes
         return self._answers(scores)
@@ -163,28 +160,30 @@ class RewardGateway:
 
     @contextmanager
     def _registered(
-        self, lanes: Sequence[Lane], trajectories: Sequence[Trajectory]
+        self, samples: Sequence[SampleIn], trajectories: Sequence[Trajectory]
     ) -> Iterator[list[_Waiting]]:
-        loop = asyncio.get_running_loop()
-        waiting = [
-            _Waiting(trajectory, loop.create_future(), self._newest[lane])
-            for lane, trajectory in zip(lanes, trajectories, strict=True)
-        ]
-        for lane, one in zip(lanes, waiting, strict=True):
-            self._waiting[lane][one.trajectory.key] = one
+        loop, waiting = asyncio.get_running_loop(), []
+        for sample, trajectory in zip(samples, trajectories, strict=True):
+            lane = Lane.EVAL if sample.evaluation else Lane.TRAIN
+            waiting.append(_Waiting(lane, trajectory, loop.create_future(), self._newest[lane]))
+            self._waiting[lane][trajectory.key] = waiting[-1]
         try:
             yield waiting
         finally:
-            for lane, one in zip(lanes, waiting, strict=True):
-                self._waiting[lane].pop(one.trajectory.key, None)
+            for one in waiting:
+                self._waiting[one.lane].pop(one.trajectory.key, None)
                 one.score.cancel()
 
-    async def _append(self, lane: Lane, waiting: Sequence[_Waiting]) -> None:
-        key = self._keys.trajectories(lane)
-        ids = await append(self._broker, key, *(one.trajectory for one in waiting))
-        for one, entry_id in zip(waiting, ids, strict=True):
-            one.entry_id = entry_id
-            self._newest[lane] = max(self._newest[lane], entry_id, key=id_order)
+    async def _append(self, waiting: Sequence[_Waiting]) -> None:
+        for lane in Lane:
+            own = [one for one in waiting if one.lane is lane]
+            if not own:
+                continue
+            key = self._keys.trajectories(lane)
+            ids = await append(self._broker, key, *(one.trajectory for one in own))
+            for one, entry_id in zip(own, ids, strict=True):
+                one.entry_id = entry_id
+                self._newest[lane] = max(self._newest[lane], entry_id, key=id_order)
 
     def _answers(self, scores: Sequence[Score]) -> list[ScoreOut]:
         default = self._reward.on_failure
@@ -255,21 +254,16 @@ class RewardGateway:
         if before not in ("", identity) or is_emptied:
             await self._run.register(self._broker)
             await self._reserve()
-            self._maybe_lost = [
-                (lane, one) for lane, waiting in self._waiting.items() for one in waiting.values()
-            ]
-        left = [(lane, one) for lane, one in self._maybe_lost if not one.score.done()]
+            self._maybe_lost = [one for waiting in self._waiting.values() for one in waiting.values()]
+        left = [one for one in self._maybe_lost if not one.score.done()]
         # Those that are just being appended are looked for at the next look: their first half may be lost.
-        self._maybe_lost = [(lane, one) for lane, one in left if not one.entry_id]
-        sent = [(lane, one) for lane, one in left if one.entry_id]
-        looks = [("XRANGE", self._keys.trajectories(lane), one.entry_id, one.entry_id) for lane, one in sent]
+        self._maybe_lost = [one for one in left if not one.entry_id]
+        sent = [one for one in left if one.entry_id]
+        looks = [("XRANGE", self._keys.trajectories(one.lane), one.entry_id, one.entry_id) for one in sent]
         found = await self._broker.pipeline(looks) if looks else []
-        for lane in Lane:
-            pairs = zip(sent, found, strict=True)
-            lost = [one for (its, one), entries in pairs if its is lane and not entries]
-            if lost:
-                log.warning("Redis has lost samples: appended again", lane=lane, count=len(lost))
-                await self._append(lane, lost)
+        if lost := [one for one, entries in zip(sent, found, strict=True) if not entries]:
+            log.warning("Redis has lost samples: appended again", count=len(lost))
+            await self._append(lost)
 
     async def _trim(self) -> None:
         """Trim what is scored and read, once it is archived."""

@@ -94,7 +94,6 @@ def gather_evidence(
     *,
     max_staleness: int,
     since_commit_s: float = 0.0,
-    remembered: Mapping[str, Any] | None = None,
 ) -> Evidence:
     """What the steps and the living processes tell.
 
@@ -103,16 +102,11 @@ def gather_evidence(
         workers: all processes that have reported.
         max_staleness: of the run's config.
         since_commit_s: how long ago the last step was committed.
-        remembered: the verdict on a run whose workers cannot be asked any more, as plain values: their shares
-            of time, and `score_use`.
     """
     alive = [beat for beat in workers if beat.is_alive]
     recent = list(steps)[-RATE_STEPS:]
     step_s = _sum(recent, "step_time_s") / len(recent) if recent else None
     shares = _shares_of_steps(recent, step_s)
-    remembered = remembered or {}
-    known = remembered.get("shares") or {}
-    shares |= {role: known[role] for role in WORKERS if known.get(role)}
     is_stalled = since_commit_s > max(STALLED_S, STALLED_STEPS * (step_s or 0.0))
     # A step may be far longer than the minute of which a process tells.
     by_steps = {"trainer"} if "trainer" in shares and not is_stalled else set()
@@ -129,7 +123,7 @@ def gather_evidence(
         shares,
         num_workers,
         bool(alive),
-        remembered.get("score_use") if not alive else _score_use(recent, alive),
+        _score_use(recent, alive),
         max(redis_ms) / 1000 if redis_ms else None,
         step_s,
         max_staleness,

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.common.errors import BrokerError, ConfigError, TidemillError
+from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
 from tidemill.common.process.programs import run_main
@@ -55,14 +55,17 @@ def show_status(options: StatusOptions) -> int:
         raise ConfigError("--fail-on-warning goes with --report.")
     if options.report:
         return show_report(options)
-    if options.watch:
-        _watch_until_stopped(options)
-        return 0
     log_nothing()
     folder, console = find_run(options.run_id, options.runs_dir), Console(highlight=False)
+    if options.watch and not console.is_terminal:
+        raise ConfigError("--watch needs a terminal; leave it out, or take --json for programs.")
     report = read_report(folder)
     snapshot: RunSnapshot | None = None
     try:
+        if options.watch:
+            with contextlib.suppress(KeyboardInterrupt):
+                run_main(_watch(folder, console))
+            return 0
         snapshot = run_main(_look(folder))
     except TidemillError as error:
         if report is None:
@@ -98,20 +101,8 @@ def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> Non
     console.print(Text(str(error), "dim"), soft_wrap=True)
 
 
-def _watch_until_stopped(options: StatusOptions) -> None:
-    """Show the live view until Ctrl-C, or until the run has finished."""
-    log_nothing()
-    folder, console = find_run(options.run_id, options.runs_dir), Console(highlight=False)
-    if not console.is_terminal:
-        raise ConfigError("--watch needs a terminal; leave it out, or take --json for programs.")
-    with contextlib.suppress(KeyboardInterrupt):
-        try:
-            run_main(_watch(folder, console))
-        except (BrokerError, ConfigError) as error:
-            _print_folder(folder, False, error)  # nothing moves there: it is shown once
-
-
 async def _watch(folder: RunFolder, console: Console) -> None:
+    """Show the live view until Ctrl-C."""
     async with connected(folder) as broker:
         reader = await SnapshotReader.attach(broker, folder.run_id)
         snapshot = await reader.read()

@@ -29,7 +29,6 @@ from tidemill.common.history.groups import TicketOutcomes, dropped_groups, left_
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import (
-    EVALUATION,
     METRICS_FILE,
     has_finished,
     read_config,
@@ -104,25 +103,19 @@ async def summarise(
     keys: Keys,
     config: RunConfig,
     run_dir: Path,
-    records: Iterable[Mapping[str, Any]],
     *,
     wall_s: float,
     rollout_idle: float | None,
 ) -> dict[str, Any]:
-    """The tree of summary.json, from a run's commits, wherever they are, its state, and the records of
-    metrics.jsonl. `wall_s` is how long `tidemill up` has run, 0 where nothing watched; `rollout_idle` what
-    the rollout workers last said."""
-    state, totals = await read_state(broker, keys), CommitTotals(config.trainer.group_size)
+    """The tree of summary.json, from a run's commits, wherever they are, and its state. `wall_s` is how long
+    `tidemill up` has run, 0 where nothing watched; `rollout_idle` what the rollout workers last said."""
+    state, totals = await read_state(broker, keys), CommitTotals(keys.run_id, config.trainer.group_size)
     async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
         totals.add(commit)
-    summary = totals.summary(keys.run_id, int(state.get("tickets_issued", 0)))
+    summary = totals.end(int(state.get("tickets_issued", 0)))
     summary.wall_s, summary.rollout_idle_share = round(wall_s, 3) or summary.wall_s, rollout_idle
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))
-    # The last commit's is that of the training; the state's may be that of a process which only resumed.
-    if summary.trainer_idle_share is None:
-        summary.trainer_idle_share = state.get("trainer_idle_share")
-    recorded = [record for record in records if record["kind"] == EVALUATION]
-    summary.evaluations = merge_evaluations(state.get("evaluations") or [], recorded)
+    summary.evaluations = list(state.get("evaluations") or [])
     summary.best, summary.warnings = state.get("best"), list(state.get("warnings") or [])
     if summary.evaluations:
         ends = (summary.evaluations[0], summary.evaluations[-1])
@@ -131,71 +124,59 @@ async def summarise(
     return summary_tree(summary, config)
 
 
-@dataclass(slots=True)
 class CommitTotals:
-    """Adds up commits one by one, holding keys but not the commits."""
+    """Adds commits up one by one into a summary, holding keys but not the commits."""
 
-    group_size: int
-    trained: Counter[TrajectoryKey] = field(default_factory=Counter)
-    outcomes: TicketOutcomes = field(default_factory=TicketOutcomes)
-    steps: set[int] = field(default_factory=set)
-    lost: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    rewards: list[float] = field(default_factory=list)
-    max_staleness: int = 0
-    idle_share: float | None = None
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of metrics over steps, and `session_steps`: how many have those of sessions."""
-    started_at: float = math.inf
-    finished_at: float = 0.0
+    def __init__(self, run_id: str, group_size: int) -> None:
+        self._summary, self._group_size = RunSummary(run_id), group_size
+        self._trained: Counter[TrajectoryKey] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._outcomes = TicketOutcomes()
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        """Of metrics over steps, and `session_steps`: how many have those of sessions."""
+        self._began_at, self._ended_at = math.inf, 0.0
 
     def add(self, commit: Commit) -> None:
-        keys, metrics = commit.trained_keys, commit.metrics
-        self.trained.update(keys)
-        self.steps.add(commit.step)
-        self.outcomes.add(commit)
-        self.started_at = min(self.started_at, commit.started_at)
-        self.finished_at = max(self.finished_at, commit.finished_at)
-        sizes = {ticket: commit.sizes.get(str(ticket), self.group_size) for ticket in commit.groups}
+        summary, keys, metrics = self._summary, commit.trained_keys, commit.metrics
+        summary.steps += 1
+        self._trained.update(keys)
+        self._outcomes.add(commit)
+        self._began_at = min(self._began_at, commit.started_at)
+        self._ended_at = max(self._ended_at, commit.finished_at)
         for ticket, reason in dropped_groups(commit):
-            self.dropped[reason] += commit.sizes.get(str(ticket), self.group_size)
-        self.dropped.update(reason for *_, reason in left_out(commit))
+            self._dropped[reason] += commit.sizes.get(str(ticket), self._group_size)
+        self._dropped.update(reason for *_, reason in left_out(commit))
         accounted = {*keys, *((ticket, index) for ticket, index, _ in left_out(commit))}
-        for ticket, size in sizes.items():
-            self.lost += sum((ticket, index) not in accounted for index in range(size))
-        self.sums["session_steps"] += "sessions/mean_turns" in metrics
+        for ticket in commit.groups:
+            size = commit.sizes.get(str(ticket), self._group_size)
+            summary.lost += sum((ticket, index) not in accounted for index in range(size))
+        self._sums["session_steps"] += "sessions/mean_turns" in metrics
         for name, value in metrics.items():
             if name.startswith("sessions/") or name in ("completion_tokens", "step_time_s"):
-                self.sums[name] += value
-        self.rewards += [metrics["reward"]] if "reward" in metrics else []
-        self.max_staleness = max(self.max_staleness, int(metrics.get("staleness/max", 0)))
-        self.idle_share = metrics.get("trainer_idle_share", self.idle_share)
+                self._sums[name] += value
+        if (reward := metrics.get("reward")) is not None:
+            summary.reward_first = reward if summary.reward_first is None else summary.reward_first
+            summary.reward_last = reward
+            summary.reward_curve.append(round(reward, 6))
+        summary.max_staleness_seen = max(summary.max_staleness_seen, int(metrics.get("staleness/max", 0)))
+        summary.trainer_idle_share = metrics.get("trainer_idle_share", summary.trainer_idle_share)
 
-    def summary(self, run_id: str, tickets_issued: int) -> RunSummary:
+    def end(self, tickets_issued: int) -> RunSummary:
         """What the commits tell, given how many tickets there were."""
-        missing = sum(ticket not in self.outcomes for ticket in range(tickets_issued))
-        seconds = self.sums["step_time_s"]
-        return RunSummary(
-            run_id,
-            steps=len(self.steps),
-            reward_first=self.rewards[0] if self.rewards else None,
-            reward_last=self.rewards[-1] if self.rewards else None,
-            max_staleness_seen=self.max_staleness,
-            tokens_per_s=round(self.sums["completion_tokens"] / seconds, 3) if seconds else None,
-            trainer_idle_share=self.idle_share,
-            trajectories_trained=len(self.trained),
-            lost=self.lost + missing * self.group_size,
-            duplicated_in_training=sum(count > 1 for count in self.trained.values()),
-            sessions=self._sessions(),
-            wall_s=round(self.finished_at - self.started_at, 3) if self.steps else 0.0,
-            dropped=dict(self.dropped),
-            reward_curve=[round(reward, 6) for reward in self.rewards],
-        )
+        summary, seconds = self._summary, self._sums["step_time_s"]
+        summary.tokens_per_s = round(self._sums["completion_tokens"] / seconds, 3) if seconds else None
+        summary.trajectories_trained = len(self._trained)
+        summary.duplicated_in_training = sum(count > 1 for count in self._trained.values())
+        missing = sum(ticket not in self._outcomes for ticket in range(tickets_issued))
+        summary.lost += missing * self._group_size
+        summary.wall_s = round(self._ended_at - self._began_at, 3) if summary.steps else 0.0
+        summary.dropped, summary.sessions = dict(self._dropped), self._sessions()
+        return summary
 
     def _sessions(self) -> dict[str, float]:
-        if not (steps := self.sums["session_steps"]):
+        if not (steps := self._sums["session_steps"]):
             return {}
-        sums = {name.removeprefix("sessions/"): value for name, value in self.sums.items()}
+        sums = {name.removeprefix("sessions/"): value for name, value in self._sums.items()}
         spent_s = sums.get("environment_s", 0.0)
         waited_s = sums.get("engine_s", 0.0) + spent_s
         ended = sum(v for name, v in sums.items() if name.startswith("ended_") and name != "ended_done")
@@ -207,14 +188,6 @@ class CommitTotals:
             "faults": sums.get("faults", 0.0),
         }
         return {name: round(value, 4) for name, value in numbers.items()}
-
-
-def merge_evaluations(
-    state: Iterable[Mapping[str, Any]], records: Iterable[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Evaluations of the run's state and those that only metrics.jsonl still knows, oldest first."""
-    merged = {(item["version"], item["set"]): dict(item) for item in [*records, *state]}
-    return [merged[key] for key in sorted(merged)]
 
 
 def mean_score(evaluations: Sequence[Mapping[str, Any]], version: int) -> float | None:
@@ -298,11 +271,11 @@ SESSION_ROWS = (
 """Fields of a summary with their labels and units."""
 
 
-def write_report(folder: RunFolder, tree: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+def write_report(folder: RunFolder, tree: Mapping[str, Any]) -> None:
     """Write summary.json, and reward.png from the records of metrics.jsonl, into the run's folder."""
     plain = json.dumps(jsonable(tree), indent=2, allow_nan=False) + "\n"
     write_atomically(folder.summary, plain)
-    plot_learning_curve(records, folder.path / PICTURE_FILE)
+    plot_learning_curve(read_records(folder.path / METRICS_FILE), folder.path / PICTURE_FILE)
 
 
 def read_report(folder: RunFolder) -> dict[str, Any] | None:
@@ -370,13 +343,12 @@ def show_report(options: StatusOptions) -> int:
     """Where the streams are gone, or in the archive alone, the report that the folder keeps is shown."""
     log_nothing()
     folder, console, note = find_run(options.run_id, options.runs_dir), Console(highlight=False), ""
-    records = read_records(folder.path / METRICS_FILE)
-    tree = run_main(_tree_of(folder, records))
+    tree = run_main(_tree_of(folder))
     if tree is not None and not folder.path.is_dir():
         note = f"not kept: {folder.path} is not on this machine"
     elif tree is not None:
         try:
-            write_report(folder, tree, records)
+            write_report(folder, tree)
         except StorageError as error:
             note = f"not kept: {error}"
     elif (tree := read_report(folder)) is None:
@@ -392,7 +364,7 @@ def show_report(options: StatusOptions) -> int:
     return 1 if tree.get("failures") or (options.fails_on_warning and tree.get("warnings")) else 0
 
 
-async def _tree_of(folder: RunFolder, records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
     """The report from the streams; None where the run's Redis and its data are gone."""
     try:
         async with open_history(folder) as access:
@@ -407,9 +379,7 @@ async def _tree_of(folder: RunFolder, records: Sequence[Mapping[str, Any]]) -> d
                     "is doing."
                 )
             ran_s = float(state.get("ran_s", 0.0))
-            return await summarise(
-                broker, keys, config, folder.path, records, wall_s=ran_s, rollout_idle=None
-            )
+            return await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None)
     except (BrokerError, MissingHistoryError):
         if not folder.summary.exists():
             raise

@@ -1,6 +1,7 @@
 """A run at one time: from its Redis, or from its folder alone where its Redis is not there any more."""
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ from tidemill.services.console.status.bottleneck import (
     find_bottleneck,
     gather_evidence,
 )
-from tidemill.services.console.status.report import read_report
+from tidemill.services.console.status.series import NO_METRICS
 
 JOB_QUEUE = "sandbox"
 QUEUED = next(iter(RQ_STATES))
@@ -51,6 +52,12 @@ class StepPoint:
     @classmethod
     def of(cls, commit: Commit) -> "StepPoint":
         return cls(commit.step, dict(commit.metrics), commit.finished_at, commit.groups, len(commit.dropped))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The step as metrics.jsonl has it."""
+        numbers = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+        return {"kind": STEP, "step": self.step, "time": self.finished_at, **numbers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,6 @@ class RunSnapshot:
     """Jobs of RQ by queue and by how far they are; only those queues that hold any."""
     memory: MemoryUse = field(default_factory=lambda: MemoryUse(0, 0))
     """Of Redis; nothing of nothing where it is not asked."""
-    remembered: Mapping[str, Any] = field(default_factory=dict)
-    """The last verdict on a run whose workers cannot be asked any more, as plain values."""
 
     @property
     def version(self) -> int:
@@ -144,7 +149,6 @@ class RunSnapshot:
             self.workers,
             max_staleness=self.max_staleness,
             since_commit_s=self.at - self.points[-1].finished_at if self.points else 0.0,
-            remembered=self.remembered,
         )
         return find_bottleneck(evidence)
 
@@ -260,7 +264,6 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         config.trainer.max_staleness,
         state={"status": "stopped", "evaluations": evaluations},
         points=points_of(records)[-MAX_POINTS:],
-        remembered=(read_report(folder) or {}).get("bottleneck") or {},
     )
     versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
     kept = f"newest checkpoint: version {versions[-1]}" if versions else "no checkpoint yet"
@@ -272,6 +275,7 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[StepPoint]:
     found: dict[int, StepPoint] = {}
     for record in records:
         if record["kind"] == STEP:
-            numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-            found[int(record["step"])] = StepPoint(int(record["step"]), numbers, numbers.get("time", 0.0))
+            items = ((name, value) for name, value in record.items() if name not in NO_METRICS)
+            numbers = {name: float(value) for name, value in items if isinstance(value, int | float)}
+            found[int(record["step"])] = StepPoint(int(record["step"]), numbers, record.get("time", 0.0))
     return [found[step] for step in sorted(found)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.common.run.state import METRICS_FILE, STEP, read_records
+from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.services.console.status.series import EVALUATION_PREFIX, Columns, Numbers, Series, smooth
 from tidemill.services.console.status.snapshot import StepPoint
 
@@ -40,9 +40,7 @@ def _read_columns(path: Path, inode: int, changed_ns: int, size: int) -> Columns
 
 def columns_of(points: Iterable[StepPoint]) -> Columns:
     """The numbers of a run that has no file here."""
-    return Columns.of(
-        {**point.metrics, "kind": STEP, "step": point.step, "time": point.finished_at} for point in points
-    )
+    return Columns.of(point.record for point in points)
 
 
 def thin(y: Numbers, most: int = MAX_POINTS) -> NDArray[np.intp]:

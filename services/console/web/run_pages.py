@@ -21,7 +21,6 @@ from tidemill.common.config.section import flatten
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP
-from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.wire.messages import Commit, Lane
 from tidemill.services.console.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
 from tidemill.services.console.options import DeadFilter
@@ -34,7 +33,7 @@ from tidemill.services.console.status.dashboard import (
     process_table,
     warning_line,
 )
-from tidemill.services.console.status.snapshot import RunSnapshot, StepPoint, points_of
+from tidemill.services.console.status.snapshot import RunSnapshot, StepPoint
 from tidemill.services.console.text.formats import plural, sample_name
 from tidemill.services.console.text.tree import Node, note, part, table
 from tidemill.services.console.web.curves import chart_trees
@@ -293,17 +292,15 @@ def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
 
 
 async def metrics_file(site: Site, run: WatchedRun, request: Request) -> Response:
-    """Steps of the folder, and those that only the streams have, as CSV or JSON; JSON has evaluations too."""
-    records = await asyncio.to_thread(read_records, run.folder.path / METRICS_FILE)
-    points = run.index.steps | {point.step: point for point in points_of(records)}
-    steps = [{"step": step} | points[step].metrics | {"step": step} for step in sorted(points)]
+    """The numbers of all steps as CSV or JSON; JSON has evaluations too."""
+    steps = [run.index.steps[number].record for number in sorted(run.index.steps)]
     if request.url.path.endswith(".json"):
         evaluations = run.snapshot.evaluations if run.snapshot else []
         tree = {"run": run.run_id, "steps": steps, "evaluations": evaluations}
         return json_file(f"{run.run_id}-metrics", tree)
-    names = list(dict.fromkeys(name for step in steps for name in step)) or ["step"]
+    names = dict.fromkeys(["step", "time", *(name for step in steps for name in step if name != "kind")])
     rows = ([step.get(name, "") for name in names] for step in steps)
-    return csv_file(f"{run.run_id}-metrics", names, rows)
+    return csv_file(f"{run.run_id}-metrics", tuple(names), rows)
 
 
 ROUTES: dict[str, Page] = {

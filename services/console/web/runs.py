@@ -19,7 +19,6 @@ from typing import Any
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History
-from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
     CONFIG_FILE,
@@ -30,7 +29,7 @@ from tidemill.common.run.state import (
     run_exists,
 )
 from tidemill.common.wire.keys import RUN_ID, Keys
-from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.folder import RunFolder, connected
 from tidemill.services.console.run.history import LIVE, open_history
 from tidemill.services.console.status.report import read_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, points_of, read_folder
@@ -54,7 +53,7 @@ KNOWN_RUNS_S = 3.0
 class WatchedRun:
     """A run that somebody looks at: its history, its index and its latest snapshot, kept in step.
 
-    `start`, then read `index`, `snapshot` and `history`; `close` at the end.
+    `touch`, then read `index`, `snapshot` and `history`; `close` at the end.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -72,7 +71,6 @@ class WatchedRun:
         """Set when a look has ended, whatever came of it; cleared when the history was released."""
         self.opened_at = 0.0
         """When it was begun to be read, on the clock of `time.monotonic`."""
-        self._is_wanted = asyncio.Event()
         self._asked_at = 0.0
         self._texts: TokenTexts | None = None
         self._folder_changed_at = -1.0
@@ -94,15 +92,16 @@ class WatchedRun:
         is_gone = self.source != LIVE and status not in ENDED
         return "stopped" if is_gone and self.has_looked.is_set() else status
 
-    def start(self) -> None:
-        self.touch()
-        self._task = asyncio.create_task(self._watch(), name=f"watch {self.run_id}")
-
     def touch(self) -> None:
+        """Somebody looks: follow the run, or go on with it."""
         self._asked_at = time.monotonic()
-        if not self._is_wanted.is_set():
+        if self._task is None or self._task.done():
             self.opened_at = self._asked_at
-            self._is_wanted.set()
+            self._task = asyncio.create_task(self._watch(), name=f"watch {self.run_id}")
+
+    @property
+    def _is_watched(self) -> bool:
+        return time.monotonic() - self._asked_at < UNWATCHED_S
 
     async def texts(self) -> TokenTexts:
         if self._texts is None:
@@ -117,8 +116,8 @@ class WatchedRun:
             await asyncio.wait([self._task])
 
     async def _watch(self) -> None:
-        while True:
-            await self._is_wanted.wait()
+        """Until nobody has looked for a while."""
+        while self._is_watched:
             self.opened_at = time.monotonic()
             try:
                 async with open_history(self.run_id, self.folder.runs) as access:
@@ -137,14 +136,13 @@ class WatchedRun:
                 await self._read_folder()  # what there is; `problem` says why it is not more
             self.has_looked.set()
             await asyncio.sleep(RETRY_S)
-            self._rest_if_unwatched()
 
     async def _follow(self, history: History) -> None:
         """Keep in step, until the run has another Redis or nobody looks any more."""
         self.history = history
         address = self.folder.address()
         reader = await SnapshotReader.attach(history.broker, self.run_id) if history.broker else None
-        while self.folder.address() == address and self._is_wanted.is_set():
+        while self.folder.address() == address and self._is_watched:
             if reader is not None:
                 self.snapshot = await reader.read()
             else:
@@ -153,11 +151,6 @@ class WatchedRun:
             self.problem = ""
             self.has_looked.set()
             await asyncio.sleep(REFRESH_S if self.is_live else REFRESH_STILL_S)
-            self._rest_if_unwatched()
-
-    def _rest_if_unwatched(self) -> None:
-        if time.monotonic() - self._asked_at > UNWATCHED_S:
-            self._is_wanted.clear()
 
     async def _read_folder(self) -> None:
         """What the folder alone tells, when it has changed."""
@@ -205,7 +198,6 @@ class Catalog:
         run = self._open.pop(run_id, None)
         if run is None:
             run = WatchedRun(RunFolder(self.runs, run_id))
-            run.start()
         self._open[run_id] = run  # the one that was asked for last comes last
         run.touch()
         if len(self._open) > MAX_OPEN_RUNS:
@@ -236,18 +228,14 @@ class Catalog:
 
 async def _runs_in_redis() -> list[str]:
     """Runs of the environment's Redis; none where it does not answer soon."""
-    if not os.environ.get(URL_VARIABLE):
+    if not (url := os.environ.get(URL_VARIABLE)):
         return []
     try:
-        async with asyncio.timeout(KNOWN_RUNS_S):
-            broker = await Broker.connect()
-            try:
-                named = [run_id for run_id in await known_runs(broker) if RUN_ID.fullmatch(run_id)]
-                # A trainer's user may name any run there, and has keys of its own run only.
-                are_there = await asyncio.gather(*(run_exists(broker, Keys(name)) for name in named))
-                return list(compress(named, are_there))
-            finally:
-                await broker.close()
+        async with asyncio.timeout(KNOWN_RUNS_S), connected(url) as broker:
+            named = [run_id for run_id in await known_runs(broker) if RUN_ID.fullmatch(run_id)]
+            # A trainer's user may name any run there, and has keys of its own run only.
+            are_there = await asyncio.gather(*(run_exists(broker, Keys(name)) for name in named))
+            return list(compress(named, are_there))
     except (TidemillError, TimeoutError):
         return []
 

@@ -119,32 +119,8 @@ class TokenTexts:
         return [piece[:MAX_PIECE_CHARACTERS] for piece in pieces[start - first :]]
 
 
-TEMPLATE_MARKS = (
-    re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|$)", re.DOTALL),
-    re.compile(
-        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|$)", re.DOTALL
-    ),
-    re.compile(r"<start_of_turn>(?P<role>\w+)\n(?P<text>.*?)(?:<end_of_turn>\n?|$)", re.DOTALL),
-    re.compile(
-        r"<\|(?P<role>system|user|assistant)\|>\n(?P<text>.*?)(?=<\|(?:system|user|assistant)\|>|$)",
-        re.DOTALL,
-    ),
-)
-"""How ChatML (Qwen), Llama 3, Gemma and Zephyr mark a message in a rendered prompt."""
-SPECIAL = re.compile(r"<[^<>\s]{1,40}>")
-"""Tokens such as that of the beginning; other text between messages means that these are not the marks."""
-
-
 def prompt_messages(source: PromptFields) -> Sequence[Mapping[str, Any]]:
-    """The messages of a prompt: as its template marks them, else as the row has them; empty for plain text.
-
-    The last one is left out where it only opens the model's answer.
-    """
-    for marks in TEMPLATE_MARKS:
-        found = [{"role": m["role"], "content": m["text"]} for m in marks.finditer(source.prompt_text)]
-        if found and not SPECIAL.sub("", marks.sub("", source.prompt_text)).strip():
-            opens_answer = found[-1]["role"] in ("assistant", "model") and not found[-1]["content"].strip()
-            return found[:-1] if opens_answer else found
+    """The messages of a prompt as its row has them; empty for plain text."""
     said = source.extra.get(PROMPT)
     if not isinstance(said, Sequence) or isinstance(said, str):
         return []

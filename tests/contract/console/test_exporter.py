@@ -19,12 +19,13 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Ticket, Trajectory
 from tidemill.services.console.exporter import exporter
-from tidemill.services.console.exporter.exporter import MetricsReader, RunReading, set_gauges
+from tidemill.services.console.exporter.exporter import RunReading, read_run, set_gauges
+from tidemill.services.console.status.snapshot import SnapshotReader
 
 
 @pytest.fixture
-def reader(broker: Broker, keys: Keys) -> MetricsReader:
-    return MetricsReader(broker, keys)
+def snapshots(broker: Broker, keys: Keys) -> SnapshotReader:
+    return SnapshotReader(broker, keys, 0, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -45,25 +46,25 @@ def consumer(broker: Broker, keys: Keys, stream: str) -> Consumer:
     return Consumer(broker, key, group, "c", kind, lease_s=30, dead_key=keys.dead)
 
 
-async def test_a_run_that_redis_does_not_know_is_starting(reader):
-    set_gauges(await reader.read())
+async def test_a_run_that_redis_does_not_know_is_starting(snapshots):
+    set_gauges(await read_run(snapshots))
     assert value("tidemill_run_status", status="starting") == 1
     assert value("tidemill_stream_lag", stream="prompts", group="rollout") == 0
     assert value("tidemill_workers", role="trainer", state="alive") == 0
     assert value("tidemill_redis_up") == 1
 
 
-async def test_what_waits_and_what_is_held_is_counted_on_every_server(broker, keys, reader):
+async def test_what_waits_and_what_is_held_is_counted_on_every_server(broker, keys, snapshots):
     made_at = time.time() - 100
     trajectories = [make_trajectory(0, index, finished_at=made_at + index) for index in range(4)]
     await append(broker, keys.trajectories(), *trajectories)
-    set_gauges(await reader.read())
+    set_gauges(await read_run(snapshots))
     where = {"stream": "trajectories", "group": "reward"}
     assert value("tidemill_stream_lag", **where) == 4
     async with consumer(broker, keys, "trajectories") as reward:
         held = await reward.fetch(3, 0)
         await reward.complete([(held[0], None)], keys.scores())
-        set_gauges(await reader.read())
+        set_gauges(await read_run(snapshots))
     assert value("tidemill_stream_length", stream="trajectories") == 4
     assert value("tidemill_stream_lag", **where) == 1
     assert value("tidemill_stream_pending", **where) == 2
@@ -75,26 +76,26 @@ async def test_what_waits_and_what_is_held_is_counted_on_every_server(broker, ke
     async with consumer(broker, keys, "trajectories") as reward:
         rest = [*held[1:], *await reward.fetch(4, 0)]
         await reward.complete([(one, None) for one in rest], keys.scores())
-    set_gauges(await reader.read())
+    set_gauges(await read_run(snapshots))
     for state in ("waiting", "held"):
         assert value("tidemill_stream_oldest_age_seconds", **where, state=state) == 0, "nothing has no age"
 
 
-async def test_tickets_have_an_age_though_their_ids_are_numbers(broker, keys, reader):
+async def test_tickets_have_an_age_though_their_ids_are_numbers(broker, keys, snapshots):
     ticket = make_ticket(0).model_copy(update={"issued_at": time.time() - 60})
     await append_numbered(broker, keys.prompts(), [(0, ticket)])
-    set_gauges(await reader.read())
+    set_gauges(await read_run(snapshots))
     where = {"stream": "prompts", "group": "rollout", "state": "waiting"}
     assert value("tidemill_stream_oldest_age_seconds", **where) == pytest.approx(60, abs=30)
 
 
-async def test_progress_is_that_of_commits_and_state(broker, keys, reader):
+async def test_progress_is_that_of_commits_and_state(broker, keys, snapshots):
     await publish_config(broker, keys, make_config(trainer={"steps": 9, "max_staleness": 2}))
     await update_state(broker, keys, status="running", version=1)
     commit = make_commit(1, groups=(), finished_at=123.0)
     await append_numbered(broker, keys.commits, [(1, commit)])
     await append(broker, keys.dead, DeadLetter(origin="prompts", entry_id="1-0", fields={}, error="e"))
-    set_gauges(await reader.read())
+    set_gauges(await read_run(snapshots))
     assert value("tidemill_run_version") == 2
     assert value("tidemill_run_steps") == 9
     assert value("tidemill_run_max_staleness") == 2
@@ -112,11 +113,11 @@ async def beat(broker: Broker, keys: Keys, name: str, role: str, age_s: float = 
         await broker.execute("HSET", keys.workers(role), name, json.dumps(asdict(heartbeat)))
 
 
-async def test_workers_are_counted_by_role_silent_ones_apart_until_they_leave(broker, keys, reader):
+async def test_workers_are_counted_by_role_silent_ones_apart_until_they_leave(broker, keys, snapshots):
     shares = {"generate": 0.7, "wait:weights": 0.3}
     await beat(broker, keys, "rollout-0", "rollout", version=4, shares=shares, started_at=55.0)
     await beat(broker, keys, "rollout-1", "rollout", age_s=GONE_AFTER_S + 5, version=3)
-    set_gauges(await reader.read())
+    set_gauges(await read_run(snapshots))
     assert value("tidemill_workers", role="rollout", state="alive") == 1
     assert value("tidemill_workers", role="rollout", state="silent") == 1
     assert value("tidemill_worker_version", worker="rollout-0") == 4
@@ -126,12 +127,12 @@ async def test_workers_are_counted_by_role_silent_ones_apart_until_they_leave(br
     assert value("tidemill_worker_idle_share", **who, cause="weights") == pytest.approx(0.3)
     assert value("tidemill_worker_idle_share", **who, cause="generate") is None
     await broker.execute("HDEL", keys.workers("rollout"), "rollout-0")
-    set_gauges(await reader.read())
+    set_gauges(await read_run(snapshots))
     assert value("tidemill_worker_version", worker="rollout-0") is None, "a worker that left is gone"
     assert value("tidemill_workers", role="rollout", state="alive") == 0
 
 
-async def test_jobs_are_counted_by_queue_and_state(broker, keys, reader, redis_server):
+async def test_jobs_are_counted_by_queue_and_state(broker, keys, snapshots, redis_server):
     from rq import Queue
     from rq.serializers import JSONSerializer
 
@@ -142,19 +143,19 @@ async def test_jobs_are_counted_by_queue_and_state(broker, keys, reader, redis_s
     )
     queue.enqueue("time.time")
     queue.enqueue("time.time")
-    set_gauges(await reader.read())
+    set_gauges(await read_run(snapshots))
     assert value("tidemill_job_queue_length", queue="sandbox", state="queued") == 2
     assert value("tidemill_job_queue_length", queue="sandbox", state="failed") == 0
 
 
-async def test_targets_are_the_living_workers_the_reward_servers_and_the_exporter(broker, keys, reader):
+async def test_targets_are_the_living_workers_the_reward_servers_and_the_exporter(broker, keys, snapshots):
     await publish_config(broker, keys, make_config())
     await announce_replica(broker, keys, "judge", "http://10.0.0.9:8000/v1")
     await announce_replica(broker, keys, "grader", "http://[")
     await beat(broker, keys, "rollout-0", "rollout", port=4711)
     await beat(broker, keys, "reward-0", "reward", port=4712, age_s=GONE_AFTER_S + 5)
     await beat(broker, keys, "odd", "reward", port=0)
-    reading = await reader.read()
+    reading = await read_run(snapshots)
     found = json.loads(exporter.as_json(keys.run_id, reading, "head:9109"))
     run = {"run_id": keys.run_id}
     assert found == [

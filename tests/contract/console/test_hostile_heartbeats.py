@@ -10,9 +10,9 @@ from rich.console import Console
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
-from tidemill.services.console.exporter.exporter import MetricsReader, _set_workers, as_json
+from tidemill.services.console.exporter.exporter import _set_workers, as_json, read_run
 from tidemill.services.console.status.dashboard import dashboard
-from tidemill.services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
 
 ODD: dict[str, Any] = {
     "at": [None, "soon", [], 10**400, -1e300, float("nan"), float("inf")],
@@ -39,7 +39,7 @@ async def test_odd_heartbeats_hide_no_other_and_end_no_reader(broker: Broker, ke
         beats = await read_heartbeats(broker, keys)
         assert [beat.name for beat in beats if beat.is_alive and beat.name != "odd"] == ["sound"], written
         _set_workers(beats, ())
-        as_json(keys.run_id, await MetricsReader(broker, keys).read(), "")
+        as_json(keys.run_id, await read_run(SnapshotReader(broker, keys, 0, 0)), "")
         assert "\x1b" not in drawn(keys, beats), written
 
 

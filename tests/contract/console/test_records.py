@@ -193,7 +193,6 @@ def test_mistakes_are_refused_with_what_is_wrong(call, tmp_path):
         "streams tail scores --ticket -1": "--ticket",
         "streams tail scores --time yesterday": "--time 'yesterday'",
         "streams tail prompts --reward 1": "--reward",
-        "streams tail scores --lane test": "--lane 'test'",
         "streams show trajectories four": "'four'",
         "streams show commits 1.2": "a step such as",
         "streams show commits 77": "77",

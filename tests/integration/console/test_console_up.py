@@ -86,7 +86,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_up(UpOptions(config), specs_with()) == 0
+    assert run_up(UpOptions(config=config), specs_with()) == 0
     runs = config.parents[1] / "runs"
     (run,) = [path for path in runs.iterdir() if not path.is_symlink()]
     assert run.name.startswith("my-project-") and (runs / "latest").resolve() == run
@@ -113,7 +113,7 @@ async def _archived_steps(run: Path) -> list[int]:
 
 def test_a_mistake_found_by_a_service_exits_with_2(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = "raise SystemExit(print('the template is wrong') or 2)"
-    assert run_up(UpOptions(config, run_id="wrong"), specs_with(trainer)) == 2
+    assert run_up(UpOptions(config=config, run_id="wrong"), specs_with(trainer)) == 2
     error = capfd.readouterr().err
     assert "the template is wrong" in error
     assert f"tidemill up '{config}' --run-id wrong --resume" in error
@@ -122,18 +122,18 @@ def test_a_mistake_found_by_a_service_exits_with_2(config: Path, capfd: pytest.C
 def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints_exits_with_1(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = UpOptions(config, run_id="twice")
+    options = UpOptions(config=config, run_id="twice")
     assert run_up(options, specs_with()) == 0
     with pytest.raises(ConfigError, match="exists already") as caught:
         run_up(options, specs_with())
     assert "--run-id twice --resume" in str(caught.value)
     with pytest.raises(ConfigError, match="the latest is twice"):
-        run_up(UpOptions(config, resume=True), specs_with())
+        run_up(UpOptions(config=config, resume=True), specs_with())
     with pytest.raises(ConfigError, match="there is no run other to resume"):
-        run_up(UpOptions(config, run_id="other", resume=True), specs_with())
+        run_up(UpOptions(config=config, run_id="other", resume=True), specs_with())
     capfd.readouterr()
     changes = ("trainer.steps=5", "expect.eval_gain=0.85")
-    more = UpOptions(config, changes, run_id="twice", resume=True)
+    more = UpOptions(config=config, overrides=list(changes), run_id="twice", resume=True)
     assert run_up(more, specs_with()) == 1, "more was expected; the streams of before are still there"
     output = capfd.readouterr().out
     assert "expected a gain of 0.85" in output
@@ -148,7 +148,7 @@ def test_a_port_in_use_is_found_before_anything_starts(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(TidemillError, match=f"cannot serve metrics on 127.0.0.1:{port}") as caught:
-            run_up(UpOptions(config, run_id="busy", metrics_port=port))
+            run_up(UpOptions(config=config, run_id="busy", metrics_port=port))
     assert caught.value.exit_code == 2
     assert not (config.parents[1] / "runs").exists()
 
@@ -162,7 +162,7 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
         "from tidemill.services.console.launch.up import run_up\n"
         "from tidemill.services.console.options import UpOptions\n"
         "from tests.integration.console.test_console_up import specs_with\n"
-        "options = UpOptions(Path(sys.argv[1]), run_id='held', resume=len(sys.argv) > 3)\n"
+        "options = UpOptions(config=Path(sys.argv[1]), run_id='held', resume=len(sys.argv) > 3)\n"
         "sys.exit(run_up(options, specs_with(stop_after=1000 if options.resume else 2)))\n"
     )
     command = [sys.executable, str(script), str(config), str(ROOT)]

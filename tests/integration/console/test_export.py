@@ -17,7 +17,7 @@ from tests.support.versions import write_version
 from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.run.weight_files import version_name
-from tidemill.services.console.exports.model_folder import export_version, find_version
+from tidemill.services.console.exports.export import export_version, find_version
 from tidemill.services.trainer.weights.store import WeightStore
 
 

@@ -45,7 +45,8 @@ from tidemill.common.streams import START, append, last_id
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
-from tidemill.services.console.exporter.exporter import MetricsReader
+from tidemill.services.console.exporter.exporter import read_run
+from tidemill.services.console.status.snapshot import SnapshotReader
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 
 USERS = ("trainer", "rollout", "reward", "sandbox", "operator", "exporter")
@@ -285,7 +286,7 @@ async def test_the_exporter_reads_a_run_as_a_user_that_may_write_nothing(
         admin.xreadgroup(group, "c", {key: ">"}, count=1)
     await broker.close()
     exporter = await connected(server, monkeypatch, "exporter")
-    reading = await MetricsReader(exporter, RUN).read()
+    reading = await read_run(SnapshotReader(exporter, RUN, 0, 0))
     await exporter.close()
     gauges = {(gauge, labels): value for gauge, labels, value in reading.gauges}
     for where, lag in ((("trajectories", "reward"), 1), (("prompts", "rollout"), 0)):

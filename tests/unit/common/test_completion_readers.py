@@ -12,7 +12,6 @@ import pytest
 
 from tidemill.common.config.reward_kinds import VerdictConfig
 from tidemill.common.wire import codec
-from tidemill.common.wire.messages import PromptFields
 from tidemill.services.console.web import texts
 from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
 from tidemill.services.reward.remote.faults import RemoteFault
@@ -68,10 +67,6 @@ def judged(text: str, **config: Any) -> None:
             Verdict("j", VerdictConfig(**config)).read(text, text, is_cut=is_cut)
 
 
-def shown_prompt(text: str) -> None:
-    texts.prompt_messages(PromptFields.model_construct(prompt_text=text, extra={}))
-
-
 READERS: dict[str, Callable[[str], Any]] = {
     "hermes calls": lambda text: find_calls(text, "hermes"),
     "llama3 calls": lambda text: find_calls(text, "llama3"),
@@ -89,7 +84,6 @@ READERS: dict[str, Callable[[str], Any]] = {
     "verdict of choices": lambda text: judged(text, choices={"yes": 1.0, "no": 0.0}),
     "sendable": codec.sendable,
     "page of a sample": lambda text: texts.visible(text),
-    "page of a prompt": shown_prompt,
 }
 
 

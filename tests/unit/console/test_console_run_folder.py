@@ -53,9 +53,9 @@ def test_a_run_has_one_trainer_and_as_many_workers_as_configured() -> None:
 
 
 def test_the_command_to_resume_can_be_copied() -> None:
-    with_exporter = UpOptions(Path("c.yaml"), metrics_port=9109)
+    with_exporter = UpOptions(config=Path("c.yaml"), metrics_port=9109)
     assert with_exporter.command("r", resume=False) == "tidemill up c.yaml --run-id r --metrics-port 9109"
-    options = UpOptions(Path("my runs/c.yaml"), ("trainer.steps=3",), runs_dir=Path("out"))
+    options = UpOptions(config=Path("my runs/c.yaml"), overrides=["trainer.steps=3"], runs_dir=Path("out"))
     assert options.command("r-1", resume=True) == (
         "tidemill up 'my runs/c.yaml' --set trainer.steps=3 --run-id r-1 --runs-dir out --resume"
     )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.compare import replay
-from tidemill.services.console.compare.replay import parse_steps, result_tree
+from tidemill.services.console.compare.replay import listed_steps, result_tree
 from tidemill.services.console.options import ReplayOptions
 from tidemill.services.console.text.tree import print_tree
 
@@ -69,10 +69,10 @@ def test_a_replay_says_what_came_out(found: dict[str, Any], style: str, named: t
 
 def test_steps_are_numbers_lists_and_ranges() -> None:
     found = {"7": [7], "17,3": [3, 17], "10..12": [10, 11, 12], "1, 0..1": [0, 1]}
-    assert {text: parse_steps(text) for text in found} == found
+    assert {text: listed_steps(text) for text in found} == found
     for text in ("", "x", "3..", "5..2", "-1", "0..99999999", "1,,2"):
         with pytest.raises(ConfigError, match="steps"):
-            parse_steps(text)
+            listed_steps(text)
 
 
 @pytest.mark.parametrize(("is_equal", "code"), [(True, 0), (False, 1)])

@@ -17,7 +17,6 @@ from tidemill.services.console.status.report import (
     failures,
     learning_of,
     mean_score,
-    merge_evaluations,
     print_report,
     report_tree,
     summary_tree,
@@ -31,10 +30,10 @@ def commit(step: int, groups: dict[int, list[int]], **fields: Any) -> Commit:
 
 
 def totals_of(*commits: Commit, tickets: int) -> RunSummary:
-    totals = CommitTotals(group_size=2)
+    totals = CommitTotals("run", group_size=2)
     for item in commits:
         totals.add(item)
-    return totals.summary("run", tickets)
+    return totals.end(tickets)
 
 
 FIRST = commit(0, {0: [0, 1]})
@@ -99,12 +98,6 @@ def test_the_numbers_of_sessions_are_summed_up_and_shown() -> None:
     lines = {line.label: line.value for line in tree.children}
     assert (lines["turns a session"], lines["time in the environment"]) == (3.5, 0.75)
     assert (lines["best version, by held"], lines["left out: too old"]) == ("2 (0.500)", 2)
-
-
-def test_evaluations_that_a_restart_forgot_come_from_the_metrics_file() -> None:
-    record = {"kind": "evaluation", "version": 0, "set": "held", "time": 1.0, "score": 0.2}
-    known = {"version": 4, "set": "held", "score": 0.8}
-    assert merge_evaluations([known], [record, record | {"version": 4}]) == [record, known]
 
 
 def test_an_evaluation_is_the_mean_over_its_datasets_that_have_a_score() -> None:

@@ -103,21 +103,8 @@ def test_numbers_read_well() -> None:
     assert {seconds: duration(seconds) for seconds in durations} == durations
 
 
-RENDERED = {
-    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi\nyou<|im_end|>\n"
-    "<|im_start|>assistant\n",
-    "llama": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nHi\nyou<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nHi\nyou</s>\n<|assistant|>\n",
-}
-
-
-def test_a_prompt_is_a_chat_as_its_template_marks_it_or_its_row_has_it() -> None:
-    for name, rendered in RENDERED.items():
-        ticket = question(0).model_copy(update={"prompt_text": rendered})
-        found = [(said["role"], said["content"].removesuffix("</s>\n")) for said in prompt_messages(ticket)]
-        assert found == [("system", "Be brief."), ("user", "Hi\nyou")], name
-    for text in ("2 + 3 =", f"Explain this: {RENDERED['chatml']}", ""):
+def test_a_prompt_is_a_chat_where_its_row_has_one() -> None:
+    for text in ("2 + 3 =", "<|im_start|>user\nHi<|im_end|>\n", ""):
         assert prompt_messages(question(0).model_copy(update={"prompt_text": text})) == []
     chat = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, "no message"]
     row = {"prompt_text": "x", "extra": {"prompt": chat}}

@@ -15,8 +15,7 @@ from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.weight_files import read_manifest
 from tidemill.services.console.exports.export import export as export_command
-from tidemill.services.console.exports.export import list_versions
-from tidemill.services.console.exports.model_folder import export_version
+from tidemill.services.console.exports.export import export_version, list_versions
 from tidemill.services.console.options import ExportOptions
 from tidemill.services.trainer.weights.store import WeightStore
 

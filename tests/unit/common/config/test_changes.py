@@ -67,7 +67,7 @@ class TestResume:
         (folder.path / "metrics.jsonl").write_text(
             "".join(f'{{"kind": "step", "step": {i}}}\n' for i in range(3))
         )
-        options = UpOptions(tmp_path / "config.yaml", run_id="one", resume=True)
+        options = UpOptions(config=tmp_path / "config.yaml", run_id="one", resume=True)
         return lambda **after: _check_changes(options, make_config(run_id="one", **after), folder)
 
     def test_allowed_changes_are_told(self, resume: Any) -> None:

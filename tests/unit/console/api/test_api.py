@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.support.runs import simulated_config
 from tidemill.services.console.api.history import Records, wait_for
 from tidemill.services.console.api.running import CallbackView
 from tidemill.services.console.launch.local_run import LocalRun
-from tidemill.services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.status.snapshot import RunSnapshot, StepPoint
 
 
 def test_an_import_imports_nothing_and_every_name_can_be_had() -> None:
@@ -63,30 +64,30 @@ def test_a_coroutine_is_waited_for_also_where_a_loop_runs() -> None:
     assert wait_for(answer) == asyncio.run(inside()) == 42
 
 
-def test_callbacks_get_each_record_once_and_false_stops_the_run_once(tmp_path: Path) -> None:
+def test_callbacks_get_each_record_once_and_false_stops_the_run_once() -> None:
     seen: list[tuple[str, int]] = []
     stops: list[bool] = []
 
     def on_step(record: dict[str, Any]) -> bool:
-        seen.append(("step", record["step"]))
+        seen.append((record["kind"], record["step"]))
+        assert (record["loss"], record["reward"]) == (None, record["step"] / 10), "as JSON has it"
         return bool(record["step"] < 3)
 
     def on_evaluation(record: dict[str, Any]) -> None:
-        seen.append(("evaluation", record["version"]))
+        seen.append((record["kind"], record["version"]))
 
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "step", "step": 0}\n')
     view = CallbackView(Console(quiet=True), {"step": on_step, "evaluation": on_evaluation})
-    run = SimpleNamespace(folder=SimpleNamespace(path=tmp_path), stop=lambda: stops.append(True))
-    view.begin(cast(LocalRun, run))  # step 0 was done before it was resumed
+    view.run = cast(LocalRun, SimpleNamespace(stop=lambda: stops.append(True)))
+    evaluation = {"kind": "evaluation", "version": 2, "set": "a", "score": 1.0}
 
-    def write(*lines: str) -> None:
-        with path.open("a") as file:
-            file.write("".join(lines))
-        view.show(RunSnapshot("r", 9, 1), {}, 0.0)
+    def show(num_steps: int, *evaluations: dict[str, Any]) -> None:
+        points = [StepPoint(step, {"reward": step / 10, "loss": math.nan}) for step in range(num_steps)]
+        state = {"evaluations": list(evaluations)}
+        view.show(RunSnapshot("r", 9, 1, state=state, points=points), {}, 0.0)
 
-    write('{"kind": "step", "step": 1}\n', '{"kind": "evaluation", "version": 2, "set": "a"}\n{"kind": "st')
-    write('ep", "step": 2}\n{"kind": "step", "step": 1}\n')
-    write('{"kind": "step", "step": 3}\n', '{"kind": "step", "step": 4}\n')
-    write('{"kind": "step", "step": 5}\n')
+    show(1)  # step 0 was done before it was resumed
+    show(2)
+    show(3, evaluation)
+    show(5, evaluation)
+    show(6, evaluation)
     assert seen == [("step", 1), ("evaluation", 2), ("step", 2), ("step", 3)] and stops == [True]
