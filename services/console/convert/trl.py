@@ -125,9 +125,13 @@ def _convert_loss(draft: Draft) -> None:
 
 def _convert_adapters(draft: Draft) -> None:
     peft = str(draft.take("peft_config") or "")
-    if draft.take("use_peft") or "LoraConfig" in peft:
-        rank, alpha = re.search(r"\br=(\d+)", peft), re.search(r"lora_alpha=([\d.]+)", peft)
-        draft.put("trainer.lora.rank", int(rank[1]) if rank else draft.take("lora_r"), "lora_r")
-        draft.put("trainer.lora.alpha", float(alpha[1]) if alpha else draft.take("lora_alpha"), "lora_alpha")
-        if modules := draft.take("lora_target_modules"):
+    is_object = "LoraConfig" in peft
+    if draft.take("use_peft") or is_object:
+        for name, field, kind in (("r", "lora_r", int), ("lora_alpha", "lora_alpha", float)):
+            given, option = re.search(rf"\b{name}=([\d.]+)", peft), draft.take(field)
+            # PEFT's own default is another one than that of TRL's options.
+            value = given[1] if given else 8 if is_object else option
+            draft.put(f"trainer.lora.{'rank' if name == 'r' else 'alpha'}", kind(value), field)
+        named = re.search(r"target_modules=(\[[^]]*\])", peft)
+        if modules := draft.take("lora_target_modules") or (named and re.findall(r"[\w.]+", named[1])):
             draft.put("trainer.lora.target_modules", modules, "lora_target_modules")

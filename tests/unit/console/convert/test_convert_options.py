@@ -150,6 +150,9 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
      {"data.train": "hub:a/b/c@train[:9]", "data.eval": {"held_out": "hub:a/b@test"}}),
     ("trl", {"peft_config": "LoraConfig(r=4, lora_alpha=8)"},
      {"trainer.lora.rank": 4, "trainer.lora.alpha": 8.0}),
+    ("trl", {"peft_config": "LoraConfig(task_type='CAUSAL_LM', target_modules=['q_proj', 'v_proj'])"},
+     {"trainer.lora": {"rank": 8, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}}),
+    ("trl", {"use_peft": True}, {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0}),
     ("trl", {"warmup_ratio": 0.1, "max_steps": 50}, {"trainer.optimizer.warmup_steps": 5}),
     # prime-rl
     ("prime-rl", {}, {"trainer.groups_per_step": 16, "trainer.max_staleness": 8, "rollout.workers": 1}),
