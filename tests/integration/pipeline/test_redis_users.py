@@ -151,7 +151,8 @@ WRITES = f"""
     trainer: XADD {RUN.weights} * p x; SET {RUN.config} {{}}; HSET {RUN.state} status 1
     trainer: HSET {RUN.workers("trainer")} a 1; XTRIM {RUN.trajectories()} MINID 5-0
     trainer: XTRIM {RUN.commits} MINID 5-0
-    rollout: XADD {RUN.trajectories(Lane.EVAL)} * p x; HSETNX {RUN.progress(3)} 0 x; HSET {RUN.workers("rollout")} a 1
+    rollout: XADD {RUN.trajectories(Lane.EVAL)} * p x; HSETNX {RUN.progress(3)} 0 x
+    rollout: HSET {RUN.workers("rollout")} a 1
     reward: XADD {RUN.scores()} * p x; HSET {RUN.results(3)} 0 x; HSET {RUN.reward_cache[0]} 0 x
     reward: HSET {RUN.limits("judge")} tokens 1; HSET {RUN.workers("reward")} a 1
     reward: XACK {RUN.trajectories()} reward 1-0
