@@ -65,11 +65,11 @@ Reading = tuple[Gauge, tuple[str, ...], float]
 
 @dataclass(frozen=True, slots=True)
 class RunReading:
-    """A run as Redis had it at one time: its snapshot, and what only Prometheus shows."""
+    """The state of a run at one time: its snapshot, and values that only Prometheus shows."""
 
     snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
     gauges: list[Reading] = field(default_factory=list)
-    """Of Redis and its streams."""
+    """Values of Redis's memory and of the run's streams."""
     roles: tuple[str, ...] = ROLES
 
 
@@ -110,7 +110,7 @@ class MetricsReader:
 
 
 def _age_s(entry: Entry[Message] | Garbled | None) -> float:
-    """Seconds since the entry's message was made; 0 where there is none that tells."""
+    """Seconds since the entry's message was made; 0 where there is no entry, or no time in it."""
     made_at = time_of(entry.message) if isinstance(entry, Entry) else None
     return max(0.0, time.time() - made_at) if made_at else 0.0
 
@@ -151,7 +151,7 @@ def _set_workers(workers: list[Heartbeat], roles: tuple[str, ...]) -> None:
 
 
 def as_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
-    """All living processes, the servers that registered, and the exporter itself.
+    """Targets for Prometheus: all living processes, the servers that registered, and the exporter itself.
 
     Labels: the run, the service, and the worker's name, which stays the same over restarts that change the
     port. The exporter has no `worker`: its metrics have that label themselves.
@@ -172,14 +172,14 @@ class Exporter:
     def __init__(self, keys: Keys, every_s: float = EVERY_S) -> None:
         self.keys, self._every_s = keys, every_s
         self._lock = threading.Lock()
-        """Scrapes are answered by threads of their own."""
+        """Held while gauges change: other threads answer scrapes."""
         self._reading = RunReading()
 
     async def serve(self, port: int, host: str) -> int:
         """Serve until a signal comes; returns the exit code.
 
         Raises:
-            ConfigError: the port cannot be had.
+            ConfigError: the port cannot be opened.
             BrokerError: Redis refuses this client.
         """
         endpoint = HttpEndpoint(port, host, [REGISTRY, _Whole(self._lock)], {"/sd": self._discover})

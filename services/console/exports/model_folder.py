@@ -32,7 +32,7 @@ BEST, LAST = "best", "last"
 ORIGIN_FILE = "tidemill.json"
 """Beside the weights: run, version and digest."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-"""Weights of the starting model, and lists of them, stay behind."""
+"""Files with these suffixes, weights of the starting model and their indexes, are not copied."""
 
 
 def export_version(run: Path, model: ModelConfig, version: str, target: Path) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _known(run: Path) -> str:
 
 
 def _model_folder(model: str) -> Path:
-    """The folder of the starting model: itself, or the hub's without its weights."""
+    """The folder of the starting model; one of the hub is downloaded without its weights."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -117,7 +117,7 @@ def _copy_model_files(source: Path, target: Path) -> None:
 
 
 def _change_config(path: Path, dtype: str, overrides: Mapping[str, Any]) -> None:
-    """Let readers load the weights as they are stored, into the model that was trained."""
+    """Set dtype and overrides in config.json, so that the weights load as they are stored."""
     tree = overridden(json.loads(path.read_bytes()), overrides)
     tree.pop("torch_dtype", None)
     path.write_text(json.dumps({**tree, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")

@@ -44,7 +44,7 @@ class LiveView:
 
 
 News = tuple[tuple[float, int], tuple[object, ...], Callable[[], str]]
-"""Something that a snapshot tells: its place among others, what it is, and its line."""
+"""An item of a snapshot: its sort key, its identity, and the function that makes its line."""
 
 
 def _news(snapshot: RunSnapshot) -> Iterator[News]:
@@ -72,7 +72,7 @@ class PlainView:
         """Print what is new since the last call; what a resumed run did before is not new."""
         news = sorted(_news(snapshot), key=lambda item: item[0])
         if self._shown is None:
-            # What blocks is no history: it blocks now, and is said to who resumes, too.
+            # What blocks the run blocks it now: it is printed after a resume, too.
             self._shown = {what for _, what, _ in news if what[0] != "blocked"}
         for _, what, line in news:
             if what not in self._shown:
@@ -84,7 +84,7 @@ class PlainView:
             self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Nothing to close."""
 
 
 View = LiveView | PlainView
