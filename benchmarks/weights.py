@@ -43,7 +43,7 @@ POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One version."""
+    """Figures of one version."""
 
     share: float
     kind: str
@@ -70,7 +70,7 @@ class MadeUpModel:
         self.writer = ShardWriter(model, self.tensors, torch.bfloat16, Alone(), max_share=0.3)
 
     def change(self, share: float, seed: int) -> None:
-        """Give about `share` of all values others."""
+        """Change about `share` of all values."""
         generator = torch.Generator().manual_seed(seed)
         for tensor in self.tensors.values():
             for rows in tensor.split(512):
