@@ -50,8 +50,8 @@ class Case(NamedTuple):
     group: int = 1
     """Samples that have one prompt."""
     turns: int = 1
-    """The i-th sample of a group has the first i of so many parts of the prompt: a session's history at each
-    of its turns. `prompt_tokens` are those of a part."""
+    """Parts of the prompt. The i-th sample of a group has the first i of them: a session's history at each of
+    its turns. `prompt_tokens` counts one part."""
 
 
 CASES = {
@@ -126,7 +126,7 @@ class Peak:
 
 
 def make_policy(model: Any, samples: Sequence[Sample], budget_tokens: int) -> TransformersPolicy:
-    """The policy of a run that trains on these samples in micro-batches of so many tokens."""
+    """The policy of a run that trains on these samples in micro-batches of this many tokens."""
     config = TrainerConfig.model_validate(
         {
             "micro_batch_tokens": budget_tokens,

@@ -253,7 +253,7 @@ RAW, PEER = "raw arrays, 64 a call", "PipelineRL's way, one a call"
 SCORED, FORGOTTEN = "with scores, 64 a call", "fire-and-forget, 64 a call"
 WRITE_STREAM = partial(_write_with, append)
 READ_STREAM = partial(_read_with, lambda delivery: None)
-# As a reward worker: each score and the acknowledgement of its trajectory are one unit.
+# As in a reward worker, each score and the acknowledgement of its trajectory are one unit.
 READ_SCORED = partial(_read_with, lambda delivery: score_of(delivery.message))
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
     SINGLE: (WRITE_STREAM, READ_STREAM, 1),

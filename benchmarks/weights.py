@@ -77,13 +77,13 @@ class MadeUpModel:
                 rows[torch.rand(rows.shape, generator=generator) < share] *= 1.02
 
     def compare_weights(self) -> WeightState:
-        """As a policy does."""
+        """Like a policy."""
         found = self.writer.compare(self.tensors)
         before = str(found.before) if found.before else ""
         return WeightState(str(found.digest), str(found.digest), before, found.share_changed, found.num_bytes)
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
-        """As a policy does."""
+        """Like a policy."""
         return self.writer.begin(lambda: self.tensors, folder, version, parent)
 
 
@@ -139,7 +139,7 @@ def _written(
 
 
 def _applied(run: Path, manifest: WeightManifest, held: dict[str, Bits]) -> tuple[float, float]:
-    """Seconds to check, stage and apply, and of them those in which generation stands still."""
+    """Seconds to check, stage and apply, and of them those in which generation pauses."""
     start = time.perf_counter()
     paths = verified_files(run, manifest)
     if not manifest.is_delta:

@@ -10,7 +10,7 @@ means depends on the stream of the message:
 * commits, weights, and trajectories that are too old for their step are never put back.
 
 In training, the trainer replaces the group of a dead ticket or trajectory by a fresh one. From then on the
-old one can no longer matter, and is refused. So this is for a run whose trainer stands still, for
+old one can no longer matter, and is refused. So this is for a run whose trainer does not run, for
 evaluations in progress, and for messages that only a newer release can read.
 """
 

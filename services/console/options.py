@@ -540,7 +540,7 @@ class GrepOptions(SelectionOptions):
     pattern: str = argument("A regular expression of Python.", metavar="PATTERN")
     streams: list[str] = option("--stream", _GREP_TEXT, [])
     ignore_case: bool = option("--ignore-case", "Ignore case.", False, short=["-i"])
-    limit: int = option("-n", "Stop after so many; 0: never.", 0, min=0)
+    limit: int = option("-n", "Stop after this many; 0: never.", 0, min=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,7 +577,7 @@ class ShowDeadOptions(DeadChoice):
 
     ids: list[str] = argument("Ids of dead letters. Without one: a list of them.", [], "ID")
     has_all: bool = field(default=True, init=False)
-    limit: int = option("--limit", "At most so many, the newest; 0: all.", 100, min=0)
+    limit: int = option("--limit", "At most this many, the newest; 0: all.", 100, min=0)
     with_hex: bool = option("--hex", "Show all original bytes.", False)
     as_json: bool = json_flag()
 

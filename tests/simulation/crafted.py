@@ -177,7 +177,7 @@ def _forks(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
 
 
 def _sleepers(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Each of two workers stands still, or is cut off, with a part on its way, until the other one has taken
+    """Each of two workers is frozen, or cut off, with a part on its way, until the other one has taken
     over what it holds and works on it; answers may be lost."""
     kinds = [rng.choice(("freeze", "freeze", "cut_off")) for _ in range(3)]
     lasting_s = [round(rng.uniform(1.2, 1.7) * LEASE_S, 2) for _ in kinds]

@@ -113,7 +113,7 @@ class Injector:
         return True
 
     def freeze(self, fault: Fault) -> bool:
-        """A process stands still for longer than its leases, and wakes up."""
+        """A process is frozen for longer than its leases, and then goes on."""
         process = self.fleet.find(fault.target)
         if process is None:
             return False

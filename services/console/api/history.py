@@ -212,7 +212,7 @@ def _column(values: list[Any]) -> Any:
 def wait_for(make: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] = lambda: None) -> T:
     """Run the coroutine that `make` returns on an event loop of its own, and return its result.
 
-    Inside a running loop (a notebook) that is in a thread: there Ctrl-C calls `stop`, and the wait goes on.
+    Inside a running loop (a notebook) it runs in a thread. Ctrl-C then calls `stop`, and the wait goes on.
     """
     try:
         asyncio.get_running_loop()

@@ -41,7 +41,7 @@ class RunResult:
     folder: Path
     """The run's folder: records, weights, logs."""
     exit_code: int
-    """As `tidemill up` ends: 0, 1 where the run did not do what it should, 130 where it was stopped."""
+    """That of `tidemill up`: 0, 1 where the run did not do what it should, 130 where it was stopped."""
     summary: dict[str, Any] = field(default_factory=dict)
     """The contents of summary.json; empty where the run did not finish."""
     why_not_finished: str = ""
@@ -178,7 +178,7 @@ class CallbackView(PlainView):
         self._is_stopping = False
 
     def begin(self, run: LocalRun) -> None:
-        """Count what a resumed run has recorded before as reported."""
+        """Mark what a resumed run has recorded before as reported."""
         self.run = run
         self._reported = {_key_of(record) for record in read_records(run.folder.path / METRICS_FILE)}
 

@@ -155,7 +155,7 @@ class GroupRecord:
 async def read_group(
     history: History, number: int, lane: Lane = Lane.TRAIN, known: KnownPlaces | None = None
 ) -> GroupRecord:
-    """Gather what the streams tell of a ticket."""
+    """Gather what the streams have about a ticket."""
     group = GroupRecord(number, lane, await history.ticket(number, lane))
     group.letters = await _letters(history, number, lane)
     if lane is Lane.TRAIN and known is None:
@@ -206,7 +206,7 @@ async def read_groups(
             dropped = [ticket for ticket, _ in dropped_groups(commit)]
             commits |= dict.fromkeys([*commit.groups, *dropped], commit)
     if numbers := sorted({*issued, *made}):
-        # By tickets, for a score names no step.
+        # Selected by tickets: a score has no step.
         near = Selection(tickets=(numbers[0], numbers[-1]))
         async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
             scored[score.ticket].append(score)
@@ -380,7 +380,7 @@ class StepRecord:
 
 
 async def read_step(history: History, step: int) -> StepRecord | None:
-    """Gather what the streams tell of a step; None where they have no commit of it."""
+    """Gather what the streams have about a step; None where they have no commit of it."""
     commit = await history.commit(step)
     if commit is None:
         return None

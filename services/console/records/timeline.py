@@ -30,7 +30,7 @@ from tidemill.services.console.text.formats import sample_name, size
 from tidemill.services.console.text.tree import terminal
 
 IN_FLIGHT_STEPS = 2
-"""Tickets are issued so many steps ahead of the one that is trained, where the run's config is not known."""
+"""How many steps ahead of training tickets are issued, where the run's config is not known."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ WORKERS = {
     "rollout": ("generate", "wait:tickets", "trajectories"),
     "reward": ("score", "wait:trajectories", "scores"),
 }
-"""Of each role but the trainer: its state at work, its state without work, and its output stream."""
+"""For each role but the trainer: its state at work, its state without work, and its output stream."""
 BLAMED_STATES = {
     WAIT_REDIS: "redis",
     WAIT_ENVIRONMENT: "environment",

@@ -232,9 +232,7 @@ class SnapshotReader:
         if status is None:
             return QueueDepth(stream.value, num_entries, num_entries if stream.group else None, 0)
         newest = await last_id(self.broker, key)
-        if (
-            stream.message_type is Ticket
-        ):  # tickets are numbered by their entry ids: what nobody took yet is known
+        if stream.message_type is Ticket:  # tickets are numbered by their entry ids: the lag is known
             waiting: int | None = id_order(newest)[0] - id_order(status.last_delivered)[0]
         else:
             # Redis knows no lag once entries within the stream were deleted; at its end there is none.

@@ -17,7 +17,7 @@ def printable(value: str, limit: int = 0) -> str:
 
 
 def printable_block(value: str, limit: int = 0) -> str:
-    """The same with its line breaks kept; what is cut off at `limit` characters is counted in a last line."""
+    """Like `printable`, with line breaks kept; a last line counts what is cut off at `limit` characters."""
     shown = value[:limit] if limit else value
     lines = "\n".join("".join(map(_visible, line)) for line in shown.split("\n"))
     left_out = len(value) - len(shown)

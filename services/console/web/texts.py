@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number with so many significant digits at least; whole numbers as they are."""
+    """A number with at least this many significant digits; whole numbers as they are."""
     if value is None or not math.isfinite(value):
         return NOTHING if value is None else str(value)
     if float(value).is_integer() and abs(value) < 1e15:
