@@ -90,7 +90,7 @@ def samples_of(rows: list[DecodingRow]) -> list[Sample]:
 
 
 def bytes_of(rows: list[DecodingRow], name: str) -> float:
-    """Of a claim, for each token that it has a row of."""
+    """Bytes of a claim for each token that it has a row of."""
     payloads = [
         codec.encode_payload(
             ChoiceRows(ticket=0, index=0, tokens_digest="0" * 16, rows={name: row.choices[name]})
@@ -101,7 +101,7 @@ def bytes_of(rows: list[DecodingRow], name: str) -> float:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Of this thread, which computes alone: what else the machine does takes none of them."""
+    """CPU seconds of this thread, which computes alone: other load on the machine does not count."""
     began = time.thread_time()
     work()
     return time.thread_time() - began

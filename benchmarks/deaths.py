@@ -1,4 +1,4 @@
-"""What a crash costs, in trajectory-seconds: time in which trajectories were made that are made again.
+"""What a crash costs, in trajectory-seconds: time spent on trajectories that have to be made again.
 
     python -m benchmarks.deaths
 
@@ -6,7 +6,7 @@ The accounting is that of verl's issue 7579, at shapes like its two: completions
 of twenty turns. There a crash ends the job, and what was produced since the last checkpoint is gone: 2,400 to
 4,000 trajectory-seconds, and 16,800 to 21,600 with agents. `theirs` is that sum at the very moment of each of
 our crashes; `ours` is what our services make again. Last, the share of tokens that is generated again where a
-thousand sessions are out, and each worker dies once in ten minutes.
+thousand sessions are in flight, and each worker dies once in ten minutes.
 
 Whole runs of the real services, in virtual time, as `tests/simulation` plays them: one process dies, or all.
 Everything that takes time is played ten times as fast.
@@ -60,7 +60,7 @@ class Working:
 
 
 SCALE = 10
-"""How much faster than life everything is played."""
+"""All durations are divided by this."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class Shape:
     """Two steps of tickets are out at once, on two rollout workers."""
 
     num_samples: int
-    """Of a step."""
+    """Samples of a step."""
     turn_s: float
-    """What the engine takes for one, on average."""
+    """Seconds that the engine takes for one turn, on average."""
     turns: int = 1
     answer_s: float = 0.0
-    """What the environment takes for its answer."""
+    """Seconds that the environment takes for an answer, on average."""
     verl: str = ""
     """Published trajectory-seconds lost in a crash."""
 
     @property
     def sample_s(self) -> float:
-        """What a sample takes, in virtual time."""
+        """Seconds of a sample, in virtual time."""
         return self.turns * (self.turn_s + self.answer_s) / SCALE
 
     def config(self, world: World) -> RunConfig:
@@ -113,27 +113,27 @@ CRASHES: dict[str, Callable[[str], bool]] = {
 
 @dataclass
 class Account:
-    """Every play of a sample, and what a crash takes."""
+    """Every play of a sample, and what a crash loses."""
 
     world: World
     playing: dict[Any, tuple[Process, float]] = field(default_factory=dict)
-    """Whose, and from when on it would be made again: its start, or its last part."""
+    """By sample: the process that plays it, and its start or last kept part: a crash loses all since then."""
     started: dict[Any, float] = field(default_factory=dict)
-    """By sample, in whoever's hands it was then."""
+    """By sample: its first start, in any worker."""
     done: dict[Any, tuple[float, float]] = field(default_factory=dict)
     """By sample: its start and its end."""
     again_s: float = 0.0
-    """Of samples that were whole, and were made once more."""
+    """Seconds of complete samples that were made again."""
     checkpoint_at: float = 0.0
     theirs: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
     asking: dict[Any, float] = field(default_factory=dict)
-    """When the turn began that an engine generates now, by sample."""
+    """By sample: the start of the turn that an engine generates now."""
     turns: Counter[Any] = field(default_factory=Counter)
-    """That engines have generated, by sample; of one that a crash has cut off, as much as there was."""
+    """By sample: turns that engines have generated, and the fraction of a turn that a crash has cut off."""
 
     def see(self, record: Any) -> None:
-        """An entry was appended: with a commit, all before it is in a checkpoint."""
+        """Take an appended entry: with a commit, all before it is in a checkpoint."""
         if record.stream == "commits":
             self.checkpoint_at = self.world.loop.now
 
@@ -181,7 +181,7 @@ class Account:
             RolloutWorker._ask = ask  # type: ignore[method-assign]
 
     def crash(self, fleet: Fleet, shape: Shape, dies: Callable[[str], bool]) -> None:
-        """Kill, and add up what is lost with it."""
+        """Kill the processes that `dies` selects, and add up what is lost."""
         now = self.world.loop.now
         fresh = [end - begun for begun, end in self.done.values() if end > self.checkpoint_at]
         self.theirs.append(sum(now - self.started[key] for key in self.playing) + sum(fresh))
@@ -199,7 +199,7 @@ class Account:
 def account_of(
     shape: Shape, crashes: Sequence[tuple[float, Callable[[str], bool]]], length_s: float, seed: int
 ) -> Account:
-    """One run of so many virtual seconds, with crashes at times from its start on."""
+    """One run of `length_s` virtual seconds, with crashes at these times after its start."""
     with _folder() as folder, _without_complaints():
         _freeze()
         world = World(seed, folder)
@@ -225,8 +225,8 @@ def account_of(
 
 
 def measure(shape: Shape, dies: Callable[[str], bool], crashes: int, seed: int) -> tuple[float, float]:
-    """One run; returns the trajectory-seconds lost in a crash, by their rules and with our services."""
-    # Each at another moment of a step, and after the last one has been forgotten.
+    """One run; returns the trajectory-seconds lost in a crash, by verl's accounting and with our services."""
+    # Each at another moment of a step, when the effects of the last one are over.
     times = [shape.sample_s * (4 + 5.3 * number) for number in range(crashes)]
     account = account_of(shape, [(at, dies) for at in times], times[-1] + 5 * shape.sample_s, seed)
     ours = mean(account.ours) + account.again_s / crashes

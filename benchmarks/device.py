@@ -16,7 +16,7 @@ def is_gpu() -> bool:
 
 
 def free() -> None:
-    """Give back what nobody refers to any more: models are parts of cycles."""
+    """Free what is no longer referenced: models are parts of reference cycles."""
     gc.collect()
     if is_gpu():
         torch.cuda.empty_cache()

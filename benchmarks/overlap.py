@@ -43,7 +43,7 @@ GENERATION_S, LOGPROBS_S, TRAINING_S = 40.0, 46.0 + 37.0, 127.0
 REWARD_S = (1.0, 40.0)
 GROUPS, GROUP_SIZE, MINI_BATCHES, REWARD_SLOTS = 1024, 5, 4, 256
 PUBLISHED_S = {"baseline": 583, "mini-batch": 509, "one step": 420, "both": 424}
-"""Their median step, in seconds, without validation."""
+"""The median step that verl published, in seconds, without validation."""
 PUBLISHED_SAVING = {"mini-batch": 0.123, "one step": 0.252, "both": 0.309}
 
 
@@ -147,7 +147,7 @@ def main(
         raise typer.BadParameter(f"must divide {REWARD_SLOTS}", param_hint="--shrink")
     counts = [int(count) for count in consumers.split(",")]
     modes = (("baseline", 0, False), ("mini-batch", 0, True), ("one step", 1, False), ("both", 1, True))
-    first = Setting(*modes[0], consumers=1)  # what savings are against, whatever else is asked for
+    first = Setting(*modes[0], consumers=1)  # always measured: savings are relative to it
     settings = [Setting(*mode, consumers=count) for count in counts for mode in modes]
     settings = [first, *(setting for setting in settings if setting != first)]
     outcomes: dict[Setting, Outcome] = {}

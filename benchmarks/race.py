@@ -42,7 +42,7 @@ def main(
     seed: Annotated[int, typer.Option(help="of the first pair")] = 0,
     trl: Annotated[Path | None, typer.Option(help="run TRL's side alone, in this folder")] = None,
 ) -> None:
-    """Race."""
+    """Run all sides in turns, and compare their times."""
     if model not in CONFIGS:
         raise typer.BadParameter(f"expected one of {', '.join(CONFIGS)}", param_hint="--model")
     if steps == 1:

@@ -40,7 +40,7 @@ from tidemill.services.trainer.weights.peers import pack
 
 TILE, GROUPS, SIZE = 16_384, 64, 8
 SCORES = 4 * 4096
-"""Of attention that take a token's time, in a model of 8B (`rank_policy.SCORES_PER_WIDTH`)."""
+"""Scores of attention that cost as much as one token, in a model of 8B (`rank_policy.SCORES_PER_WIDTH`)."""
 RANKS = (1, 2, 4, 8)
 
 
@@ -53,11 +53,11 @@ LENGTHS: dict[str, tuple[int, Callable[[Generator], int]]] = {
     "reasoning, log-normal around 3,000": (256, lambda rng: int(min(16_000, rng.lognormal(8.0, 0.8)))),
     "octaves, 128 to 15,000": (1024, lambda rng: _octaves(rng, 128, 15_000)),
 }
-"""Tokens of a prompt, and of a completion."""
+"""Tokens of a prompt, and the function that draws those of a completion."""
 
 
 def make_step(name: str) -> list[Sample]:
-    """The samples of a step, of tokens that occur nowhere else."""
+    """The samples of a step, with random tokens: only the samples of a group share any."""
     rng = np.random.default_rng(0)
     num_prompt, draw = LENGTHS[name]
     samples = []
@@ -88,7 +88,7 @@ def _tiles(samples: list[Sample]) -> Iterator[int]:
 
 
 def needed_tokens(samples: list[Sample]) -> int:
-    """What any packing computes of a step, at least."""
+    """Least number of tokens that any packing computes for a step."""
     prompts = {sample.key[0]: len(sample.prompt_ids) for sample in samples}
     own = dict.fromkeys(prompts, 0)
     for sample in samples:
@@ -135,12 +135,12 @@ UPDATED: dict[str, dict[str, int]] = {
     "2": {"num_ranks": 2},
     "2_experts": {"num_ranks": 2, "expert_ranks": 2},
 }
-"""Of whose updates the time is taken, and their ranks."""
+"""Settings of the policies whose updates are timed."""
 ROUNDS, VOCABULARY = 5, 1024
 
 
 def time_update(folder: Path, ranks: dict[str, int]) -> float:
-    """Milliseconds."""
+    """Milliseconds of the fastest update."""
     model = {"path": str(folder), "dtype": "float32", "max_model_len": 256}
     trainer = ranks | {"device": "cpu", "num_threads": 1}
     data, rollout = {"train": "none", "max_prompt_tokens": 64}, {"sampling": {"max_tokens": 64}}

@@ -6,10 +6,10 @@
 Reward services as processes on a real Redis. The reward is an async function that sleeps uniformly between 1
 and 40 s, divided by `--scale`, for each of 1,024 x 5 samples.
 
-`ideal` is what no scheduler of that many slots can beat: every slot takes the next sample the moment it is
-free, the same delays are slept, and nothing else costs time; the tail is included. The clock is Redis's own,
-from just before the first trajectory is appended to the last score; processes have started before that.
-`efficiency` is ideal time over measured time; `CPU` what each score took of a core, in all processes.
+`ideal` is the time without any overhead: every slot takes the next sample the moment it is free, the same
+delays are slept, and nothing else costs time; the tail is included. The clock is Redis's own, from just
+before the first trajectory is appended to the last score; processes have started before that. `efficiency`
+is ideal time over measured time; `CPU` is the processor time of a score, in all processes.
 """
 
 import heapq
@@ -90,7 +90,7 @@ async def measure(consumers: int, slots: int, delays_s: Sequence[float]) -> tupl
 
 
 def cpu_s() -> float:
-    """What this process and all that it has started have taken, as far as they live."""
+    """CPU seconds of this process and of its descendants that are alive."""
     alive = psutil.Process().children(recursive=True)
     return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in alive)
 
@@ -121,7 +121,7 @@ def main(
     scale: Annotated[float, typer.Option(help="delays of 1 to 40 s are divided by this")] = 40.0,
     groups: Annotated[int, typer.Option(help="groups of five samples")] = GROUPS,
 ) -> None:
-    """Measure."""
+    """Measure how scoring scales with consumers and slots."""
     chance = random.Random(0)
     delays_s = [chance.uniform(*DELAY_S) / scale for _ in range(groups * GROUP_SIZE)]
     rows, efficiency = [], {}

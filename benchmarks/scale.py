@@ -46,16 +46,16 @@ from tidemill.services.console.status.report import CommitTotals, RunSummary
 SIGMA, CUT = 0.99, 16.0
 MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 2, 1, 2
 STALENESS, WARM_STEPS, STEPS = 8, 1, 4
-"""Steps last two mean completions; the longest completion takes ten, and must not hold up the trainer."""
+"""A step lasts two mean completions, the longest completion ten: this staleness keeps the trainer going."""
 REWARD_SLOTS, WORKERS_PER_REWARD_WORKER = 4, 5
 TRAINER_SHARE, REWARD_SHARES = 0.7, (0.01, 0.4)
 LEASE_S, DRAIN_S = 6.0, 1.0
 POLL_S, END_S, WRITTEN_AFTER_S = 0.2, 300.0, 1.5
 MEAN_S, MOST_STRETCH = 1.5, 12.0
 FIRST_CORES_PER_WORKER = 0.008
-"""What is assumed before anything was measured."""
+"""Assumed before anything was measured."""
 CORES_USED = 0.4
-"""Of what the cores have left; the rest is for what comes at once."""
+"""Share of the cores' free time that is used; the rest is for bursts."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Size:
 
     workers: int
     mean_s: float
-    """What a completion takes, on average."""
+    """Seconds of a completion, on average."""
     stretch: float
     """Wall seconds that stand for one second: all work and all pauses of loops take so much longer."""
     trims: bool = False
-    """Streams are trimmed, as those of a run."""
+    """Whether streams are trimmed, as those of a run are."""
 
     @property
     def reward_workers(self) -> int:
@@ -76,7 +76,6 @@ class Size:
         return max(1, self.workers // WORKERS_PER_REWARD_WORKER)
 
     def config(self, folder: Path, steps: int) -> RunConfig:
-        """The run's config."""
         mean_s, groups = self.mean_s * self.stretch, max(4, self.workers)
         step_s = groups * GROUP_SIZE * mean_s / (self.workers * SLOTS)
         return simulated_config(
@@ -109,25 +108,25 @@ class Size:
 
 @dataclass
 class Outcome:
-    """One size."""
+    """Measurements of one size."""
 
     size: Size
     efficiency: float
     samples_per_s: float
     step_s: float
     cpu_shares: dict[str, float]
-    """CPU of each process, of one core, in wall time."""
+    """CPU of each process, as a share of one core, in wall time."""
     trainer_share: float
-    """Of the time, the trainer's work."""
+    """Share of the time in which the trainer works."""
     mb_by_step: list[float]
-    """What all streams take in Redis, in megabytes, after each step that counts."""
+    """Megabytes of all streams in Redis, after each measured step."""
     commands_per_s: float
-    """Of Redis, in the time that the run stands for."""
+    """Commands of Redis in unscaled time."""
     summary: RunSummary
 
     @property
     def mb_per_step(self) -> float:
-        """What a step takes in Redis, where nothing is trimmed."""
+        """Megabytes of a step in Redis, where nothing is trimmed."""
         return self.mb_by_step[-1] / (WARM_STEPS + len(self.mb_by_step))
 
     @property
@@ -138,7 +137,7 @@ class Outcome:
 
     @property
     def redis_share(self) -> float:
-        """CPU of Redis, of one core, in the time that the run stands for."""
+        """CPU of Redis, as a share of one core, in unscaled time."""
         return self.cpu_shares["redis"] * self.size.stretch
 
     @property
@@ -158,7 +157,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Everything runs within the block."""
+        """Run all processes during the block."""
         async with self.run:
             self.run.start("trainer")
             self._reader = OffsetReader(self.run.broker, self.run.keys.commits, Commit)
@@ -204,7 +203,7 @@ class Cluster:
         }
 
     async def megabytes(self) -> float:
-        """What all streams take in Redis."""
+        """Megabytes of all streams in Redis."""
         keys = self.run.keys
         streams = (keys.prompts(), keys.trajectories(), keys.scores(), keys.commits, keys.weights)
         return sum([await memory_bytes(self.run.broker, key) for key in streams]) / 1e6
@@ -270,7 +269,7 @@ def mean_of_lengths(sigma: float, cut: float) -> float:
 
 
 def stretch_for(workers: int, cores_per_worker: float) -> float:
-    """So that all processes together take `CORES_USED` of what the cores have left now."""
+    """The stretch with which all processes together take `CORES_USED` of the cores' free time."""
     begun, used = time.perf_counter(), time.process_time()
     while time.perf_counter() - begun < 1.0:
         pass
@@ -288,7 +287,6 @@ take in Redis; growth: the most of it in the second half of the steps, over the 
 
 
 def print_outcomes(outcomes: list[Outcome]) -> None:
-    """For people."""
     rows = [
         (
             f"{o.size.workers:,} + {o.size.reward_workers:,}",

@@ -49,9 +49,9 @@ INTERVALS: tuple[tuple[Any, str], ...] = (
 )
 """Pauses of the services' loops, which are stretched like everything that takes time."""
 LOCAL_S = 1.0
-"""Probes that concern nobody but their own process, 50 and 4 times a second, come once a second here."""
+"""Interval of probes of a process's own state, which services make 50 and 4 times a second."""
 JOIN_S = 0.5
-"""Starts are spread over so long, as processes are that a scheduler starts."""
+"""Starts are spread over this time, as those of processes that a scheduler starts."""
 
 
 class MeasuredEngine(SimulatedEngine):
@@ -73,7 +73,7 @@ class LoopReward:
     slots: int | None = None
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """The same for all: the policy is not real."""
+        """The same score for all samples: the policy is not real."""
         return RewardOutcome(0.5)
 
     async def close(self) -> None:
@@ -131,7 +131,7 @@ async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str
 
 
 def main() -> None:
-    """Run until told to quit."""
+    """Run until stdin ends."""
     role, count, stretch, folder, run_id = sys.argv[1:]
     configure_logs(role, f"{role} x {count}")
     run_main(serve(role, int(count), float(stretch), Path(folder), run_id))

@@ -67,10 +67,10 @@ class Shape(NamedTuple):
     turns: tuple[int, int]
     delay_s: tuple[float, float]
     words: int = 32
-    """Of the environment's answer to each turn."""
+    """Words of the environment's answer to each turn."""
 
     def delays(self, seed: int = 0) -> list[list[float]]:
-        """Of each turn of each group."""
+        """Seconds that the environment takes for each turn of each group."""
         chance = random.Random(seed)
         turns = [chance.randint(*self.turns) for _ in range(self.groups)]
         return [[chance.uniform(*self.delay_s) for _ in range(number)] for number in turns]
@@ -78,13 +78,13 @@ class Shape(NamedTuple):
 
 HELD_DELAY_S, HELD_TURNS, ENGINE_S = (0.05, 2.0), 4, 0.1
 FIXED, ROUNDS = (16, 24, 32), 2
-"""Groups in flight, besides 64."""
+"""Numbers of groups in flight, besides 64, and how often each is measured."""
 SHAPES = {
     "long": Shape(groups=96, size=1, turns=(6, 14), delay_s=(0.02, 0.2), words=96),
     "short": Shape(groups=96, size=8, turns=(1, 4), delay_s=(0.02, 0.2)),
 }
 CACHE_BYTES, TOKEN_BYTES, BLOCK_TOKENS = 16 << 20, 1024, 32
-"""Of a token: keys and values of two layers with two heads of 32 float32 numbers."""
+"""A token has keys and values of two layers with two heads of 32 float32 numbers."""
 MODEL_TOKENS = 4096
 GATEWAY_SESSIONS, GATEWAY_TURNS, WARM_UP = 40, 8, 5
 TEMPLATE = (
@@ -161,18 +161,18 @@ async def play(run: ServiceRun, shape: Shape) -> float:
 
 
 class Measured(NamedTuple):
-    """One shape played with so many slots."""
+    """Figures of one shape with one number of slots."""
 
     speed: float
     """Tokens a second."""
     preempted: float
-    """For 1,000 turns."""
+    """Preemptions for 1,000 turns."""
     cached: float
-    """Share of the tokens of later turns' prompts."""
+    """Share of the prompt tokens of later turns that were in the cache."""
 
 
 async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
-    """Play all shapes with so many slots, on one engine."""
+    """Play all shapes with this number of slots, on one engine."""
     num_blocks = CACHE_BYTES // TOKEN_BYTES // BLOCK_TOKENS
     config = make_config(
         folder,
@@ -209,7 +209,7 @@ async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
 
 
 async def _num_preempted(run: ServiceRun) -> float:
-    """So far, from the worker's /metrics."""
+    """Preemptions so far, from the worker's /metrics."""
     (beat,) = await read_heartbeats(run.broker, run.keys)
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://{beat.metrics_target}/metrics")).text
@@ -264,7 +264,7 @@ async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[floa
 
 def report_slots() -> None:
     """The sweep of fixed numbers, and how `auto` compares with 64 and with the fastest of them."""
-    # In turns: a machine's speed drifts by more than they differ. Each is held against those beside it.
+    # Alternating: a machine's speed drifts by more than they differ. Each is compared with its neighbours.
     order: list[int | str] = ["auto"]
     for slots in FIXED * ROUNDS:
         order += [slots, "auto"]

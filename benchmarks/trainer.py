@@ -22,7 +22,7 @@ largest of the three.
 smallest of the three cases: the median over pairs of steps, one of each side, in one process. `tree_N` is the
 same where samples begin alike with N tokens, or are the turns of sessions; the bare loop computes each alone.
 Both have four times the budget in `tree_4096`: else a group would not fit.
-With `--no-trl` there is no more than that.
+`--no-trl` leaves out the comparison with TRL.
 """
 
 import json
@@ -39,7 +39,7 @@ from benchmarks.trainer_sides import CASES, SHARED
 SIDES = ("tidemill", "trl")
 MIB = 1 << 20
 LARGER = {"4096": 4}
-"""Budgets of a case, in those of the others: in one that has no room for a group, nothing is shared."""
+"""Factor of a case's budget: in a budget that has no room for a group, nothing is shared."""
 
 
 def measure(side: str, case: str, budget: int, steps: int, threads: int) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class Case(NamedTuple):
     group: int = 1
     """Samples that have one prompt."""
     turns: int = 1
-    """The i-th sample of a group has the first i of so many parts of the prompt: a session's history at each
-    of its turns. `prompt_tokens` are those of a part."""
+    """Parts of the prompt. The i-th sample of a group has the first i of them: a session's history at each of
+    its turns. `prompt_tokens` counts one part."""
 
 
 CASES = {
@@ -120,14 +120,13 @@ class Peak:
         self.base = torch.cuda.memory_allocated() if is_gpu() else psutil.Process().memory_info().rss
 
     def above_base(self) -> int:
-        """Bytes."""
         if is_gpu():
             return torch.cuda.max_memory_allocated() - self.base
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.base
 
 
 def make_policy(model: Any, samples: Sequence[Sample], budget_tokens: int) -> TransformersPolicy:
-    """The policy of a run that trains on these samples in micro-batches of so many tokens."""
+    """The policy of a run that trains on these samples in micro-batches of this many tokens."""
     config = TrainerConfig.model_validate(
         {
             "micro_batch_tokens": budget_tokens,
@@ -170,7 +169,7 @@ class Rectangle(NamedTuple):
 
 
 def packed(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens: int) -> Iterator[Rectangle]:
-    """What the trainer lays out where each sample is a row of its own, as tensors on the device."""
+    """The trainer's tiles where each sample is a row of its own, as tensors on the device."""
     rows_alone: Layout = "varlen" if is_gpu() else "padded"
     num_trained = sum(sample.num_trained for sample in samples)
     to_device = partial(torch.as_tensor, device=policy._model.device)
@@ -213,7 +212,7 @@ class BareLoop:
             loss.backward()
 
     def _loss(self, hidden_NH: Tensor, rectangle: Rectangle) -> Tensor:
-        """-A log p, summed: what a policy gradient is where the ratio is 1."""
+        """-A log p, summed: the loss of a policy gradient where the ratio is 1."""
         head = self._model.lm_head.weight
         size = CHUNK_ELEMENTS // head.shape[0]
         columns = (hidden_NH, rectangle.targets_N, rectangle.weights_N)
@@ -224,7 +223,7 @@ class BareLoop:
         return torch.stack(parts).sum()
 
     def norm(self) -> float:
-        """Of the gradient of a step, which is then forgotten."""
+        """Norm of the gradient of a step, which is then discarded."""
         self.add_gradients()
         norm = float(get_total_norm([weight.grad for weight in self._model.parameters()]))
         self._optimizer.zero_grad(set_to_none=True)
@@ -232,7 +231,7 @@ class BareLoop:
 
 
 def weighted_loss(head_VH: Tensor, hidden_CH: Tensor, targets_C: Tensor, weights_C: Tensor) -> Tensor:
-    """Of a chunk's tokens."""
+    """Weighted cross-entropy of a chunk's tokens, summed."""
     logits_CV = F.linear(hidden_CH, head_VH).float()
     return (F.cross_entropy(logits_CV, targets_C, reduction="none") * weights_C).sum()
 
@@ -256,7 +255,7 @@ def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: i
     sides: dict[str, Callable[[], object]] = {"bare": bare.step, "tidemill": own}
     times: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(steps):
-        # Whoever is first in a pair is second in the next.
+        # The side that is first in a pair is second in the next.
         for side in list(sides)[:: -1 if number % 2 else 1]:
             started = now_s()
             sides[side]()

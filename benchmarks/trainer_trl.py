@@ -91,7 +91,7 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
             ),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             train_dataset=Dataset.from_dict({"prompt": ["w"] * len(samples)}),
-            # TRL wants one, though no text is read here.
+            # TRL requires a tokenizer, though no text is read here.
             processing_class=PreTrainedTokenizerFast(
                 tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "w": 2}, unk_token="w")),
                 pad_token="<pad>",

@@ -56,13 +56,13 @@ CELLS = PROMPT_TOKENS + 2 * COMPLETION_TOKENS
 KEYS = Keys("transport")
 PEER_MAXLEN, PEER_BLOCK_MS = 1_000_000, 100
 Times = tuple[float, float]
-"""Start and end of one end, on the machine's monotonic clock."""
+"""Start and stop of the writer or the reader, on the machine's monotonic clock."""
 common_start: Barrier
-"""Of the two ends, in their processes."""
+"""Barrier at which writer and reader start, set in each of their processes."""
 
 
 def begin() -> float:
-    """Wait until both ends have prepared everything; returns the time."""
+    """Wait until writer and reader have prepared everything; returns the time."""
     common_start.wait()
     return time.monotonic()
 
@@ -211,7 +211,7 @@ async def read_raw(url: str, records: int, per_call: int) -> Times:
 
 
 async def write_peer(url: str, records: int, per_call: int) -> Times:
-    """As PipelineRL's writer: lists of numbers, pickled, one XADD a record, approximately trimmed."""
+    """Write as PipelineRL does: lists of numbers, pickled, one XADD a record, approximately trimmed."""
     client = redis.Redis.from_url(url)
     batch = [peer_record(record) for record in trajectories(records)]
     started = begin()
@@ -232,7 +232,7 @@ def peer_record(record: Trajectory) -> dict[str, Any]:
 
 
 async def read_peer(url: str, records: int, per_call: int) -> Times:
-    """As PipelineRL's reader: XREAD of one record from its own position, unpickled; no acknowledgement."""
+    """Read as PipelineRL does: XREAD of one record from its own position, unpickled; no acknowledgement."""
     client, key = redis.Redis.from_url(url), KEYS.trajectories()
     last_id: Any = 0
     num_read = 0
@@ -253,7 +253,7 @@ RAW, PEER = "raw arrays, 64 a call", "PipelineRL's way, one a call"
 SCORED, FORGOTTEN = "with scores, 64 a call", "fire-and-forget, 64 a call"
 WRITE_STREAM = partial(_write_with, append)
 READ_STREAM = partial(_read_with, lambda delivery: None)
-# As a reward worker: each score and the acknowledgement of its trajectory are one unit.
+# As in a reward worker, each score and the acknowledgement of its trajectory are one unit.
 READ_SCORED = partial(_read_with, lambda delivery: score_of(delivery.message))
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
     SINGLE: (WRITE_STREAM, READ_STREAM, 1),
@@ -263,7 +263,7 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
     SCORED: (WRITE_STREAM, READ_SCORED, 64),
     FORGOTTEN: (partial(_write_with, send_plainly), read_forgotten, 64),
 }
-"""Both ends, and records a call."""
+"""Writer, reader, and records a call."""
 
 
 @dataclass
@@ -271,7 +271,7 @@ class Measured:
     """One way to send: a value for each repeat."""
 
     num_bytes: list[float] = field(default_factory=list)
-    """Of a record: all that the server received from both ends, protocol included."""
+    """Bytes of a record: all that the server received from both, protocol included."""
     rates: list[float] = field(default_factory=list)
     rates_aof: list[float] = field(default_factory=list)
 

@@ -43,7 +43,7 @@ POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One version."""
+    """Figures of one version."""
 
     share: float
     kind: str
@@ -70,20 +70,20 @@ class MadeUpModel:
         self.writer = ShardWriter(model, self.tensors, torch.bfloat16, Alone(), max_share=0.3)
 
     def change(self, share: float, seed: int) -> None:
-        """Give about `share` of all values others."""
+        """Change about `share` of all values."""
         generator = torch.Generator().manual_seed(seed)
         for tensor in self.tensors.values():
             for rows in tensor.split(512):
                 rows[torch.rand(rows.shape, generator=generator) < share] *= 1.02
 
     def compare_weights(self) -> WeightState:
-        """As a policy does."""
+        """Like a policy."""
         found = self.writer.compare(self.tensors)
         before = str(found.before) if found.before else ""
         return WeightState(str(found.digest), str(found.digest), before, found.share_changed, found.num_bytes)
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
-        """As a policy does."""
+        """Like a policy."""
         return self.writer.begin(lambda: self.tensors, folder, version, parent)
 
 
@@ -139,7 +139,7 @@ def _written(
 
 
 def _applied(run: Path, manifest: WeightManifest, held: dict[str, Bits]) -> tuple[float, float]:
-    """Seconds to check, stage and apply, and of them those in which generation stands still."""
+    """Seconds to check, stage and apply, and of them those in which generation pauses."""
     start = time.perf_counter()
     paths = verified_files(run, manifest)
     if not manifest.is_delta:

@@ -19,13 +19,13 @@ ENV, EXAMPLE = ".env", ".env.example"
 TOKENS = ("TIDEMILL_WEIGHTS_TOKEN", "TIDEMILL_MODEL_TOKEN", "GRAFANA_PASSWORD")
 TOKEN_BYTES = 24
 COPIED = ("TIDEMILL_RUN_ID", "TIDEMILL_DATA", "TIDEMILL_TAG", "TIDEMILL_IMAGES")
-"""What a node takes over from the head."""
+"""Settings that a node copies from the head."""
 SECRETS_OF = {
     "rollout": ("ROLLOUT_PASSWORD", "TIDEMILL_WEIGHTS_TOKEN"),
     "reward": ("REWARD_PASSWORD", "TIDEMILL_MODEL_TOKEN"),
     "reward-model": ("REWARD_PASSWORD", "TIDEMILL_MODEL_TOKEN"),
 }
-"""By profile."""
+"""Secrets that a node gets, by profile."""
 
 
 def main() -> None:
@@ -65,7 +65,6 @@ def write_head(folder: Path) -> None:
 
 
 def node_settings(folder: Path, head: str, profiles: list[str]) -> str:
-    """The .env of another node."""
     if not (folder / ENV).exists():
         sys.exit(f"there is no {folder / ENV}: run this on the head, first without --node")
     known = read_settings((folder / ENV).read_text(encoding="utf-8"))

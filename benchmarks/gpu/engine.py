@@ -45,12 +45,12 @@ GB, MS = 1e9, 1e-3
 DELTA_SHARE = 0.01
 CHUNK = 1 << 24
 FULL, DELTA = 1, 2
-"""Versions."""
+"""Numbers of the two versions."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the engine is given."""
+    """Requests to the engine: their number, and the tokens of a prompt and of a completion."""
 
     requests: int = 256
     prompt: int = 256
@@ -113,7 +113,7 @@ def write_versions(config: RunConfig, run_dir: Path) -> tuple[dict[int, WeightMa
 
 
 class Served:
-    """An engine under load, and what became of its updates."""
+    """An engine under load, and the figures measured on it."""
 
     def __init__(self, engine: Engine, load: Load, vocab_size: int) -> None:
         self.engine, self.load, self.vocab_size = engine, load, vocab_size
@@ -204,7 +204,7 @@ def compare(
 
 
 def copy_gb_per_s(num_bytes: int) -> float:
-    """From host memory, page-locked where there is a GPU, to the device."""
+    """Speed of copies from host memory, page-locked where there is a GPU, to the device."""
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu())
     target = torch.empty_like(source, device="cuda" if is_gpu() else "cpu")
     times = []

@@ -81,7 +81,7 @@ FEWEST_LAYERS = 2
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is given: micro-batches of `packed` tokens, in sequences of equal length."""
+    """Input of a step: micro-batches of `packed` tokens, in sequences of equal length."""
 
     packed: int = 16_384
     sequence: int = 2_048
@@ -190,7 +190,7 @@ def _measured(policy: Policy, work: Work, shape: Any) -> dict[str, Any]:
 
 
 def with_mfu(found: dict[str, Any]) -> dict[str, Any]:
-    """With MFU, where this device's peak is known."""
+    """The figures with MFU, where this device's peak is known."""
     if peak := peak_flops():
         return {"mfu": found["tflops"] * 1e12 / peak / found["ranks"], **found}
     unknown = f"the bf16 peak of {torch.cuda.get_device_name()} is not in policy/usage.py" if is_gpu() else ""

@@ -6,9 +6,9 @@ from fnmatch import fnmatch
 from typing import Any
 
 LIMIT_S = 515.0
-"""Of every part: one ends, whatever happens, within nine minutes."""
+"""Seconds after which a part is ended: with the grace period, within nine minutes."""
 DID_NOT_START = "did_not_start"
-"""A figure: why an engine did not, where that is a finding."""
+"""Name of the figure that says why an engine did not start, where that is a finding."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Part:
     name: str
     text: str
     command: str
-    """After `python -m`; a dry run adds `--dry`, and tells tests by a variable."""
+    """Words after `python -m`; a dry run adds `--dry`, or sets a variable for tests."""
     estimate_s: int
-    """On one H100. Estimated, not measured."""
+    """Seconds on one H100, estimated."""
     gpus: int = 1
     gpu_gib: float = 8.0
     vllm: bool = False

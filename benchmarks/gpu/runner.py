@@ -1,4 +1,4 @@
-"""Runs the parts of the proof one after the other, and keeps what became of each in `proof.json`.
+"""Runs the parts of the proof one after the other, and keeps the result of each in `proof.json`.
 
 Guarantees: every part ends within its limit, and all that it started with it; what failed or took too long is
 written down with the end of its output, and the next one goes on; what is done is not done again.
@@ -24,9 +24,9 @@ JSON_FILE = "proof.json"
 DONE, MISSING, FAILED, LATE = "done", "missing", "failed", "late"
 TAIL_LINES, TAIL_CHARACTERS = 40, 4000
 GRACE_S = 15.0
-"""From the request to end to the end by force."""
+"""Seconds from SIGTERM to SIGKILL."""
 DRY_VARIABLE = "TIDEMILL_GPU_TESTS_DRY"
-"""Has the tests compute on the CPU what does not need a GPU's own kernels."""
+"""Variable with which the tests compute on the CPU what does not need a GPU's own kernels."""
 OWN_VARIABLES = {
     "PYTHONUNBUFFERED": "1",
     "HF_HUB_OFFLINE": "1",
@@ -43,12 +43,12 @@ class Proof:
     def __init__(self, folder: Path, facts: Mapping[str, Any], dry: bool, limit_s: float = LIMIT_S) -> None:
         self.folder, self.facts, self.dry, self.limit_s = folder, facts, dry, limit_s
         self.records: dict[str, Record] = {}
-        """What became of each part that was tried."""
+        """Results of the parts that were tried, by name."""
         with suppress(OSError, ValueError):
             self.records = json.loads((folder / JSON_FILE).read_text())["parts"]
 
     def order(self, parts: Sequence[Part]) -> list[Part]:
-        """Parts that are not done: those not tried yet, then those that came to nothing."""
+        """Parts that are not done: those not tried yet, then those without a result."""
         left = [part for part in parts if self.records.get(part.name, {}).get("state") != DONE]
         return sorted(left, key=lambda part: part.name in self.records)
 
@@ -92,7 +92,7 @@ class Proof:
         if result is None:
             state = LATE if is_late else FAILED
             return found | {"state": state, "exit": process.returncode, "tail": tail_of(log)}
-        # Why an engine did not start, vLLM's processes say on their own.
+        # The reason why an engine did not start is in the output of vLLM's processes.
         tail = {"tail": tail_of(log, "Error")} if DID_NOT_START in result else {}
         return found | {"state": DONE, "result": result} | tail
 

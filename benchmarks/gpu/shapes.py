@@ -14,7 +14,7 @@ from benchmarks.device import free, is_gpu
 PUBLISHED = Path(__file__).parents[2] / "docs/operations/models"
 SHAPES = {"0.6b": "Qwen3-0.6B", "4b": "Qwen3-4B", "8b": "Qwen3-8B", "moe": "Qwen3-30B-A3B"}
 MOE_LAYERS = 6
-"""Of 48: 4.3e9 parameters, which a GPU of 80 GB holds with all that is measured."""
+"""Layers, of 48: 4.3e9 parameters, which a GPU of 80 GB holds with all that is measured."""
 TINY: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 }
 TINY_MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 SPREAD = 0.05
-"""Of random weights: with the usual 0.02 the next token is nearly uniform, whatever the weights are."""
+"""Standard deviation of random weights: with the usual 0.02 the next token is nearly uniform in any model."""
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 

@@ -1,4 +1,4 @@
-"""A whole `tidemill up` with vLLM: who waited how long, and how far engine and trainer are apart.
+"""A whole `tidemill up` with vLLM: idle shares, and how far the logprobs of engine and trainer are apart.
 
     python -m benchmarks.gpu.whole_run [--one-gpu] [--dry]
 
@@ -104,7 +104,7 @@ def run(config: Path, runs: Path, one_gpu: bool) -> tuple[int, list[str]]:
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
-    """Of the run's summary, and the last step's own."""
+    """Figures of the run's summary and of its last step."""
     summary = json.loads((folder / "summary.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last: dict[str, Any] = next((record for record in reversed(records) if record.get("kind") == "step"), {})

@@ -13,7 +13,7 @@ from pygments.formatters import HtmlFormatter
 from infra.docs.pages import REPO, Page, all_pages, broken_links
 
 CODE_STYLES = {"": "default", "[data-bs-theme=dark] ": "github-dark"}
-"""How code is coloured, in light and in dark, by the part of the selector that says which."""
+"""Pygments' style of code in the light and in the dark theme, by the prefix of its CSS selectors."""
 
 
 def stage(folder: Path, pages: Sequence[Page]) -> None:

@@ -26,7 +26,6 @@ _MODULES = re.compile(r"\b(?:[a-z_]+\.)+(?=[A-Z])|\btyping\.|\bcollections\.abc\
 
 
 def as_markdown() -> str:
-    """The page."""
     parts = [PREAMBLE]
     for name in ORDER:
         item = getattr(tidemill, name)
@@ -42,7 +41,7 @@ def as_markdown() -> str:
 
 
 def _described(name: str, item: Any) -> str:
-    is_made = item is tidemill.Records  # by the others only
+    is_made = item is tidemill.Records  # only by the other functions
     shown = "" if is_made or name == "run_async" else f"```python\n{_signature(name, item)}\n```\n\n"
     return f"{shown}{_docstring(item)}\n"
 
@@ -80,5 +79,5 @@ def _type(annotation: Any) -> str:
 
 
 def _docstring(item: Any) -> str:
-    """Without the indentation; the names of errors as code."""
+    """The docstring without indentation, with the names of errors as code."""
     return re.sub(r"^Raises:\n    (\w+):", r"Raises `\1`:", inspect.getdoc(item) or "", flags=re.MULTILINE)

@@ -1,7 +1,7 @@
 """Draws docs/architecture.svg: `python -m infra.docs.architecture`; `--check` says whether it is current.
 
-Streams come from `common/wire/keys.py`, rooms from the folders of the services. `FLOWS` says who writes and
-who reads a stream; each service that it names must use that stream in its code.
+Streams come from `common/wire/keys.py`, rooms are the packages in a service's folder. `FLOWS` says which
+services write and read a stream; each of them must use that stream in its code.
 """
 
 import re
@@ -20,7 +20,7 @@ DRAWING = REPO / "docs" / "architecture.svg"
 
 @dataclass(frozen=True)
 class Flow:
-    """One stream: who writes and who reads it, and what else there is to say."""
+    """One stream: which services write and read it, and a note below its name."""
 
     stream: str
     writers: tuple[str, ...]
@@ -72,7 +72,7 @@ def rooms_of(folder: str) -> list[str]:
 
 
 def check_flows() -> None:
-    """Raise where the table is not what the code has: other streams, services that do not use theirs."""
+    """Raise SystemExit where `FLOWS` has other streams than the code, or a service that does not use one."""
     in_code = {str(stream) for stream in StreamName if stream.lane is Lane.TRAIN}
     listed = {flow.stream for flow in FLOWS}
     if in_code != listed:
@@ -90,17 +90,15 @@ def check_flows() -> None:
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """One line of text."""
     return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, radius: int = 6) -> str:
-    """A rectangle with round corners."""
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}" class="{kind}"/>'
 
 
 def chips(x: float, y: float, width: float, names: Sequence[str]) -> tuple[list[str], float]:
-    """Rooms as small boxes, row by row; and where they end."""
+    """Rooms as small boxes, row by row; and the y at which they end."""
     drawn, left = [], x
     for name in names:
         size = 16 + 7.7 * len(name)
@@ -112,7 +110,7 @@ def chips(x: float, y: float, width: float, names: Sequence[str]) -> tuple[list[
 
 
 def service(name: str, folder: str, x: float, y: float, width: float) -> tuple[list[str], float]:
-    """The box of a service with its rooms, without its frame; and where it ends."""
+    """The box of a service with its rooms, without its frame; and the y at which it ends."""
     drawn = [text(x + 14, y + 26, name, "title"), text(x + 14, y + 46, TASKS[name], "small")]
     rooms, end = chips(x + 14, y + 60, width - 28, rooms_of(folder))
     return drawn + rooms, end + 14
@@ -147,7 +145,6 @@ def flows(top: float, bus: float) -> Iterator[str]:
 
 
 def draw() -> str:
-    """The whole drawing."""
     check_flows()
     parts: list[str] = []
     drawn = {name: service(name, f"services/{name}", *_place(name)) for name in COLUMN}

@@ -14,7 +14,7 @@ import yaml
 from infra.docs.pages import FENCE, INDENTED, REPO, Page
 
 TABLE = REPO / "infra" / "docs" / "commands.yml"
-"""What becomes of each command."""
+"""How each command is tested, or why it is not."""
 PROGRAMS = frozenset(yaml.safe_load(TABLE.read_text(encoding="utf-8"))["programs"])
 """What a line must begin with to be a command; variables may come before it."""
 
@@ -63,7 +63,7 @@ def commands_of(page: Page) -> list[str]:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one command: one of the three is set."""
+    """How one command is tested, or why it is not: one of the three is set."""
 
     run: str = ""
     """What a test runs in its place; the command itself where it needs no other words."""

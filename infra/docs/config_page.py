@@ -18,7 +18,6 @@ LEAST_SHARED = 3
 
 
 def as_markdown() -> str:
-    """The page."""
     parts = [PREAMBLE]
     seen: dict[tuple[str, ...], str] = {}
     for section in read_sections():
@@ -36,7 +35,7 @@ def as_markdown() -> str:
 
 
 def _shared(section: SectionFacts, seen: dict[tuple[str, ...], str]) -> dict[str, str]:
-    """The fields that one earlier section has too, exactly alike, with its name; none where they are few."""
+    """The fields that one earlier section has identically, with its name; empty where they are few."""
     found = {field.name: seen.get(_facts(section, field)) for field in section.fields}
     places = [place for place in found.values() if place]
     most = max(places, key=places.count, default="")

@@ -26,7 +26,7 @@ class Page:
 
     @property
     def name(self) -> str:
-        """Its place in the repository."""
+        """Its path below the root of the repository."""
         return self.path.relative_to(REPO).as_posix()
 
     @cached_property

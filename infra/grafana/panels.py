@@ -21,7 +21,7 @@ class Query:
 
     @property
     def expr(self) -> str:
-        """PromQL as Grafana sends it, but for its variables."""
+        """PromQL with Grafana's variables."""
         return (
             self.shorthand.replace("$run}", RUN + "}")
             .replace("$run,", RUN + ",")

@@ -31,7 +31,7 @@ class Paragraph:
         return anchor_of(self.heading)
 
     def linked(self, others: Sequence["Paragraph"]) -> str:
-        """The text with links to paragraphs leading to their panels; of other pages it gives the file."""
+        """The text, in which links to paragraphs lead to their panels, and other links become file names."""
         urls = {f"#{other.anchor}": paragraph_url(other.panel_id) for other in others}
 
         def replaced(link: re.Match[str]) -> str:
@@ -43,7 +43,7 @@ class Paragraph:
 
 
 def paragraph_url(panel_id: int) -> str:
-    """Where Grafana shows one paragraph, and it alone."""
+    """Address at which Grafana shows only one paragraph."""
     return f"/d/{RUNBOOK_UID}?viewPanel=panel-{panel_id}"
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Print one pin a line."""
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
         pin = line.partition("#")[0].strip()
         if pin and not _is_installed(pin.partition("==")[0]):

@@ -69,7 +69,7 @@ def take(wanted: list[str], count: int, folder: Path) -> list[str]:
 
 
 def number(variable: str, default: str, lowest: int, highest: int) -> int:
-    """A whole number from the environment."""
+    """A whole number from an environment variable; another value ends the program."""
     text = os.environ.get(variable) or default
     if not text.isdecimal() or not lowest <= int(text) <= highest:
         end(f"{variable} is {text!r}; expected a number from {lowest} to {highest}.", MISTAKE)
@@ -84,7 +84,6 @@ def free_port() -> int:
 
 
 def end(message: str, code: int) -> NoReturn:
-    """Say why, and end."""
     print(f"tidemill: {message}", file=sys.stderr)
     sys.exit(code)
 

@@ -24,7 +24,6 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def main() -> None:
-    """Write the files."""
     parser = argparse.ArgumentParser(description="Make the users of Redis.")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--run", action="append", default=[], metavar="RUN_ID", dest="runs")

@@ -49,7 +49,7 @@ def section(version: str, repo: Path = REPO) -> str:
 
 
 def with_links(text: str, tag: str, address: str) -> str:
-    """Links to files of the repository lead to those of the tag: a release's page has no files beside it."""
+    """The text with relative links leading to the files of the tag: a release's page has no files."""
     return re.sub(r"\]\((?![a-z]+:|#)([^)]+)\)", rf"]({address}/blob/{tag}/\1)", text)
 
 

@@ -1,4 +1,4 @@
-"""The `tidemill` command: runs what options.py has; mistakes of the user are answered in plain words."""
+"""The `tidemill` command: runs a command of options.py; an error of the user ends with a message alone."""
 
 import gc
 import sys
@@ -42,7 +42,7 @@ def main() -> None:
             print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
         sys.exit(error.exit_code)
     finally:
-        # Or Python looks through all modules for garbage before it ends.
+        # Skips the garbage collection at exit, which would visit the objects of all modules.
         gc.freeze()
 
 

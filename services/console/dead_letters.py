@@ -1,7 +1,7 @@
-"""`tidemill dead`: what nobody could process, shown, put back where it belongs, or dropped for good.
+"""`tidemill dead`: shows messages that could not be processed, puts them back, or drops them for good.
 
-Nothing here trusts an entry: it holds what some process could not process, and may hold anything. What
-putting back means depends on where the message died:
+No entry is trusted: it holds what some process could not handle, and may hold anything. What putting back
+means depends on the stream of the message:
 
 * a ticket (`prompts`) or a trajectory is still in its stream, under its own id. Its entry becomes pending
   again in its consumer group, and the next worker takes it. Nothing is appended: a ticket's number is its
@@ -10,7 +10,7 @@ putting back means depends on where the message died:
 * commits, weights, and trajectories that are too old for their step are never put back.
 
 In training, the trainer replaces the group of a dead ticket or trajectory by a fresh one. From then on the
-old one can no longer matter, and is refused. So this is for a run whose trainer stands still, for
+old one can no longer matter, and is refused. So this is for a run whose trainer does not run, for
 evaluations in progress, and for messages that only a newer release can read.
 """
 
@@ -69,7 +69,7 @@ class DeadEntry:
     problem: str = ""
     """Why it cannot."""
     claims: Mapping[str, Any] = field(default_factory=dict)
-    """The payload's plain values where it is msgpack at all; nobody has validated them."""
+    """The payload's plain values, not validated; empty where it is no msgpack map."""
     is_readable: bool = True
 
     @property
@@ -398,7 +398,7 @@ def change_entries(choice: DeadChoice) -> int:
             entries = chosen(choice, await read_dead(found, choice, config))
             if isinstance(choice, DropOptions) and entries and not choice.is_sure:
                 _ask(entries)
-            # Read after the question: the trainer may have replaced a group while nobody answered.
+            # Read after the question: the trainer may have replaced a group before it was answered.
             requeuer = await Requeuer.open(broker, keys, config, folder.path)
             act = requeuer.drop if isinstance(choice, DropOptions) else requeuer.put_back
             return [(entry, await act(entry)) for entry in entries]

@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 GROUPS = {"": app}
-"""Commands of two words by their first one, and all others."""
+"""The typer app of each group, by the first word of its commands; "" has the commands of one word."""
 for _name, _help in (
     ("streams", "What a run has written: show, follow, search."),
     ("dead", "Messages that could not be processed: show, put back, drop."),
@@ -63,7 +63,7 @@ def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
     too: people write it after every command.
 
     Args:
-        name: of the command; its first word is that of a group, if there are two
+        name: name of the command; of two words, the first is its group
         function: `module:name`, the module within the console
         examples: what may follow the name
     """
@@ -127,7 +127,7 @@ def run_argument(text: str = _RUN_TEXT) -> Any:
 
 
 def run_option() -> Any:
-    """For commands whose arguments say something else."""
+    """The run as an option, for commands whose arguments mean something else."""
     return option("--run", _RUN_TEXT, None, "RUN_ID", autocompletion=runs_here)
 
 
@@ -149,11 +149,11 @@ class OfRun:
     runs_dir: Path | None = runs_dir_option()
 
 
-_GPUS_TEXT = "GPUs of the whole run, for the memory that it takes. Without it: those of this machine."
+_GPUS_TEXT = "Number of GPUs of the whole run, to compute its memory. Without it: those of this machine."
 _CALL_TEXT = "Call reward functions once, with the first row; no servers."
-_MEMORY_TEXT = "Only compute what the run takes of GPUs and hosts; config.json of the model will do."
+_MEMORY_TEXT = "Only compute the memory that the run takes; of the model, config.json is enough."
 _MACHINE_TEXT = (
-    "Only look at this machine and measure it, in a minute: GPUs, ranks, memory, disk; or its CPU."
+    "Only examine and measure this machine, in a minute: GPUs, ranks, memory, disk; without GPUs its CPU."
 )
 _GIB: dict[str, Any] = {"default": None, "metavar": "GIB", "min": 1.0}
 
@@ -164,7 +164,7 @@ class CheckOptions:
 
     Reads the config, all rows of the datasets and the model folder, calls the reward functions once, and
     tries Redis if TIDEMILL_REDIS_URL is set. Where there are GPUs, or --gpus and --gpu-gib say which,
-    computes what the run takes of them and of hosts, and what to set where it does not fit. Starts nothing.
+    computes the memory that the run takes, and what to set where it does not fit. Starts nothing.
     Exits with 2 where something is wrong.
     """
 
@@ -188,7 +188,7 @@ class ConvertOptions:
     """Make a config from one of verl, TRL or prime-rl, with a list of what does not carry over.
 
     Reads verl's YAML or a shell script that starts it; TRL's GRPOConfig as YAML, JSON, arguments in a script
-    or a call in a Python file; prime-rl's TOML. Runs nothing of it. Exits with 1 where what came out is
+    or a call in a Python file; prime-rl's TOML. Runs none of them. Exits with 1 where the new config is
     refused.
     """
 
@@ -199,7 +199,7 @@ class ConvertOptions:
         "KEY=VALUE",
     )
     project: Literal["verl", "trl", "prime-rl"] | None = option(
-        "--from", "Whose it is. Without it: what it looks like.", None
+        "--from", "The project that FILE is for. Without it: recognized from the file.", None
     )
     output: Path | None = option("--output", "Write the config here.", None, "FILE", short=["-o"])
 
@@ -249,8 +249,8 @@ class ServeRewardsOptions:
     """Serve a config's rewards over HTTP to another trainer: verl, TRL, or your own.
 
     Samples go through the same streams and reward workers as in a run, with limits, retries, cache and
-    failure policy; `status`, `streams`, `dead` and `rescore` work as ever. Of the config, `reward`,
-    `servers`, `streams` and `data` count, and the others may be missing. Uses TIDEMILL_REDIS_URL if that is
+    failure policy; `status`, `streams`, `dead` and `rescore` work as for any run. Only the sections `reward`,
+    `servers`, `streams` and `data` are used; others may be missing. Uses TIDEMILL_REDIS_URL if that is
     set, and a Redis of its own otherwise; more workers may join. Ctrl-C ends it; with the same --run-id it
     goes on.
     """
@@ -302,7 +302,7 @@ class StatusOptions(OfRun):
     """Say how a run is doing; a finished run shows its summary.
 
     Finds the run's Redis by itself on the machine of `tidemill up`, elsewhere through TIDEMILL_REDIS_URL, and
-    touches nothing. `--watch` shows the live view of `up`. `--report` is for a run whose end no `tidemill up`
+    changes nothing. `--watch` shows the live view of `up`. `--report` is for a run whose end no `tidemill up`
     has seen: it computes the summary from the commits and writes summary.json and reward.png into the run's
     folder; it exits with 1 if anything was lost, trained twice, or not as the config expects it.
     """
@@ -361,7 +361,7 @@ class ArchiveOptions(OfRun):
 
 
 _WORKERS_TEXT = "Reward workers to start. Without it: as the run's config says, and at least one."
-_PACE_TEXT = "Feed them as slowly as they came: a load test. Without it: as fast as they are scored."
+_PACE_TEXT = "Feed trajectories at their recorded pace: a load test. Without it: as fast as they are scored."
 _REDIS_TEXT = "Server for the sandbox, for workers on other machines. Without it: a private one."
 _INTO_TEXT = "Name of the sandbox run, a new one. Without it: made from the run's name."
 _REWARD_TEXT = "The reward function, or a built-in one. Without it: the run's own rewards."
@@ -475,7 +475,7 @@ class SelectionOptions(ViewOptions):
 
     step: str = option("--step", "Only of these steps.", "", "A..B")
     ticket: str = option("--ticket", "Only of these tickets.", "", "A..B")
-    time: str = option("--time", "Only then: ISO times or ages, such as '10m ago'.", "", "A..B")
+    time: str = option("--time", "Only of this time: ISO times or ages, such as '10m ago'.", "", "A..B")
     worker: str = option("--worker", "Only from this worker.", "", "NAME")
     reward: str = option("--reward", "Only samples with this reward.", "", "LOW..HIGH")
     version: str = option("--version", "Only with a token of these versions.", "", "A..B")
@@ -521,7 +521,7 @@ class GrepOptions(SelectionOptions):
     pattern: str = argument("A regular expression of Python.", metavar="PATTERN")
     streams: list[str] = option("--stream", _GREP_TEXT, [])
     ignore_case: bool = option("--ignore-case", "Ignore case.", False, short=["-i"])
-    limit: int = option("-n", "Stop after so many; 0: never.", 0, min=0)
+    limit: int = option("-n", "Stop after this many; 0: never.", 0, min=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -557,7 +557,7 @@ class ShowDeadOptions(DeadChoice):
 
     ids: list[str] = argument("Ids of dead letters. Without one: a list of them.", [], "ID")
     has_all: bool = field(default=True, init=False)
-    limit: int = option("--limit", "At most so many, the newest; 0: all.", 100, min=0)
+    limit: int = option("--limit", "At most this many, the newest; 0: all.", 100, min=0)
     with_hex: bool = option("--hex", "Show all original bytes.", False)
     as_json: bool = json_flag()
 

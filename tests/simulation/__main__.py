@@ -1,7 +1,7 @@
 """`python -m tests.simulation --schedules 10000 --seed 0 --jobs 2`: schedules from consecutive seeds.
 
-Ends with one line of JSON; the exit code is 1 where a schedule was violated or stood still. Each of those is
-shrunk, and printed as something that a regression test can hold.
+Ends with one line of JSON; the exit code is 1 where an invariant was violated or a run stalled. Each such
+schedule is shrunk, and printed in a form that a regression test can hold.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tell(verdict: Verdict) -> None:
-    """The shortest schedule that fails like this one."""
+    """Print the shortest schedule that fails like this one."""
     with console.status(f"shrinking seed {verdict.schedule.seed}"):
         found = shrink(verdict)
     console.rule(f"seed {verdict.schedule.seed}")
@@ -99,4 +99,4 @@ if __name__ == "__main__":
         )
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # coroutines that never ended have nothing to say
+    os._exit(code)  # without warnings about coroutines that never ended

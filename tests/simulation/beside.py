@@ -1,4 +1,4 @@
-"""Draws that stand beside a schedule's own: each in a few of 100, and each from its seed alone."""
+"""Additions to a schedule, each drawn from a generator of its own, so that the other draws stay the same."""
 
 import random
 from dataclasses import replace
@@ -14,7 +14,7 @@ KEPT_SHARE = 0.12
 PARTS_SHARE = 0.3
 """Share of those whose samples leave parts."""
 TORN_SHARE = 0.2
-"""Share of those of which a part is torn."""
+"""Share of the schedules with parts in which one is torn."""
 LINES_SHARE = 0.5
 """Share of those in which calls of a process share a connection."""
 BESIDE = {"": 76, "full": 6, "add": 6, "operate": 4, "second": 4, "resume": 4}
@@ -22,7 +22,7 @@ BESIDE = {"": 76, "full": 6, "add": 6, "operate": 4, "second": 4, "resume": 4}
 
 
 def with_draws(seed: int, setup: Setup) -> Setup:
-    """The config, perhaps with what only some runs have."""
+    """The setup, with features that only some runs have."""
     if random.Random(f"group {seed}").random() < GROUP_SHARE:
         setup = replace(setup, per_group=True)
     if random.Random(f"sessions {seed}").random() < SESSIONS_SHARE:
@@ -40,7 +40,7 @@ def with_draws(seed: int, setup: Setup) -> Setup:
 
 
 def torn(seed: int, setup: Setup) -> list[Fault]:
-    """A part that arrives cut off, and the death of whoever would have gone on with it."""
+    """A part that arrives cut off, and the deaths of the workers that could have gone on with it."""
     rng = random.Random(f"torn {seed}")
     if not setup.parts or rng.random() >= TORN_SHARE:
         return []
@@ -50,19 +50,19 @@ def torn(seed: int, setup: Setup) -> list[Fault]:
 
 
 def beside(seed: int) -> list[Fault]:
-    """What happens beside the faults that are drawn for a seed."""
+    """Faults in addition to those that are drawn for a seed."""
     rng = random.Random(f"beside {seed}")
     kind = rng.choices(list(BESIDE), list(BESIDE.values()))[0]
     at_s, for_s = round(rng.uniform(1.0, 8.0), 3), round(rng.uniform(1.1, 2.0) * LEASE_S, 2)
     if kind == "full":
         return [Fault(at_s, "full", "", {"for_s": round(rng.uniform(0.5, 6.0), 2)})]
     if kind == "add":
-        # It finds what the others hold, whose leases have run out while Redis was away.
+        # The new worker finds what the others hold: their leases have run out while Redis was away.
         role = rng.choice(("rollout", "reward"))
         added = Fault(round(at_s + 0.5, 3), "add", f"{role}-9")
         return [Fault(at_s, "restart", "", {"for_s": for_s}), added]
     if kind == "operate":
-        # Once there is something to put back.
+        # At moments when there may be something to put back.
         moments = [round(at_s + 1.5 * i, 3) for i in range(3)]
         return [Fault(at_s, "damage", "publish_sample"), *(Fault(m, "operate") for m in moments)]
     if kind == "second":

@@ -1,4 +1,4 @@
-"""The clocks of all machines: one true time, and what each of them takes for it."""
+"""The clocks of all machines: one true time, and each machine's offset from it."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ EPOCH_S = 1_800_000_000.0
 
 @dataclass
 class Clocks:
-    """Hosts' clocks stand in their processes; Redis has one of its own."""
+    """The offsets of hosts' clocks are in their processes, that of Redis's clock is here."""
 
     loop: SimulatedLoop
     server_offset_s: float = 0.0
 
     def wall_s(self) -> float:
-        """What `time.time()` says to the running process."""
+        """What `time.time()` returns to the running process."""
         return EPOCH_S + self.loop.now + self._slept_s() + OWNER.get(self.loop.world).wall_offset_s
 
     def monotonic_s(self) -> float:

@@ -1,7 +1,7 @@
-"""The run's Redis as its clients see it: a server that restarts, fails over, is slow, or loses what it said.
+"""The run's Redis as its clients see it: a server that restarts, fails over, is slow, or loses writes.
 
-Guarantee: what a client was told is what some server applied; only faults make a server forget it, and they
-forget a suffix of its writes, never anything in between.
+Guarantee: a reply is always that of a command which some server applied; only faults make a server forget
+writes, and always a suffix of them.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from tidemill.common.redis.lines import ANSWER_TIMEOUT_S
 
 LATENCY_S = 0.001
 TICK_S = 1e-9
-"""Between what a connection brings one after the other."""
+"""Time between two messages of one connection."""
 NOTICED_S = 1.0
-"""Whoever asks in an outage of so long has asked twice."""
+"""In an outage longer than this, every client that sends something has tried twice."""
 ADDING = frozenset({b"XADD", b"HSET", b"HSETNX", b"SET", b"SADD", b"ZADD", b"XSETID", b"XGROUP CREATE"})
 """Commands that need memory."""
 REFUSED = "Error 111 connecting to redis:6379. Connection refused."
@@ -48,24 +48,24 @@ class State(StrEnum):
 
 @dataclass
 class Weather:
-    """How the way to the server is now."""
+    """State of the network to the server."""
 
     slow_s: float = 0.0
     lose_share: float = 0.0
     """Share of the commands that are never applied, or whose answer never comes, half of each."""
     hang_share: float = 0.0
-    """Of those, the share in which the client is not even told that the connection is gone."""
+    """Share of those in which the client does not even learn that the connection is gone."""
     is_full: bool = False
     """Redis has no memory: it refuses what would need some."""
 
 
 @dataclass(eq=False)
 class Line:
-    """The connection that calls of a process share, but those that block: they arrive in order, are answered
-    in order, and are lost together, as `common/redis/lines.py` has them."""
+    """The connection that the non-blocking calls of a process share: they arrive in order, are answered in
+    order, and are lost together, as in `common/redis/lines.py`."""
 
     calls: list["asyncio.Future[Any]"] = field(default_factory=list)
-    """Those without an answer."""
+    """Calls without an answer."""
     arrives_at: float = 0.0
     answers_at: float = 0.0
     """When the last call arrives, and the last answer."""
@@ -86,7 +86,7 @@ class Cluster:
     rng: random.Random
     kill: Callable[[Process], None]
     tell: Callable[[str, str, bytes], None]
-    """Hears of every command that is applied: process, words, and bytes that stand for it."""
+    """Called for every command that is applied: process, words, and bytes that stand for it."""
     server: MemoryServer = field(init=False)
     state: State = State.UP
     weather: Weather = field(default_factory=Weather)
@@ -96,19 +96,19 @@ class Cluster:
     shares_lines: bool = False
     """Whether calls of a process share a connection, or each has its own and may overtake others."""
     before: Callable[[Process, Fields], None] | None = None
-    """Hears of every command that arrives, before it is applied."""
+    """Called for every command that arrives, before it is applied."""
     watch: Callable[[MemoryServer, Process, Fields], Callable[[list[Any]], None] | None] | None = None
-    """Hears of every command that is applied alone; what it returns hears of the replies."""
+    """Called for every command that is applied alone; what it returns is called with the replies."""
     outage_until: float = 0.0
-    """When the server came back last, after an outage that everybody has noticed."""
+    """When the server last came back after an outage that every client has noticed."""
     down_at: float = 0.0
     disturbed_at: float = 0.0
-    """When last the way to the server was slow."""
+    """When the network to the server was last slow."""
     _waiting: dict["asyncio.Future[Any]", Process] = field(default_factory=dict)
     _lines: dict[Process, Line] = field(default_factory=dict)
     _connected: set[Process] = field(default_factory=set)
     _unaware: set[Process] = field(default_factory=set)
-    """Processes that have lost their connection while nothing was under way: the next call tells them, as in
+    """Processes that have lost their connection while no call was in flight: their next call fails, as in
     `common/redis/lines.py`."""
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class Cluster:
         return line
 
     def _lose(self, line: Line, error: Exception) -> None:
-        """The connection is gone: all that wait for answers learn it, whether applied or not."""
+        """The connection is gone: all calls without an answer fail, whether applied or not."""
         line.is_lost = True
         for future in line.calls:
             self._answer(Line(), future, error)
@@ -167,7 +167,7 @@ class Cluster:
         self.server.is_replica = True
 
     def come_up(self, num_units: int) -> None:
-        """Another server is there, on the first so many writes of the old one."""
+        """Another server takes over, with the first `num_units` writes of the old one."""
         self._break_connections()
         self.num_servers += 1
         if self.loop.now - self.down_at > NOTICED_S:
@@ -217,7 +217,7 @@ class Cluster:
         if self.before is not None and self.state is State.UP:
             self.before(process, unit[0])
         if fate or self.state is not State.UP or process in self.cut_off:
-            # Whoever waits for an answer that never comes, a renewal say, does so until it gives up.
+            # A call whose answer never comes, such as a renewal, waits until its timeout.
             until = self.loop.now + (ANSWER_TIMEOUT_S if fate.endswith("hangs") else 0.0)
             process.disturbed_at = max(process.disturbed_at, until)
         if self.weather.slow_s:
@@ -286,7 +286,7 @@ def needs_memory(fields: Fields) -> bool:
 
 @cache
 def _adding_scripts() -> frozenset[bytes]:
-    # Those two write before they add, which a full server takes.
+    # These two write before they add, which a full server accepts.
     names = {file.name.removesuffix(".lua") for file in _SCRIPTS.iterdir()} - {"mark", "trim"}
     scripts = [_script(name) for name in names]
     calls = [f"'{command.decode()}'" for command in ADDING]

@@ -1,4 +1,4 @@
-"""What a run may cost: nothing is thrown away, made twice or left behind but for a fault that happened."""
+"""What a run may cost: nothing is thrown away, made twice or left behind except because of a fault."""
 
 from collections import Counter
 
@@ -12,12 +12,12 @@ from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.groups.group_filter import NO_CHOICES, NO_PAYLOAD
 
 HARMLESS = frozenset({"host_clock", "disk_full", "server_clock"})
-"""Faults that take no process and nothing of Redis away."""
+"""Faults that end no process and lose nothing in Redis."""
 POISON = frozenset({"foreign", "damage", "older", "vanish"})
-"""Faults that put something into a stream that cannot be worked on, or somebody there who cannot."""
+"""Faults after which some entry cannot be processed, by any worker or by the one of an older release."""
 LOSSES = frozenset({"restart", "failover", "empty"})
 LEASES_A_RUN, LEASES_A_FAULT = 3, 2
-"""How many leases a run may take longer than without faults."""
+"""Leases by which a run may take longer than without faults: in any case, and for each fault."""
 OF_REWARDS = ("zero_variance", "too_few_scores", "failed_score", "replaced before a restart")
 """Why groups are replaced where nothing went wrong. The last stands for any of the others."""
 
@@ -56,7 +56,7 @@ def dropped_without_need(schedule: Schedule, commits: list[Commit]) -> list[str]
 
 
 def made_again(num_again: int, done: Counter[str], config: RunConfig, num_restarts: int) -> list[str]:
-    """Each fault has at most what is in flight generated again, before it and after it."""
+    """Because of a fault at most twice as many samples are generated again as are in flight."""
     trainer = config.trainer
     in_flight = (1 + trainer.max_staleness) * trainer.groups_per_step * (trainer.group_size + 1) + 8
     num_events = sum(count for kind, count in done.items() if kind not in HARMLESS) + num_restarts
@@ -66,9 +66,9 @@ def made_again(num_again: int, done: Counter[str], config: RunConfig, num_restar
 
 
 def left_behind(world: World, schedule: Schedule) -> list[str]:
-    """Keys of groups that nobody works on.
+    """Keys of groups whose tickets no worker holds.
 
-    A stranger's copy of a ticket is worked on like any other.
+    With foreign copies of tickets nothing is checked: they are worked on like any other.
     """
     kinds = {fault.kind for fault in schedule.faults}
     if "foreign" in kinds:
@@ -90,7 +90,7 @@ def allowed_s(schedule: Schedule, undisturbed_s: float) -> float:
     """How long a run may take: as without faults, what these last, and some leases for each of them."""
     lasting_s = sum(float(fault.how.get("for_s", 0.0)) for fault in schedule.faults)
     hanging_s = sum(ANSWER_TIMEOUT_S for fault in schedule.faults if "hang" in fault.how)
-    # What strangers write may look like work; what it stood for is given up after so long.
+    # Foreign entries may look like work in progress, which is given up after `REISSUE_AFTER_S`.
     waited_for = {"foreign", "empty"}
     if len(schedule.faults) > 1:
         waited_for.add("damage")  # a trainer that starts again does not know what could not be read

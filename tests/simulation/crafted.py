@@ -1,4 +1,4 @@
-"""Faults at the one moment where they matter, in a run that suits them: chance hardly does that."""
+"""Schedules whose faults come at the one moment where they matter, which chance rarely draws."""
 
 import random
 from collections.abc import Callable
@@ -10,25 +10,25 @@ Crafted = tuple[Setup, list[Fault]]
 
 
 def crafted(kind: str, rng: random.Random, setup: Setup) -> Crafted:
-    """What shows best where nothing else happens, and the config that goes with it."""
+    """The setup and the faults of a kind, which takes the place of the faults that were drawn."""
     at_s, for_s = round(rng.uniform(2.0, 8.0), 3), round(rng.uniform(0.3, 2.5), 2)
     return CRAFTED[kind](rng, setup, at_s, for_s)
 
 
 def _outage(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Longer than a lease: everybody's has run out then."""
+    """An outage that is longer than a lease: all leases have run out."""
     return setup, [Fault(at_s, "restart", "", {"for_s": round(rng.uniform(1.1, 2.0) * LEASE_S, 2)})]
 
 
 def _behind(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """New ids are lower than the places of readers."""
+    """After a failover to an earlier clock, new ids are lower than the positions of readers."""
     clock_s = -round(rng.uniform(15.0, 90.0), 1)
     how = {"for_s": for_s, "lose": rng.randint(8, 64), "clock_s": clock_s}
     return setup, [Fault(at_s, "failover", "", how)]
 
 
 def _back(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Nobody has the steps any more that came after the last checkpoint."""
+    """The trainer dies, and Redis loses commits that came after the last checkpoint."""
     setup = replace(setup, checkpoint_every=4, max_staleness=rng.choice((0, 0, 1)))
     lost = {"for_s": for_s, "lose_commits": rng.randint(1, 3)}
     back = Fault(round(at_s + rng.uniform(0.0, 0.3), 3), "restart", "", lost)
@@ -36,25 +36,25 @@ def _back(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafte
 
 
 def _jump(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """When everybody has renewed a lease: until then nobody can know that it is no restart."""
+    """Redis's clock jumps when all have renewed a lease: before, a jump looks like a restart."""
     setup = replace(setup, steps=4, sample_s=1.25 * LEASE_S, rollouts=2, rewards=2)
     return setup, [Fault(round(at_s + 6.0, 3), "server_clock", "trainer", {"by_s": rng.randint(10, 3600)})]
 
 
 def _leave(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Before they could finish what they have."""
+    """Workers get SIGTERM before they can finish what they hold."""
     setup = replace(setup, sample_s=1.25 * LEASE_S, steps=3, rollouts=2, rewards=2, reward_slots=2)
     leavers = rng.sample(("rollout-0", "rollout-1", "reward-0", "reward-1"), 3)
     return setup, [Fault(round(at_s + 2.0 * i, 3), "term", name) for i, name in enumerate(leavers)]
 
 
 def _ahead(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Of a version that will be there before the sample's step is trained."""
+    """Foreign samples of a version that will exist before their step is trained."""
     return replace(setup, max_staleness=3, steps=6), _strangers(rng, "ahead")
 
 
 def _twin(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Of the same version as the sample."""
+    """Foreign samples with keys of real ones, of a version that their tickets allow."""
     return replace(setup, group_size=8), _strangers(rng, "twin")
 
 
@@ -64,7 +64,7 @@ def _strangers(rng: random.Random, what: str) -> list[Fault]:
 
 
 def _between(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """A step was trained and is not committed; what it was trained on is lost, and no commit."""
+    """A step was trained and is not committed; Redis loses what it was trained on, and no commit."""
     setup = replace(setup, steps=5, max_staleness=0, checkpoint_every=4, archive=False, evaluation=False)
     at_s = at_s if setup.sample_s < LEASE_S else 2.0 * at_s
     moment = rng.choice((["mark", "committing"], ["append_after", "commits"]))
@@ -73,7 +73,7 @@ def _between(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Cra
 
 
 def _trim(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """It is decided what goes; another server has lost that, and gives lower ids to others."""
+    """When a trim is decided, a server takes over that has lost the entries and gives lower ids to others."""
     setup = replace(setup, steps=6, checkpoint_every=1, keep_checkpoints=1, trim=True, archive=False)
     how = {"for_s": for_s, "lose_commits": 1, "lose": rng.randint(8, 64), "before": ["trim", "trajectories"]}
     how |= {"clock_s": -round(rng.uniform(15.0, 90.0), 1), "hold_s": round(rng.uniform(3.0, 6.0), 1)}
@@ -88,7 +88,7 @@ def _oldest(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craf
 
 
 def _reuse(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Ids no longer follow the time: those that are lost are given to the next entries."""
+    """Ids no longer follow the time: lost ids are given to the next entries."""
     back = Fault(0.8, "server_clock", "trainer", {"by_s": -rng.randint(60, 600)})
     faults = [back, Fault(at_s, "restart", "", {"for_s": for_s, "lose": rng.randint(8, 64)})]
     if rng.random() < 0.5:
@@ -99,7 +99,7 @@ def _reuse(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
 
 
 def _end(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """The run is over, but for a server that lacks the last commits."""
+    """When the run is over, a server takes over that lacks the last commits."""
     how = {"for_s": for_s, "lose_commits": rng.choice((1, 1, 2)), "before": ["finish", "commits"]}
     return replace(setup, steps=3), [Fault(2.0, rng.choice(("restart", "failover")), "", how)]
 
@@ -143,14 +143,14 @@ def _older(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
 
 
 PART = {"before": ["append_part", "prompts"]}
-"""The moment when a part arrives of the target, or whose it is `of`."""
+"""The moment when a part arrives that is of the target, or of the worker named by `of`."""
 
 
 def _heirs(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
     """Workers die when a part of theirs has come, more often than a ticket may be delivered without one; with
     the last one Redis loses what came last."""
     setup = _with_parts(rng, setup)
-    # What is played again from its beginning, for its answers were other ones, is no progress.
+    # A sample that is played again from its beginning, since its answers differed, makes no progress.
     setup = replace(setup, max_staleness=0, max_attempts=5 if setup.parts == "repeat" else 2)
     faults = [
         Fault(round(0.4 * at_s + 2.5 * i, 3), "kill", f"rollout-{i % 2}", PART)
@@ -177,7 +177,7 @@ def _forks(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Craft
 
 
 def _sleepers(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Each of two workers stands still, or is cut off, with a part on its way, until the other one has taken
+    """Each of two workers is frozen, or cut off, with a part on its way, until the other one has taken
     over what it holds and works on it; answers may be lost."""
     kinds = [rng.choice(("freeze", "freeze", "cut_off")) for _ in range(3)]
     lasting_s = [round(rng.uniform(1.2, 1.7) * LEASE_S, 2) for _ in kinds]
@@ -202,8 +202,8 @@ def _with_parts(rng: random.Random, setup: Setup) -> Setup:
 
 
 def _rows(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
-    """Choices come back in a replay, from their files or the archive; their writers die among their files, or
-    behind them and before their entries, and the store of them is away, or has lost or changed some."""
+    """Choices come back in a replay, from their files or the archive; their writers die between their files,
+    or between files and entries, and the store of them is away, or has lost or changed some."""
     setup = replace(setup, choices=True, claims=rng.random() < 0.3, steps=5, checkpoint_every=4, trim=True)
     setup = replace(setup, archive=rng.random() < 0.7, segment_mb=0.001, keep_choices=rng.random() < 0.7)
     steps = {"file": rng.randrange(12), "claimed": rng.randrange(4)}
@@ -243,4 +243,4 @@ CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "forks": _forks,
     "rows": _rows,
 }
-"""Kind -> the schedule, of a generator, a config, and a time and a duration that it may use."""
+"""Kind -> what makes it from a generator, a setup, and a time and a duration in seconds that it may use."""

@@ -1,7 +1,7 @@
-"""The disk that all machines of a run share: full for a while, torn by a death, locked by the living.
+"""The disk that all machines of a run share: it may be full, have torn files, and locks of living processes.
 
-It stands between `os` and the run's folder. A process that is dead changes nothing any more, also not on its
-way out: what it would clean up stays as it was.
+It stands between `os` and the run's folder. A process that was killed changes nothing any more, not even in
+`finally`: what it would clean up stays as it was.
 """
 
 import errno
@@ -28,7 +28,7 @@ class Disk:
     _locks: dict[tuple[int, int], tuple[Process, Any]] = field(default_factory=dict)
 
     def step(self, path: Any) -> None:
-        """Before every operation that changes the disk.
+        """Called before every operation that changes the disk.
 
         Raises:
             KilledError: the process dies, or is dead.
@@ -75,5 +75,5 @@ class Disk:
             self._locks[key] = process, file
 
     def free_locks(self, process: Process) -> None:
-        """The process is dead."""
+        """Release the locks of a process that is dead."""
         self._locks = {key: held for key, held in self._locks.items() if held[0] is not process}

@@ -1,4 +1,4 @@
-"""Does a schedule's faults to a world. `KINDS` says what there is, and what each does.
+"""Injects the faults of a schedule into a world. `KINDS` lists them, with what each does.
 
 Nothing here knows what the services do about it. A fault that finds nothing to happen to is left out.
 """
@@ -28,7 +28,7 @@ GRACE_S = 20.0
 
 
 def script_sha(name: str) -> bytes:
-    """By what a script is called."""
+    """The SHA by which a script is called."""
     return _script(name)[1].encode()
 
 
@@ -48,7 +48,7 @@ class Injector:
         """Most checkpoints that were torn without a new one in between."""
         self._torn: list[str] = []
         self._damaged = b""
-        """Of the script whose last argument arrives cut off."""
+        """SHA of the script whose last argument arrives cut off; empty for none."""
         self.num_lost = 0
         """Entries that Redis has lost."""
         ends = [fault.at_s + float(fault.how.get("for_s", 0.0)) for fault in schedule.faults]
@@ -113,7 +113,7 @@ class Injector:
         return True
 
     def freeze(self, fault: Fault) -> bool:
-        """A process stands still for longer than its leases, and wakes up."""
+        """A process is frozen for longer than its leases, and then goes on."""
         process = self.fleet.find(fault.target)
         if process is None:
             return False
@@ -177,22 +177,22 @@ class Injector:
         self._weather(fault, Weather(is_full=True))
 
     def operate(self, _: Fault) -> None:
-        """Somebody looks at the run, and puts its dead letters back."""
+        """An operator looks at the run, and puts its dead letters back."""
         operators.operate(self.world, self.fleet)
 
     def second(self, _: Fault) -> bool:
-        """Somebody starts a trainer of the same folder beside the one that lives."""
+        """A second trainer is started on the same folder beside the one that lives."""
         if self.fleet.find("trainer") is None:
             return False
         operators.start_second_trainer(self.world, self.fleet)
         return True
 
     def add(self, fault: Fault) -> None:
-        """A worker more: it starts now, and stays."""
+        """One more worker: it starts now, and stays."""
         self.fleet.add(fault.target, fault.target.partition("-")[0])
 
     def older(self, fault: Fault) -> None:
-        """A worker more, of a release that knows of no claims; it is brought up to date after a while."""
+        """One more worker, of an older release that does not know claims; it is updated after a while."""
         self.world.older.add(fault.target)
         self.add(fault)
 
@@ -244,7 +244,7 @@ class Injector:
         return bool(files)
 
     def tear(self, fault: Fault) -> bool:
-        """The trainer dies, and a file of its is not what it was."""
+        """The trainer dies, and one of its files is damaged."""
         if (process := self.fleet.find("trainer")) is not None:
             self.world.kill(process)
         what, run_dir = fault.how["what"], self.world.folder / self.world.run_id
@@ -255,7 +255,7 @@ class Injector:
         return damage.tear(run_dir, what, fault.how.get("share", 0.5))
 
     def foreign(self, fault: Fault) -> bool:
-        """Somebody else writes into a stream."""
+        """Another program writes into a stream."""
         return strangers.write(self.world, fault.target, fault.how["what"], self.rng)
 
     def damage(self, fault: Fault) -> None:

@@ -35,7 +35,7 @@ async def serve_as(role: str, options: argparse.Namespace) -> int:
 
 @dataclass
 class Member:
-    """One place in the fleet."""
+    """One process of the run, over its restarts."""
 
     name: str
     role: str
@@ -54,14 +54,14 @@ class Fleet:
     exit_errors: list[str] = field(default_factory=list)
     """Errors in plain words with which processes ended by themselves."""
     crashes: list[str] = field(default_factory=list)
-    """Tracebacks of what is no `TidemillError`."""
+    """Tracebacks of errors that are no `TidemillError`."""
 
     def add(self, name: str, role: str) -> None:
         self.members[name] = Member(name, role)
         self._start(self.members[name])
 
     def find(self, target: str) -> Process | None:
-        """The living process of a place; None while there is none."""
+        """The living process of this name; None while there is none."""
         member = self.members.get(target)
         return member.process if member and member.process and not member.process.is_dead else None
 
@@ -72,7 +72,7 @@ class Fleet:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run says of itself that it is."""
+        """Whether the run's state in Redis says so."""
         state = self.world.cluster.server.space.values.get(self.world.keys.state.encode(), {})
         return bool(state.get(b"status", b"").decode() == f'"{FINISHED}"')
 

@@ -20,7 +20,7 @@ LONG_SHARE = 0.15
 FEW_SLOTS_SHARE = 0.5
 """Share of those whose reward workers are always full, and read ahead."""
 SPAN_S = 14.0
-"""Faults begin within the first so many seconds: about what an undisturbed run takes."""
+"""Faults begin within this many seconds: about what an undisturbed run takes."""
 MOMENTS = (
     ("XADD", "prompts"),
     ("XADD", "commits"),
@@ -53,9 +53,9 @@ RARE = {
     "leave": 4,
     "twin": 5,
 }
-"""Kind of what chance hardly brings together -> in how many of 100 schedules it is."""
+"""Kind of what chance rarely draws -> in how many of 100 schedules it is."""
 ADDED = {"": 66, "last": 2, "older": 2, "unheard": 3, "heirs": 7, "sleepers": 9, "rows": 8, "forks": 3}
-"""Kinds that came later, of 100 schedules, drawn apart: the seeds of the others stay what they were."""
+"""Kinds that were added later, of 100 schedules, drawn apart: other seeds keep their schedules."""
 STREAMS = (
     "prompts",
     "trajectories",
@@ -69,8 +69,8 @@ STREAMS = (
 
 
 def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
-    """The schedule of a seed. `is_tight` has the run archived in the smallest files, so that Redis keeps what
-    is in flight, and recovers from few checkpoints."""
+    """The schedule of a seed. With `is_tight` the archive has the smallest files, so that Redis keeps only
+    what is in flight, and checkpoints are few."""
     rng = random.Random(f"schedule {seed}")
     setup = _setup(rng, random.Random(f"mixed {seed}").random() < MIXED_SHARE)
     if random.Random(f"slots {seed}").random() < FEW_SLOTS_SHARE:
@@ -109,7 +109,7 @@ def _kind_of(seed: int, rng: random.Random) -> str:
 
 
 def _rare(kind: str, rng: random.Random, names: list[str]) -> list[Fault]:
-    """What is seldom drawn by chance, because it takes a moment or two faults."""
+    """Faults that chance rarely draws, because they need a certain moment or each other."""
     at_s, for_s = round(rng.uniform(1.0, SPAN_S), 3), round(rng.uniform(0.3, 2.5), 2)
     if kind == "damage":
         return [Fault(at_s, "damage", rng.choice(("publish_sample", "complete")))]

@@ -5,18 +5,16 @@ import random
 from typing import Any
 
 FAULT_SHARE = 0.05
-"""Share of the calls that fail, whoever makes them."""
+"""Share of all calls that fail."""
 
 
 class Guessing:
     """Answers each turn with a word, and ends after two or three."""
 
     async def reset(self, **row: Any) -> None:
-        """The session begins."""
         self.num_turns = 0
 
     async def step(self, text: str) -> dict[str, Any]:
-        """What the model said."""
         await asyncio.sleep(0.2 * random.random())
         if random.random() < FAULT_SHARE:
             raise ConnectionError("the environment's server is gone")
@@ -25,36 +23,33 @@ class Guessing:
 
 
 class RestoredGuessing(Guessing):
-    """Goes on with another worker, and never fails."""
+    """Resumable: another worker goes on with its state. It never fails."""
 
     resumable = True
 
     async def step(self, text: str) -> dict[str, Any]:
-        """What the model said."""
         await asyncio.sleep(0.2 * random.random())
         self.num_turns += 1
         return {"observation": f"w{self.num_turns}", "done": self.num_turns >= 2 + len(text) % 2}
 
     def mark(self) -> dict[str, int]:
-        """All there is."""
+        """The whole state."""
         return {"turns": self.num_turns}
 
     async def restore(self, mark: dict[str, int]) -> None:
-        """In place of `reset`."""
+        """Called in place of `reset`."""
         self.num_turns = mark["turns"]
 
 
 class RepeatedGuessing(Guessing):
-    """Is played again by another worker, and has forgotten itself now and then."""
+    """Repeatable: another worker plays its turns again, sometimes with another first answer."""
 
     repeatable = True
 
     async def reset(self, **row: Any) -> None:
-        """The session begins."""
         await super().reset(**row)
         self._first = "w0" if random.random() < 0.25 else "w1"
 
     async def step(self, text: str) -> dict[str, Any]:
-        """What the model said."""
         answer = await super().step(text)
         return answer | {"observation": self._first} if self.num_turns == 1 else answer

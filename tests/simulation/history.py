@@ -19,9 +19,9 @@ class Record:
     at_s: float
     is_lost: bool = False
     is_foreign: bool = False
-    """A fault has put it there."""
+    """Whether a fault has put it there."""
     message: Any = None
-    """What it says, where that can be read."""
+    """The decoded message, where it can be decoded."""
     flushed_with: int = -1
     """The write that emptied the server, if one did."""
 
@@ -35,7 +35,7 @@ class History:
     is_foreign_now: bool = False
 
     def note(self, key: bytes, entry_id: EntryId, fields: Fields, unit: int, at_s: float) -> Record:
-        """An entry was appended."""
+        """Record an entry that was appended."""
         pairs = dict(zip(fields[::2], fields[1::2], strict=True))
         name = self.keys.name_of(key.decode())
         record = Record(name, f"{entry_id[0]}-{entry_id[1]}", pairs, unit, at_s, False, self.is_foreign_now)
@@ -43,7 +43,7 @@ class History:
         return record
 
     def forget_after(self, num_units: int) -> int:
-        """A server has taken over that knows only so many writes; returns how many entries are lost."""
+        """A server has taken over that has only `num_units` writes; returns how many entries are lost."""
         for record in self.records:
             if record.flushed_with >= num_units:  # the server that took over was never emptied
                 record.is_lost, record.flushed_with = False, -1
@@ -60,5 +60,5 @@ class History:
         return len(lost)
 
     def of(self, stream: str, is_lost: bool = False) -> list[Record]:
-        """What a stream holds, or has held before it was trimmed; or what of it was lost."""
+        """Entries that a stream holds or held before trimming; with `is_lost`, those that it has lost."""
         return [record for record in self.records if record.stream == stream and record.is_lost == is_lost]

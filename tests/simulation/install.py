@@ -64,7 +64,7 @@ from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
 REAL_TIMES: dict[Any, str] = {time.time: "time", time.monotonic: "monotonic", os.getpid: "getpid"}
-"""Functions that fields took as their defaults when their classes were made."""
+"""Functions that fields have as their defaults since their classes were made."""
 
 known_tokenizer = cache(load_tokenizer)
 
@@ -76,14 +76,14 @@ class NoEndpoint:
         self.port, self.host = port, host
 
     def beat(self) -> None:
-        """Nobody asks."""
+        """No effect."""
 
     def close(self) -> None:
         """Nothing to close."""
 
 
 class NoHttpClient:
-    """In place of a client that nobody uses, and that reads all certificates when it is made."""
+    """In place of a client that is not used, and that would read all certificates when it is made."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -95,7 +95,7 @@ class NoLeaseKeeper(LeaseKeeper):
     """In place of the thread that renews leases while a loop is blocked: no loop is, in virtual time."""
 
     def start(self) -> None:
-        """One thread is all there is."""
+        """No thread is started."""
 
     def stop(self) -> None:
         """Nothing to end."""
@@ -182,7 +182,7 @@ def _needs_checked_by(world: World) -> Callable[[Any, Any], None]:
 
 
 def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
-    """The engine draws other tokens each time, as real ones do, and the policy says what it trains."""
+    """Let the engine draw other tokens each time, as real ones do, and report to `watch` what services do."""
     accumulate, update, zero = SimulatedPolicy.accumulate, SimulatedPolicy.update, SimulatedPolicy.zero
     request_key = tidemill.services.rollout.engines.simulated.request_key
 

@@ -1,6 +1,6 @@
-"""What must hold of every run, whatever has befallen it: DESIGN.md, sections 3 to 5.
+"""What must hold in every run, whatever its faults (docs/architecture.md).
 
-`see` looks at each entry as it is appended, `judge` at the whole when the run has ended. Both know the true
+`see` checks each entry as it is appended, `judge` the whole run when it has ended. Both know the true
 history, also what Redis has lost.
 """
 
@@ -34,7 +34,7 @@ from tidemill.common.wire.messages import Commit, DeadLetter, Message, Score, Ti
 REMEDIES = ("estore", "emove", "XDEL", "tart a new run", "stop the other", "tidemill ")
 """A message that ends a run names what to do: one of these stands in it."""
 NO_RUN = "this Redis has no run"
-"""What people are told who mistyped a run's id; not those whose Redis was emptied."""
+"""The message for a mistyped run id, which must not be that for a Redis that was emptied."""
 KINDS: dict[str, type[Message]] = {
     "prompts": Ticket,
     "prompts:eval": Ticket,
@@ -54,7 +54,7 @@ class Judge:
 
     def __init__(self, watch: Watch, config: RunConfig, schedule: Schedule) -> None:
         self.watch, self.schedule = watch, schedule
-        # What a resumed run may have trained under the wider bound does not say when it did.
+        # A commit does not say under which bound it was trained: the widest of a resumed run is allowed.
         trainer = config.trainer.model_copy(update={"max_staleness": max(schedule.bounds)})
         self.config = config.model_copy(update={"trainer": trainer})
         self.world, self.broken = watch.world, watch.broken
@@ -68,14 +68,14 @@ class Judge:
         self._samples: dict[tuple[str, tuple[int, int]], list[Record]] = {}
         """All entries of a sample, by lane and key."""
         self._issued: dict[int, Record] = {}
-        """The entry of each ticket that came last: one of its number that was withdrawn is another ticket."""
+        """The newest entry of each ticket number: one that was withdrawn before is another ticket."""
         self._newest = 0
         """The newest version that was ever committed."""
         self._ahead: set[str] = set()
-        """Ids of trajectories that named a version which nobody had committed when they came."""
+        """Ids of trajectories that named a version which was not yet committed when they came."""
 
     def see(self, record: Record) -> None:
-        """An entry was appended now."""
+        """Check an entry that was just appended."""
         kind = KINDS.get(record.stream)
         if kind is None or not self._is_read(record, kind):
             return
@@ -121,7 +121,7 @@ class Judge:
         return True
 
     def _judge_commit(self, commit: Commit) -> list[str]:
-        """It is about what was trained; and who starts now can train it again, from Redis or a checkpoint."""
+        """It says what was trained, and a trainer that starts now can train it again."""
         trained = [found for found in self.watch.trained.get(commit.digest, ()) if found]
         if not trained:
             return [f"commit: no policy has trained what step {commit.step} says"]
@@ -165,7 +165,7 @@ class Judge:
         return max((int(path.name[1:]) for path in folder.glob("v*") if path.name[1:].isdigit()), default=0)
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
-        """Everything that is wrong with the run goes into the verdict."""
+        """Add everything that is wrong with the run to the verdict."""
         found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken]
         if fleet.outcome == FINISHED:
             found += self._judge_history()
@@ -221,7 +221,7 @@ class Judge:
         return [one.message for one in records if one.message is not None or self._is_read(one, kind)]
 
     def _commits(self) -> list[Commit]:
-        """What the stream holds at the end, and what was trimmed before it."""
+        """The commits that the stream holds at the end, and those trimmed before."""
         stream = self.world.cluster.server.space.values.get(self.world.keys.commits.encode())
         known = {
             record.entry_id: record for record in self.world.history.of("commits") if not record.is_foreign
@@ -265,7 +265,7 @@ class Judge:
         return problems + self._judge_digests(commits) + self._judge_advantages(commits)
 
     def _judge_waits(self, commits: list[Commit]) -> list[str]:
-        """Nobody waits for `reissue_after_s` for what a loss of Redis has taken: that is known at once."""
+        """Tickets that Redis has lost are not waited for during `reissue_after_s`: that is known at once."""
         if not self.kinds.isdisjoint({"foreign", "empty", "damage", "older"}):
             return []
         late = [ticket for commit in commits for ticket, _, reason in commit.dropped if reason == "lost"]
@@ -301,7 +301,7 @@ class Judge:
         return problems
 
     def _judge_advantages(self, commits: list[Commit]) -> list[str]:
-        """Better rewards have better advantages, and what has no reward was not trained."""
+        """Better rewards have better advantages, and samples without a reward are not trained."""
         problems = []
         for commit in commits:
             trained = self.watch.trained.get(commit.digest, [{}])[-1]

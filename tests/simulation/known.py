@@ -1,4 +1,4 @@
-"""Schedules that found something once, by what they found. What each said then stands in the README."""
+"""Schedules that once found a bug, by what they found. The README has what each reported then."""
 
 from tests.simulation.schedule import Fault, Schedule, Setup
 

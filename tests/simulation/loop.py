@@ -1,8 +1,8 @@
 """An event loop in virtual time that serves many simulated processes, in an order that a seed decides.
 
-Callbacks of one process run in the order in which they became ready, as asyncio guarantees; which process has
-its next turn is drawn. Time stands still while anything can run, and then jumps to the next timer. So a
-schedule depends on its seed alone.
+Callbacks of one process run in the order in which they became ready, as asyncio guarantees; which process
+runs next is drawn. Time stands still while anything can run, and then jumps to the next timer. So a schedule
+depends on its seed alone.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.now = START_S
         self.world = Process("world", "world", 0)
         self.slept_s = 0.0
-        """What the function that runs on a thread has slept."""
+        """Seconds that the function that runs on a thread has slept."""
         self.in_thread = False
         self.is_ending = False
         self.errors: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._num_tasks = 0
 
     def run(self, is_over: Callable[[], bool], until_s: float) -> bool:
-        """Turn until `is_over`, or until the time; returns whether it is over."""
+        """Run callbacks until `is_over`, or until the time `until_s`; returns whether it is over."""
         asyncio.events._set_running_loop(self)
         try:
             while not is_over():
@@ -101,19 +101,19 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self._active.append(owner)
 
     def drop(self, owner: Process) -> None:
-        """The process gets no turn any more; what it holds ready stays with it."""
+        """Run no more callbacks of a process; those that are ready stay with it."""
         if owner.is_queued:
             self._active.remove(owner)
             owner.is_queued = False
 
     def resume(self, owner: Process) -> None:
-        """A process that stood still goes on where it was."""
+        """Run the callbacks of a process that was frozen again."""
         if owner.ready and not owner.is_queued and not owner.is_dead:
             owner.is_queued = True
             self._active.append(owner)
 
     def end(self, owners: list[Process]) -> None:
-        """Let every task that is left end by a cancellation, or it would complain when thrown away."""
+        """End every task that is left by a cancellation: else it would warn when it is destroyed."""
         self.is_ending = True
         for owner in [*owners, self.world]:
             owner.is_dead = owner.is_frozen = False
@@ -157,7 +157,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when its time comes."""
+        """No effect: a cancelled timer is skipped when its time comes."""
 
     def create_future(self) -> "asyncio.Future[Any]":
         return asyncio.Future(loop=self)

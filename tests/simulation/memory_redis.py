@@ -1,4 +1,4 @@
-"""The Redis in memory as a server for other tests: what it is trusted for is what they check on it too.
+"""The Redis in memory as a server for contract tests, which check it as they check real servers.
 
 `TRUSTED` names the contract tests that run against it beside the real servers. The others need what only a
 process has: a port, TLS, users, Sentinels, memory that runs out, a death that is a signal.

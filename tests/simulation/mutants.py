@@ -128,7 +128,7 @@ def _run_in(tree: Path, kept: str, num_schedules: int, answering: Connection) ->
             break
     answering.send((problem, num_run))
     answering.close()
-    os._exit(0)  # coroutines that never ended have nothing to say
+    os._exit(0)  # without warnings about coroutines that never ended
 
 
 def main() -> int:
@@ -149,7 +149,7 @@ def main() -> int:
         return 2
     multiprocessing.set_forkserver_preload(list(HEAVY))
     num_caught = 0
-    # A copy of what stands there now: it may be edited before the last bug has its turn.
+    # A copy of the tree as it is now: it may be edited before the last bug is examined.
     with copied_tree(ROOT) as tree, ThreadPoolExecutor(options.jobs) as pool:
         for outcome in pool.map(lambda one: examine(one, tree, options.schedules), mutants):
             num_caught += bool(outcome.problem)

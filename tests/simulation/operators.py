@@ -1,4 +1,4 @@
-"""What people do beside a run: look at it, put dead letters back, start a trainer too many."""
+"""What people do beside a run: look at it, put dead letters back, start a second trainer."""
 
 import argparse
 from collections.abc import Callable, Coroutine
@@ -17,7 +17,7 @@ from tidemill.services.console.status.snapshot import SnapshotReader
 
 
 class Status(SnapshotReader):
-    """What `tidemill status` reads, but for RQ's queues, which are not simulated."""
+    """Reads what `tidemill status` reads, except RQ's queues, which are not simulated."""
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
         return {}
@@ -44,7 +44,7 @@ def operate(world: World, fleet: Fleet) -> None:
 
 
 def start_second_trainer(world: World, fleet: Fleet) -> None:
-    """A trainer of the same run and folder beside the one that lives: it says so, and ends."""
+    """Start a second trainer in the folder of a living one: it reports that, and ends."""
     options = argparse.Namespace(run=world.run_id, name="second", metrics_port=0, set=[], config=None)
 
     async def main() -> int:

@@ -1,4 +1,4 @@
-"""A simulated process: a family of tasks that lives, stands still, or is gone without a word."""
+"""A simulated process: a group of tasks that runs, is frozen, or was killed."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class KilledError(BaseException):
-    """Ends a function on a thread of a process that has just been killed. Nobody catches it."""
+    """Ends a function on a thread of a process that has just been killed. No code catches it."""
 
 
 @dataclass(eq=False)
@@ -26,12 +26,12 @@ class Process:
     """How far its host's clock is from the true time."""
     started_at: float = 0.0
     disturbed_at: float = 0.0
-    """When last it stood still, or a command of its failed."""
+    """When it was last frozen, or one of its commands failed."""
     woken_at: float = 0.0
-    """When it last went on after it had stood still."""
+    """When it last went on after it was frozen."""
     is_dead: bool = False
     code: int | None = None
-    """With which it ended."""
+    """Exit code, once it has ended."""
     is_frozen: bool = False
     is_queued: bool = False
     ready: deque[asyncio.Handle] = field(default_factory=deque)

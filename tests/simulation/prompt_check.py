@@ -12,9 +12,8 @@ from tidemill.services.trainer.batch.prompts import load_tokenizer, load_trainin
 def other_prompts(config: RunConfig, history: History, commits: Sequence[Commit]) -> list[str]:
     """What is wrong with the prompts of the tickets; nothing where the run is undisturbed or was resumed.
 
-    Redis may have lost tickets that were trained, which nobody issues again: then nothing can be said. And
-    nothing of a ticket that is older than a commit it follows from: that one came in place of one that Redis
-    has lost.
+    Redis may have lost tickets that were trained, which are not issued again: then nothing is checked. Nor is
+    a ticket that is older than a commit it depends on: that came in place of one that Redis has lost.
     """
     tickets = [record for record in history.of("prompts") if not record.is_foreign]
     tickets.sort(key=lambda record: record.message.ticket)
@@ -39,7 +38,7 @@ def other_prompts(config: RunConfig, history: History, commits: Sequence[Commit]
 
 
 def _first_written(history: History) -> dict[tuple[str, bytes], int]:
-    """Where in the history each ticket and commit stands first: those that were lost are given back."""
+    """Index of the first record of each ticket and commit: lost ones are appended again."""
     first: dict[tuple[str, bytes], int] = {}
     for index, record in enumerate(history.records):
         if record.stream in ("prompts", "commits"):

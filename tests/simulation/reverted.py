@@ -1,4 +1,4 @@
-"""Each schedule of `known.py`, and what repaired it: taken out again, the schedule has to fail."""
+"""Schedules of `known.py`, and what repaired each: when that is taken out again, the schedule has to fail."""
 
 from tests.simulation.mutants import Mutant
 

@@ -10,7 +10,7 @@ from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
 FAILING = 40
-"""One completion in so many has no reward, whoever asks."""
+"""One completion in this many has no reward, at any attempt."""
 LONGEST_S = 0.8
 
 
@@ -48,7 +48,7 @@ def value_of(text: str) -> float | None:
 
 
 def text_of_tokens(ids: Iterable[int]) -> str:
-    """As the simulated engine decodes them."""
+    """The text of tokens, as the simulated engine decodes them."""
     return " ".join(f"t{token}" for token in ids)
 
 

@@ -31,13 +31,13 @@ PATIENCE_S = 400.0
 """Virtual time after the last fault in which a run has to reach its end."""
 NUM_ROWS = 40
 COLLECT_EVERY = 10
-"""Schedules after which their garbage is looked for: looking takes as long as a short schedule."""
+"""Schedules between two garbage collections: one takes as long as a short schedule."""
 _COUNTER = itertools.count(1)
 
 
 @dataclass
 class Verdict:
-    """What a schedule came to. No words at all: it is good."""
+    """The result of a schedule, which is good where `problem` is empty."""
 
     schedule: Schedule
     outcome: str = ""
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def run(schedule: Schedule, is_traced: bool = False) -> Verdict:
-    """Run it in a folder of its own, which is gone afterwards, and so is all that never ended."""
+    """Run a schedule in a folder of its own; the folder and unfinished tasks are gone afterwards."""
     with _folder() as folder, _without_complaints():
         verdict = Verdict(schedule)
         _freeze()
@@ -80,7 +80,7 @@ def _lateness(verdict: Verdict, undisturbed_s: float) -> list[str]:
 
 
 def _undisturbed_s(schedule: Schedule) -> float:
-    """How long the run takes without faults; asked for only where that can matter."""
+    """Virtual seconds that the run takes without faults; computed only where that can matter."""
     with _folder() as folder:
         verdict = Verdict(schedule)
         _live(schedule, folder, verdict, is_traced=False)
@@ -121,7 +121,7 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
     judge = Judge(watch, config, schedule)
     world.on_append, world.cluster.watch = judge.see, watch.arrives
     injector = Injector(world, fleet, config, schedule)
-    RunFolder(world.folder, world.run_id).create(config)  # as `tidemill up` does, before Redis is told
+    RunFolder(world.folder, world.run_id).create(config)  # as `tidemill up` does, before Redis has the config
     world.cluster.server.apply([[b"SET", world.keys.config.encode(), config.model_dump_json().encode()]])
     context = contextvars.Context()
     for name, role in names(config):
@@ -142,7 +142,7 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
 
 @contextlib.contextmanager
 def _without_complaints() -> Iterator[None]:
-    """Coroutines that never ended complain when they are thrown away."""
+    """Suppress the warnings of coroutines that never ended when they are destroyed."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         yield
@@ -152,7 +152,7 @@ def _without_complaints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """On a disk in memory where there is one."""
+    """A temporary folder, on a disk in memory where there is one."""
     memory = Path("/dev/shm")
     parent = str(memory) if memory.is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="tidemill-simulation-", dir=parent))
@@ -164,7 +164,7 @@ def _folder() -> Iterator[Path]:
 
 @cache
 def _freeze() -> None:
-    """What was there before is not looked through again and again; what never ended ends in silence."""
+    """Leave objects of before out of garbage collections, and suppress warnings of unfinished coroutines."""
     atexit.register(setattr, sys, "unraisablehook", lambda _: None)
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What happens in one run: its config, and the faults that befall it. All of it follows from a seed."""
+"""One run of the simulation: its config and its faults. All of it follows from a seed."""
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,31 +27,31 @@ class Setup:
     trim: bool = True
     archive: bool = False
     segment_mb: float = 0.004
-    """Of a file of the archive: what Redis keeps beyond what is in flight."""
+    """Size of a file of the archive: Redis keeps that much beyond what is in flight."""
     evaluation: bool = False
     rollouts: int = 2
     rewards: int = 2
     reward_slots: int = 256
-    """Of each reward worker: where they are all taken, it reads ahead."""
+    """Slots of each reward worker; while all are in use, it reads ahead."""
     sample_s: float = 1.0
-    """What a sample takes on average, and its reward at most: longer than a lease, it lives by renewals."""
+    """Mean seconds of a sample. Above a lease, its reward takes at most as long: both need renewals."""
     per_group: bool = False
-    """The reward is given all samples of a group at once."""
+    """Whether the reward is given all samples of a group at once."""
     sessions: bool = False
     """Whether samples are sessions of several turns, with an environment that fails now and then."""
     parts: str = ""
-    """Samples leave parts every two tokens: `turns` of single turns; sessions that are given their mark back
-    (`restore`), or played again (`repeat`)."""
+    """Which samples leave parts, every two tokens: single turns (`turns`), or sessions that are restored from
+    their mark (`restore`) or played again (`repeat`); empty for none."""
     shares_lines: bool = False
-    """Calls of a process arrive and are answered in order, as on one connection; else each by itself."""
+    """Whether calls of a process arrive and are answered in order, as on one connection."""
     kept_commits: int = KEPT_COMMITS
-    """So many stay when the stream of commits is trimmed."""
+    """Commits that stay when their stream is trimmed."""
     claims: bool = False
-    """Every trajectory lies in a file of the run, and its entry is a claim."""
+    """Whether every trajectory lies in a file of the run, and its entry is a claim."""
     choices: bool = False
-    """Sampling is filtered, and what it left lies in a file of the run too."""
+    """Whether sampling is filtered, and the ids that it left lie in a file of the run too."""
     keep_choices: bool = True
-    """The archive has it too."""
+    """Whether the archive has them too."""
     max_attempts: int = 5
     """Deliveries of a ticket without progress."""
     mixed: bool = False
@@ -137,7 +137,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong. `how` are its numbers; `faults.py` says what the kinds mean."""
+    """One thing that goes wrong. `how` has its parameters; `faults.py` says what the kinds mean."""
 
     at_s: float
     kind: str

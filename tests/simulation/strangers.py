@@ -1,4 +1,4 @@
-"""Entries that no service has written: somebody's by hand, or a broken worker's."""
+"""Entries that no service of the run has written, as by hand or by a broken worker."""
 
 import random
 
@@ -14,9 +14,10 @@ from tidemill.common.wire.messages import Message, Score, ScoreStatus, Ticket, T
 def write(world: World, stream: str, what: str, rng: random.Random) -> bool:
     """Append one entry under an id of the server's; False where there is nothing to make it of.
 
-    `garbage` cannot be decoded, `copied` has the bytes of an entry of the stream. The others are trajectories
-    of a ticket that is in flight: `future` from a version that is not there yet, `old` from one that is too
-    old by one, `nan` with a logprob that is no number; `nan_score` is a score without a finite value.
+    `garbage` and `text` cannot be decoded, `copied` has the bytes of an entry of the stream. The others are
+    trajectories of a ticket in flight: `future` and `ahead` of versions that are not there yet, `twin` of the
+    oldest allowed one, `old` of one before it, `nan` with logprobs that are no numbers; `nan_score` is a
+    score without a finite value.
     """
     fields = _fields(world, stream, what, rng)
     if fields is None:

@@ -26,7 +26,7 @@ SLEEPER = Schedule(
     Setup(rollouts=2, group_size=3, groups_per_step=2),
     (Fault(1.0, "freeze", "rollout-0", {"for_s": 9.0}),),
 )
-"""A worker stands still for two leases while it holds tickets, wakes up and wants to publish."""
+"""A worker is frozen for two leases while it holds tickets, then goes on and tries to publish."""
 
 
 def test_a_seed_gives_the_same_commands_at_the_same_times() -> None:

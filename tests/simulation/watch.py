@@ -1,6 +1,6 @@
-"""Looks at what services do while they do it: what is trained, generated again, and whose leases are taken.
+"""Checks what services do while they do it: what is trained, generated again, and whose leases are taken.
 
-Each run has one. What is wrong goes into `broken`, as words that begin with their kind.
+Each run has one `Watch`. Violations go into `broken`, as texts that begin with their kind.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +35,13 @@ Weights = tuple[int, str]
 Answered = Callable[[list[Any]], None]
 
 CONTACT_S = LONGEST_PAUSE_S + LEASE_S / RENEWALS_PER_LEASE + 0.5
-"""So long after its last failed command, a process has renewed its leases again."""
+"""Seconds after its last failed command in which a process has renewed its leases again."""
 SETTLING = frozenset({"complete", "publish_sample", "store_result", "publish_group"})
-"""Scripts that acknowledge what they are about."""
+"""Scripts that acknowledge the entries that they are given."""
 ON_ITS_WAY_S = 2.0
-"""What was published may not be known to a worker that begins within so long."""
+"""A worker that begins within this many seconds may not know what was published."""
 NUM_NAMES = 2**19
-"""Tokens of one generation have names that follow each other: logprobs and choices say them."""
+"""Tokens of one generation have consecutive numbers, modulo this: logprobs and choices encode them."""
 
 
 def _bytes(ids: Any) -> bytes:
@@ -49,23 +49,23 @@ def _bytes(ids: Any) -> bytes:
 
 
 def _routes_named(names: Any) -> Any:
-    """Two layers, one expert of each."""
+    """Routes that encode the tokens' numbers: two layers, one expert of each."""
     return (names % NUM_NAMES).astype(np.int32).view(np.uint16).reshape(-1, 2, 1)
 
 
 def _routes_of(num_prompt: int, mask: Any, logprobs: Any) -> Any:
-    """The routes of a sample. Who samples a token has computed all before it that has no row yet: the last
-    token of the generation before, and what the environment said."""
+    """The routes of a sample. A generation computes all tokens before its own that have no row yet: the last
+    one of the generation before, and those of the environment."""
     sampled = num_prompt + np.flatnonzero(mask)
-    # Of each sampled token the name of its generation's token 0, were the prompt counted too.
+    # For each sampled token, the number that token 0 of the whole row would have in its generation.
     first = np.rint((-1.0 - np.float64(logprobs))[np.asarray(mask)] * 2**20).astype(np.int64) - sampled
     places = np.arange(num_prompt + len(mask) - 1)
     return _routes_named(first[np.searchsorted(sampled, places, side="right")] + places)
 
 
 def weights_of(engine: Any, version: int) -> Weights:
-    """What the engine has computed with under this number; without a digest where it never held that, and of
-    the starting model, which all trainers have."""
+    """The weights that the engine held as this version. The digest is empty where it never held it, and for
+    the starting model, which all trainers share."""
     return version, vars(engine).get("digests", {}).get(version, "") if version else ""
 
 
@@ -76,11 +76,11 @@ def _is_of(weights: Weights, made_by: set[Weights]) -> bool:
 
 @dataclass
 class Made:
-    """What an engine has said to one request."""
+    """What engines have generated for one request."""
 
     longest: Generation
     weights: list[set[Weights]] = field(default_factory=list)
-    """Of each token: an engine that stood still may say later that another one has made it."""
+    """All weights that were reported for each token: an engine that was frozen may report others later."""
     lengths: set[int] = field(default_factory=set)
 
     def add(self, found: Generation, engine: Any) -> None:
@@ -96,7 +96,7 @@ class Made:
     def lengths_in(
         self, ids: Any, logprobs: Any, kept: Rows | None, versions: Sequence[Weights] | None
     ) -> set[int]:
-        """With so many of its tokens a sample may begin that goes on somehow."""
+        """Lengths of its beginnings that have these ids, logprobs, choices and versions."""
         return {
             n
             for n in self.lengths
@@ -109,32 +109,32 @@ class Made:
 
 @dataclass
 class Watch:
-    """`world` calls the hooks that `install.py` and `cluster.py` put in place."""
+    """Called by the hooks that `install.py` and `cluster.py` put in place."""
 
     world: World
     broken: list[str] = field(default_factory=list)
     trained: dict[str, list[dict[Key, bytes]]] = field(default_factory=dict)
-    """By digest of the weights that came of it: completion ids of each sample, each time it was trained."""
+    """By digest of the weights after an update: completion ids of its samples, each time it was done."""
     published: dict[tuple[str, Key], Record] = field(default_factory=dict)
-    """By lane and key: the entry that came last."""
+    """By lane and key: the newest entry."""
     copied: set[tuple[str, int]] = field(default_factory=set)
-    """Lanes and tickets that a stranger has copied into the stream: they are worked on like any other."""
+    """Lanes and tickets with foreign copies in the stream, which are worked on like any other."""
     withdrawn: set[int] = field(default_factory=set)
-    """Tickets that a trainer has taken back, and nobody has issued since."""
+    """Tickets that a trainer has taken back, and that were not issued since."""
     num_generated: int = 0
     num_resumed: int = 0
     """Samples that begin with parts of another worker."""
     keeps_parts: bool = False
-    """Nothing but another trainer lets a recorded sample begin again."""
+    """Whether only another trainer lets a recorded sample begin again."""
     num_again: int = 0
     """Generations of samples that were generated before."""
     has_strangers: bool = False
-    """Whether somebody's samples may be trained that no engine has made."""
+    """Whether foreign samples, which no engine has made, may be trained."""
     _made: dict[bytes, dict[int, Made]] = field(default_factory=dict)
-    """By what stood before, and what the engine draws by."""
+    """By the bytes of the prompt's ids, and by the key of the engine's random numbers."""
     _begun: set[tuple[str, Key]] = field(default_factory=set)
     _kept_by: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
-    """By key and field: who appended a part."""
+    """By key and field: the consumer that appended a part."""
     _consumers: dict[bytes, Process] = field(default_factory=dict)
     _handed_back: set[tuple[bytes, bytes]] = field(default_factory=set)
     _lost: set[tuple[str, bytes, bytes]] = field(default_factory=set)
@@ -152,7 +152,7 @@ class Watch:
     # The policy.
 
     def accumulated(self, policy: Any, samples: Sequence[Any]) -> None:
-        """These samples are trained now, as they are."""
+        """Check samples that are trained now."""
         pending = self.pending_of(policy)
         for sample in samples:
             pending[sample.key] = sample.completion_ids.tobytes()
@@ -179,7 +179,7 @@ class Watch:
         self.trained.setdefault(digest, []).append(samples)
 
     def zeroed(self, policy: Any) -> None:
-        """What was accumulated is forgotten."""
+        """Forget what was accumulated."""
         vars(policy)["watched"] = {}
 
     def reread(self, join: Any) -> None:
@@ -189,7 +189,7 @@ class Watch:
             self.broken.append(f"join: of tickets {kept[:5]} entries are kept that Redis may have lost")
 
     def evaluates(self, version: int) -> None:
-        """An evaluation begins: it is not on record."""
+        """Check that an evaluation that begins is not on record."""
         path = self.world.folder / self.world.run_id / "metrics.jsonl"
         if path.exists() and f'"kind": "evaluation", "version": {version},' in path.read_text(
             errors="replace"
@@ -214,7 +214,7 @@ class Watch:
             self.broken.append(f"waste: sample {key[1]} is generated again although Redis holds it")
 
     def issued(self, ticket: Any) -> None:
-        """A ticket goes out. One of its number that was withdrawn is another one."""
+        """A ticket is issued. One with its number that was withdrawn was another ticket."""
         self.withdrawn.discard(ticket.ticket)
         for index in range(ticket.group_size):
             self.published.pop(("train", (ticket.ticket, index)), None)
@@ -232,8 +232,8 @@ class Watch:
             self.broken.append(f"made: sample {sample.key} is published, and no engine has made it like this")
 
     def makes(self, engine: Any, request: Any, key: int, found: Generation) -> Generation:
-        """An engine has got so far with a request. No other token gets these logprobs and choices. Where it
-        filters, it is a mixture of experts too."""
+        """Give what an engine has generated so far logprobs and choices that no other token gets. An engine
+        that filters is also a mixture of experts."""
         num_prompt, num_tokens = len(request.prompt_ids), len(found.token_ids)
         names = [(key + place) % NUM_NAMES for place in range(num_tokens)]
         choices = {}
@@ -253,8 +253,8 @@ class Watch:
         choices: Mapping[str, Rows],
         versions: Sequence[Weights] | None = None,
     ) -> bool:
-        """Whether what the model said in it are answers of engines to just what stood before each: token by
-        token, with their logprobs, choices and weights."""
+        """Whether engines have generated the model's tokens in a sample from exactly the tokens before them,
+        with these logprobs, choices and weights."""
         ids, num_tokens = np.concatenate([sample.prompt_ids, sample.completion_ids]), len(logprobs)
         first, kept = len(ids) - num_tokens, choices.get(KEPT)
         if choices and not (
@@ -286,7 +286,7 @@ class Watch:
             self._idle.add(place)
 
     def arrives(self, server: MemoryServer, process: Process, fields: Fields) -> Answered | None:
-        """A command is about to be applied; what is returned hears of its replies."""
+        """A command is about to be applied; what is returned is called with its replies."""
         if fields[0] == b"XREADGROUP":
             self._consumers[fields[3]] = process
             return None
@@ -338,8 +338,8 @@ class Watch:
         before: dict[bytes, bytes],
         replies: list[Any],
     ) -> None:
-        """Parts are kept of whoever holds the ticket, behind others of their play; one is written over only
-        where a play begins again."""
+        """Check that a kept part is of the holder of the ticket, follows the others of its play, and has
+        overwritten one only where a play begins again."""
         (reply,) = replies
         if reply not in (1, 2):
             return
@@ -363,8 +363,8 @@ class Watch:
     def _published(
         self, server: MemoryServer, fields: Fields, parts: dict[bytes, bytes], replies: list[Any]
     ) -> None:
-        """A sample begins with what is recorded of it, unless there is a reason to begin again; then its
-        parts are gone."""
+        """Check that a published sample begins with what is recorded of it, unless there is a reason to begin
+        again, and that its parts are gone."""
         (reply,) = replies
         if reply not in (1, 2) or not parts:
             return
@@ -391,11 +391,11 @@ class Watch:
             holder = self._consumers.get(consumer)
             if holder is None or (key, entry_id) in self._handed_back:
                 continue
-            # Redis has lost that it was settled, and who has no free slot cannot begin it again. Or nobody
-            # can read it: it is not renewed, and waits for the dead letters.
+            # Redis has lost its acknowledgement, and a holder without a free slot cannot begin it again. Or
+            # it cannot be read: it is not renewed, and will be dead-lettered.
             if (consumer, key, parse_id(entry_id)) in self._idle:
                 continue
-            # Who has lost an entry works on it no more, also where Redis has lost that another one took it.
+            # A holder that has lost an entry no longer works on it, even if Redis has lost the takeover.
             had_lost, given = (holder.name, key, entry_id), (taker.name, key, entry_id)
             self._lost.discard(given)
             if had_lost in self._lost:
@@ -404,7 +404,7 @@ class Watch:
             now = self.world.loop.now
             is_fine = not holder.is_dead and not holder.is_frozen
             outage_until = self.world.cluster.outage_until
-            # Everybody has a lease to renew after an outage. Who started or slept then knows nothing of it.
+            # After an outage holders get a lease to renew; a taker that started or froze then cannot know.
             saw_outage = max(taker.started_at, taker.woken_at) < outage_until - NOTICED_S
             is_patient = now < outage_until + LEASE_S and saw_outage
             is_back = is_fine and is_patient and holder.disturbed_at <= outage_until
@@ -421,7 +421,7 @@ class Watch:
                 )
 
     def _trimmed(self, fields: Fields, replies: list[Any]) -> None:
-        """What goes was there when that was decided: no server gives it the id of something later."""
+        """Check that all trimmed entries were there when the trim was decided: none has such an id later."""
         (reply,) = replies
         name, below = self.world.keys.name_of(fields[3].decode()), parse_id(fields[5])
         marked_at = self._marked_at.get(fields[7], self.world.loop.now)

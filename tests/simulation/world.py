@@ -82,7 +82,7 @@ class World:
         on_end: Callable[[Process, int, BaseException | None], None],
         wall_offset_s: float = 0.0,
     ) -> Process:
-        """Start a process; `on_end` hears of its end, with exit code -9 where it was killed."""
+        """Start a process; `on_end` is called at its end, with exit code -9 where it was killed."""
         process = Process(name, role, 1000 + len(self.processes), wall_offset_s, self.loop.now)
         process.on_end = on_end
         self.processes.append(process)
@@ -99,19 +99,19 @@ class World:
             self._note_end(process, -9, None)
 
     def end(self, process: Process, code: int) -> None:
-        """It ends itself at once, as a second SIGTERM has it do."""
+        """A process ends itself at once, as at a second SIGTERM."""
         if not process.is_dead:
             self._note_end(process, code, None)
 
     def freeze(self, process: Process) -> None:
-        """It stands still; its connections stay open."""
+        """Freeze a process; its connections stay open."""
         if not process.is_dead and not process.is_frozen:
             self.tell(process.name, "freezes")
             process.is_frozen = True
             self.loop.drop(process)
 
     def thaw(self, process: Process) -> None:
-        """It goes on, and knows nothing of the time between."""
+        """Let a frozen process go on, which does not notice the time between."""
         if not process.is_dead and process.is_frozen:
             self.tell(process.name, "wakes up")
             process.is_frozen, process.woken_at = False, self.loop.now

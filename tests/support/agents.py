@@ -1,5 +1,5 @@
 """Agent programs as people write them, for tests: each plays one session. Clients take seconds to import, so
-only those import them that ask."""
+only the agents that use them import them."""
 
 import os
 import time
@@ -62,7 +62,7 @@ def _ask_once() -> str:
 
 
 def raising_as_frameworks_do() -> None:
-    """Reads what the model said with pydantic, whose class of error says that it was wrong."""
+    """Validates the model's answer with pydantic, whose class of error says that the answer is wrong."""
     import pydantic
 
     pydantic.TypeAdapter(dict[str, int]).validate_json(_ask_once())
@@ -89,7 +89,7 @@ def silent() -> None:
 
 
 def endless(base_url: str, api_key: str) -> None:
-    """Runs what the model wrote, which has no end."""
+    """Runs the model's code, which never ends."""
     headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
     body = b'{"model": "m", "prompt": "Write."}'
     with urllib.request.urlopen(urllib.request.Request(f"{base_url}/completions", body, headers)) as answer:
@@ -102,7 +102,7 @@ def idle() -> str:
 
 
 def wordy(base_url: str, api_key: str) -> str:
-    """Gives a reward that is none."""
+    """Returns a reward that is no number."""
     import openai
 
     openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(model="m", prompt="x")
@@ -110,4 +110,4 @@ def wordy(base_url: str, api_key: str) -> str:
 
 
 def demanding(row: dict[str, Any], browser: str) -> None:
-    """Wants what nobody gives."""
+    """Has a parameter that sessions do not give."""

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 }
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-"""Of models that read images too; what is trained here never sees one."""
+"""The vision part of models that read images too; no test gives them any."""
 GEMMA4 = {"head_dim": 8, **SLIDING, "final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 8}
 GEMMA4 |= {"vocab_size_per_layer_input": len(PIECES)}
 IMAGE_IDS = {"boi_token_id": 40, "eoi_token_id": 41, "image_token_id": 42, "video_token_id": 43}
@@ -79,7 +79,7 @@ def make_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def make_model(family: str, seed: int = 0, attention: str | None = None, **changes: Any) -> PreTrainedModel:
-    """With the weights of `seed`, in eval mode."""
+    """A model with random weights from `seed`, in eval mode."""
     torch.manual_seed(seed)
     options = {} if attention is None else {"attn_implementation": attention}
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(

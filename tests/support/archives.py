@@ -1,4 +1,4 @@
-"""Streams with everything in them, and archives of them, for tests that compare the two."""
+"""Filled streams, and archives of them, for tests that compare the two."""
 
 import asyncio
 import sys
@@ -21,12 +21,11 @@ STREAM = StreamName.TRAJECTORIES
 
 
 def run_folder(folder: Path, keys: Keys) -> Path:
-    """The folder of a run."""
     return folder / keys.run_id
 
 
 async def fill(broker: Broker, key: str, tickets: Sequence[int], garbled: bool = True) -> None:
-    """Append groups of two trajectories, and after each an entry that nobody can decode."""
+    """Append groups of two trajectories, and after each an entry that cannot be decoded."""
     for ticket in tickets:
         for index in range(2):
             message = make_trajectory(ticket, index, step=ticket // 4, finished_at=1000.0 + ticket)
@@ -52,7 +51,7 @@ async def archive(
     is_last: bool = True,
     keep_choices: bool = True,
 ) -> int:
-    """Archive one stream, here."""
+    """Archive one stream in this process."""
     with writing(run_dir):
         changes = {"segment_mb": segment_bytes / (1 << 20), "keep_choices": keep_choices}
         config = ArchiveConfig().model_copy(update=changes)
@@ -62,12 +61,11 @@ async def archive(
 async def scanned(
     history: History, stream: StreamName = STREAM, selection: Selection = ALL, newest_first: bool = False
 ) -> list[Record]:
-    """All that a scan finds."""
     return [record async for record in history.scan(stream, selection, newest_first)]
 
 
 def ids_listed(manifest: Manifest) -> list[tuple[str, str, int]]:
-    """What each segment says of itself."""
+    """First id, last id and number of entries of each segment."""
     return [(segment.first_id, segment.last_id, segment.entries) for segment in manifest.segments]
 
 

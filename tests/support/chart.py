@@ -45,7 +45,7 @@ def rendered(values: dict[str, Any]) -> str:
 
 
 def pruned(tree: Any) -> Any:
-    """Without what is empty: `nodeSelector: {}` says as much as nothing."""
+    """The tree without empty values: `nodeSelector: {}` means the same as no field."""
     if isinstance(tree, dict):
         return {key: pruned(value) for key, value in tree.items() if value not in (None, {}, [])}
     return [pruned(value) for value in tree] if isinstance(tree, list) else tree

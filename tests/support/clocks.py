@@ -3,7 +3,7 @@
 from tidemill.common.redis.broker import Broker
 
 POLYNOMIAL = 0x95AC9329AC4BC9B5
-"""Of Redis's CRC-64 (Jones), its bits reversed."""
+"""Polynomial of Redis's CRC-64 (Jones), its bits reversed."""
 
 
 JUST_NOW_MS = 10_000
@@ -20,7 +20,7 @@ class Clock:
 
 
 async def set_clock_back(broker: Broker, key: str, group: str, by_s: float) -> None:
-    """Leave the stream as it is when the server's clock was set back after what was delivered just now."""
+    """Change the stream as if the server's clock had been set back after the deliveries of just now."""
     now_ms = int(1000 * await broker.server_time_s())
     dump = await broker.execute("DUMP", key)
     body, version = dump[:-10], dump[-10:-8]

@@ -1,4 +1,4 @@
-"""Consumers for tests: made, filled with messages, and looked at."""
+"""Consumers for tests: making them, giving them messages, and reading their state."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ async def fetched(consumer: Consumer[Trajectory], count: int) -> list[Delivery[T
 
 
 async def fall_silent(broker: Broker, keys: Keys, consumer: str, ids: Sequence[str]) -> None:
-    """Let two leases pass in which `consumer` says nothing about these entries."""
+    """Age these entries as if `consumer` had not renewed them for two leases."""
     args = ("IDLE", int(2000 * LEASE_S), "JUSTID")
     await broker.execute("XCLAIM", keys.trajectories(), REWARD_GROUP, consumer, 0, *ids, *args)
 

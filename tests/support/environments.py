@@ -10,7 +10,7 @@ THIS = str(Path(__file__).resolve())
 
 
 class Guess:
-    """Ours: text in, (observation, reward, done) out."""
+    """Tidemill's interface: text in, (observation, reward, done) out."""
 
     def reset(self, row: dict[str, Any]) -> str:
         self.number = int(row["ground_truth"])
@@ -26,7 +26,7 @@ class Guess:
 
 
 class RepeatableGuess(Guess):
-    """Answers alike whenever it is asked alike, unless its options change."""
+    """Gives the same answers to the same turns, unless its options change."""
 
     repeatable = True
 
@@ -39,12 +39,12 @@ class RepeatableGuess(Guess):
 
 
 class ResumableGuess(Guess):
-    """Has a state that it can be given back."""
+    """Has a state that can be saved and restored."""
 
     resumable = True
 
     def __init__(self, faults: list[str] | None = None) -> None:
-        """Whatever is in `faults` fails once: `restore`, or what the model says."""
+        """Each item of `faults` fails once: `restore`, or an answer of the model."""
         self.faults = faults if faults is not None else []
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
@@ -97,7 +97,7 @@ class ResumableBox:
 
 
 class Slow:
-    """Takes its time, in a process of its own."""
+    """Blocks in each step, so that it runs in a process of its own."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
@@ -111,7 +111,7 @@ class Slow:
 
 
 class AsyncGuess:
-    """The same without blocking; its `close` leaves a trace."""
+    """Like `Guess`, but asynchronous; `closed` has the numbers of those that were closed."""
 
     closed: ClassVar[list[int]] = []
 
@@ -151,7 +151,7 @@ class Endless:
 
 
 class Counter:
-    """TRL's: public methods are tools."""
+    """TRL's interface: public methods are tools."""
 
     def reset(self, ground_truth: int, **row: Any) -> str:
         self.goal, self.count = ground_truth, 0
@@ -177,7 +177,7 @@ class Counter:
 
 
 class Skyrl:
-    """SkyRL-gym's."""
+    """SkyRL-gym's interface."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         self.goal = extras["reward_spec"]["ground_truth"]

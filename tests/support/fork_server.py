@@ -1,4 +1,4 @@
-"""The process that tests' workers and services are forked from: it has imported what is heavy, nothing more.
+"""The process that tests' workers and services are forked from: it has only imported the heavy modules.
 
 `tests.support.preloaded` starts it and asks it for processes. A forked process leaves this file's loop and
 does what `python -m MODULE` does, and ends as those of a run do (`end_with`). When a process that asks has
@@ -42,7 +42,7 @@ MAX_REQUEST_BYTES = 1 << 18
 
 @dataclass
 class Child:
-    """A process that was forked, and the socket that its end is told to."""
+    """A process that was forked, and the socket to which its end is reported."""
 
     pid: int
     status: socket.socket
@@ -51,7 +51,7 @@ class Child:
     def tell_end(self) -> None:
         """Take the process off the kernel's list and pass on its exit code."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        with contextlib.suppress(OSError):  # nobody waits for it any more
+        with contextlib.suppress(OSError):  # the client has closed it
             self.status.sendall(f"{code}\n".encode())
         self.status.close()
 
@@ -96,7 +96,7 @@ class ForkServer:
         for descriptor in standard:
             os.close(descriptor)
         child = Child(pid, socket.socket(fileno=status), client)
-        with contextlib.suppress(OSError):  # who asked has ended
+        with contextlib.suppress(OSError):  # the client has ended
             child.status.sendall(f"{pid}\n".encode())
         descriptor = os.pidfd_open(pid)
         self._children[descriptor] = child
@@ -104,7 +104,7 @@ class ForkServer:
         return False
 
     def _leave(self, standard: tuple[int, ...]) -> None:
-        """Nothing of the server's stays open in the new process; input and outputs go where they belong."""
+        """In the new process: close what is the server's, and redirect input and outputs."""
         self._selector.close()
         self._listener.close()
         for client in self._clients:

@@ -1,4 +1,4 @@
-"""In place of `python -u -c CODE`: has a fork server run it that has imported all files of tests.
+"""In place of `python -u -c CODE`: a fork server that has imported all files of tests runs the code.
 
 The processes of a parallel run are started so (`tests/conftest.py`). It imports nothing of this project.
 """
@@ -17,7 +17,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     with its:
         message = json.dumps(request | {"environment": dict(os.environ)}).encode()
         socket.send_fds(server, [message], [its.fileno(), 0, 1, 2])
-    for descriptor in (0, 1):  # their ends are for the one who reads and writes them
+    for descriptor in (0, 1):  # only the forked process uses them
         os.close(descriptor)
     told = b""
     while news := status.recv(100):

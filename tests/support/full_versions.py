@@ -8,7 +8,7 @@ from tidemill.services.trainer.weights.store import WeightState, list_files
 
 
 class WritesFull:
-    """What a store needs, of `digest` and `save_weights`."""
+    """Gives a store what it needs, by the `digest` and `save_weights` of a subclass."""
 
     def digest(self) -> str:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A small run as its streams tell it, written into a real Redis by hand: two steps of two groups of two.
+"""The streams of a small run, written into a real Redis by hand: two steps of two groups of two.
 
 Ticket 2 is dropped for its equal rewards, ticket 4 replaces it. Sample 1.1 could not be scored. Sample 4.1
 was begun by version 0 and finished by version 1. A score of ticket 2 died.
@@ -29,7 +29,7 @@ from tidemill.common.wire.messages import (
 )
 
 BEGIN = 1_790_000_000.0
-"""When the run began, in seconds since 1970. Everything else is told in seconds after it."""
+"""When the run began, in seconds since 1970. All other times are given in seconds after it."""
 DIGESTS = ["0" * 32, "1" * 32, "2" * 32]
 STEPS = {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
 """The step of each ticket."""
@@ -38,13 +38,11 @@ REWARDS |= {(4, 0): -1.0, (4, 1): 1.0}
 
 
 def small_config(**sections: Any) -> RunConfig:
-    """The config of the run."""
     trainer = {"steps": 2, "groups_per_step": 2, "group_size": 2, "max_staleness": 1}
     return make_config(trainer=trainer, **sections)
 
 
 def tickets() -> list[Ticket]:
-    """The run's tickets."""
     return [
         make_ticket(
             ticket,
@@ -146,7 +144,7 @@ def manifests() -> list[WeightManifest]:
 
 
 def letters(error: str = "it could not be read") -> list[DeadLetter]:
-    """A score that nobody could read."""
+    """A score that could not be decoded."""
     return [
         DeadLetter(
             origin="scores", entry_id="5-0", error=error, attempts=0, ticket=2, index=1, worker="trainer",

@@ -1,4 +1,4 @@
-"""Messages that have died, as the workers that dead-lettered them leave them behind."""
+"""Dead letters, and the messages and consumers from which workers make them."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ async def dead_letter_next(consumer: Consumer[Any], keys: Keys) -> None:
 async def write_letter(
     broker: Broker, keys: Keys, origin: str, message: Message | bytes, **fields: Any
 ) -> str:
-    """A letter that nothing but its bytes is known of; returns its id."""
+    """Append a dead letter of which only the bytes are known; returns its id."""
     if isinstance(message, Message):
         original = {name.decode(): value for name, value in codec.encode(message).items()}
     else:

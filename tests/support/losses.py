@@ -103,14 +103,14 @@ def our_loss(
 
 
 def with_statistics(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
-    """As one mini-batch, with what its statistics give each of them."""
+    """The samples as one mini-batch, with the values that its statistics give them."""
     group = TrainableGroup(cast(Any, None), list(samples), [sample.reward for sample in samples])
     (assigned,) = mini_batch.with_statistics([group], algorithm)
     return assigned.samples
 
 
 def probable_rectangle(seed: int) -> SimpleNamespace:
-    """As `rectangle`, with logprobs of probabilities from 0.02 to 0.98, old ones not far from those now."""
+    """Like `rectangle`, with logprobs of probabilities from 0.02 to 0.98, all near the same ones."""
     data, rng = rectangle(seed), np.random.default_rng(seed + 100)
 
     def near(logits: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ hex_digest = st.text("0123456789abcdef", min_size=32, max_size=32)
 
 
 def arrays(dtype: str, size: int | None = None) -> st.SearchStrategy[np.ndarray[Any, Any]]:
-    """Any bits, as bytes: lists of numbers would take most of a test's time."""
+    """Arrays of any bits, drawn as bytes: lists of numbers would take most of a test's time."""
     sizes = st.integers(0, 50) if size is None else st.just(size)
     raw = sizes.flatmap(lambda count: st.binary(min_size=4 * count, max_size=4 * count))
     return raw.map(lambda data: np.frombuffer(data, dtype))
@@ -92,7 +92,7 @@ def segments(draw: st.DrawFn, num_tokens: int | None = None) -> Segment:
 
 @st.composite
 def sessions(draw: st.DrawFn, num_tokens: int) -> Session:
-    """Of a trajectory with so many tokens."""
+    """Sessions of trajectories with `num_tokens` tokens."""
     return Session(
         environment=draw(texts),
         turns=draw(segments(num_tokens)).turns,

@@ -30,13 +30,13 @@ def servers_at(url: str, http: httpx.AsyncClient, **fields: Any) -> Servers:
 
 
 def dependencies_of(servers: Any, **reward: Any) -> Any:
-    """What a reward that asks these servers is made with."""
+    """The dependencies of a reward that uses these servers."""
     config = SimpleNamespace(reward=RewardConfig(**reward))
     return SimpleNamespace(servers=lambda _: servers, config=config)
 
 
 async def announce_replica(broker: Broker, keys: Keys, servers: str, url: str) -> Heartbeat:
-    """As a replica does that takes requests there; returns what it said."""
+    """Publish the heartbeat of a replica that takes requests at `url`; returns it."""
     beat = Heartbeat(f"replica-{url}", "replica", servers=servers, url=url)
     await publish_heartbeat(broker, keys, beat)
     return beat

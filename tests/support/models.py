@@ -158,7 +158,7 @@ def train(policy: Policy, batches: list[MicroBatch]) -> UpdateResult:
 
 
 def assert_all_close(mine: Iterable[Any], expected: Iterable[Any], atol: float = 1e-5) -> None:
-    """Array by array; with 0 they are equal."""
+    """Compare array by array; with an `atol` of 0 they are equal."""
     for left, right in zip(mine, expected, strict=True):
         np.testing.assert_allclose(left, right, atol=atol, rtol=0.0)
 

@@ -1,5 +1,5 @@
-"""Logprobs as an engine has to give them, from plain forward passes of transformers; and those that it gives
-tokens which were not sampled now, to be compared with them."""
+"""Logprobs as an engine has to give them, from plain forward passes of transformers; and logprobs that an
+engine gives to tokens which it has not sampled, to compare with them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def expected_logprobs(
     models: dict[int, LlamaForCausalLM],
     temperature: float = 1.0,
 ) -> list[float]:
-    """What each token's logprob must be, version by version, each going on with the cache so far."""
+    """The logprob that each token must have; each version goes on with the KV cache of those before."""
     ids = [*prompt_ids, *token_ids]
     num_prompt, cache, logits = len(prompt_ids), DynamicCache(), []
     ends = [first for _, first in spans[1:]] + [len(token_ids)]
@@ -63,7 +63,7 @@ async def score(engine: Engine, prompt_ids: Sequence[int], completion_ids: Seque
 
 
 def score_plain(model: Any, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-    """The same of a model of transformers."""
+    """Like `score`, for a model of transformers."""
     first = len(prompt_ids) - 1
     ids_1T = torch.tensor([[*prompt_ids, *completion_ids]], device=model.device)
     with torch.inference_mode():

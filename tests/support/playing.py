@@ -26,7 +26,7 @@ def make_ticket(prompt_text: str = "1 + 1?", max_tokens: int = 99, **fields: Any
 async def agent_player(
     agent: str, max_model_len: int = 2048, model: str = "m", **environment: Any
 ) -> AsyncIterator[AgentPlayer]:
-    """What plays sessions of an agent, started."""
+    """A started player of an agent's sessions."""
     section = {"use": "agent", "agent": agent, "attempts": 1} | environment
     config = run_config(model, model={"max_model_len": max_model_len}, rollout={"environment": section})
     player = AgentPlayer(config, CHAT.decode, lambda: CHAT)

@@ -1,7 +1,7 @@
 """Service processes that start in a tenth of a second: forked from a server that has imported what is heavy.
 
 The processes are as real as others: own memory, own connections, signals, exit codes; only the imports are
-shared. Where a process must differ in what is read while modules are imported, it is started from nothing.
+shared. Where a process must differ in what is read while modules are imported, it is started without a fork.
 """
 
 import os
@@ -31,13 +31,13 @@ AT_IMPORT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 }
-"""What the server has in its own environment besides, as services set it themselves or `tidemill up` does."""
+"""Further variables of the server, which services set themselves, or `tidemill up` sets for them."""
 
 
 ENVIRONMENT = dict(os.environ)
-"""Of this process, before any test has changed it."""
+"""The environment of this process, before any test has changed it."""
 ADDRESS, WORKERS = "PYTEST_FORK_SERVER", "PYTEST_FORK_SERVER_OF_WORKERS"
-"""Variables with the addresses of the run's servers, that for services and that for its own processes."""
+"""Variables with the addresses of two servers: for services, and for the processes of a parallel test run."""
 
 
 class Server:
@@ -63,7 +63,7 @@ class Server:
             )
 
     def for_workers(self, arguments: Sequence[str]) -> str:
-        """Address of another one, forked from this one, that collects the tests which arguments name."""
+        """Fork another server, which collects the tests that `arguments` name; returns its address."""
         request = {"module": "tests.support.fork_server", "arguments": ["tests", *arguments], "code": ""}
         request |= {"environment": dict(os.environ), "folder": os.getcwd()}
         address, listener = _listen()
@@ -72,7 +72,7 @@ class Server:
         return address
 
     def fork(self, request: Mapping[str, object], *standard: int) -> socket.socket:
-        """Ask for a process; returns the socket that tells its id, and at its end its exit code."""
+        """Ask for a process; returns the socket from which its id comes, and at its end its exit code."""
         own, other = socket.socketpair()
         with self._lock, other:
             socket.send_fds(self._control, [dumps(request).encode()], [other.fileno(), *standard])
@@ -153,7 +153,7 @@ class ForkedProcess:
             select.select([self._status], [], [], 1.0 if at_most_s is None else min(at_most_s, 1.0))
 
     def send_signal(self, number: int) -> None:
-        """Nothing happens where it has ended."""
+        """Send a signal; no effect where the process has ended."""
         pid = self.pid
         if self.poll() is None:
             with suppress(ProcessLookupError):
@@ -172,7 +172,7 @@ Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 def start_plain(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
-    """Start a command from nothing; its output is added to `log`."""
+    """Start a command without a fork server; its output is added to `log`."""
     with open(log, "ab") as file:
         return subprocess.Popen(
             command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file

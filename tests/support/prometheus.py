@@ -27,7 +27,7 @@ from tests.support.waiting import wait_until
 CONFIG = REPO / "infra" / "prometheus" / "prometheus.yml"
 RULES = CONFIG.parent / "rules"
 FETCHED = Path(sys.prefix) / "prometheus"
-"""Where `make test` puts those of Debian, on machines that have none."""
+"""Where `make test` puts Debian's programs, on machines that have none."""
 WHERE = os.pathsep.join((os.environ.get("PATH", os.defpath), str(FETCHED)))
 PROMETHEUS, PROMTOOL = shutil.which("prometheus", path=WHERE), shutil.which("promtool", path=WHERE)
 MISSING = "prometheus and promtool are not on PATH, and infra/prometheus/fetch.sh could not get Debian's"
@@ -75,7 +75,7 @@ RECORDS, ALERTS = read_rules()
 
 
 def panel_expressions() -> list[Expression]:
-    """Of every panel of every dashboard."""
+    """Expressions of all panels of all dashboards."""
     return [
         Expression(f"{board.name}: {panel.title}: {query.legend}", panel.title, query.expr)
         for board in BOARDS
@@ -85,7 +85,7 @@ def panel_expressions() -> list[Expression]:
 
 
 def expressions() -> list[Expression]:
-    """Of panels, recording rules and alerts."""
+    """Expressions of panels, recording rules and alerts."""
     rules = [
         Expression(f"rule {rule.name}{rule.labels or ''}", rule.name, rule.expr) for rule in RECORDS + ALERTS
     ]
@@ -93,7 +93,7 @@ def expressions() -> list[Expression]:
 
 
 def substituted(promql: str, window: str, run_id: str) -> str:
-    """What Grafana would send."""
+    """The expression as Grafana would send it."""
     return promql.replace(INTERVAL, window).replace("$run_id", run_id)
 
 
@@ -142,7 +142,6 @@ class PrometheusServer:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> "PrometheusServer":
@@ -202,7 +201,7 @@ class PrometheusServer:
         return found
 
     def _config(self) -> dict[str, Any]:
-        """That of infra/, but faster, and with the addresses of this test."""
+        """The config of infra/, but faster, and with the addresses of this test."""
         config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
         config["global"] |= {
             "scrape_interval": "1s",

@@ -1,4 +1,4 @@
-"""Processes of this machine that train one float64 model together, each a copy of the test's own."""
+"""Processes that train one float64 model together, each forked from the test's process."""
 
 import multiprocessing
 import socket
@@ -64,7 +64,7 @@ def train(policy: Any, config: TrainerConfig, steps: range) -> Numbers:
 def prepared(
     policy: Any, config: TrainerConfig, samples: list[Sample], proximal: bool = True
 ) -> list[Sample]:
-    """With what the policy computes beforehand; values are their own returns but for half a point."""
+    """The samples with what the policy precomputes; returns are the values plus 0.5."""
     done, precomputed = [], policy.precompute(samples)
     if isinstance(policy, RankPolicy):  # rank 0 has it
         precomputed = unpack(policy._ranks.broadcast(pack(precomputed)))
@@ -96,7 +96,7 @@ def policy_on(
 
 
 def gradient_of(policy: TransformersPolicy, batches: Iterable[MicroBatch] = ()) -> Tensor:
-    """Of these micro-batches and those before, as one vector."""
+    """Gradient of these micro-batches and those before, as one vector."""
     for batch in batches:
         policy.accumulate(batch)
     if isinstance(policy, RankPolicy):
@@ -114,12 +114,12 @@ def outcome_of(policy: TransformersPolicy, config: TrainerConfig) -> dict[str, A
 
 
 def train_alone(model: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
-    """One process and its outcome."""
+    """The outcome of training in one process."""
     return outcome_of(policy_on(None, model, config), config)
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any], folder: Path) -> Any:
-    """What `work` returns on rank 0 of so many processes, which share what this one has in memory."""
+    """Run `work` on `size` processes that are forked from this one; returns its result on rank 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -155,7 +155,7 @@ def train_cases(
 
 @contextmanager
 def never_in_float32() -> Iterator[None]:
-    """What is float64 stays so."""
+    """Keep float64 tensors from being cast to float32."""
     before = {name: getattr(Tensor, name) for name in ("to", "type", "float")}
 
     def keeping(change: Any) -> Any:

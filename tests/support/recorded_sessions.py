@@ -1,4 +1,4 @@
-"""Recorded sessions: a model that asks a calculator, with every field of a turn told by hand."""
+"""Recorded sessions: a model that asks a calculator, with every field of a turn given by hand."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ FORK = Segment(
     turns=(Turn(first=0, num_tokens=3, finish="length", num_prompt_tokens=6, engine_s=0.125),),
 )
 IS_MODELS = [1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
-"""Of the first segment: a turn of four tokens, three of the environment's, a turn of three."""
+"""Mask of the first segment: a turn of four tokens, three of the environment's, a turn of three."""
 
 
 def as_session(made: Trajectory, **fields: Any) -> Trajectory:

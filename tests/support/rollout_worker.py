@@ -28,7 +28,7 @@ SIZE = 4
 
 
 class GatedEngine(SimulatedEngine):
-    """Notes what it is asked for; indices in `held` wait until the test lets them go."""
+    """Records its requests; indices in `held` wait until the test sets `released`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -94,7 +94,7 @@ async def started(
 
 
 async def announce_version(broker: Broker, keys: Keys, folder: Path, version: int, term: int = 1) -> None:
-    """As the trainer process number `term` does; weights of different terms differ."""
+    """Announce a version as trainer process number `term` does; weights of different terms differ."""
     policy = SimulatedPolicy(trainer_config())
     manifest = await asyncio.to_thread(write_version, WeightStore(folder), version, policy)
     manifest = manifest.model_copy(update={"term": term, "digest": f"{term:032x}"})
@@ -102,7 +102,7 @@ async def announce_version(broker: Broker, keys: Keys, folder: Path, version: in
 
 
 async def issue(broker: Broker, keys: Keys, version: int = 0, **trainer: Any) -> None:
-    """Tickets of all steps up to `version + 1`, two groups each."""
+    """Issue the tickets of all steps up to `version + 1`, two groups each."""
     scheduler, _ = make_parts(broker, keys, trainer_config(group_size=SIZE, **trainer))
     await scheduler.admit(version)
 
@@ -121,7 +121,7 @@ async def is_settled(broker: Broker, keys: Keys, ticket: int = 0) -> bool:
 async def take_over(
     broker: Broker, keys: Keys, delivery: Delivery[Ticket], worker: Worker
 ) -> Delivery[Ticket]:
-    """Give a held ticket to another worker, as a look for abandoned messages does after its lease."""
+    """Give a held ticket to another worker, as a takeover does after its lease."""
     name = worker.consumer.name
     entry_id = delivery.entry_id
     await broker.execute("XCLAIM", keys.prompts(), ROLLOUT_GROUP, name, 0, entry_id)

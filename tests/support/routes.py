@@ -19,7 +19,7 @@ from tidemill.services.trainer.groups.samples import Sample, make_routes
 
 
 def wide_mixtral(monkeypatch: Any, seed: int = 3, num_experts: int = 4) -> PreTrainedModel:
-    """In float64 throughout: its norms and routers compute in float32 else."""
+    """A Mixtral in float64 throughout: without these changes its norms and routers compute in float32."""
 
     def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
@@ -44,7 +44,7 @@ def rows_of(sample: Sample) -> Iterator[Int32]:
 
 @torch.no_grad()
 def choice_of(model: PreTrainedModel, ids: Int32) -> NDArray[np.uint8]:
-    """What the routers choose in a row of its own. Shape [tokens - 1, layers, experts of a token]."""
+    """The experts that routers choose for a row by itself. Shape [tokens - 1, layers, experts of a token]."""
     seen: list[torch.Tensor] = []
     hooks = [
         router.register_forward_hook(lambda *called: seen.append(parts_of(called[2])[2]))
@@ -63,7 +63,7 @@ def with_own(model: PreTrainedModel, samples: list[Sample]) -> list[Sample]:
 
 
 def with_foreign(samples: list[Sample], layers: int = 2, experts: int = 4, chosen: int = 2) -> list[Sample]:
-    """Made up, alike where samples of the same parity begin alike."""
+    """Samples with made-up routes, equal where samples of the same parity begin with the same tokens."""
 
     def of_token(beginning: Int32, parity: int) -> NDArray[np.uint8]:
         rng = np.random.default_rng([zlib.crc32(beginning.tobytes()), parity])
@@ -82,7 +82,7 @@ def with_foreign(samples: list[Sample], layers: int = 2, experts: int = 4, chose
 def gradient_by_hand(
     model: PreTrainedModel, samples: list[Sample], monkeypatch: Any, **fields: Any
 ) -> torch.Tensor:
-    """One row a pass, in which routers are told the row's experts by hand."""
+    """The gradient of one row a pass, in which routers are given the row's experts by hand."""
     row: list[NDArray[np.uint8]] = []
 
     def route(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

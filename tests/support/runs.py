@@ -73,7 +73,7 @@ class ServiceRun:
             self.start(role)
 
     async def reach(self, version: int, timeout_s: float = PATIENCE_S) -> None:
-        """Wait for so many commits."""
+        """Wait for `version` commits."""
 
         async def is_reached() -> bool:
             return id_order(await last_id(self.broker, self.keys.commits))[0] >= version
@@ -81,7 +81,7 @@ class ServiceRun:
         await wait_until(is_reached, timeout_s, f"version {version}")
 
     async def stop_all(self, *names: str) -> None:
-        """Each of these ends with exit code 0 when it is asked to."""
+        """Stop these processes; each must end with exit code 0."""
         for name in names:
             assert await self.stop(name) == 0, self.log_of(name)
 
@@ -93,7 +93,7 @@ class ServiceRun:
         arguments: tuple[str, ...] = (),
         within: tuple[str, ...] = (),
     ) -> Process:
-        """Start one service process; its output goes into `<name>.log`. `within` runs its command.
+        """Start one service process; its output goes into `<name>.log`. `within` is a command that runs it.
 
         `role` may be a module of tests that does a role's work.
         """

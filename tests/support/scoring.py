@@ -40,14 +40,14 @@ SOURCE = """
 
 
 def obedient_functions(folder: Path) -> Path:
-    """A file with `plain` and `awaited`, which run the code that their sample's text is."""
+    """A file with `plain` and `awaited`, which run their sample's text as code."""
     path = folder / "obedient.py"
     path.write_text(dedent(SOURCE).format(folder=str(folder)))
     return path
 
 
 HOLDS_THE_LOCK = "ctypes.PyDLL(None).sleep(3600)"
-"""Like a regular expression that never ends, but at rest: no other thread of its process runs Python code."""
+"""Sleeps with the GIL, like a regular expression that never ends: no other thread of the process can run."""
 
 
 class Pool(ProcessPool):

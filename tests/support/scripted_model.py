@@ -1,4 +1,4 @@
-"""A model whose answers are a script, and a chat format of bytes: what it read and said can be seen."""
+"""A model with scripted answers, and a chat format of bytes, in which prompts and answers can be read."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ class ByteChat:
 
 
 class ScriptedModel:
-    """Says one line after the other; `seen` is what it was asked to continue each time."""
+    """Answers with one line after the other; `seen` has the ids that it was given each time."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = list(lines)

@@ -119,7 +119,7 @@ class RedisServer:
 
 
 class ServerWithUsers(RedisServer):
-    """One with the users that `infra/redis/make_users.py` makes, and of these runs' own."""
+    """A server with the users that `infra/redis/make_users.py` makes, and those of these runs."""
 
     def __init__(self, folder: Path, *options: str, runs: Iterable[str] = ()) -> None:
         self.users = folder / "users"
@@ -129,7 +129,7 @@ class ServerWithUsers(RedisServer):
         super().__init__(folder / "redis", "--aclfile", str(self.users / "users.acl"), *options)
 
     def passwords(self, run: str = "passwords") -> dict[str, str]:
-        """Of the users of a run, or of those of all runs, as TRAINER_PASSWORD and so on."""
+        """Passwords of the users of a run, or of those of all runs, as TRAINER_PASSWORD and so on."""
         lines = (self.users / f"{run}.env").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines)
 
@@ -148,12 +148,12 @@ class ServerWithUsers(RedisServer):
         return redis.Redis("127.0.0.1", self.port, username=user, protocol=2, **options)
 
     def refusals(self) -> list[tuple[str, str]]:
-        """Who was refused what, as the server has noted it."""
+        """User and object of each refused command, from the server's log."""
         return [(entry["username"], entry["object"]) for entry in self.client_of("admin").acl_log()]
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

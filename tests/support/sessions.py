@@ -40,7 +40,7 @@ def make_segment(
 def make_session(
     ticket: int = 0, index: int = 0, *segments: Segment, finish: str = "stop", **fields: Any
 ) -> Trajectory:
-    """A session of these segments; `fields` are of its `Session`, and those of the same name of both."""
+    """A session of these segments; `fields` are those of the Trajectory, and others of its `Session`."""
     first, *forks = segments or (make_segment((1, 2, 3), (4, 5), (7, 8), (9,)),)
     own = {name: fields.pop(name) for name in tuple(fields) if name in Trajectory.model_fields}
     session = Session(
@@ -65,8 +65,8 @@ def rows_by_hand(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
 def random_session(
     ticket: int, index: int, num_segments: int = 2, seed: int = 0, **fields: Any
 ) -> Trajectory:
-    """Of two turns and an answer of the environment in each segment, with rewards of turns; at most 22 tokens
-    a segment, and rollout logprobs around -3."""
+    """A session with two turns and an answer of the environment in each segment, with rewards of turns; at
+    most 20 tokens a segment, and rollout logprobs around -2.5."""
     rng = np.random.default_rng((seed, ticket, index))
 
     def ids(most: int) -> Ids:

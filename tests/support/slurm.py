@@ -40,7 +40,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 
 
 def is_installed() -> bool:
-    """Whether it is here, and may be started: its daemons want to be root."""
+    """Whether it is installed, and may be started: its daemons need root."""
     found = [shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in PROGRAMS]
     return all(found) and os.geteuid() == 0
 
@@ -85,6 +85,6 @@ class Slurm:
                     process.wait()
 
     def call(self, *words: str) -> str:
-        """What a command of Slurm's prints."""
+        """The output of a Slurm command; empty where it fails."""
         done = subprocess.run(words, env=self.env, capture_output=True, text=True)
         return done.stdout if done.returncode == 0 else ""

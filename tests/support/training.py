@@ -133,7 +133,7 @@ async def messages(broker: Broker, key: str, kind: type[Message]) -> list[Any]:
 
 
 async def append_at(broker: Broker, key: str, entry_id: str, message: Message) -> None:
-    """Append under an id that is not Redis's to choose."""
+    """Append under a given id."""
     flat = [part for pair in codec.encode(message).items() for part in pair]
     await broker.execute("XADD", key, entry_id, *flat)
 
@@ -141,7 +141,7 @@ async def append_at(broker: Broker, key: str, entry_id: str, message: Message) -
 async def rewrite(
     broker: Broker, key: str, kind: type[Message], change: Callable[[Any], Message] = lambda message: message
 ) -> None:
-    """Every entry again under its id, with what `change` makes of its message."""
+    """Write every entry again under its id, with its message changed by `change`."""
     entries = await read_range(broker, key, kind)
     await broker.execute("DEL", key)
     for entry in entries:
@@ -150,7 +150,7 @@ async def rewrite(
 
 
 async def lose_tail(broker: Broker, key: str, last: str) -> None:
-    """What a Redis does that comes back without its last second: entries above `last` never were."""
+    """Remove the entries above `last`, as a Redis does that comes back without its last second."""
     gone = await broker.execute("XRANGE", key, f"({last}", "+")
     args = [SCHEMA, last, *(part for entry_id, _ in gone for part in (entry_id, b""))]
     await broker.script("move_aside", [key, f"{key}:none"], args)
@@ -179,8 +179,8 @@ async def answering(
     value_of: Callable[[Trajectory], float] | None = None,
     has_baseline: bool = False,
 ) -> AsyncIterator[None]:
-    """Workers that answer every ticket at once, with the version of its `min_version`; those that play, by
-    sessions of several turns and segments; the first sample of a group is greedy where it is a baseline.
+    """Workers that answer every ticket at once, with the version of its `min_version`; with `plays`, by
+    sessions of several turns and segments; with `has_baseline`, the first sample of a group is greedy.
 
     `value(ticket, index)` is the reward of training samples, or several by name; index % 2 by default; or
     `value_of(sample)`.
@@ -291,7 +291,7 @@ async def assert_nothing_lost(broker: Broker, keys: Keys, num_tickets: int) -> l
 
 
 def ends_of(commits: list[Commit]) -> list[int]:
-    """Tickets that were trained or dropped, each as often as that; no trajectory was trained twice."""
+    """Tickets that were trained or dropped, with repeats. Asserts that no trajectory was trained twice."""
     trained = [key for commit in commits for key in commit.trained_keys]
     assert len(trained) == len(set(trained)), "a trajectory was trained twice"
     ends = [ticket for commit in commits for ticket in commit.groups]

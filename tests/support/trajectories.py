@@ -23,7 +23,7 @@ def make_trajectory(ticket: int = 0, index: int = 0, text: str = "#### 1", **fie
 
 
 def make_commit(step: int, **fields: Any) -> Commit:
-    """A step on the ticket of its own number, of which nothing is said."""
+    """The commit of a step on the ticket with its number, otherwise empty."""
     return Commit(**{"step": step, "version": step + 1, "mini_batches": (), "groups": (step,)} | fields)
 
 

@@ -15,7 +15,7 @@ from tidemill.services.trainer.weights.store import WeightSource, WeightStore
 
 FULL_FILE = "model.safetensors"
 RANKS = 2
-"""Each writes a file of a delta."""
+"""Ranks, each of which writes a file of a delta."""
 
 
 def write_version(store: WeightStore, version: int, policy: WeightSource) -> WeightManifest:
@@ -62,7 +62,7 @@ class Chain:
         writers = [DeltaWriter(folder / delta_name(rank, RANKS)) for rank in range(RANKS)]
         for number, (info, bits) in enumerate(self.tensors.values()):
             changed = np.flatnonzero(self.random.random(len(bits)) < share)
-            # A step of some hundred places in the last bits: as large as training's, and never infinite.
+            # Only the last bits change: about as much as in training, and never to infinity.
             bits[changed] ^= self.random.integers(1, 1 << 6, len(changed)).astype(bits.dtype) << 16 * (
                 bits.itemsize == 4
             )

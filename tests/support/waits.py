@@ -1,4 +1,4 @@
-"""How often a device would be waited for: a CPU stands in for it, and operations are counted."""
+"""Counts operations that would wait for a device; a CPU takes its place."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ WAITS = ("aten._local_scalar_dense", "aten.nonzero")
 
 
 class Waits(TorchDispatchMode):
-    """A context; counts them."""
+    """A context that counts them."""
 
     count = 0
 

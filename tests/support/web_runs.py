@@ -1,4 +1,4 @@
-"""Runs to look at, written as the services write them, with texts that attack who shows them."""
+"""Runs to look at, written as the services write them, with texts that attack the pages that show them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ def write_folder(runs: Path, keys: Keys, model: Path | None = None) -> RunConfig
 
 
 async def write_run(broker: Broker, keys: Keys, config: RunConfig, texts: Sequence[str] = HOSTILE) -> None:
-    """Groups of four, two to a step, all but the last two trained; one score failed, one letter is dead."""
+    """Groups of four, two to a step, all but the last two trained; one score failed, one message is dead."""
     await publish_config(broker, keys, config)
     await update_state(broker, keys, status="running", version=(NUM_GROUPS - 2) // 2, warnings=[])
     tickets = range(NUM_GROUPS)

@@ -118,7 +118,7 @@ async def _crash_at_commit(context: ServiceContext, step: int, is_appended: bool
 def after_training(
     monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[StepResult], Awaitable[object]]
 ) -> None:
-    """Do something when this step is trained, and not committed."""
+    """Call `act` when this step is trained, and not yet committed."""
     train = StepRunner.run
 
     async def train_and_act(runner: StepRunner, number: int, assembler: Any) -> StepResult:

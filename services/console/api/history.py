@@ -42,7 +42,6 @@ class Records(Sequence[T], Generic[T]):
     @overload
     def __getitem__(self, key: slice) -> "Records[T]": ...
     def __getitem__(self, key: int | slice) -> "T | Records[T]":
-        """One record, or some of them."""
         return Records(self._records[key], self._as_row) if isinstance(key, slice) else self._records[key]
 
     def __repr__(self) -> str:
@@ -97,7 +96,7 @@ class History:
 
     @property
     def config(self) -> RunConfig:
-        """The config of the run. Raises ConfigError: it is not known any more."""
+        """The config of the run. Raises ConfigError: neither Redis nor the run's folder has it."""
 
         async def read(access: RunAccess) -> RunConfig | None:
             return access.config
@@ -211,9 +210,9 @@ def _column(values: list[Any]) -> Any:
 
 
 def wait_for(make: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] = lambda: None) -> T:
-    """The result of the coroutine that `make` makes: on a loop of its own, in a thread where one runs here.
+    """Run the coroutine that `make` returns on an event loop of its own, and return its result.
 
-    Ctrl-C calls `stop` in that case, and waits for what the coroutine makes of it.
+    Inside a running loop (a notebook) it runs in a thread. Ctrl-C then calls `stop`, and the wait goes on.
     """
     try:
         asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""`tidemill.run`, its asynchronous twin, `check`, `load_config` and `rescore`: the commands, from Python."""
+"""`tidemill.run`, `run_async`, `check`, `load_config` and `rescore`: the commands, from Python."""
 
 import asyncio
 import json
@@ -32,13 +32,13 @@ Callback = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What became of a run."""
+    """The outcome of a run."""
 
     run_id: str
     folder: Path
-    """Everything that the run left: records, weights, logs."""
+    """The run's folder: records, weights, logs."""
     exit_code: int
-    """As `tidemill up` ends: 0, 1 where the run did not do what it should, 130 where it was stopped."""
+    """That of `tidemill up`: 0, 1 where the run did not do what it should, 130 where it was stopped."""
     summary: dict[str, Any] = field(default_factory=dict)
     """The contents of summary.json; empty where the run did not finish."""
     why_not_finished: str = ""
@@ -125,7 +125,7 @@ async def run_async(
 ) -> RunResult:
     """`run`, with the same arguments, for callers with a loop of their own.
 
-    Cancelled, it ends the run's processes at once.
+    Cancellation ends the run's processes at once.
     """
     options = _options(config, overrides, run_id, resume, runs_dir)
     view = CallbackView(Console(highlight=False, quiet=quiet), {STEP: on_step, EVALUATION: on_evaluation})
@@ -141,7 +141,7 @@ def rescore(
     config: str | Path | None = None,
     runs_dir: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Score a run's history with another reward, as `tidemill rescore` does; agreement and cost.
+    """Score a run's history with another reward, as `tidemill rescore` does; returns agreement and cost.
 
     `reward` is FILE.py:FUNCTION or a built-in one, `config` a file whose whole reward section is taken.
 
@@ -164,7 +164,7 @@ def rescore(
 
 
 class CallbackView(PlainView):
-    """Calls the callbacks with new records, beside what it prints."""
+    """Prints as PlainView does, and calls the callbacks with new records of metrics.jsonl."""
 
     def __init__(self, console: Console, callbacks: Mapping[str, Callback | None]) -> None:
         super().__init__(console)
@@ -187,7 +187,7 @@ class CallbackView(PlainView):
             self.stop()
 
     def stop(self) -> None:
-        """As the first Ctrl-C does; nothing where the run has not begun."""
+        """Stop the run as the first Ctrl-C does; no effect before it has begun."""
         if self.run is not None:
             self.run.stop()
 
@@ -210,7 +210,7 @@ async def _go(config: Config, options: UpOptions, view: CallbackView) -> RunResu
 def _options(
     config: Config, overrides: Overrides, run_id: str, resume: bool, runs_dir: str | Path | None
 ) -> UpOptions:
-    """As the command line would have them. A config without a file is resumed from its run's folder."""
+    """The options of `tidemill up`. The path of a config that is no file is that of the run's config.yaml."""
     runs = None if runs_dir is None else Path(runs_dir)
     if isinstance(config, str | Path):
         path = Path(config)

@@ -1,6 +1,6 @@
 """Says in plain words what a checked config will do: how much per step, how stale, how much memory.
 
-Also every field of a config, from the models themselves: type, default, bounds, and what it is for.
+Also lists every field of a config, from the pydantic models: type, default, bounds, and what it is for.
 `tidemill check --fields` shows them; docs/config.md is made from them too.
 """
 
@@ -32,7 +32,7 @@ from tidemill.services.console.text.tree import jsonable, name_table
 
 SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 ANY_NAME = "<name>"
-"""Stands for the names that a config gives to entries of its own."""
+"""Stands for a name that the user chooses, as in reward.rewards.<name>."""
 
 
 class FieldFacts(NamedTuple):
@@ -72,8 +72,8 @@ def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterato
 
 
 def _texts_of(model: type[BaseModel]) -> dict[str, str]:
-    """What stands below each field in the source. Not by pydantic's `use_attribute_docstrings`: it would read
-    the source of every section at the start of every process."""
+    """The docstring below each field in the source. pydantic's `use_attribute_docstrings` would read the
+    source of every section at the start of every process."""
     texts: dict[str, str] = {}
     for section in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
         (defined,) = ast.parse(dedent(inspect.getsource(section))).body
@@ -106,7 +106,7 @@ def print_fields(wanted: str, console: Console | None = None) -> None:
 
 
 def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The section that a field holds, and whether it holds any number of them under names of their own."""
+    """The section that a field holds, and whether the field is a mapping or list of such sections."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     if get_origin(annotation) is typing.Annotated:
@@ -300,7 +300,7 @@ def preset_lines(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _rewards(config: RewardConfig) -> str:
-    """Each reward with its limits, and how they come together."""
+    """Each reward with its limits, and how rewards are combined."""
     texts = []
     for name, reward in config.named.items():
         what = name if reward.function in (None, name) else f"{name} = {reward.function}"
@@ -314,17 +314,17 @@ def _rewards(config: RewardConfig) -> str:
 
 
 BYTES_OF_A_SAMPLE, BYTES_OF_A_COMMIT = 16, 2000
-"""What a step takes in the commits stream."""
+"""Size of a step's entry in the commits stream: for each sample, and for the step."""
 BYTES_OF_A_TOKEN = 4
 BYTES_OF_AN_ENTRY = 500
-"""Control fields of a trajectory and its score, and Redis's own share."""
+"""Control fields of a trajectory and its score, and Redis's overhead."""
 BACKLOG = 1.5
-"""Files of the archive that Redis holds before they are written: of trajectories, and of others in part."""
+"""Entries in Redis that are not archived yet, in files: one of trajectories, and a part of the others."""
 
 
 def redis_bytes(config: RunConfig) -> int:
-    """The most memory of the run in Redis, where every completion has full length: what is in flight, what no
-    archive has yet, and the commits."""
+    """Upper bound of the run's memory in Redis, with every completion of full length: entries in flight,
+    entries not yet archived, and commits."""
     trainer, streams = config.trainer, config.streams
     samples = trainer.groups_per_step * config.largest_group_size
     is_archived = streams.trim and streams.archive.enabled

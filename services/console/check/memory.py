@@ -17,32 +17,32 @@ from tidemill.services.console.run.folder import folder_of_runs
 
 GIB = 1 << 30
 Machine = dict[str, Any]
-"""`gpus` of the whole run, `gpu_bytes` of each, and `host_bytes` of each host or None."""
+"""Keys: `gpus`, the number for the whole run, `gpu_bytes` of each, and `host_bytes` of each host or None."""
 
 
 def machine_named(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> Machine | None:
-    """What is named, and what is here where nothing is; None where neither says what GPUs there are."""
+    """The machine of the options, completed from this one; None where neither says how large the GPUs are."""
     is_named = gpus is not None or gpu_gib is not None
     gpu_bytes = smallest_gpu_bytes() if gpu_gib is None else gpu_gib * GIB
     if gpu_bytes is None:
         if is_named:
             raise ConfigError("--gpus needs --gpu-gib on a machine without GPUs: the memory of each.")
         return None
-    # Of other machines the hosts are not known either.
+    # GPUs named by options are those of another machine, whose host memory is not known.
     here = None if is_named else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     host_bytes = here if host_gib is None else host_gib * GIB
     return {"gpus": gpus or count_gpus() or 1, "gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
 
 
 def check_memory(config: RunConfig, machine: Machine) -> tuple[list[str], list[str]]:
-    """What the run takes, a line each, and what does not fit, with what to set.
+    """Returns lines that say what memory the run takes, and the problems where it does not fit.
 
     Raises:
         ConfigError: the model cannot be measured.
     """
     if config.trainer.policy == "simulated" and not config.rollout.engine_traits.reserves_gpu_memory:
         return [], []
-    # In a process of the trainer: the console imports no torch.
+    # Computed in a process of the trainer: the console imports no torch.
     (fit,) = compute_memory(config, [machine])
     problems = [f"memory: {problem}" for problem in fit["problems"]]
     if problems and fit["settings"]:

@@ -29,10 +29,10 @@ class ModelFacts:
     is_remote: bool = False
     architecture: str = ""
     context: int | None = None
-    """Positions the model knows, None where it does not say."""
+    """Maximum length of a sequence in tokens, None where config.json does not say."""
     weight_bytes: int = 0
     route_bytes: int = 0
-    """Of the experts that a token goes to; 0 where the model has none, or does not say."""
+    """Bytes that record one token's experts in all layers; 0 where the model has none, or does not say."""
 
 
 def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
@@ -104,7 +104,7 @@ CHECKED_AT_START = "prompt lengths are checked when the trainer starts"
 def check_lengths(
     rows: Mapping[str, Sequence[Row]], model: ModelFacts | None, data: DataConfig, notes: list[str]
 ) -> None:
-    """Hold every prompt to `data.max_prompt_tokens`; what cannot be checked here is said in `notes`."""
+    """Compare prompts with `data.max_prompt_tokens`; `notes` get what is too long or cannot be checked."""
     if model is None or model.is_remote or not rows:
         return
     if not (model.path / TOKENIZER_FILE).is_file():
@@ -127,7 +127,7 @@ def check_lengths(
 def check_teachers(config: RunConfig) -> None:
     """Compare vocabularies of policy and teachers, where the folders of both are on this machine.
 
-    A teacher is sent token ids: with another tokenizer they would be other words."""
+    A teacher gets token ids: with another tokenizer they would mean another text."""
     own = _vocabulary(config.model.path)
     for name, reward in config.reward.named.items():
         served = config.servers[reward.servers] if reward.teacher else None

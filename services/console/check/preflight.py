@@ -62,7 +62,7 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     *(
         (
             f"trainer.algorithm: {options}",
-            # As a default: a closure would see the loop's last value.
+            # Bound as a default argument: a closure would see the loop's last value.
             lambda s, options=options: s.loss_traits.options == options,
             f"loss is {' or '.join(name for name, row in LOSSES.items() if row.options == options)}",
         )
@@ -78,7 +78,7 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "prompt_column or template gives the teacher a prompt of its own",
     ),
 )
-"""(section and fields in it, whether they are read with this section, what they need)"""
+"""(path of a section: its fields, whether they have an effect in a given section, what they need for it)"""
 
 
 def idle_settings(config: RunConfig) -> Iterator[str]:
@@ -93,7 +93,7 @@ def idle_settings(config: RunConfig) -> Iterator[str]:
 
 
 def cost_of_choices(config: RunConfig) -> Iterator[str]:
-    """Bytes of what engines record beside tokens."""
+    """A note on the size of the sampling masks, where engines record them."""
     if not config.masked_sources:
         return
     top_k = config.rollout.sampling.top_k
@@ -128,10 +128,10 @@ def _value(section: Any, name: str) -> tuple[Any, Any]:
 
 SANDBOX_TIMEOUT_S = 120.0
 USUAL_IDS = 10
-"""Ids that top-p or min-p leave, to compute with where top-k does not say."""
+"""Assumed number of ids that top-p or min-p leave, where there is no top-k."""
 
 Rows = dict[str, Sequence[Row]]
-"""Of each dataset, by the name that `Findings.rows` has for it."""
+"""Rows of each dataset, with the names of `Findings.rows`."""
 
 
 @dataclass(slots=True)
@@ -140,18 +140,18 @@ class Findings:
 
     config: RunConfig
     rows: dict[str, int] = field(default_factory=dict)
-    """Rows of each dataset; the training set is called `train`, a source of it `train <name>`."""
+    """Number of rows of each dataset; the training set is called `train`, a source of it `train <name>`."""
     model: ModelFacts | None = None
     redis: str = ""
     """Version of the server at TIDEMILL_REDIS_URL, empty where a private one will be started."""
     rewards: list[str] = field(default_factory=list)
-    """What came of calling the rewards, where that was asked for."""
+    """Results of calling the rewards once, with `calls_reward`."""
     reads: dict[str, str] = field(default_factory=dict)
     """What judges and reward models will read of the first training row."""
     memory: list[str] = field(default_factory=list)
-    """What the run takes of GPUs and hosts, where that was computed."""
+    """Memory that the run takes on GPUs and hosts, where it was computed."""
     session: list[str] = field(default_factory=list)
-    """What came of playing one session with a script in place of the model."""
+    """Result of one session, with scripted answers in place of the model's."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -170,10 +170,10 @@ def examine(
     rows: Rows = {}
 
     def first_row() -> Row | None:
-        """Of the training set, or of the first source."""
+        """The first row of the training set, or of its first source."""
         return next((found[0] for name, found in rows.items() if name.startswith("train") and found), None)
 
-    # Of what generates and scores; with demonstrations alone there is none.
+    # Checks of generation and scoring, which a run on demonstrations alone does not have.
     sampling: list[Callable[[], None]] = [
         lambda: _check_engine(findings.config),
         lambda: check_teachers(findings.config),
@@ -219,7 +219,7 @@ def _read_rows(findings: Findings, rows: Rows) -> None:
 
 
 def _count_steps(findings: Findings, rows: Rows) -> None:
-    """The steps of `trainer.epochs`: what is shown, recorded and run."""
+    """Set `trainer.steps` in the findings' config from `trainer.epochs`."""
     if not (train := rows.get("train")):
         return
     try:
@@ -257,13 +257,13 @@ def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> N
 
 
 def _check_environment(findings: Findings, row: Row | None) -> None:
-    """A session needs the model's tokenizer: one that is on the hub is not fetched for it."""
+    """Check the environment; a session is played only if the model's tokenizer is on this machine."""
     is_here = findings.model is not None and not findings.model.is_remote
     findings.session = check_environment(findings.config, row if is_here else None)
 
 
 def _check_gpus(config: RunConfig) -> None:
-    """What `tidemill up` is to hand out has to be on this machine."""
+    """Check that no two processes are given the same GPU, and that the GPUs named are on this machine."""
     if overlaps := find_overlaps(config):
         raise ConfigError(
             "; ".join(overlaps)
@@ -311,7 +311,7 @@ def _check_engine(config: RunConfig) -> None:
     engine, package = config.rollout.engine, config.rollout.engine_traits.package
     if not package:
         return
-    # Looked for, not imported: that takes seconds, and needs what only the engine's process has.
+    # Not imported: that takes seconds, and needs what only the engine's process has.
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"rollout.engine is {engine}, which is not installed here: install tidemill[{package}] (on a CPU "

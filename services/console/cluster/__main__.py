@@ -89,7 +89,7 @@ def lead(config: Path, overrides: list[str], folder: RunFolder) -> int:
 
 
 async def follow(config: RunConfig, folder: RunFolder, roles: list[str]) -> int:
-    """Another node: its workers, for as long as the run has a Redis, and again when it has another one."""
+    """Other nodes: run the workers while the run's Redis answers, and again when it has another Redis."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -97,7 +97,7 @@ async def follow(config: RunConfig, folder: RunFolder, roles: list[str]) -> int:
     started_at = time.time()
     while not stopping.is_set() and not _is_summed_up(folder, started_at):
         url = folder.address()
-        # Also where the address is one that a head which was killed has left.
+        # The address may be one that a killed node 0 has left behind: so its Redis is asked.
         if url and await _status(url, folder) not in (None, FINISHED):
             outcome = await _serve(url, folder, specs, config, stopping)
             if outcome.ending is Ending.FAILED and await _status(url, folder) is not None:
@@ -111,7 +111,7 @@ async def follow(config: RunConfig, folder: RunFolder, roles: list[str]) -> int:
 async def _serve(
     url: str, folder: RunFolder, specs: list[ServiceSpec], config: RunConfig, stopping: asyncio.Event
 ) -> RunOutcome:
-    """Workers of one Redis, until it is gone, the run is over, or the node must stop."""
+    """Run the workers with one Redis until its address changes, the run is over, or the node must stop."""
     grace_s = config.streams.drain_s + DRAIN_MARGIN_S
     supervisor = Supervisor(specs, folder.logs, grace_s, lambda text: print(text, flush=True))
 
@@ -152,7 +152,7 @@ def _specs(config: RunConfig, roles: list[str]) -> Iterator[ServiceSpec]:
 
 
 def _is_summed_up(folder: RunFolder, since: float) -> bool:
-    """Whether the run was finished since then; a run that is given more steps has the summary of before."""
+    """Whether the run has finished since then; a run that is given more steps still has its old summary."""
     with suppress(OSError):
         return folder.summary.stat().st_mtime > since
     return False

@@ -17,9 +17,9 @@ from tidemill.services.console.options import SlurmOptions
 from tidemill.services.console.run.folder import folder_of_runs, nearest, new_run_id
 
 SIGNAL_S = 120
-"""So long before its limit of time the job is asked to stop, which leaves it time to write a checkpoint."""
+"""The job is asked to stop this long before its time limit, so that it can write a checkpoint."""
 STOPPED = 130
-"""What `tidemill up` ends with where the run can go on."""
+"""Exit code of `tidemill up` when it was stopped and the run can go on."""
 HEADER = """#!/bin/bash
 # {what} of the run {run_id}; written by `tidemill slurm`. Add options of your cluster: partition, account.
 #SBATCH --job-name={run_id}{suffix}

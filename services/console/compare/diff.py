@@ -42,16 +42,16 @@ from tidemill.services.console.text.formats import sample_name
 from tidemill.services.console.text.tree import Node, jsonable, note, part, show, table
 
 CLOCKS = ("_s", "idle_share", "wait_share")
-"""Endings of metrics that tell of time: they are never the same twice."""
+"""Suffixes of metrics that measure time; these are not compared."""
 USE = "perf/"
-"""Beginning of those that tell of the machine."""
+"""Prefix of metrics of the machine; these are not compared."""
 GAPS = ("logprob_gap/", "rollout_kl")
-"""Beginnings of metrics that are differences themselves: rounding is most of them where all is well."""
+"""Prefixes of metrics that are differences, mostly of rounding: the tolerance for these is absolute."""
 COMPARED_OF_PROMPTS = (
     "source", "row", "prompt_ids", "prompt_text", "data_source", "ground_truth", "extra", "group_size",
     "sampling",
 )  # fmt: skip
-"""What tickets of the same number ask for, in this order."""
+"""Fields in which tickets of the same number are compared, in this order."""
 MAX_WIDTH = 60
 """Characters of a value in the table; --json has all of it."""
 MAX_CONFIG_LINES = 12
@@ -90,7 +90,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place of a step at which one aspect differs, and how many others of it there are."""
+    """The first place of a step at which one aspect differs, and the number of all such places."""
 
     aspect: Aspect
     what: str
@@ -160,7 +160,7 @@ def _described(sample: Trajectory, num_turns: int) -> dict[str, Any]:
 def _segments(
     a: Segment, b: Segment, tolerance: float, described: tuple[dict[str, Any], dict[str, Any]]
 ) -> Iterator[Difference]:
-    """In what the completions of two rows of the same sample differ; `described` are the whole samples."""
+    """Differences between two rows of the same sample; `described` sums up the whole samples."""
     if a.spans != b.spans:
         one, other = list(map(list, a.spans)), list(map(list, b.spans))
         yield Difference(Aspect.VERSIONS, "version from token", one, other)
@@ -182,7 +182,7 @@ def _segments(
 
 
 def _place(row: Segment, token: int) -> str:
-    """The turn that a token belongs to, or whose answer; empty for a single turn."""
+    """Names the turn that a token belongs to, or whose answer it is in; empty for a row without turns."""
     number = max((n for n, turn in enumerate(row.turns) if turn.first <= token), default=-1)
     if number < 0:
         return "before turn 0, " if row.turns else ""
@@ -260,9 +260,9 @@ class RunDiff:
     differences: list[Difference] = field(default_factory=list)
     """At the first step that differs by more than rounding, in causal order."""
     earlier: list[Difference] = field(default_factory=list)
-    """Of steps before that: the first of each aspect that differs by rounding."""
+    """The first rounding difference of each aspect in the steps before that."""
     unread_steps: list[int] = field(default_factory=list)
-    """Steps of which not both runs have their records any more: only commits were compared."""
+    """Steps whose records one of the runs no longer has: only commits were compared."""
 
     @property
     def is_equal(self) -> bool:
@@ -345,7 +345,7 @@ def _compare_steps(a: DiffedStep, b: DiffedStep, tolerance: float, result: RunDi
         if first is None or (first.is_rounding and not item.is_rounding):
             found[item.aspect] = item
     if Aspect.WEIGHTS in found:
-        # Whatever moved the weights is told of above; where nothing is, it was the update itself.
+        # Other differences explain that of the weights; without any, the update itself differed.
         others = [item for aspect, item in found.items() if aspect is not Aspect.WEIGHTS]
         is_explained = bool(others or result.earlier or result.unread_steps)
         is_rounding = is_explained and all(item.is_rounding for item in others)

@@ -1,4 +1,4 @@
-"""`tidemill replay`: opens the run's history, starts the replay as a process, shows what it says.
+"""`tidemill replay`: opens the run's history, starts the replay as a process, shows its results.
 
 The process is `python -m tidemill.services.trainer.replay`: torch is imported there, and not by the console.
 """
@@ -27,12 +27,12 @@ HEADLINES = ("loss", "grad_norm", "reward", "entropy", "learning_rate")
 """Metrics that are shown in any case, in this order."""
 FEW_DIGITS = 9
 FAR_STEPS = 10
-"""Replayed on the way to a step: from here on a hint at closer checkpoints is worth its line."""
+"""From this number of steps replayed before the wanted one, a hint at keeping more checkpoints is shown."""
 
 
 def _start_progress(steps: list[int], is_quiet: bool) -> tuple[Progress, Callable[[dict[str, Any]], None]]:
-    """A bar on stderr over the steps that are trained again, and what moves it with each event of the
-    process; nothing where nobody would see it."""
+    """A progress bar on stderr, hidden without a terminal, and the function that moves it with each event of
+    the process."""
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn())
     is_hidden = is_quiet or not console.is_terminal
@@ -155,7 +155,7 @@ async def _replay(access: RunAccess, options: ReplayOptions, steps: list[int]) -
 
 
 async def _events(command: list[str], address: str, messages: IO[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """What the process says, line by line; it ends with us."""
+    """The events that the process prints, one a line; it is killed when the caller stops reading."""
     variables = os.environ | {URL_VARIABLE: address}
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=messages, env=variables, limit=LINE_BYTES

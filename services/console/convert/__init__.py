@@ -1,1 +1,1 @@
-"""Configs of verl, TRL and prime-rl as ours: a table of options for each, and what no table can say."""
+"""Converts configs of verl, TRL and prime-rl: a table of options for each, and code for all else."""

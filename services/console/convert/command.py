@@ -21,7 +21,7 @@ from tidemill.services.console.options import ConvertOptions
 
 
 def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
-    """The config that trains as these options do; what is not among them is as in that project."""
+    """The config that trains as these options do; options that are not given have that project's defaults."""
     given = dict(options)
     source = str(given.pop("module", "") or given.pop("file", ""))
     draft = Draft(table_of(project), given)

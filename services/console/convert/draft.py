@@ -1,6 +1,6 @@
 """The config that a conversion makes, and the list of what does not carry over as it is.
 
-Guarantee: every option that was given ends as a field, or in the list; what is off anyway is left out of it.
+Guarantee: every option that was given ends as a field or in the list, except one that is off anyway.
 """
 
 import math
@@ -21,7 +21,7 @@ WIDTH = 108
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 NO_TRACKER = ("none", "all", "console", "file")
 OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""What an option of theirs that we lack may be without anything being lost."""
+"""Values with which an option that has no counterpart loses nothing."""
 NO_EFFECT = "without effect beside the other options"
 HEADINGS: dict[Verdict, str] = {
     "lost": "Without a counterpart",
@@ -57,7 +57,7 @@ class Draft:
     taken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Names as of today; null, and what is known only when the file runs, count as not given."""
+        """Renames old options; null, and a value known only when the file runs, count as not given."""
         for name, value in self.table.always.items():
             self.put(name, value, note=f"as {self.table.project} does")
         given, self.given = self.given, {}
@@ -70,13 +70,12 @@ class Draft:
                 self.findings.append(Finding("lost", option, None, text))
 
     def take(self, option: str) -> Any:
-        """The value of an option, or their default; it counts as dealt with."""
+        """The value of an option, or the project's default; marks the option as handled."""
         assert self.table.find(option) is not None, f"{option} is in no row of {self.table.project}"
         self.taken.add(option)
         return self.given.get(option, self.table.default(option))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What a field has by now."""
         return self.fields.get(name, default)
 
     def put(self, name: str, value: Any, option: str = "", note: str = "") -> None:
@@ -84,14 +83,14 @@ class Draft:
         self.fields[name], self.origins[name] = value, (option, note)
 
     def drop(self, prefix: str, verdict: Verdict = "automatic", text: str = NO_EFFECT) -> None:
-        """Leave out the fields that begin so, and say why of options that were given."""
+        """Remove the fields with this prefix, and list the options that were given for them."""
         for name in [name for name in self.fields if name.startswith(prefix)]:
             value, (option, _) = self.fields.pop(name), self.origins[name]
             if option in self.given and value not in OFF:
                 self.say(verdict, option, text)
 
     def say(self, verdict: Verdict, option: str, text: str) -> None:
-        """Put an option into the list; it counts as dealt with."""
+        """Put an option into the list, and mark it as handled."""
         self.taken.add(option)
         finding = Finding(verdict, option, self.given.get(option, self.table.default(option)), text)
         if finding not in self.findings:
@@ -99,7 +98,7 @@ class Draft:
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of one of our steps: each pass over its mini-batches has its own."""
+        """Optimizer updates of one step of Tidemill: mini-batches times passes."""
         return int(self.get("trainer.mini_batches", 1) * self.get("trainer.passes", 1))
 
     def copy(self) -> None:
@@ -154,13 +153,13 @@ class Draft:
                 self.say(verdict, option, texts[value])  # type: ignore[arg-type]
 
     def _loggers(self, option: str, names: Any) -> list[str] | None:
-        """The trackers among theirs that we know."""
+        """Those of the given trackers that Tidemill has."""
         if others := [name for name in names if name not in (*TRACKERS, *NO_TRACKER)]:
             self.say("lost", option, f"{', '.join(others)}: not among {', '.join(TRACKERS)}")
         return [name for name in names if name in TRACKERS] or None
 
     def list_the_rest(self) -> None:
-        """Name the options that nothing was made of."""
+        """List the given options that became no field."""
         for option, value in self.given.items():
             row = self.table.find(option)
             if option in self.taken or value in OFF:
@@ -173,7 +172,7 @@ class Draft:
                 self.say("lost", option, row.note)
 
     def tree(self) -> dict[str, Any]:
-        """The fields as sections in sections, in the order of our config as far as sections go."""
+        """The fields as nested sections; the outer ones have the order of RunConfig."""
         order = list(RunConfig.model_fields)
         tree: dict[str, Any] = {}
         for name, value in sorted(self.fields.items(), key=lambda item: order.index(item[0].split(".")[0])):
@@ -185,7 +184,7 @@ class Draft:
         return tree
 
     def problem(self) -> str:
-        """Why our config refuses what came out; empty where it does not."""
+        """Why RunConfig refuses the fields; empty where it accepts them."""
         try:
             parse_config(self.tree(), "the converted config")
         except ConfigError as error:
@@ -232,7 +231,7 @@ def _comment(text: str, first: str, later: str) -> list[str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every kind of text as text."""
+    """Writes subclasses of str as plain text."""
 
 
 _Dumper.add_multi_representer(str, yaml.SafeDumper.represent_str)

@@ -1,4 +1,4 @@
-"""What fields of our config require of each other, for options of all projects: lengths, ratio, advantage."""
+"""Makes the fields of a converted config agree with each other: lengths, ratio, advantage."""
 
 import math
 
@@ -13,7 +13,7 @@ HIGHEST_DUAL_CLIP = 1000.0
 
 
 def put_warmup(draft: Draft, steps: str, ratio: str, per_step: int = 1) -> None:
-    """Warm-up from a number of theirs, of which one of our steps has `per_step`, or from a share of all."""
+    """Set the warm-up from their number of steps (`per_step` of them in one of ours), or a share of all."""
     count, share, total = draft.take(steps) or 0, draft.take(ratio) or 0, draft.get("trainer.steps")
     if 0 < count < 1:
         count, share = 0, count
@@ -51,7 +51,7 @@ def fit(draft: Draft) -> None:
 
 
 def _fit_ratio(draft: Draft) -> None:
-    """The loss, and what its ratio compares with."""
+    """Make the loss agree with the logprobs that its ratio compares with."""
     traits, (option, _) = LOSSES[draft.get(LOSS)], draft.origins[LOSS]
     neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
     is_filtered = any(draft.get(f"rollout.sampling.{name}", off) != off for name, off in neutral.items())
@@ -75,8 +75,8 @@ def _moves(draft: Draft) -> bool:
 
 
 def _fit_bounds(draft: Draft) -> None:
-    """The clip has its range; a dual clip has a ratio to bound, and lies above the clip. Importance weights
-    belong to recomputed logprobs, and are of sequences where the ratio is."""
+    """Limit the clip to its range; drop a dual clip without a ratio or below the clip, and importance weights
+    without recomputed logprobs. Weights are per sequence where the ratio is."""
     traits, bound = LOSSES[draft.get(LOSS)], draft.get(DUAL)
     draft.fields[F + "clip_low"] = min(draft.get(F + "clip_low"), 1.0)
     draft.fields[F + "clip_high"] = high = max(draft.get(F + "clip_high"), 0.0)
@@ -96,7 +96,7 @@ def _fit_bounds(draft: Draft) -> None:
 
 
 def _fit_advantage(draft: Draft) -> None:
-    """Advantages that compare siblings or rewards need some; a penalty has a weight."""
+    """Replace an advantage that compares siblings or rewards if there is only one; drop a KL of weight 0."""
     name, (option, _) = draft.get(ADVANTAGE), draft.origins[ADVANTAGE]
     if ADVANTAGES[name].compares_rewards and len(draft.get("reward.rewards", ())) < 2:
         draft.say("approximated", option, f"{name} compares rewards: name several in reward.rewards")

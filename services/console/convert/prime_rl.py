@@ -1,4 +1,4 @@
-"""prime-rl: what its table cannot say."""
+"""Options of prime-rl that its table cannot express."""
 
 from collections.abc import Mapping
 from typing import Any

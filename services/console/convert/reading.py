@@ -1,7 +1,7 @@
-"""Reads YAML, JSON, TOML, shell scripts, and Python with a GRPOConfig. Nothing of it is run.
+"""Reads YAML, JSON, TOML, shell scripts, and Python with a GRPOConfig. No code in them is run.
 
 In a script, a variable that is set in a condition, or by a program, has no known value: what depends on it is
-`Unknown`, and so is what no literal gives in Python.
+`Unknown`, and so is a value in Python that is no literal.
 """
 
 import ast
@@ -79,7 +79,7 @@ def _number(value: Any) -> Any:
 
 
 def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
-    """References to other options followed; what refers to anything else counts as not given."""
+    """Resolves references to other options; an option that refers to anything else counts as not given."""
     resolved = {}
     for name, value in options.items():
         for _ in range(8):
@@ -140,7 +140,7 @@ BREAKS = ";&|\n"
 OPENING, CLOSING = ("if", "case", "for", "while", "until", "{"), ("fi", "esac", "done", "}")
 BETWEEN = ("then", "else", "elif", "do", "!", "export", "local", "declare", "readonly", "function")
 _INSIDE = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"
-"""What may stand between parentheses, with others in it."""
+"""Text between parentheses, with up to three levels of parentheses in it."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _COMMENT = re.compile(r"(^|(?<=\s))#[^\n]*", re.MULTILINE)
 _PROGRAM, _SUM = re.compile(rf"\$\((?!\(){_INSIDE}\)"), re.compile(rf"\$\(\(({_INSIDE})\)\)")
@@ -148,18 +148,18 @@ _ARRAY = re.compile(rf"(?<=\w=)\({_INSIDE}\)|(?<=\+=)\({_INSIDE}\)")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)|\$[@*\d]")
 _WHOLE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
 _OPEN = re.compile(r"\$<|\$\{(?![\w.]+\})")
-"""What is left of a shell's expansion; `${section.option}` is Hydra's."""
+"""An expansion of the shell that could not be done; `${section.option}` is Hydra's."""
 _OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.Mod: mod}
 
 
 class Script:
-    """The commands of a shell script. Variables fill as it is read; those of `given` win."""
+    """The commands of a shell script. Assignments set `variables` as it is read; those in `given` win."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = given
         self.variables: dict[str, str | list[str]] = {"HOME": "~", **given}
         self.depth = 0
-        """Blocks around the command."""
+        """Number of blocks (if, for, ...) around the command."""
 
     def read(self, text: str) -> list[list[str]]:
         """The words of each command, in order.
@@ -228,7 +228,7 @@ class Script:
         return Unknown(word) if _OPEN.search(text) else text
 
     def _value(self, found: re.Match[str]) -> str:
-        """Raises KeyError, ValueError: it is not known."""
+        """The value of a variable. Raises KeyError, ValueError: it is not known."""
         if not (name := found[1] or found[3]):
             return ""
         value = self.variables.get(name) or found[2]

@@ -1,4 +1,4 @@
-"""What verl, TRL and prime-rl call what we have: the rows of verl.yml, trl.yml and prime_rl.yml.
+"""Options of verl, TRL and prime-rl with our fields for them: the rows of verl.yml, trl.yml and prime_rl.yml.
 
 The converter and the answer to an unknown field read the same rows.
 """
@@ -27,13 +27,13 @@ class OptionRow(BaseModel):
     to: str = ""
     """Our field or fields, dotted, with `, ` between. Without one there is no counterpart."""
     note: str = ""
-    """How they differ, or what becomes of it."""
+    """How option and field differ, or what becomes of the option."""
     computed: bool = False
     """Code makes our field from these options, perhaps with others."""
     is_automatic: bool = False
     """It needs no option here."""
     default: Any = None
-    """Theirs where ours is another: it is written even if the option was not given."""
+    """The project's default where ours differs: it is written even if the option was not given."""
     when: str = ""
     """Options that must be on, or have a value (`name=value`), with `, ` between: else it has no effect."""
     values: dict[Any, Any] = Field(default_factory=dict)
@@ -44,11 +44,11 @@ class OptionRow(BaseModel):
     """How our value is made of theirs: their list (if any is given), steps from a number of optimizer
     updates, the loggers that we have too, or a valid name of a run."""
     nearly: dict[Any, str] = Field(default_factory=dict)
-    """Value -> in what it is only nearly the same."""
+    """Value -> how the result differs slightly from the original."""
     fine: dict[Any, str] = Field(default_factory=dict)
     """Value -> why it needs nothing here."""
     neutral: Any = None
-    """With this value nothing is lost, though there is no counterpart; nor with false, 0 or nothing."""
+    """A value (besides false, 0 and empty ones) with which nothing is lost though there is no counterpart."""
 
     @property
     def options(self) -> list[str]:
@@ -66,7 +66,7 @@ class OptionTable(BaseModel):
     always: dict[str, Any] = Field(default_factory=dict)
     """Our fields that have one value, whatever is given."""
     defaults: dict[str, Any]
-    """Theirs, of options that the converter computes with."""
+    """The project's defaults of options that the converter computes with."""
     rows: list[OptionRow]
 
     def find(self, option: str) -> OptionRow | None:

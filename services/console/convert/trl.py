@@ -1,4 +1,4 @@
-"""TRL: what its table cannot say."""
+"""Options of TRL that its table cannot express."""
 
 import re
 from pathlib import Path

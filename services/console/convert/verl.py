@@ -1,4 +1,4 @@
-"""verl: what its table cannot say."""
+"""Options of verl that its table cannot express."""
 
 import math
 from pathlib import Path
@@ -76,7 +76,7 @@ def _convert_machine(draft: Draft, mode: str) -> None:
     rows = draft.take(A + "ppo_micro_batch_size_per_gpu") or draft.take(A + "ppo_micro_batch_size")
     if not draft.take(A + "use_dynamic_bsz") and rows:
         tokens, option = rows * total, A + "ppo_micro_batch_size_per_gpu"
-    # Of a GPU, which has a part of a sequence where several share it.
+    # Tokens of one GPU, which has only a part of a sequence with several context ranks.
     longest = -(-total // draft.get("trainer.context_ranks", 1))
     draft.put("trainer.micro_batch_tokens", max(tokens, longest), option)
 

@@ -1,1 +1,1 @@
-"""A run for Prometheus, as Redis knows it: streams, workers, progress, and where every process is scraped."""
+"""Exports a run's state in Redis to Prometheus: streams, workers, progress, and the addresses to scrape."""

@@ -64,7 +64,7 @@ Reading = tuple[Gauge, tuple[str, ...], float]
 
 @dataclass(frozen=True, slots=True)
 class RunReading:
-    """A run as Redis had it at one time: its snapshot, and what only Prometheus shows."""
+    """The state of a run at one time: its snapshot, and values that only Prometheus shows."""
 
     snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
     gauges: Sequence[Reading] = ()
@@ -102,7 +102,7 @@ async def read_run(snapshots: SnapshotReader) -> RunReading:
 
 
 def _age_s(entry: Entry[Message] | Garbled | None) -> float:
-    """Seconds since the entry's message was made; 0 where there is none that tells."""
+    """Seconds since the entry's message was made; 0 where there is no entry, or no time in it."""
     made_at = time_of(entry.message) if isinstance(entry, Entry) else None
     return max(0.0, time.time() - made_at) if made_at else 0.0
 
@@ -143,7 +143,7 @@ def _set_workers(workers: list[Heartbeat], roles: tuple[str, ...]) -> None:
 
 
 def as_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
-    """All living processes, the servers that registered, and the exporter itself.
+    """Targets for Prometheus: all living processes, the servers that registered, and the exporter itself.
 
     Labels: the run, the service, and the worker's name, which stays the same over restarts that change the
     port. The exporter has no `worker`: its metrics have that label themselves.
@@ -164,14 +164,14 @@ class Exporter:
     def __init__(self, keys: Keys, every_s: float = EVERY_S) -> None:
         self.keys, self._every_s = keys, every_s
         self._lock = threading.Lock()
-        """Scrapes are answered by threads of their own."""
+        """Held while gauges change: other threads answer scrapes."""
         self._reading = RunReading()
 
     async def serve(self, port: int, host: str) -> int:
         """Serve until a signal comes; returns the exit code.
 
         Raises:
-            ConfigError: the port cannot be had.
+            ConfigError: the port cannot be opened.
             BrokerError: Redis refuses this client.
         """
         endpoint = HttpEndpoint(port, host, [REGISTRY, _Whole(self._lock)], {"/sd": self._discover})

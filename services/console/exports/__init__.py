@@ -1,1 +1,1 @@
-"""What leaves a run: models and archives."""
+"""Exports of a run: models and archives."""

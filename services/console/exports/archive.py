@@ -1,4 +1,4 @@
-"""`tidemill archive`, and what `tidemill up` does at the end: the rest of a run's streams into its folder."""
+"""`tidemill archive`, and the end of `tidemill up`: archives the rest of a run's streams in its folder."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ ANSWER_S = 5.0
 
 
 async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: ArchiveConfig) -> None:
-    """Archive what is left of all streams; nothing where Redis is gone."""
+    """Archive what is left of all streams. Raises UnreachableError: Redis does not answer."""
     from tidemill.common.archive.archiver import archive_run
 
     try:

@@ -199,7 +199,7 @@ def _row(run: Path, version: int, verify: bool) -> dict[str, Any]:
 
 
 def _verify(run: Path, manifest: WeightManifest) -> None:
-    """This version's own files; those of its parents have rows of their own. Raises WeightsError."""
+    """Check this version's own files; those of its parents have rows of their own. Raises WeightsError."""
     paths = verified_files(run, manifest)
     if manifest.is_delta:
         for path in paths:

@@ -1,4 +1,4 @@
-"""`tidemill up` as a command: what takes longest to start is started before anything else is imported."""
+"""`tidemill up` as a command: the fork server, slowest to start, is started before all other imports."""
 
 import contextlib
 

@@ -44,7 +44,7 @@ STOPPED = "stopped"
 STOPPED_EXIT_CODE = 130
 REFRESH_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
-"""How long the run's state may take to write at the end: Redis may be what failed."""
+"""Timeout of writes and reads of the run's state at the end: Redis may be what failed."""
 GRACE_MARGIN_S = 60.0  # a trainer writes its checkpoint before it ends
 HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
 
@@ -82,7 +82,7 @@ class LocalRun:
             specs, folder.logs, config.streams.drain_s + GRACE_MARGIN_S, lambda text: self._view.event(text)
         )
         self.server: ForkServer | None = None
-        """What processes that load torch are forked from."""
+        """Processes that load torch are forked from it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping = self._is_ending_at_once = False
         self._archiving: asyncio.Task[None] | None = None
@@ -132,7 +132,7 @@ class LocalRun:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
-                # Once more, or the last step is missing in what is shown and judged; Redis may be away.
+                # Once more: else the last step is missing in the view and the verdict. Redis may be away.
                 await asyncio.wait_for(self._look(reader), SHUTDOWN_TIMEOUT_S)
             self._view.show(self.snapshot, self._supervisor.statuses, 0.0)
             self._view.close()
@@ -145,7 +145,7 @@ class LocalRun:
             await self._look(reader)
             if not has_imported and self.snapshot.version >= self.config.trainer.steps - 1:
                 has_imported = True
-                # Beside the last step, or the report would wait a second for them.
+                # Beside the last step: else the report would wait a second for these imports.
                 await asyncio.to_thread(_import_for_report)
             await asyncio.sleep(REFRESH_S)
 
@@ -159,7 +159,7 @@ class LocalRun:
         idle = self.snapshot.idle_share("rollout")
         self._rollout_idle = idle if idle is not None else self._rollout_idle
         verdict = self.snapshot.bottleneck
-        # The processes leave one by one at the end: what all of them said together is what counts.
+        # At the end the processes leave one by one: only a verdict with workers of all roles counts.
         if verdict is not None and all(verdict.evidence.num_workers.get(role) for role in ROLES):
             self._verdict = verdict
 
@@ -178,7 +178,7 @@ class LocalRun:
         streams = self.config.streams
         if not streams.archive.enabled or self._is_ending_at_once:
             return
-        # The run's own limit: the size of what is asked of Redis at once follows from it.
+        # The run's own limit, which bounds how much is read from Redis at once.
         broker.max_bytes = streams.max_message_mb << 20
         work = archive_rest(broker, self.keys, self.folder.path, streams.archive)
         self._archiving = asyncio.create_task(work, name="archive")
@@ -193,10 +193,10 @@ class LocalRun:
             self._view.event(f"the streams are not archived to the end: {error}")
 
     async def _report(self, broker: Broker, outcome: RunOutcome) -> int:
-        """Say how it ended; a finished run is held against what was expected of it."""
+        """Say how the run ended; a finished one is compared with what the config expects of it."""
         ran_s = self._ran_before_s + time.monotonic() - self._started
         is_finished, has_failed = (outcome.ending is end for end in (Ending.FINISHED, Ending.FAILED))
-        # The trainer has written `finished`, in one unit with a look at its last commit.
+        # The trainer has written `finished` itself, atomically with a check of its last commit.
         state = {} if is_finished else {"status": FAILED if has_failed else STOPPED}
         with contextlib.suppress(TimeoutError):  # Redis may be away
             state_written = update_state(broker, self.keys, ran_s=ran_s, **state)
@@ -230,7 +230,7 @@ class LocalRun:
             return
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
             numbers.append(signal.SIGHUP)
         for number in numbers:
             # Not `signal.signal`, whose handler may run between any two steps of a task.
@@ -242,7 +242,7 @@ class LocalRun:
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """As the first Ctrl-C, from any thread; called again, as the second."""
+        """Act as the first Ctrl-C, from any thread; a second call acts as the second."""
         if self._loop is not None:
             # The loop's objects may be touched by its own thread alone.
             self._loop.call_soon_threadsafe(self._stop)

@@ -42,19 +42,19 @@ class RewardRun:
         *,
         is_sandbox: bool = True,
     ) -> None:
-        """`url` is the Redis to use; None starts one of its own. A sandbox must be new, and is never the
-        latest run."""
+        """`url` is the Redis to use; None starts a private one. A sandbox needs a new run id, and does not
+        become runs/latest."""
         self.config, self.folder, self.url, self.on_event = config, folder, url, on_event
         self.is_sandbox = is_sandbox
         self.env: dict[str, str] = {}
-        """Of its processes, once it is running."""
+        """Environment variables of its processes, once it is running."""
         self.keys = Keys(config.run_id)
         self.specs = [spec for spec in service_specs(config) if spec.role in ROLES]
         self._supervisor = Supervisor(self.specs, folder.logs, GRACE_S, on_event)
 
     @contextlib.asynccontextmanager
     async def running(self, **state: str) -> AsyncIterator[Broker]:
-        """Start everything, and stop it again; the folder stays. `state` is what its state says of it.
+        """Start everything, and stop it again; the folder stays. `state` is added to the run's state.
 
         Raises:
             ConfigError: the run exists already, or a reward cannot be loaded.
@@ -77,7 +77,7 @@ class RewardRun:
                     await archive_rest(broker, self.keys, self.folder.path, archive)
 
     async def until_ready(self, broker: Broker) -> None:
-        """Wait until all workers that it starts are up, so that none of their start counts as work."""
+        """Wait until all its reward workers are up, so that their start-up does not count as work."""
         names = {spec.name for spec in self.specs if spec.role == "reward"}
         # Without a limit: where a worker cannot start, `_workers` ends this.
         while True:
@@ -96,7 +96,7 @@ class RewardRun:
             await asyncio.sleep(POLL_S)
 
     async def register(self, broker: Broker) -> None:
-        """What workers need to find in Redis; done again, it does no harm."""
+        """Write to Redis what workers need to find there; idempotent."""
         # Before any worker starts: it reads its config there.
         await publish_config(broker, self.keys, self.config)
         # Made before the first entry, so that workers get it whenever they join.
@@ -105,7 +105,7 @@ class RewardRun:
 
     @contextlib.asynccontextmanager
     async def _workers(self, guard: Guard) -> AsyncIterator[None]:
-        """Keep the workers alive; when one cannot do its work, what runs inside ends with that error."""
+        """Keep the workers alive; if one cannot do its work, the block is cancelled and raises that error."""
 
         async def keep() -> None:
             outcome = await self._supervisor.run(self.env, guard)
@@ -120,5 +120,5 @@ class RewardRun:
                 # It ends `keep`, for which the task group waits.
                 self._supervisor.stop()
         except ExceptionGroup as errors:
-            # A task group raises a group, and callers tell errors by their class.
+            # A task group raises a group; callers catch errors by their class.
             raise first_cause(errors) from None

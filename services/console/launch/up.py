@@ -45,7 +45,7 @@ def run_up(
     server: ForkServer | None = None,
 ) -> int:
     """Processes that load torch are forked from `server`, where there is one."""
-    hide_memory()  # it has the variables of all services
+    hide_memory()  # its environment has the secrets of all services
     run = prepare(options, Console(highlight=False), specs_of)
     if any(spec.loads_torch for spec in run.specs):
         run.server = server
@@ -153,7 +153,7 @@ def _check_port(port: int) -> None:
     """Find the exporter's port in use before anything starts."""
     host = os.environ.get(METRICS_HOST_VARIABLE, "127.0.0.1")
     try:
-        # Given back at once: who takes it before the exporter does is found only at its start.
+        # Closed at once: if another process takes it before the exporter starts, that is found only then.
         with socket.create_server((host, port)):
             pass
     except OSError as error:

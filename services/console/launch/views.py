@@ -99,7 +99,7 @@ class PlainView:
             self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Nothing to close."""
 
 
 View = LiveView | PlainView

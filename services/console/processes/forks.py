@@ -1,7 +1,7 @@
 """The console's end of the fork server, from which a run's trainer and rollout workers are forked.
 
-They share its imports of torch and transformers, and a process that died is there again at once. Where the
-server has ended, processes are started as any other.
+They share its imports of torch and transformers, so a process that died starts again at once. Where the
+server has ended, processes are started without it.
 """
 
 import asyncio
@@ -60,12 +60,12 @@ class ForkServer:
 
     @classmethod
     def where_it_works(cls) -> "ForkServer | None":
-        """CUDA must not be forked once it is in use, and imports may use it."""
+        """A server if there are no GPUs: imports may use CUDA, and a process that does must not fork."""
         return cls() if hasattr(os, "pidfd_open") and count_gpus() == 0 else None
 
     @contextlib.contextmanager
     def watched(self, guard: Guard) -> Iterator[None]:
-        """Ended with the console while the block runs: else it would fork what was asked for before."""
+        """In the block the guard ends the server with the console: else it would fork pending requests."""
         guard.watch(self.process.pid, "service")
         try:
             yield
@@ -73,13 +73,13 @@ class ForkServer:
             guard.forget(self.process.pid)
 
     def close(self) -> None:
-        """Once all that were forked have ended."""
+        """End the server, after all processes that were forked."""
         self._control.close()
         self.process.kill()
         self.process.wait()
 
     async def start(self, spec: "ServiceSpec", env: Mapping[str, str], log: Path) -> Forked | None:
-        """Its process, with its output appended to `log`; None: it cannot be forked."""
+        """Fork a service, with its output appended to `log`; None: it cannot be forked."""
         self._reading = self._reading or asyncio.create_task(self._read(), name="fork server")
         if not spec.loads_torch or self._reading.done():
             return None
@@ -87,7 +87,7 @@ class ForkServer:
         request = {"module": module, "arguments": arguments, "log": str(log)}
         started: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
         try:
-            # Fails where it has ended, and where the variables do not fit into a message.
+            # Fails where the server has ended, or the variables do not fit into a message.
             self._control.send(json.dumps(request | {"environment": {**env, **spec.env}}).encode())
         except OSError:
             return None
@@ -98,7 +98,7 @@ class ForkServer:
             return None
 
     async def _read(self) -> None:
-        """Follow what it tells of its processes, to its end."""
+        """Read the server's reports of starts and ends of processes, until it ends."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             while told := await loop.sock_recv(self._control, 100):
@@ -108,12 +108,12 @@ class ForkServer:
                 else:
                     self._ends[pid] = loop.create_future()
                     if (started := self._starting.popleft()).cancelled():
-                        os.kill(pid, signal.SIGKILL)  # nobody waits for it
+                        os.kill(pid, signal.SIGKILL)  # its start was cancelled
                     else:
                         started.set_result(Forked(pid, self._ends[pid]))
         for started in self._starting:
             if not started.done():
                 started.set_exception(ChildProcessError())
-        # Their ends cannot be seen any more: who waits for them kills what is left of their groups.
+        # Their ends can no longer be seen: the tasks that wait for them kill what is left of their groups.
         for end in self._ends.values():
             end.set_result(-signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""No process outlives the console that started it, SIGKILL included: a small process watches over that.
+"""A small process that ends the console's processes if the console itself ends first, even by SIGKILL.
 
 This file is also that process's script, so it needs the standard library only. It reads lines from the
 console over a pipe:
@@ -8,8 +8,8 @@ console over a pipe:
     remove FOLDER                a folder to remove at the end
 
 When the pipe closes while processes are still watched, the services are told to stop and get GRACE_S
-seconds; then their groups are killed, and Redis, which they need until then, is stopped last. In order,
-nothing is left to watch, and the process just ends.
+seconds; then their groups are killed, and Redis, which they need until then, is stopped last. After a normal
+end nothing is left to watch, and the process just ends.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Guard:
         self._write(f"watch {pid} {kind}")
 
     def forget(self, pid: int) -> None:
-        """The process has ended, and its number may come to mean another."""
+        """The process has ended, and its number may be given to another one."""
         self._write(f"forget {pid}")
 
     def remove_at_end(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class Guard:
 def main() -> None:
     """Follow the pipe to its end, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Only the end of the pipe ends it: it has to outlive the console, and what kills that.
+        # Only the end of the pipe ends this process: a signal to it and the console must not.
         signal.signal(number, signal.SIG_IGN)
     watched: dict[int, str] = {}
     folders: list[str] = []
@@ -102,7 +102,7 @@ def _stop(pids: list[int]) -> None:
         time.sleep(POLL_S)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            # Also where the leader has ended: children of its group hold the number, so it is no other's.
+            # Also where the leader has ended: while its group has members, no other process gets the number.
             os.killpg(pid, signal.SIGKILL)
 
 

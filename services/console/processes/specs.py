@@ -1,7 +1,7 @@
 """Which processes a run has on this machine, and which GPUs each of them gets.
 
 Every rank of the trainer, every engine (`rollout.vllm.tensor_parallel_size` each) and every local server gets
-GPUs of its own, in this order, from those that nobody has named. What is named stays. On a machine
+GPUs of its own, in this order, from those that no field names. Fields that name GPUs keep them. On a machine
 with one GPU the trainer and vLLM take turns on it (`rollout.trainer_gpus`).
 """
 
@@ -57,7 +57,7 @@ def service_specs(config: RunConfig) -> list[ServiceSpec]:
     add_worker("trainer", "trainer", config.trainer.num_threads, config.trainer.gpus)
     for index in range(rollout.workers):
         add_worker("rollout", f"rollout-{index}", rollout.num_threads, _engine_gpus(config, index))
-    # Reward functions run in processes of their own: one thread each, or they fight over the cores.
+    # Reward functions run in processes of their own: one thread each, so that they do not compete for cores.
     threads = 0 if "OMP_NUM_THREADS" in os.environ else 1
     for index in range(reward.workers):
         add_worker("reward", f"reward-{index}", threads)
@@ -80,7 +80,7 @@ def exporter_spec(config: RunConfig, port: int) -> ServiceSpec:
 
 
 def service_environment(redis_url: str, runs: Path) -> dict[str, str]:
-    """What every service needs to know besides its arguments."""
+    """The environment variables of every service."""
     return {
         # A process that dies while Redis is away must not end the run for a mistake in the address.
         WAIT_VARIABLE: "300",
@@ -103,7 +103,7 @@ def _local_servers(config: RunConfig) -> dict[str, LocalServersConfig]:
 
 
 def _server_gpus(config: RunConfig, local: LocalServersConfig, index: int) -> Sequence[int]:
-    """A local server's own, or those of the rollout worker that it shares with."""
+    """A local server's own GPUs, or those of the rollout worker that it shares with."""
     if local.shares_rollout_gpus:
         return _engine_gpus(config, index % max(1, config.rollout.workers))
     if not local.gpus:
@@ -122,8 +122,8 @@ TURNS = "trainer and rollout workers take turns on the trainer's GPUs: one compu
 
 
 def gpus_here(count: int | None) -> list[int]:
-    """Numbers of the GPUs that may be handed out: CUDA_VISIBLE_DEVICES, else all; none where it is not known,
-    or names them otherwise than by number."""
+    """Numbers of the GPUs that may be handed out: CUDA_VISIBLE_DEVICES, else all; none where the count is not
+    known, or the variable does not name them by number."""
     named = os.environ.get(VISIBLE)
     if named is None:
         return list(range(count or 0))
@@ -168,7 +168,7 @@ def find_overlaps(config: RunConfig) -> list[str]:
 
 
 def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]:
-    """The config with GPUs for every process, and what there is to say of them."""
+    """The config with GPUs for every process, and lines that say which GPUs each has."""
     wanted, named, rollout = _wanted_gpus(config), named_gpus(config), config.rollout
     if config.trainer.gpus and len(config.trainer.gpus) < wanted.get(TRAINER, 0):
         raise ConfigError(
@@ -201,7 +201,7 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
 
 
 def _too_few(config: RunConfig, here: Sequence[int], missing: dict[str, int], num_free: int) -> list[str]:
-    """What to say where nothing is handed out."""
+    """The lines, or the error, where no GPUs are handed out."""
     if not here or not missing:
         return []
     counts = {name.removesuffix(".gpus"): count for name, count in missing.items()}

@@ -26,7 +26,7 @@ from tidemill.services.console.text.formats import printable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 HEALTHY_AFTER_S = 60.0
-"""A process that lived longer was well; its next pause is the first one again."""
+"""After a process has lived this long, the pause before its next start is the first one again."""
 MAX_EARLY_DEATHS = 10
 REAP_S = 5.0
 MAX_REASON_CHARACTERS = 300
@@ -84,7 +84,7 @@ class ServiceProcess:
         Children that it left behind, such as the pool of a killed reward worker, are ended too.
         """
         code = await self._process.wait()
-        # While the group has members its number cannot be given away; after that the guard must not use it.
+        # While the group has members its number is not reused; after that the guard must not use it.
         self.kill()
         self._guard.forget(self.pid)
         return code
@@ -205,7 +205,7 @@ class Supervisor:
         self._killed.set()
 
     def _end(self, outcome: RunOutcome) -> None:
-        # The first one stands: processes that are stopped for it end with codes of their own.
+        # The first outcome stands: processes that are stopped for it end with codes of their own.
         self._outcome = self._outcome or outcome
         self._over.set()
 
@@ -255,7 +255,7 @@ class Supervisor:
         status.state, status.pid = "stopped", 0
 
     async def _watch(self, process: ServiceProcess, status: ServiceStatus) -> int:
-        # Noted before the look at `_over`: what `_drain` does not find here is ended by that look.
+        # Registered before `_over` is checked: a process that `_drain` does not find is ended by the check.
         self._processes[status.name] = process
         status.state, status.pid = "running", process.pid
         if self._over.is_set():  # the run ended while it started

@@ -1,4 +1,4 @@
-"""What became of a ticket, its group, its samples, and of a step: joined from the streams.
+"""Joins the streams to records of a ticket with its group and samples, or of a step.
 
 Nothing is guessed: what no stream says is absent. Of several entries for one sample the first counts, as for
 the trainer. Clocks of machines are taken as they are: where they differ, waiting times are off by as much.
@@ -30,19 +30,19 @@ from tidemill.services.console.records.sessions import SessionFacts, num_complet
 MAX_LETTERS = 50
 """Dead letters that are read for one group."""
 CLOCK_SPARE_S = 60.0
-"""So far apart may the clocks of the trainer and of Redis be; beyond that, whole streams are read."""
+"""Difference of the clocks of trainer and Redis that is allowed for; beyond it, whole streams are read."""
 STAGES = ("queued", "generated", "waited for reward", "scored", "waited for training")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPlaces:
-    """Where a group's entries are, for readers that know: nothing else is searched."""
+    """Where a group's entries are, for callers that know it: nothing else is searched."""
 
     trajectories: tuple[str, str] | None = None
     """First and last entry id; None for none."""
     scores: tuple[str, str] | None = None
     step: int = -1
-    """Whose commit names the group; -1 for none."""
+    """The step whose commit names the group; -1 for none."""
 
 
 EVERYWHERE = KnownPlaces(("-", "+"), ("-", "+"))
@@ -51,9 +51,8 @@ EVERYWHERE = KnownPlaces(("-", "+"), ("-", "+"))
 async def near_tickets(
     history: History, first: int, last: int, lane: Lane = Lane.TRAIN, commit: Commit | None = None
 ) -> Selection:
-    """What selects tickets `first` to `last`, which `commit` trained or dropped, among entries whose ids are
-    times, without reading far beyond them: those that count came after the first ticket was issued, and
-    before the commit."""
+    """Selects tickets `first` to `last` in streams whose entry ids are times: from the issue of the first
+    ticket to `commit`, which trained or dropped them."""
     issued = await history.ticket(first, lane)
     since = f"{max(0, int(1000 * (issued.issued_at - CLOCK_SPARE_S)))}-0" if issued else "-"
     until = f"{int(1000 * (commit.finished_at + CLOCK_SPARE_S))}-0" if commit and commit.finished_at else "+"
@@ -85,14 +84,14 @@ class SampleRecord:
     later_trajectories: list[Trajectory] = field(default_factory=list)
     later_scores: list[Score] = field(default_factory=list)
     advantage: float | None = None
-    """What the commit has: the mean over its trained tokens."""
+    """From the commit: the mean over its trained tokens."""
     places: list[Place] = field(default_factory=list)
     left_out: str = ""
     """Why it was not trained, where its group was."""
 
     @property
     def reward(self) -> float | None:
-        """None where there is no score, or a failed one."""
+        """The score's value; None where there is no score, or a failed one."""
         return self.score.value if self.score else None
 
     @property
@@ -114,9 +113,9 @@ class GroupRecord:
     ticket: Ticket | None = None
     samples: list[SampleRecord] = field(default_factory=list)
     commit: Commit | None = None
-    """Of the step that trained on it or dropped it."""
+    """Commit of the step that trained on the group or dropped it."""
     manifest: WeightManifest | None = None
-    """Of the version that came out."""
+    """Manifest of the version that this step made."""
     letters: list[tuple[str, DeadLetter]] = field(default_factory=list)
     """Dead letters with their ids."""
     replaced_by: int | None = None
@@ -138,7 +137,7 @@ class GroupRecord:
 
     @property
     def group_size(self) -> int:
-        """How many samples it was for."""
+        """Number of samples that were to be generated."""
         return self.prompt_source.group_size if self.prompt_source else len(self.samples)
 
     @property
@@ -156,7 +155,7 @@ class GroupRecord:
 async def read_group(
     history: History, number: int, lane: Lane = Lane.TRAIN, known: KnownPlaces | None = None
 ) -> GroupRecord:
-    """Gather what the streams tell of a ticket."""
+    """Gather what the streams have about a ticket."""
     group = GroupRecord(number, lane, await history.ticket(number, lane))
     group.letters = await _letters(history, number, lane)
     if lane is Lane.TRAIN and known is None:
@@ -207,7 +206,7 @@ async def read_groups(
             dropped = [ticket for ticket, _ in dropped_groups(commit)]
             commits |= dict.fromkeys([*commit.groups, *dropped], commit)
     if numbers := sorted({*issued, *made}):
-        # By tickets, for a score names no step.
+        # Selected by tickets: a score has no step.
         near = Selection(tickets=(numbers[0], numbers[-1]))
         async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
             scored[score.ticket].append(score)
@@ -290,9 +289,9 @@ class SampleFacts:
     key: TrajectoryKey
     num_prompt_tokens: int
     num_tokens: int
-    """Of its completion; both are those of all segments of a session."""
+    """Tokens of its completion; both numbers are sums over all segments of a session."""
     versions: tuple[int, int]
-    """The oldest and the newest that made a token."""
+    """The oldest and the newest version that made a token."""
     worker: str
     started_at: float
     finished_at: float
@@ -315,7 +314,7 @@ class SampleFacts:
 
     @property
     def asked_at(self) -> float:
-        """When the reward began, 0 where there is none."""
+        """When scoring began, 0 where there is no score."""
         return self.scored_at - self.latency_s if self.scored_at else 0.0
 
     def stages_s(self, trained_at: float) -> dict[str, float]:
@@ -338,12 +337,12 @@ class MicroBatchFacts:
 class StepRecord:
     commit: Commit
     samples: dict[TrajectoryKey, SampleFacts] = field(default_factory=dict)
-    """Of the groups that were trained, also those left out."""
+    """Samples of the groups that were trained, also those left out of training."""
     manifest: WeightManifest | None = None
 
     @property
     def rewards(self) -> list[float]:
-        """Of all trained samples that have one in the streams."""
+        """Rewards of the trained samples that have one in the streams."""
         found = [
             self.samples[key].reward for key in dict.fromkeys(self.commit.trained_keys) if key in self.samples
         ]
@@ -359,7 +358,7 @@ class StepRecord:
         return sorted((s for s in self.samples.values() if s.key[0] == ticket), key=lambda s: s.key)
 
     def micro_batches(self) -> Iterator[MicroBatchFacts]:
-        """In the order in which they were trained."""
+        """The micro-batches in the order in which they were trained."""
         for mini, micro, keys in micro_batches_of(self.commit):
             known = [self.samples[key] for key in keys if key in self.samples]
             prompts, made = sum(s.num_prompt_tokens for s in known), sum(s.num_tokens for s in known)
@@ -381,7 +380,7 @@ class StepRecord:
 
 
 async def read_step(history: History, step: int) -> StepRecord | None:
-    """Gather what the streams tell of a step; None where they have no commit of it."""
+    """Gather what the streams have about a step; None where they have no commit of it."""
     commit = await history.commit(step)
     if commit is None:
         return None

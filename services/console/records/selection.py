@@ -21,7 +21,7 @@ _CARRIERS: dict[str, tuple[str, ...]] = {
     "version": ("trajectories", "scores", "weights", "commits"),
     "worker": ("trajectories", "scores", "dead"),
 }
-"""Which streams can be selected by what: their messages carry it, or those they belong to."""
+"""The streams that each option applies to: their messages have the value, or refer to messages that do."""
 _A_RANGE = "A..B with both its ends, A.., ..B, or one number"
 _A_TIME = "a time such as 2026-01-31T12:00 or '10m ago', or two of them as A..B"
 
@@ -101,7 +101,7 @@ def parse_sample(text: str) -> tuple[int, int | None]:
 
 
 async def span_of(history: History, stream: StreamName, number: str) -> str:
-    """From where to where a stream goes whose entry ids are numbers, in words; `number` is their name."""
+    """The first and last number of a stream whose entry ids are numbers, in words; `number` names them."""
     (found,) = await history.summary([stream])
     if not found.entries:
         return f"{stream} is empty"

@@ -28,11 +28,11 @@ class TurnRecord:
     """0, or the number of the fork that it belongs to."""
     turn: Turn
     versions: tuple[int, ...]
-    """Those that produced its tokens, in order."""
+    """The versions that produced its tokens, in order."""
     num_trained: int
-    """Of its tokens, where its group is trained."""
+    """Number of its tokens that are trained, if its group is."""
     num_answer_tokens: int
-    """Of the environment, until the next turn or the end of the segment."""
+    """Number of the environment's tokens until the next turn or the end of the segment."""
     said: Said | None = None
     """The model's message; None where it is not known."""
     answers: tuple[Said, ...] = ()
@@ -73,7 +73,7 @@ class SessionFacts:
     """What a sample of several turns has beside what every sample has."""
 
     turns: tuple[Turn, ...]
-    """Of all segments, those of the first one first."""
+    """Turns of all segments, in order."""
     num_forks: int
     num_environment_tokens: int
     """Completion tokens that are not trained."""
@@ -83,17 +83,17 @@ class SessionFacts:
 
     @property
     def engine_s(self) -> float:
-        """What the engine took, over all turns."""
+        """Seconds that the engine took, over all turns."""
         return sum(turn.engine_s for turn in self.turns)
 
     @property
     def environment_s(self) -> float:
-        """What the environment took, over all turns."""
+        """Seconds that the environment took, over all turns."""
         return sum(turn.environment_s for turn in self.turns)
 
 
 def session_facts(trajectory: Trajectory) -> SessionFacts | None:
-    """The numbers of its session; a single turn has none."""
+    """Numbers of a trajectory's session; None for a single turn."""
     if (session := trajectory.session) is None:
         return None
     turns = tuple(turn for segment in trajectory.segments for turn in segment.turns)

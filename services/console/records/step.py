@@ -133,7 +133,7 @@ def _session_lines(sessions: Sequence[SessionFacts]) -> Iterator[Node]:
 
 
 def _staleness_words(commit: Commit) -> str:
-    """Shares of tokens by staleness in steps, else what is known of them all."""
+    """Shares of tokens by staleness in steps, else its maximum and mean."""
     metrics, found = commit.metrics, []
     for age in range(64):
         if (share := metrics.get(f"staleness/share_{age}")) is None:
@@ -166,7 +166,7 @@ def _group_row(record: StepRecord, ticket: int) -> dict[str, Any]:
 
 
 def _relative(seconds: float | None) -> str:
-    """Before or after the step began."""
+    """A time relative to the beginning of the step, in words."""
     if seconds is None:
         return NOTHING
     return f"{took(-seconds)} before" if seconds < 0 else f"{took(seconds)} after"
@@ -280,7 +280,7 @@ async def _request_profile(access: RunAccess, wanted: str) -> str:
         raise ConfigError(
             f"{access.folder.path} is not here: ask where the run's folder is, such as on the trainer's node"
         )
-    # The step that is being trained has as its number the commits so far.
+    # The number of the step in training is the number of commits so far.
     begun = id_order(await last_id(broker, access.history.keys.commits))[0]
     step = begun + 1 if wanted == "next" else parse_steps(wanted)[0]
     if not begun < step < config.trainer.steps:

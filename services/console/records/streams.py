@@ -193,7 +193,7 @@ def _wanted(stream: StreamName, what: str) -> Selection:
 async def selected_records(
     history: History, stream: StreamName, selection: Selection, newest_first: bool = False
 ) -> AsyncIterator[Record]:
-    """What the selection selects, as it is found; what only another stream knows is asked there first."""
+    """The selected records, as they are found; conditions on fields of another stream are looked up first."""
     lane, kind = stream.lane, stream.message_type
     near = Selection(tickets=selection.tickets, steps=selection.steps)
     own, other = selection, None

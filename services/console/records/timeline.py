@@ -30,7 +30,7 @@ from tidemill.services.console.text.formats import sample_name, size
 from tidemill.services.console.text.tree import terminal
 
 IN_FLIGHT_STEPS = 2
-"""Tickets are issued so many steps ahead of the one that is trained, where the run's config is not known."""
+"""How many steps ahead of training tickets are issued, where the run's config is not known."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
 
 Event = dict[str, Any]
 Track = tuple[str, str]
-"""A process, and what it does there."""
+"""A process, and the name of a track in it."""
 TICKETS, TO_SCORE = ("queue: tickets", "tickets"), ("queue: to be scored", "samples")
 TO_TRAIN = ("queue: to be trained", "groups")
 STEPS, GROUPS = ("trainer", "steps"), ("trainer", "groups")
@@ -93,9 +93,9 @@ class Trace:
 
     begin_s: float
     slices: dict[Track, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    """They may overlap."""
+    """Slices of a track may overlap."""
     moments: list[Event] = field(default_factory=list)
-    """On the track of the steps."""
+    """Events without duration, on the track of the steps."""
     paths: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
     """The slices that a sample goes through, by its name."""
 
@@ -103,21 +103,21 @@ class Trace:
         return max(0, round((at_s - self.begin_s) * 1e6))
 
     def slice(self, track: Track, name: str, begin_s: float, end_s: float, **args: Any) -> Event:
-        """Something that took time; none where it would end before it begins."""
+        """Add an event with a duration, which is 0 where the event would end before it begins."""
         begin_us = self.us(begin_s)
         item = _complete(name, begin_us, max(begin_us, self.us(end_s)), args)
         self.slices[track].append(item)
         return item
 
     def child(self, parent: Event, name: str, begin_s: float, end_s: float, **args: Any) -> None:
-        """A part of a slice; it is cut to the parent, and to what follows the part before it."""
+        """Add a part of a slice, cut to the parent and to the time after the part before it."""
         parts, end_us = parent["parts"], parent["ts"] + parent["dur"]
         least = parts[-1]["ts"] + parts[-1]["dur"] if parts else parent["ts"]
         begin_us = min(max(self.us(begin_s), least), end_us)
         parts.append(_complete(name, begin_us, min(max(self.us(end_s), begin_us), end_us), args))
 
     def moment(self, name: str, at_s: float, **args: Any) -> None:
-        """Something that took no time."""
+        """Add an event without duration."""
         self.moments.append({"ph": "i", "s": "t", "name": name, "ts": self.us(at_s), "args": args})
 
     def events(self) -> Iterator[Event]:
@@ -165,7 +165,7 @@ def _lay_out(items: list[Event], pid: int, first_thread: int) -> int:
 
 
 def _arrows(number: int, name: str, items: list[Event]) -> Iterator[Event]:
-    """Each point lies as early in its slice as the points before it allow; one that cannot is left out.
+    """Arrows through slices: a point is as early in its slice as those before it allow, else it is left out.
 
     Clocks of two machines differ: then a slice may seem to end before the one that it follows.
     """
@@ -223,7 +223,7 @@ def _draw_sample(trace: Trace, sample: SampleFacts, what: str = "") -> Iterator[
     place = (f"reward {sample.scorer or '(no name)'}", "samples")
     outcome = {"reward": sample.reward} if sample.reward is not None else {"error": sample.error}
     scored = trace.slice(place, name, sample.asked_at, sample.scored_at, attempts=sample.attempts, **outcome)
-    if len({reward for reward, *_ in sample.tries}) == 1:  # those of several rewards run side by side
+    if len({reward for reward, *_ in sample.tries}) == 1:  # attempts of several rewards run side by side
         at_s = sample.asked_at
         for number, (reward, took_s, paused_s, error) in enumerate(sample.tries, 1):
             at_s += paused_s

@@ -1,6 +1,6 @@
 """How the scores of two rewards for the same trajectories agree: numbers, and the groups that would flip.
 
-Advantages only see the order and the spread within a group, so that is where agreement is looked for.
+Advantages depend only on the order and the spread within a group, so agreement is measured there as well.
 """
 
 from collections import Counter, defaultdict
@@ -23,14 +23,14 @@ NUM_EXAMPLES = 10
 
 @dataclass(slots=True)
 class Agreement:
-    """What came of the comparison. Correlations are None where one side does not vary."""
+    """The result of a comparison. Correlations are None where one side does not vary."""
 
     compared: int = 0
     """Trajectories that have a value on both sides."""
     failed_before: int = 0
     failed_now: int = 0
     failures_now: dict[str, int] = field(default_factory=dict)
-    """What the new failures said, by how often."""
+    """The most frequent errors of the new failures, with their counts."""
     mean_before: float = 0.0
     mean_now: float = 0.0
     equal_share: float = 0.0
@@ -120,7 +120,7 @@ def _compare_groups(result: Agreement, both: list[tuple[TrajectoryKey, float, fl
 
 
 def _farthest(keys: list[TrajectoryKey], old: Floats, new: Floats) -> list[tuple[int, int, float, float]]:
-    # Where others moved past it, the rank of a row changes that has the score it had.
+    # A row with the score it had may change its rank because others moved past it: that does not count.
     moved = np.where(np.abs(old - new) > CLOSE, np.abs(ranks(old) - ranks(new)), 0.0)
     order = np.argsort(-moved, kind="stable")[:NUM_EXAMPLES]
     return [(*keys[at], float(old[at]), float(new[at])) for at in order if moved[at] > 0]

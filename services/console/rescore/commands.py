@@ -32,7 +32,7 @@ from tidemill.services.console.run.history import RunAccess, open_history
 from tidemill.services.console.text.tree import note, part, print_tree
 
 REPORT_FILE = "rescore.json"
-"""Below the sandbox's folder."""
+"""In the sandbox's folder."""
 
 
 def rescore(options: RescoreOptions) -> None:
@@ -54,7 +54,7 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
     async with open_history(options.run_id, options.runs_dir) as source:
         folder = _sandbox_folder(options, source.folder)
         config = _sandbox_config(options, source, folder.run_id)
-        # Before anything is started, and by one entry: an empty stretch costs no sandbox.
+        # One entry is looked for before anything is started: an empty selection costs no sandbox.
         async for _ in source.history.scan(StreamName.TRAJECTORIES.of(lane), selection):
             break
         else:

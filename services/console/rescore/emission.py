@@ -1,4 +1,4 @@
-"""Recorded trajectories in place of generation, for a sandbox run of rewards.
+"""Feeds recorded trajectories to a sandbox run of rewards, in place of generation.
 
 Guarantees: each trajectory goes in once, in the order in which it was recorded; at most `MAX_BACKLOG` wait
 for a score at any time, and what has its score is trimmed, so that memory does not grow with the history.
@@ -29,7 +29,7 @@ BATCH = 256
 BLOCK_S = 0.5
 TRIM_EVERY = 1024
 MAX_BACKLOG = 4096
-"""Most trajectories that wait for a score; the emission waits."""
+"""Most trajectories that wait for a score; beyond that the emission pauses."""
 
 
 class Emission:
@@ -55,7 +55,7 @@ class Emission:
 
     @property
     def seconds(self) -> float:
-        """From the moment a worker took the first trajectory to the last score: before, workers start."""
+        """Seconds from when a worker took the first trajectory to the last score, without workers' start."""
         return max(self._last_scored_at - self._first_taken_at, 1e-9)
 
     async def run(self, on_progress: Callable[["Emission"], None]) -> None:
@@ -78,7 +78,7 @@ class Emission:
             if len(self.scores) - self._num_at_trim >= TRIM_EVERY:
                 await self._trim()
 
-        # At their own pace one by one: those of a batch would come at one moment.
+        # At the recorded pace one by one: a batch would arrive all at once.
         async for recorded_at, batch in self._batches(1 if self.keeps_pace else BATCH):
             offset_s = self.started_at - recorded_at if offset_s is None else offset_s
             while self.keeps_pace and (early_s := recorded_at + offset_s - time.time()) > 0:
@@ -92,7 +92,7 @@ class Emission:
             await take_scores(BLOCK_S)
 
     async def _batches(self, size: int) -> AsyncIterator[tuple[float, list[Trajectory]]]:
-        """When its first was recorded, and `size` trajectories, the first of each key."""
+        """Batches of `size` trajectories, the first of each key, and when the first of each was recorded."""
         seen: set[TrajectoryKey] = set()
         batch: list[Trajectory] = []
         began_at = 0.0
@@ -130,7 +130,7 @@ class Emission:
         self._last_scored_at = max(self._last_scored_at, score.scored_at)
 
     def _fail(self, letter: DeadLetter) -> None:
-        """Nobody will score it, nor what waits of its group."""
+        """Count a dead-lettered trajectory, and those of its group that wait, as failed."""
         tickets = {key[0] for key, (entry_id, _) in self._waiting.items() if entry_id == letter.entry_id}
         for ticket, index in [key for key in self._waiting if key[0] in tickets]:
             self._take(Score(ticket=ticket, index=index, status=ScoreStatus.FAILED, error=letter.error))
@@ -144,7 +144,7 @@ class Emission:
 
 
 EVERY_S, LINE_EVERY_S = 0.5, 10.0
-"""Between two pictures on a terminal, and between two lines elsewhere."""
+"""Seconds between two updates on a terminal, and between two lines elsewhere."""
 
 
 @contextlib.contextmanager

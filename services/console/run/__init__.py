@@ -1,1 +1,1 @@
-"""The way to a run: its folder, its Redis, its history."""
+"""Access to a run: its folder, its Redis, its history."""

@@ -138,7 +138,7 @@ def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunF
 
 
 def new_run_id(config: Path, default: str = "run") -> str:
-    """What a run is called that was given no name: as its config's folder, and by the time."""
+    """The id of a run that was given none: the name of its config's folder, and the time."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.resolve().parent.name).lstrip("._-")[:80] or default
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -198,5 +198,5 @@ def log_to_file(path: Path) -> None:
 
 
 def log_nothing() -> None:
-    """Drop them: commands that only look say what matters themselves."""
+    """Drop all logs: commands that only read print what matters themselves."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))

@@ -2,7 +2,7 @@
 
 Guarantees: looking changes nothing of the run, and leaves no process behind. The Redis that the run uses is
 asked first. Where it does not answer, the archive is read alone if it has everything; else the data that the
-run's own Redis left in the folder is served by one of ours for as long as we look.
+run's own Redis left in the folder is served by a Redis that runs only while it is read.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ T = TypeVar("T")
 LIVE = "Redis"
 """The source of a run whose Redis answers."""
 REDIS_DATA = ("appendonlydir", "appendonly.aof")
-"""What a Redis of the run's own leaves behind: since version 7, and before."""
+"""Names of the data that a run's own Redis leaves: since Redis 7, and before."""
 
 
 class MissingHistoryError(ConfigError):
@@ -46,7 +46,7 @@ class RunAccess:
     source: str
     """Where it is read from, in words."""
     address: str = ""
-    """Of the Redis that is read, for processes that we start; empty where only the archive is left."""
+    """Address of the Redis that is read, for child processes; empty where only the archive is left."""
 
     raw_config: bytes | None = None
 
@@ -93,7 +93,7 @@ async def open_history(
 
 
 def read_run(options: OfRun, read: Callable[[RunAccess], Awaitable[T]]) -> T:
-    """What `read` makes of the run that a command is about."""
+    """Open the run that a command is about, and return the result of `read`."""
 
     async def opened() -> T:
         async with open_history(options.run_id, options.runs_dir) as access:

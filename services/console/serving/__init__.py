@@ -1,1 +1,1 @@
-"""`tidemill serve-rewards`: the rewards of a config for a trainer that is not ours."""
+"""`tidemill serve-rewards`: serves the rewards of a config to another trainer."""

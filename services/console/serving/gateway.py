@@ -1,4 +1,4 @@
-"""Samples of another trainer into the stream of trajectories, and their scores back to who waits for them.
+"""Appends the samples of another trainer to the stream of trajectories, and returns their scores to it.
 
 Guarantees: every sample gets a score with a status, also where its trajectory is dead-lettered; a failure has
 no value but the one that the config gives. A sample that Redis loses is appended again under its own key,
@@ -37,7 +37,7 @@ MAX_WAITING = 1 << 16
 BUSY_RETRY_S = 1.0
 READ_COUNT, BLOCK_S = 1024, 1.0
 WATCH_S = 5.0
-"""How often Redis is looked at: whether it has lost what was appended, and what may be trimmed."""
+"""Seconds between two checks of whether Redis has lost entries, and what may be trimmed."""
 SERVED, RESERVED = "served", 4096
 """Field of the run's state: tickets below this number may be in use; and how many are reserved at once."""
 GROUP_IS_DROPPED = "a sample of its group failed, and the config drops its group (on_failure: drop_group)"
@@ -80,13 +80,13 @@ class _Waiting:
     trajectory: Trajectory
     score: "asyncio.Future[Score]"
     after: str
-    """An entry that was there before it: until its own id is known, nothing above may be trimmed."""
+    """Id of an older entry: until its own id is known, nothing above this one may be trimmed."""
     entry_id: str = ""
     """Empty until it is known to be appended."""
 
 
 class RewardGateway:
-    """`score` may be called from `open` on, and answers while `run` does."""
+    """`score` may be called once `open` has returned; it is answered while `run` runs."""
 
     def __init__(self, run: RewardRun, broker: Broker) -> None:
         self._run, self._broker, self._keys = run, broker, run.keys
@@ -94,9 +94,9 @@ class RewardGateway:
         self._waiting: dict[Lane, dict[TrajectoryKey, _Waiting]] = {lane: {} for lane in Lane}
         self._next_ticket = self._reserved = 0
         self._positions = dict.fromkeys([*map(self._keys.scores, Lane), self._keys.dead], START)
-        """What lies below has been read."""
+        """By stream, the entry id below which all has been read."""
         self._newest = dict.fromkeys(Lane, START)
-        """Of each lane, the newest trajectory that is known to be appended."""
+        """By lane, the id of the newest trajectory that is known to be appended."""
         self._server = ""
         self._maybe_lost: list[_Waiting] = []
         """What Redis may have lost, as another server has answered since."""
@@ -122,8 +122,8 @@ class RewardGateway:
 
     @classmethod
     async def open(cls, run: RewardRun, broker: Broker) -> "RewardGateway":
-        """One that goes on with the tickets of an earlier process, and knows where its streams end: what is
-        there already was for who asked that one."""
+        """A gateway that continues the ticket numbers of an earlier process. It reads from the ends of the
+        streams on: older scores are for requests to that process."""
         gateway = cls(run, broker)
         gateway._next_ticket = gateway._reserved = int(
             await broker.execute("HGET", run.keys.state, SERVED) or 0
@@ -133,7 +133,7 @@ class RewardGateway:
         return gateway
 
     async def run(self) -> None:
-        """Take scores in and keep Redis in order, until cancelled."""
+        """Deliver scores, restore lost samples and trim, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for lane in Lane:
                 tasks.create_task(self._take_scores(lane), name=f"scores {lane}")
@@ -154,7 +154,7 @@ class RewardGateway:
         return [made[place] for place in range(len(samples))]
 
     async def _reserve(self) -> None:
-        """Before anything is appended: a process that starts after this one uses none of these numbers."""
+        """Reserve ticket numbers before anything is appended: a later process uses none of them."""
         self._reserved = self._next_ticket + RESERVED
         await self._broker.execute("HSET", self._keys.state, SERVED, self._reserved)
 
@@ -219,7 +219,7 @@ class RewardGateway:
             self._positions[key] = reader.position
 
     async def _take_dead(self) -> None:
-        """A trajectory that nobody will score fails, and so does what waits of its group."""
+        """Fail each dead-lettered trajectory, and the samples of its group that wait."""
         reader = OffsetReader(self._broker, self._keys.dead, DeadLetter, self._positions[self._keys.dead])
         origins = {self._keys.name_of(self._keys.trajectories(lane)): lane for lane in Lane}
         while True:
@@ -227,7 +227,7 @@ class RewardGateway:
                 if not isinstance(entry, Entry) or (lane := origins.get(entry.message.origin)) is None:
                     continue
                 letter, waiting = entry.message, self._waiting[lane]
-                # By its entry where nobody could read whose it was.
+                # By its entry id where its key could not be decoded.
                 tickets = {key[0] for key, one in waiting.items() if one.entry_id == letter.entry_id}
                 tickets.add(letter.ticket)
                 for ticket, index in [key for key in waiting if key[0] in tickets]:
@@ -247,7 +247,7 @@ class RewardGateway:
             await self._trim()
 
     async def _restore_lost(self) -> None:
-        """Append again what another server, or an emptied one, has not got."""
+        """Append again the samples that a new or emptied Redis server does not have."""
         identity = (await self._broker.info("server"))["run_id"]
         is_emptied = not await self._broker.execute("EXISTS", self._keys.config)
         before, self._server = self._server, identity
@@ -288,7 +288,7 @@ class RewardGateway:
             await trim_before(self._broker, stream.key(self._keys), entry_id)
 
     async def _archive_up_to(self, below: dict[StreamName, str]) -> None:
-        """By a process of its own: compressing would hold up the samples."""
+        """Archive in a process of its own: compressing would delay the samples."""
         ends = [f"--until={stream}={id_before(entry_id)}" for stream, entry_id in below.items()]
         command = run_own(Program.ARCHIVE, self._keys.run_id, str(self._run.folder.path), *ends)
         log_file = self._run.folder.logs / "archive.log"
@@ -332,6 +332,6 @@ def _trajectory(sample: SampleIn, ticket: int, index: int, group_size: int) -> T
         worker="serve-rewards",
         started_at=now,
         finished_at=now,
-        # More than one answer is a session: calls of tools and what they gave.
+        # More than one message is a session: calls of tools and their results.
         session=Session(environment="", messages=tuple(said)) if said is not None and len(said) > 1 else None,
     )

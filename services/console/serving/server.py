@@ -1,4 +1,4 @@
-"""`tidemill serve-rewards`: an HTTP endpoint for samples, above a run of rewards.
+"""`tidemill serve-rewards`: an HTTP endpoint for samples, which a run of reward workers scores.
 
     POST /v1/scores   {"samples": [{"completion": ..., ...}, ...]} -> {"scores": [{"value": ..., ...}, ...]}
     GET /health, /openapi.json
@@ -114,7 +114,7 @@ async def _serve(options: ServeRewardsOptions, config: RunConfig, token: str) ->
         try:
             await asyncio.wait({keeping, serving}, return_when=asyncio.FIRST_COMPLETED)
             if keeping.done():
-                keeping.result()  # it ends by an error alone
+                keeping.result()  # it only ends with an error
         finally:
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)

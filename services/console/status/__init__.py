@@ -1,1 +1,1 @@
-"""What a run is doing now, why it is slow, and what it came to."""
+"""What a run is doing now, why it is slow, and its result."""

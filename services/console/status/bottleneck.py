@@ -11,20 +11,20 @@ from tidemill.common.process.heartbeats import Heartbeat
 RATE_STEPS = 10
 """Rates and shares are taken over this many last steps."""
 STALLED_S, STALLED_STEPS = 60.0, 3
-"""After so long, and so many steps' time, without a commit the last minute tells more than the steps."""
+"""Without a commit for this long (seconds, and mean steps), the trainer is judged by its last minute."""
 IDLE_SHARE = 0.25
-"""Where stages overlap, a trainer that waits more than this is not the one that the others wait for."""
+"""Where stages overlap, a trainer that waits for more than this share of its time is not the bottleneck."""
 CLEAR_SHARE = 0.4
 """A stage with less than this part of a step does not stand out."""
 LITTLE_USE = 0.5
-"""Reward workers that use less than this of what they can do at once are not too few."""
+"""Reward workers that use less than this share of their capacity are not too few."""
 NEGLIGIBLE = 0.005
 ROLES = ("trainer", "rollout", "reward")
 WORKERS = {
     "rollout": ("generate", "wait:tickets", "trajectories"),
     "reward": ("score", "wait:trajectories", "scores"),
 }
-"""Of each role but the trainer: its work, its wait without work, and what the trainer waits for of it."""
+"""For each role but the trainer: its state at work, its state without work, and its output stream."""
 BLAMED_STATES = {
     WAIT_REDIS: "redis",
     WAIT_ENVIRONMENT: "environment",
@@ -52,18 +52,18 @@ Shares = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known; everything may be missing. Shares are of a role's time, and add up to 1."""
+    """Measurements, any of which may be missing. Shares are of a role's time, and add up to 1."""
 
     shares: Mapping[str, Shares] = field(default_factory=dict)
-    """By role, by state: the trainer's over the last steps, the workers' of the last minute, on average."""
+    """Shares by role and state: the trainer's over the last steps, the workers' mean of the last minute."""
     num_workers: Mapping[str, int] = field(default_factory=dict)
-    """By role: those that are alive, or that had a part in the last steps where none can be asked."""
+    """By role: workers that are alive, or if no process is, those that had a part in the last steps."""
     is_live: bool = False
     """Whether the processes themselves were asked."""
     score_use: float | None = None
-    """How much of what the reward workers can score at once is in use."""
+    """Share of the reward workers' capacity (scores at once) that is in use."""
     redis_s: float | None = None
-    """What a Redis command takes, as the slowest process feels it."""
+    """Seconds that a Redis command takes in the process where it takes longest."""
     step_s: float | None = None
     max_staleness: int = 1
 
@@ -95,12 +95,12 @@ def gather_evidence(
     max_staleness: int,
     since_commit_s: float = 0.0,
 ) -> Evidence:
-    """What the steps and the living processes tell.
+    """Collect the evidence from the metrics of steps and the heartbeats of processes.
 
     Args:
         steps: their metrics, without those of the warm-up.
         workers: all processes that have reported.
-        max_staleness: of the run's config.
+        max_staleness: trainer.max_staleness of the run.
         since_commit_s: how long ago the last step was committed.
     """
     alive = [beat for beat in workers if beat.is_alive]
@@ -108,7 +108,7 @@ def gather_evidence(
     step_s = _sum(recent, "step_time_s") / len(recent) if recent else None
     shares = _shares_of_steps(recent, step_s)
     is_stalled = since_commit_s > max(STALLED_S, STALLED_STEPS * (step_s or 0.0))
-    # A step may be far longer than the minute of which a process tells.
+    # A step may take far longer than the minute that a heartbeat covers.
     by_steps = {"trainer"} if "trainer" in shares and not is_stalled else set()
     for role in ROLES:
         beats = [beat for beat in alive if beat.role == role and beat.shares]
@@ -131,7 +131,7 @@ def gather_evidence(
 
 
 def _shares_of_steps(steps: Sequence[Mapping[str, float]], step_s: float | None) -> dict[str, Shares]:
-    """The trainer's own states, and of the workers when they had something of these steps to do."""
+    """Shares of the trainer's states, and of workers' time with and without work for these steps."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for numbers in steps:
         for state, spent_s in times_of(numbers).items():
@@ -172,7 +172,7 @@ class Bottleneck:
     text: str
     advice: str
     step_with_one_more_s: dict[str, float]
-    """What a step would take, at best, with one more worker of a role."""
+    """Seconds that a step would take, at best, with one more worker of a role."""
     evidence: Evidence
 
     def as_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def find_bottleneck(evidence: Evidence) -> Bottleneck | None:
 def _blame(evidence: Evidence) -> dict[str, float]:
     """Parts of the trainer's time by the stage that is to blame, the largest first; they add up to 1.
 
-    What the trainer waits for is passed on to what its makers do in that time.
+    Time that the trainer waits for a stream is divided by what the workers that write it do in that time.
     """
     makers = {f"{WAIT}{product}": role for role, (_, _, product) in WORKERS.items()}
     found: defaultdict[str, float] = defaultdict(float)
@@ -244,7 +244,7 @@ def _blame(evidence: Evidence) -> dict[str, float]:
 
 
 def _step_with_one_more(evidence: Evidence, blame: dict[str, float], role: str) -> float | None:
-    """Where stages overlap, a step takes as long as the busiest; where they take turns, all their times."""
+    """Seconds of a step: of the busiest stage where stages overlap, of all where they take turns."""
     number, step_s = evidence.num_workers.get(role, 0), evidence.step_s
     if not number or not step_s:
         return None

@@ -1,4 +1,4 @@
-"""`tidemill status`: what a run has learned, where things stand, who waits for what; nothing is touched."""
+"""`tidemill status`: what a run has learned, its queues, and what each process waits for. It only reads."""
 
 import asyncio
 import contextlib
@@ -41,14 +41,14 @@ FULL = (
     "(CONFIG SET maxmemory); the trainer's log says what it may free."
 )
 PATIENCE_S = 3.0
-"""A snapshot older than this says that Redis does not answer."""
+"""With a snapshot older than this, the view says that Redis does not answer."""
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 22
 """With it the dashboard fits a terminal of 80 columns."""
 
 
 def show_status(options: StatusOptions) -> int:
-    """Where the run's Redis is gone, its summary is shown, or what its folder tells."""
+    """Show the run's state in Redis; without its Redis the summary, or what its folder has."""
     if options.watch and (options.report or options.as_json):
         raise ConfigError("--watch goes with neither --report nor --json.")
     if options.fails_on_warning and not options.report:
@@ -88,7 +88,7 @@ async def _look(folder: RunFolder) -> RunSnapshot:
 
 
 def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> None:
-    """A run that stopped, from its folder; why Redis was not asked comes last."""
+    """Show a run from its folder, and why its Redis could not be read."""
     if folder.config() is None:
         raise error
     snapshot, words = read_folder(folder)
@@ -292,7 +292,7 @@ def process_table(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus] |
 def _process_row(
     beat: Heartbeat | None, service: ServiceStatus | None, is_redis_full: bool
 ) -> dict[str, Any]:
-    """What a process does, by its heartbeat and by who started it."""
+    """What a process does, by its heartbeat and by the supervisor that started it."""
     count = service.restarts if service else 0
     restarts = {0: "", 1: "restarted once"}.get(count, f"restarted {count} times")
     is_own = service is None or (beat is not None and beat.pid == service.pid)

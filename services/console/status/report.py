@@ -1,4 +1,4 @@
-"""What a run came to: summary.json, the picture, and a table for people.
+"""The result of a run: summary.json, reward.png, and a table for people.
 
 All of it is computed from the run's commits rather than from what a process says about itself. Commits that
 were trimmed are in the archive, so this can be computed again at any time, and it is what proves that nothing
@@ -52,13 +52,13 @@ from tidemill.services.console.text.formats import printable_block
 from tidemill.services.console.text.tree import Node, jsonable, part, print_tree
 
 ROUNDING = 1e-9
-"""0.7 - 0.3 is a gain of 0.4, whatever floating point says."""
+"""Tolerance of a gain: 0.7 - 0.3 counts as 0.4, in spite of floating point."""
 MIN_STEPS = 9
-"""Of a run whose reward is judged: three in each third."""
+"""Least steps with which a run's reward is judged: three in each third."""
 NUM_ERRORS = 2.0
 """Standard errors by which a reward must have moved to be more than noise."""
 FEW_STEPS = 5
-"""With fewer, most of the time is that of the start."""
+"""With fewer steps no bottleneck is named: most of the time is that of the start."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class RunSummary:
     trainer_idle_share: float | None = None
     """Share of the trainer's time spent waiting, after the first step."""
     rollout_idle_share: float | None = None
-    """The same of the rollout workers, on average."""
+    """Mean idle share that the rollout workers last reported."""
     trajectories_generated: int = 0
     trajectories_trained: int = 0
     lost: int = 0
@@ -94,7 +94,7 @@ class RunSummary:
     best: dict[str, Any] | None = None
     """The best evaluated version, whose weights are kept: version, metric, value, weights."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
-    """Numbers of the steps that left their healthy range: what, since when, until when, what to do."""
+    """Metrics that left their healthy range: which, since and until which step, what to do."""
     reward_curve: list[float] = field(default_factory=list)
 
 
@@ -228,8 +228,8 @@ def summary_tree(summary: RunSummary, config: RunConfig) -> dict[str, Any]:
 
 
 def learning_of(summary: RunSummary) -> tuple[str, str]:
-    """Whether the reward rose, by its first and last third, and that in words; neither where all steps have
-    the same reward, as where a teacher is what is learned from."""
+    """Whether the reward rose from its first to its last third, as a verdict and in words; both are empty
+    where all steps have the same reward, as when only a teacher is learned from."""
     curve = summary.reward_curve
     if curve and len(curve) < MIN_STEPS:
         return "too_short", f"too short to tell: {len(curve)} steps, and at least {MIN_STEPS} are compared"
@@ -340,7 +340,7 @@ def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def show_report(options: StatusOptions) -> int:
-    """Where the streams are gone, or in the archive alone, the report that the folder keeps is shown."""
+    """Show the report from the streams; where Redis has them no longer, the one kept in the folder."""
     log_nothing()
     folder, console, note = find_run(options.run_id, options.runs_dir), Console(highlight=False), ""
     tree = run_main(_tree_of(folder))

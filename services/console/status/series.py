@@ -1,6 +1,6 @@
 """Numbers of a run by step, from the records of metrics.jsonl or from commits, and their moving average.
 
-Of a step that was written twice, the last record stands.
+Of a step that was written twice, the last record counts.
 """
 
 import math
@@ -38,7 +38,7 @@ class Series(NamedTuple):
 class Columns:
     began_at: float = math.inf
     numbers: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(lambda: array("d")))
-    """By name: x, y and time of each line, one after the other."""
+    """By name: x, y and time of each record, in one flat array."""
 
     @classmethod
     def of(cls, records: Iterable[Mapping[str, Any]]) -> "Columns":
@@ -67,7 +67,7 @@ class Columns:
         return Series(x, y, at - self.began_at)
 
     def scores(self) -> dict[str, Series]:
-        """Those of the evaluation sets, by their names."""
+        """Scores of the evaluation sets, by the names of the sets."""
         sets = {name: name.removeprefix(EVALUATION_PREFIX).removesuffix("/score") for name in self.numbers}
         return {
             of: self.series(name) for name, of in sets.items() if name == f"{EVALUATION_PREFIX}{of}/score"

@@ -1,4 +1,4 @@
-"""A run at one time: from its Redis, or from its folder alone where its Redis is not there any more."""
+"""The state of a run at one time, from its Redis, or from its folder alone where its Redis is gone."""
 
 import contextlib
 import math
@@ -30,15 +30,15 @@ from tidemill.services.console.status.series import NO_METRICS
 
 JOB_QUEUE = "sandbox"
 QUEUED = next(iter(RQ_STATES))
-"""A list; the other states are sorted sets."""
+"""The state that RQ keeps in a list; the others are sorted sets."""
 MAX_POINTS = 256
-"""Steps kept for curves and rates. Who attaches to a long run reads only these."""
+"""Steps kept for curves and rates. A reader that attaches to a long run reads only these."""
 READ_COUNT = 64
 SHOWN = (
     "run_id", "status", "at", "version", "steps", "max_staleness", "evaluations", "warnings", "step_s",
     "eta_s", "tokens_per_s", "jobs",
 )  # fmt: skip
-"""Of a snapshot, for programs, as they are."""
+"""Attributes that `as_dict` has unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class RunSnapshot:
     workers: list[Heartbeat] = field(default_factory=list)
     num_dead: int = 0
     jobs: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Jobs of RQ by queue and by how far they are; only those queues that hold any."""
+    """Numbers of RQ's jobs by queue and state; only queues that hold any."""
     memory: MemoryUse = field(default_factory=lambda: MemoryUse(0, 0))
     """Of Redis; nothing of nothing where it is not asked."""
 
@@ -108,7 +108,7 @@ class RunSnapshot:
 
     @property
     def warnings(self) -> list[dict[str, Any]]:
-        """What the trainer warned of and what is so still, oldest first."""
+        """Warnings of the trainer that still hold, oldest first."""
         return [item for item in self.state.get("warnings") or [] if item.get("until_step") is None]
 
     def metric(self, name: str) -> float | None:
@@ -143,7 +143,7 @@ class RunSnapshot:
 
     @property
     def bottleneck(self) -> Bottleneck | None:
-        """Which stage makes the run slow; None while nothing tells."""
+        """Which stage makes the run slow; None without evidence."""
         evidence = gather_evidence(
             [point.metrics for point in self.points if point.step > 0],
             self.workers,
@@ -208,7 +208,7 @@ class SnapshotReader:
         )
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
-        """Jobs by queue and by how far they are; nothing where this Redis user may not look at RQ's keys."""
+        """Numbers of jobs by queue and state; empty where this Redis user may not read RQ's keys."""
         found: dict[str, int] = {}
         with contextlib.suppress(BrokerError):
             for state, key in RQ_STATES.items():
@@ -236,9 +236,7 @@ class SnapshotReader:
         if status is None:
             return QueueDepth(stream.value, num_entries, num_entries if stream.group else None, 0)
         newest = await last_id(self.broker, key)
-        if (
-            stream.message_type is Ticket
-        ):  # tickets are numbered by their entry ids: what nobody took yet is known
+        if stream.message_type is Ticket:  # tickets are numbered by their entry ids: the lag is known
             waiting: int | None = id_order(newest)[0] - id_order(status.last_delivered)[0]
         else:
             # Redis knows no lag once entries within the stream were deleted; at its end there is none.
@@ -271,7 +269,7 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
 
 
 def points_of(records: Iterable[Mapping[str, Any]]) -> list[StepPoint]:
-    """All steps of metrics.jsonl. A resumed run may have written one twice: the last line stands."""
+    """All steps of metrics.jsonl. A resumed run may have written one twice: the last line counts."""
     found: dict[int, StepPoint] = {}
     for record in records:
         if record["kind"] == STEP:

@@ -1,4 +1,4 @@
-"""Text of unknown origin on a terminal: shown, and nothing of it takes effect.
+"""Shows text of unknown origin on a terminal so that nothing in it has an effect.
 
 What a model, a judge or a broken process has written may hold anything. Markup is never interpreted (callers
 wrap what they get in `rich.text.Text`), and characters that a terminal would act on, or that change the order
@@ -17,7 +17,7 @@ def printable(value: str, limit: int = 0) -> str:
 
 
 def printable_block(value: str, limit: int = 0) -> str:
-    """The same with its line breaks kept; what is cut off at `limit` characters is counted in a last line."""
+    """Like `printable`, with line breaks kept; a last line counts what is cut off at `limit` characters."""
     shown = value[:limit] if limit else value
     lines = "\n".join("".join(map(_visible, line)) for line in shown.split("\n"))
     left_out = len(value) - len(shown)
@@ -62,7 +62,7 @@ def sample_name(ticket: int, index: int) -> str:
 
 
 def when(seconds: float | None) -> str:
-    """A time of day with its date, here; a dash for what is no time."""
+    """Local date and time; a dash for what is no time."""
     try:
         shown = time.localtime(seconds) if seconds and seconds > 0 else None
     except (OverflowError, OSError, ValueError):

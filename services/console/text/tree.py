@@ -4,7 +4,7 @@ One function for each kind of record makes its tree. How a value reads depends o
 decided here for the terminal and for HTML (web/templates/tree.html); programs get the record itself, by
 `jsonable`.
 
-Guarantee: text is shown and nothing of it takes effect, whoever wrote it. Markup is never interpreted, and
+Guarantee: text has no effect but to be shown, whatever its source. Markup is never interpreted, and
 characters that a terminal would act on, or that change the order of reading, are shown as escapes.
 """
 
@@ -32,7 +32,7 @@ from tidemill.services.console.text.formats import (
 )
 
 MAX_CHARACTERS = {"": 300, "text": 4000, "cell": 60}
-"""Of a text in a line, in a block and in a cell of a table, unless all of it is asked for."""
+"""Characters shown of a text in a line, in a block and in a cell of a table, unless all are asked for."""
 MAX_ITEMS = 24
 """Elements of an array that are shown; JSON has all."""
 PIPE_WIDTH = 200
@@ -56,9 +56,9 @@ class Node:
     unit: str = ""
     children: tuple["Node", ...] = ()
     style: str = ""
-    """Of rich, for the value."""
+    """Style of the value, as rich names it."""
     link: str = ""
-    """The address below the run's own page that a browser goes to."""
+    """Address of the page that it links to, relative to the run's own page."""
 
     @property
     def is_part(self) -> bool:
@@ -113,7 +113,7 @@ def shown(value: Any, unit: str = "", is_full: bool = False) -> str:
 
 
 def terminal() -> Console:
-    """A console whose tables are not squeezed where nobody looks at them."""
+    """A console; without a terminal its tables have `PIPE_WIDTH` columns."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
@@ -137,7 +137,7 @@ def print_tree(console: Console, tree: Node, is_full: bool = False) -> None:
 def show(
     record: Any, tree: Node, as_json: bool, is_full: bool = False, json_indent: int | None = None
 ) -> None:
-    """What a command prints: the record for programs, or its tree for people."""
+    """Print a command's result: the record as JSON, or its tree for people."""
     if as_json:
         print(json.dumps(jsonable(record), indent=json_indent))
     else:
@@ -188,7 +188,7 @@ def lines_table(
 
 
 def rows_table(node: Node, is_full: bool = False) -> Table:
-    """Cells are one line each, but for those of the last column; of a missing cell nothing is shown."""
+    """A table whose cells have one line each, except in the last column; a missing cell is empty."""
     rows = [{cell.label: cell for cell in row.children} for row in node.children]
     titles = list(dict.fromkeys(title for row in rows for title in row))
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_header=any(titles))

@@ -1,4 +1,4 @@
-"""Runs overlaid: any of their numbers in one plot, where their configs differ, and what they came to."""
+"""Runs overlaid: any of their numbers in one plot, where their configs differ, and their results."""
 
 import asyncio
 import contextlib
@@ -24,27 +24,27 @@ MAX_RUNS = 8
 MAX_METRICS = 12
 MAX_NAME_CHARACTERS = 200
 FIRST_RUNS = 4
-"""That are shown where the address names none."""
+"""Runs that are shown where the address names none."""
 FIRST_METRICS = ("reward", "kl", "entropy", "completions/mean_length", "grad_norm")
-"""That are shown where the address names none, after the score of the first evaluation set."""
+"""Metrics that are shown where the address names none; the first evaluation set's score comes second."""
 AXES = {"step": "step", "time": "time since the first step"}
 MOST_SMOOTHING = 0.99
 LEAST_HOURS = 3
 """From here on, time is shown in hours."""
 ABSENT = "\u2013"
-"""What a config does not have: of another release, or of a section that is not there."""
+"""Stands for a field that a config does not have: it is from another release, or lacks the section."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompareQuery:
-    """What the address asks for; all of it, so that it can be kept and sent."""
+    """All that a page's address asks for, so that the address can be kept and shared."""
 
     runs: tuple[str, ...]
     metrics: tuple[str, ...]
     smoothing: float = 0.0
     x: str = "step"
     text: str = ""
-    """Names of metrics with these words are listed, by the browser."""
+    """The browser lists the metrics whose names have these words."""
 
     @classmethod
     def parse(cls, values: QueryParams) -> "CompareQuery":
@@ -66,11 +66,11 @@ class CompareQuery:
 @dataclass(frozen=True, slots=True)
 class ComparedRuns:
     query: CompareQuery
-    """With the runs that are there, and the metrics that are shown."""
+    """The query, with only the runs that exist and the metrics that are shown."""
     lines: list[ListedRun]
     """All runs that there are."""
     absent: tuple[str, ...]
-    """Asked for, and not there."""
+    """Runs that were asked for and do not exist."""
     series: dict[str, dict[str, Series]]
     """By run and metric."""
     names: list[str]
@@ -117,7 +117,7 @@ async def _config(site: Site, run: str) -> dict[str, Any]:
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Fields in which configs differ, with the value of each; the run's id is none of them.
 
-    A config of which nothing is known differs in nothing.
+    An unknown (empty) config differs in nothing.
     """
     fields = dict.fromkeys(name for config in configs for name in config if name != "run_id")
     rows = [(name, [config.get(name, ABSENT) for config in configs]) for name in fields]

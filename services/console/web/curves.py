@@ -20,7 +20,7 @@ from tidemill.services.console.status.snapshot import StepPoint
 
 MAX_KEPT_FILES = 16
 MAX_POINTS = 500
-"""Of one line."""
+"""Points of one line."""
 
 
 def columns_in(run_dir: Path) -> Columns:
@@ -57,7 +57,7 @@ def thin(y: Numbers, most: int = MAX_POINTS) -> NDArray[np.intp]:
 
 
 def line_of(label: str, series: Series, smoothing: float = 0.0, unit_s: float = 0.0) -> dict[str, Any]:
-    """A line as JSON: `[x, y]` pairs, and as `raw` those before smoothing. `unit_s`: of a time axis."""
+    """A line as JSON: `[x, y]` pairs, `raw` before smoothing. `unit_s`: seconds in a unit of a time axis."""
     x = series.time / unit_s if unit_s else series.x
     line: dict[str, Any] = {"label": label, "points": _pairs(x, smooth(series.y, smoothing))}
     if smoothing > 0:
@@ -136,7 +136,7 @@ def chart_trees(
 
 
 def _with_idle(point: StepPoint) -> StepPoint:
-    """The point, with shares of workers whose steps tell how busy they were, not how idle."""
+    """The point with idle shares of workers, from the busy times that a step records."""
     metrics, found = point.metrics, {}
     for role in ("rollout", "reward"):
         capacity_s = metrics.get(f"stages/{role}_workers", 0.0) * metrics.get("step_time_s", 0.0)

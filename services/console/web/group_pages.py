@@ -143,11 +143,11 @@ async def _trajectory(run: WatchedRun, request: Request) -> Trajectory:
 class ShownToken(NamedTuple):
     text: Markup
     kinds: str
-    """Classes of style: how likely it was, how old, and whether it was trained."""
+    """CSS classes: how likely it was, how old, and whether it was trained."""
     begins: str
     """The version that begins with it; empty where the one before goes on."""
     tip: str
-    """What is told where somebody points at it."""
+    """Shown while the mouse is over it."""
 
 
 def shown_tokens(

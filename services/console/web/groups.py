@@ -1,9 +1,8 @@
-"""All groups of a run in memory, in step with its streams, and what a visitor asks of them.
+"""An index of all groups of a run in memory, kept up to date with its streams, and queries on it.
 
-Guarantees: streams are read through `History`, each entry once; the loop goes on after every few entries; no
-more than `MAX_GROUPS` rows of a lane are kept, the newest, and how many were given up is counted. The address
-of a page says everything of a query, so that it can be kept and sent; what cannot be understood is ignored,
-and the page says so.
+Guarantees: streams are read through `History`, each entry once; the event loop runs after every few entries;
+the newest `MAX_GROUPS` rows of a lane are kept, and those removed are counted. The address of a page has the
+whole query, so that it can be kept and shared; what cannot be understood is ignored, and the page says so.
 """
 
 import asyncio
@@ -36,16 +35,16 @@ from tidemill.services.console.status.snapshot import StepPoint
 MAX_TEXT_CHARACTERS = 1200
 """Text of a group that can be searched: the beginnings of prompt, answer and completions."""
 MAX_PART_CHARACTERS = 240
-"""Of one of these."""
+"""Characters of one of these."""
 MAX_KEPT_REWARDS = 32
 """Rewards of single samples that a row keeps, to draw them."""
 MAX_WORKERS = 4
 MAX_GROUP_SIZE = 4096
-"""Of any ticket; a score may name any index."""
+"""Scores of larger indices are ignored: a score may name any index."""
 MAX_GROUPS = 250_000
-"""Of each lane."""
+"""Rows that are kept for each lane."""
 ENTRIES_AT_ONCE = 64
-"""Entries that are taken in before others get the loop."""
+"""Entries that are added before other tasks run."""
 STATES = ("issued", "generating", "generated", "scored", "trained", "dropped")
 
 
@@ -60,7 +59,7 @@ class Spread:
     most: float = -math.inf
 
     def add(self, value: float) -> None:
-        """Take one number in (Welford)."""
+        """Add one number (Welford's algorithm)."""
         self.count += 1
         delta = value - self.mean
         self.mean += delta / self.count
@@ -184,7 +183,7 @@ class GroupIndex:
     groups: dict[Lane, OrderedDict[int, GroupRow]] = field(
         default_factory=lambda: {lane: OrderedDict() for lane in Lane}
     )
-    """By when they were first seen."""
+    """Rows by ticket, in the order in which they were first seen."""
     steps: dict[int, StepPoint] = field(default_factory=dict)
     num_forgotten: int = 0
     num_garbled: int = 0
@@ -193,7 +192,7 @@ class GroupIndex:
     max_groups: int = MAX_GROUPS
     _positions: dict[StreamName, str] = field(default_factory=dict)
     _floor: defaultdict[tuple[Lane, bool], int] = field(default_factory=lambda: defaultdict(lambda: -1))
-    """Tickets up to here were given up, of a lane; those of demonstrations apart."""
+    """The highest ticket that was removed, by lane and whether it is a demonstration's."""
 
     def get(self, ticket: int, lane: Lane = Lane.TRAIN) -> GroupRow | None:
         return self.groups[lane].get(ticket)
@@ -204,7 +203,7 @@ class GroupIndex:
         for name in (StreamName.COMMITS, *(name.of(lane) for lane in Lane for name in numbered)):
             selection = Selection(first_id=self._positions.get(name, "-"))
             async for record in history.scan(name, selection):
-                # Before it is taken in: an entry that cannot be would end every later look at the same place.
+                # Before it is added: an entry that fails would end every later reading at the same place.
                 self._positions[name] = id_after(record.entry_id)
                 if isinstance(record, Entry):
                     self.add(name.lane, record.entry_id, record.message)
@@ -233,7 +232,7 @@ class GroupIndex:
                     row.step = message.step if row.step < 0 else row.step
 
     def _row(self, ticket: int, lane: Lane) -> GroupRow:
-        """The row of a ticket; one that is kept nowhere where the ticket was given up."""
+        """The row of a ticket; a row outside the index where the ticket was removed from it."""
         rows = self.groups[lane]
         row = rows.get(ticket)
         if row is not None:
@@ -277,7 +276,7 @@ SORTS: dict[str, Callable[[GroupRow], float]] = {
 
 
 CHOICES = {"lane": ("eval",), "state": (*STATES, *EXTRA_STATES), "sort": tuple(SORTS), "order": ("up",)}
-"""What these parts of an address may be, besides what they are without it."""
+"""Allowed values of these parts of an address, besides the default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,16 +48,16 @@ STEP_METRICS = {
     "reward": "reward", "loss": "loss", "gradient norm": "grad_norm", "entropy": "entropy",
     "length": "completions/mean_length", "staleness": "staleness/mean",
 }  # fmt: skip
-"""Of each step, in the list of steps."""
+"""Columns of the list of steps: title and metric."""
 MAX_DROPPED = 500
 """Samples and groups left out of a step that are listed."""
 PAGE_DEAD = 100
 MAX_DEAD = 10_000
-"""Dead letters that are looked through, the newest."""
+"""The newest dead letters, which are searched."""
 PART_BYTES = 96 << 10
-"""Of a log on one page."""
+"""Bytes of a log on one page."""
 MAX_TEXT_CHARACTERS = 200
-"""Of what a visitor searches for."""
+"""Characters of a search text."""
 LOG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -265,7 +265,7 @@ async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 def _listed(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes of plain files with names as services have them; links lead elsewhere, and are none."""
+    """Names and sizes of plain files with names of logs; links, which may lead elsewhere, are left out."""
     try:
         with os.scandir(folder) as entries:
             found = [(e.name, e.stat(follow_symlinks=False)) for e in entries if LOG_NAME.fullmatch(e.name)]
@@ -275,8 +275,7 @@ def _listed(folder: Path) -> list[tuple[str, int]]:
 
 
 def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
-    """The lines with a text, from byte `first` to `end`, which is `last`, or the file's end where that is
-    negative."""
+    """The lines that contain `text` in the part of a log that ends at byte `last`; negative: at its end."""
     # Not by a link, which may have taken the file's place since it was listed.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -1,9 +1,9 @@
 """The runs that can be looked at: those of the runs folder, and those that the environment's Redis knows.
 
-Guarantees: looking changes nothing in a run; where its Redis goes away, what is known stays, and what is left
-of its streams goes on being read. Data that only a Redis of our own can serve is released when nobody has
-looked for `UNWATCHED_S`, so that the run can be resumed. No more than `MAX_OPEN_RUNS` are followed at once;
-the one that was asked for least recently makes room.
+Guarantees: reading changes nothing in a run; where its Redis goes away, what is known stays, and what is left
+of its streams is still read. A Redis that was started only to read a run's data stops after `UNWATCHED_S`
+without a request, so that the run can be resumed. No more than `MAX_OPEN_RUNS` are followed at once; the one
+that was requested least recently is closed.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from tidemill.services.console.web.texts import TokenTexts
 
 REFRESH_S = 1.0
 REFRESH_STILL_S = 5.0
-"""Of a run whose Redis is gone."""
+"""Interval for a run whose Redis is gone."""
 RETRY_S = 5.0
 """Pause after the run's history could not be had."""
 UNWATCHED_S = 90.0
@@ -46,12 +46,12 @@ ENDED = (FINISHED, "failed", "stopped", "ended")
 MAX_OPEN_RUNS = 4
 MAX_LISTED_RUNS = 500
 FIRST_LOOK_S = 3.0
-"""Visitors of a run that was not watched yet wait at most so long for the first look."""
+"""A request for a run that was not watched yet waits at most this long for the first reading."""
 KNOWN_RUNS_S = 3.0
 
 
 class WatchedRun:
-    """A run that somebody looks at: its history, its index and its latest snapshot, kept in step.
+    """A run whose pages are open: its history, its index and its latest snapshot, kept up to date.
 
     `touch`, then read `index`, `snapshot` and `history`; `close` at the end.
     """
@@ -68,7 +68,7 @@ class WatchedRun:
         self.problem = ""
         """Why it cannot be read now, in words; empty while all is well."""
         self.has_looked = asyncio.Event()
-        """Set when a look has ended, whatever came of it; cleared when the history was released."""
+        """Set when a reading has ended, also by an error; cleared when the history was released."""
         self.opened_at = 0.0
         """When it was begun to be read, on the clock of `time.monotonic`."""
         self._asked_at = 0.0
@@ -87,7 +87,7 @@ class WatchedRun:
 
     @property
     def status(self) -> str:
-        """What the run says of itself, as far as that can still be true."""
+        """The status in the run's state; `stopped` where its Redis is gone and no end is recorded."""
         status = self.snapshot.status if self.snapshot else "unknown"
         is_gone = self.source != LIVE and status not in ENDED
         return "stopped" if is_gone and self.has_looked.is_set() else status
@@ -138,7 +138,7 @@ class WatchedRun:
             await asyncio.sleep(RETRY_S)
 
     async def _follow(self, history: History) -> None:
-        """Keep in step, until the run has another Redis or nobody looks any more."""
+        """Follow the run until it has another Redis, or no page was requested for `UNWATCHED_S`."""
         self.history = history
         address = self.folder.address()
         reader = await SnapshotReader.attach(history.broker, self.run_id) if history.broker else None
@@ -165,7 +165,7 @@ class WatchedRun:
         if report := await asyncio.to_thread(read_report, self.folder):
             snapshot.state["status"] = FINISHED if report.get("ok") else "ended"
         for point in points_of(await asyncio.to_thread(read_records, path)):
-            # A commit tells more of a step than its line: what the streams have said stays.
+            # A commit has more of a step than its line: points from the streams stay.
             self.index.steps.setdefault(point.step, point)
 
 

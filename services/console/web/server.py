@@ -1,8 +1,8 @@
 """`tidemill web`: serves the pages until Ctrl-C, to those who may read them.
 
-Guarantees: nothing is written; a page is sent to nobody without the token where one is required; a site that
-a visitor happens to have open cannot read pages through the visitor's browser; nothing but the page's own
-files is loaded or run, whatever the text on the page holds.
+Guarantees: nothing is written; where a token is required, no page is sent without it; another site that is
+open in the same browser cannot read pages through it; nothing but the page's own files is loaded or run,
+whatever the text on the page holds.
 """
 
 import base64
@@ -63,7 +63,7 @@ CLOSE_S = 3
 @dataclass(frozen=True, slots=True)
 class Access:
     token: str = ""
-    """Empty: everybody who reaches the port, which listens on this machine only."""
+    """Empty: no token is asked for, and the port listens on this machine only."""
     host_names: frozenset[str] = frozenset()
     """Names, besides addresses and localhost, under which visitors may ask."""
 
@@ -85,7 +85,7 @@ class Access:
     def knows_host(self, header: str) -> bool:
         """Whether a Host header is one that a visitor would type.
 
-        Under any other name, a page of somebody else's may have pointed its own name here (DNS rebinding).
+        Any other name may be that of a foreign site, which points it to this server (DNS rebinding).
         """
         name = host_of(header)
         if is_loopback(name) or name in self.host_names:
@@ -110,7 +110,7 @@ class Access:
 
 
 class Gate:
-    """ASGI middleware that holds the rules; its headers go with every answer."""
+    """ASGI middleware that enforces the access rules, and adds `HEADERS` to every answer."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app, self.access = app, access

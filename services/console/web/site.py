@@ -26,12 +26,12 @@ from tidemill.services.console.web.texts import sendable, visible
 
 FOLDER = Path(__file__).parent
 MAX_WORDS_CHARACTERS = 20_000
-"""Of a judge's words or an error on one page."""
+"""Characters of a judge's words or an error on one page."""
 MAX_PARTS = 60
 """Turns, forks and lines of one record on one page."""
 MAX_CELL_CHARACTERS = 300
 ROWS_AT_ONCE = 500
-"""Of a CSV, sent in one part."""
+"""Rows of a CSV file that are sent in one part."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -93,7 +93,7 @@ Page = Callable[[Site, WatchedRun, Request], Awaitable[Response]]
 
 
 def history_of(run: WatchedRun) -> History:
-    """What can be read of the run."""
+    """The run's history. Raises BrokerError: it is not open."""
     if run.history is None:
         raise BrokerError(run.problem or "The run's streams are being opened; load the page again.")
     return run.history

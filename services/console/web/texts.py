@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number with so many significant digits at least; whole numbers as they are."""
+    """A number with at least this many significant digits; whole numbers as they are."""
     if value is None or not math.isfinite(value):
         return NOTHING if value is None else str(value)
     if float(value).is_integer() and abs(value) < 1e15:
@@ -40,16 +40,16 @@ UNSEEN = re.compile(
     "(?:[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f])+"
 )
-"""Controls but tab and line feed, marks of direction, spaces without width, tags, halves of characters."""
+"""Controls but tab and line feed, marks of direction, spaces without width, tags, lone surrogates."""
 NAMES = (
     "NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "HT", "LF",
     "VT", "FF", "CR", "SO", "SI", "DLE", "DC1", "DC2", "DC3", "DC4", "NAK",
     "SYN", "ETB", "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US",
 )  # fmt: skip
-"""Of the control characters of ASCII, by code."""
+"""Names of ASCII's control characters, by code."""
 MARKS = dict(enumerate(NAMES)) | {0x7F: "DEL"}
 COUNTED_LIMIT = 600
-"""What is cut off at so many characters or more says how many are left."""
+"""With a limit of at least this, text that is cut off says how many characters are left out."""
 
 
 def visible(text: object, limit: int = 0) -> Markup:
@@ -73,7 +73,7 @@ def visible(text: object, limit: int = 0) -> Markup:
 
 
 def sendable(text: str) -> str:
-    """Text that JSON in UTF-8 can carry: halves of characters are replaced."""
+    """Text that JSON in UTF-8 can carry: lone surrogates are replaced."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

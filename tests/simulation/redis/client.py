@@ -24,7 +24,7 @@ class Network(Protocol):
 
 
 class DirectNetwork:
-    """No way at all: every command is applied where it is sent. For tests without faults."""
+    """Applies every command at once. For tests without faults."""
 
     def __init__(self, server: MemoryServer) -> None:
         self.server = server
@@ -94,7 +94,7 @@ class MemoryClient:
         return reply
 
     def ask(self, command: Sequence[Any]) -> asyncio.Future[list[Any]]:
-        """As `Client.ask`."""
+        """Like `Client.ask`."""
         return asyncio.ensure_future(self.exchange([command]))
 
     async def aclose(self) -> None:

@@ -35,14 +35,14 @@ class SortedSet(dict[bytes, float]):
 
 
 class Keyspace:
-    """All keys of one server. `now_ms` is the server's clock, `append` hears of every entry of a stream."""
+    """All keys of one server. `now_ms` is the server's clock."""
 
     def __init__(self, now_ms: Callable[[], int]) -> None:
         self.now_ms = now_ms
         self.values: dict[bytes, Any] = {}
         self.expires: dict[bytes, int] = {}
         self.appended: list[tuple[bytes, tuple[int, int], list[bytes]]] = []
-        """Entries since somebody last emptied this."""
+        """Entries that were appended to streams since the server last took them."""
         self.settings: dict[bytes, bytes] = {b"maxmemory-policy": b"noeviction", b"maxmemory": b"0"}
 
     def call(self, fields: list[bytes]) -> Any:
@@ -72,7 +72,7 @@ class Keyspace:
         return value
 
     def drop_if_empty(self, key: bytes) -> None:
-        """Redis knows no empty hashes, sets and lists."""
+        """Redis has no empty hashes, sets and lists."""
         if not self.values.get(key, True):
             self.remove(key)
 

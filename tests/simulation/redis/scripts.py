@@ -13,7 +13,7 @@ _WRAPPED = "function(KEYS, ARGV)\n%s\nend"
 
 
 class Scripts:
-    """Compiled scripts, shared by all servers of a process: which one knows a script, that one says."""
+    """Compiled scripts, shared by all servers of a process; each server keeps which ones it knows."""
 
     def __init__(self) -> None:
         self._lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)

@@ -60,14 +60,14 @@ class MemoryServer:
         self.blocked.append(waiting)
 
     def unblock(self, waiting: Blocked) -> bool:
-        """Let a reader go, whose time is up; False where it has its answer."""
+        """Stop keeping a reader whose time is up; False where it has its answer."""
         if waiting in self.blocked:
             self.blocked.remove(waiting)
             return True
         return False
 
     def restored(self, num_units: int, run_id: str) -> "MemoryServer":
-        """Another process on the first so many writes of this one."""
+        """A new server with the first `num_units` writes of this one."""
         server = MemoryServer(self.clock, run_id)
         server.log = self.log[:num_units]
         for time_ms, unit in server.log:
@@ -119,7 +119,7 @@ class MemoryServer:
         return name not in READS and not name.startswith(b"SCRIPT")
 
     def _tell_appended(self) -> None:
-        """Tell of new entries, and answer readers that wait for them in the order in which they came."""
+        """Report new entries, and answer readers that wait for them in the order in which they came."""
         if not self.space.appended and self.space.values:
             return
         appended, self.space.appended = self.space.appended, []
@@ -127,7 +127,7 @@ class MemoryServer:
             if self.on_append is not None:
                 self.on_append(key, entry_id, fields)
         touched = {key for key, _, _ in appended}
-        # Of an emptied server, readers learn that their groups are gone.
+        # Readers of an emptied server get the error that their groups are gone.
         ready = [one for one in self.blocked if not self.space.values or not touched.isdisjoint(one.keys)]
         for waiting in ready:
             if waiting.is_gone():

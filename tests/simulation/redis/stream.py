@@ -23,7 +23,7 @@ class Pending:
 
 @dataclass(slots=True)
 class Group:
-    """A consumer group: where it stands, and what its consumers hold (by id, in order)."""
+    """A consumer group: its position, and the entries that its consumers hold, by id."""
 
     last_delivered: EntryId
     entries_read: int | None = 0

@@ -18,7 +18,7 @@ function address() {
   if (!chosen.get("text")) chosen.delete("text");
   const before = new URLSearchParams(location.search);
   for (const name of ["run", "metric"]) {
-    // Who was there keeps his place, and so his colour; none at all is not the same as the first ones.
+    // Values chosen before keep their place, and so their colour; an empty value means none, not the default ones.
     const now = chosen.getAll(name), old = before.getAll(name).filter((value) => now.includes(value));
     chosen.delete(name);
     for (const value of new Set([...old, ...now])) chosen.append(name, value);
@@ -53,7 +53,7 @@ async function fill(query) {
   if (!answer.ok || mine !== filling) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
   for (const part of ["h1", "#found", "#tables"]) document.querySelector(part).replaceWith(fresh.querySelector(part));
-  // Only where there are others now: who stands on one of them keeps his place.
+  // Only where the names have changed: else the focus on one of them would be lost.
   const names = document.getElementById("metrics"), found = fresh.getElementById("metrics");
   if (valuesIn(names) !== valuesIn(found)) names.replaceChildren(...found.children);
   for (const [i, title] of fresh.querySelectorAll("#choice summary").entries()) form.querySelectorAll("summary")[i].replaceChildren(...title.childNodes);

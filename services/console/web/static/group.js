@@ -5,7 +5,7 @@ const SHAPES = ["tokens", "text", "chat"];
 const COLOURS = ["logprob", "advantage", "version", "reward", "none"];
 const samples = [...document.querySelectorAll("article.sample")];
 
-// The address says what is chosen, so that it can be sent; what it does not say is as it was last.
+// The address has the choices, so that it can be shared; choices that it does not have are the last ones.
 function remembered(name, choices) {
   let value = new URLSearchParams(location.search).get(name);
   if (choices.includes(value)) return value;

@@ -1,4 +1,4 @@
-// Keeps the overview in step with a live run: the state as the server renders it, the curves as points.
+// Keeps the overview of a live run up to date: the state as the server renders it, the curves as points.
 import { Board } from "./charts.js";
 
 const POLL_MS = 2000;
@@ -20,7 +20,7 @@ async function drawState() {
   if (!answer.ok) throw new Error(`status ${answer.status}`);
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("state");
   const old = document.getElementById("state");
-  // Who stands on a link of it keeps his place.
+  // A link in it that has the focus keeps it.
   const focused = old.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
   old.replaceWith(fresh);
   if (focused) [...fresh.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });

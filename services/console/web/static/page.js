@@ -1,4 +1,4 @@
-// On every page: the theme's switch, the help, keys. Keys are ignored while somebody types.
+// On every page: the theme's switch, the help, keys. Keys are ignored while the user types.
 
 const THEMES = ["system", "light", "dark"];
 const root = document.documentElement;

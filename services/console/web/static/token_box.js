@@ -1,4 +1,4 @@
-// One completion: fetches parts of it as the server renders them, and tells about the token that is pointed at.
+// One completion: fetches parts of it as the server renders them, and describes the token under the pointer.
 
 const FIRST_TOKENS = 400, MORE_TOKENS = 2000;
 const tip = document.getElementById("tip");
@@ -75,7 +75,7 @@ export class TokenBox {
     if (next) { this.pick(next); next.scrollIntoView({ block: "nearest" }); this.place(next); }
   }
 
-  // The address names the token that somebody chose: `at=17#c3`, of a fork `at=1.17#c3`.
+  // The address names the chosen token: `at=17#c3`, of a fork `at=1.17#c3`.
   pick(token) {
     this.tell(token);
     const chosen = new URLSearchParams(location.search);
