@@ -28,7 +28,7 @@ AT_ONCE = 512
 _calls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Any]] = weakref.WeakKeyDictionary()
 """Event loop -> samples of the next requests, each with the future of its score."""
 NOT_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL passes besides the columns of its dataset."""
+"""Arguments that TRL passes besides the columns of its dataset."""
 
 
 async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:

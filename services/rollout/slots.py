@@ -4,7 +4,7 @@ Sessions grow while they are played, so a number that fits at first may not fit 
 evicted from the engine's cache between two turns and computed again, or requests wait. The engine hardly ever
 preempts: it starts no request that would nearly fill its cache, and starts those of the oldest ticket first.
 
-Guarantees: at least one group may be held; without reports of the engine the limit does not grow.
+Guarantees: at least one group may be held; without reports of the engine the limit stays as it is.
 """
 
 import math
@@ -36,7 +36,7 @@ class Slots:
     _had: int = 0
     """Tokens of histories that the cache had held, summed over the turns since the last group ended."""
     _lost: int = 0
-    """How many of these the cache no longer held."""
+    """Tokens of these that the cache no longer held."""
 
     def num_free(self, held: int) -> int:
         return max(1, int(self.limit)) - held
@@ -48,12 +48,12 @@ class Slots:
         self._usage, self._queue = report.kv_usage, min(self._queue, report.num_waiting)
 
     def turn(self, num_had: int, num_cached: int) -> None:
-        """A turn found `num_cached` tokens in the cache; `num_had` of its history were there before."""
+        """Record a turn: `num_had` tokens of its history were once cached, and `num_cached` still are."""
         self._had += num_had
         self._lost += max(0, num_had - num_cached)
 
     def end(self, held: int) -> None:
-        """A group has ended, and `held` others are left."""
+        """Record the end of a group; `held` others are left."""
         usage = self._usage or 0.0
         lost = usage > SMALL and self._lost > LOST * self._had
         if lost or 0 < self._queue < math.inf:

@@ -204,7 +204,7 @@ class WeightFollower:
         return await self.engine.load(manifest.version, files, deltas, manifest.digest)
 
     def _count_failure(self, manifest: WeightManifest, error: WeightsError) -> None:
-        """Raise the error, which ends this worker, if weights have been unusable for too long."""
+        """Raise the error if weights have been unusable for too long: tickets held here could never start."""
         metrics.WEIGHT_FAILURES.inc()
         log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
         self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0

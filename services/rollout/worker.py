@@ -74,7 +74,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         config = context.config
         max_groups = config.rollout.max_groups_in_flight
         self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
-        # The KV cache limits training only: evaluation never waits for it.
+        # The KV cache limits training only, so that evaluation never waits for training.
         if max_groups == "auto" and engine.reports and lane is Lane.TRAIN:
             most_tokens = config.data.max_prompt_tokens + config.max_completion_tokens
             most_tokens = min(config.model.max_model_len, most_tokens)

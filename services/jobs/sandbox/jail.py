@@ -212,8 +212,7 @@ def _group_of(pid: int) -> int:
 
 
 def _used_bytes(pid: int) -> int:
-    """Memory of a process, swap included. Any thread's status shows it; the main thread's does not once that
-    thread has ended."""
+    """Bytes of a process, swap included. Each thread's status shows them, unless that thread has ended."""
     with contextlib.suppress(OSError):
         for status in [Path(f"/proc/{pid}/status"), *Path(f"/proc/{pid}/task").glob("*/status")]:
             with contextlib.suppress(OSError):

@@ -76,8 +76,7 @@ def make_filter() -> bytes:
     if not context:
         raise OSError("libseccomp makes no filter here")
     try:
-        # Calls of another architecture, such as x32, fail in the same way; by default libseccomp kills the
-        # caller.
+        # Calls of another architecture, such as x32, fail too; by default libseccomp kills the caller.
         library.seccomp_attr_set(context, BAD_ARCH_ATTRIBUTE, ERROR | errno.ENOSYS)
         for name in ALLOWED:
             _add(library, context, ALLOW, name)

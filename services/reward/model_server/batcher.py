@@ -29,7 +29,7 @@ LONGEST_RETRY_S = 30.0
 WINDOW = 4
 """A batch is chosen among the next `WINDOW * max_batch_rows` rows of the queue."""
 SLICE_S = 0.001
-"""A free device waits on while each slice brings a row."""
+"""A free device waits to fill a batch as long as each slice of this length brings a row."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""A reward model or a teacher of transformers: token ids in, scores or logprobs in float32 out.
+"""A reward model or a teacher, with transformers: token ids in, scores or logprobs in float32 out.
 
 Guarantees: the head computes in float32 whatever the trunk's precision; a row's scores do not depend on the
 rows beside it (padding stands behind a row and is masked); a decoder's sequence score is that of its last

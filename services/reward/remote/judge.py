@@ -2,8 +2,7 @@
 
 One attempt: fill in the template, ask within the run's limits, read a number from the judge's words. Words
 without a number are a failed attempt, never a 0, and a number that may be quoted from the completion counts
-only if there is no other. The words are kept in the score's detail. Tokens are always counted: they cost
-money.
+only if there is no other. The words are kept in the score's detail; tokens are always counted.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ from tidemill.services.reward.remote.templates import SampleTemplate
 from tidemill.services.reward.sample import ChatMessages, RewardSample, lines_of
 
 SHOWN_CHARS = 200
-# What is no plain number is matched too, without a group, so that no part of it is tried again.
+# Other forms of numbers are matched too, without a group, so that no part of them is tried again.
 _NUMBER = r"[-+]?(?:\d++(?:,\d++)*+(?:\.\d++)?+|\.\d++)(?:[eE][-+]?\d++)?+%?+"
 NUMBER = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w%]|\.\d)|{_NUMBER})")
 

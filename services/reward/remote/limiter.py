@@ -43,7 +43,7 @@ class Limiter:
     lease_s = 30.0
     """The places of a worker that is silent for this long become free."""
     burst_s = 2.0
-    """What this many seconds allow may be used at once; no minute has more than its limit and one burst."""
+    """The allowance of this many seconds may be used at once; a minute has at most its limit and a burst."""
     evaluation_share = 0.1
     """Share of every limit that training leaves to evaluation."""
 

@@ -38,8 +38,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 Send = Callable[["Replica", Permit], Awaitable[T]]
-"""Sends one request to a replica and reads the answer. It raises `RemoteFault`, and sets the permit's
-`used_tokens`."""
+"""Sends one request to a replica and reads the answer; sets `Permit.used_tokens`. Raises RemoteFault."""
 
 MAX_FAILOVERS = 2
 """Further replicas that one attempt asks, one after the other, when a replica fails it."""
@@ -48,7 +47,7 @@ HEALTH_TIMEOUT_S = 5.0
 UNUSED = (FaultKind.CONNECTION, FaultKind.RATE_LIMITED, FaultKind.REFUSED_REQUEST)
 """Kinds of failed requests that were not computed: their tokens are given back."""
 FAILURES_BEFORE_REST = 5
-"""In a row. A single failure may be the request's fault; a dead server is seen at once by its /health."""
+"""Failures in a row. A single one may be the request's fault; /health shows at once that a server died."""
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 60.0
 

@@ -89,7 +89,7 @@ class GroupScoring:
                 latency_s=time.monotonic() - started,
             )
         try:
-            # Stored before the group is finished: a worker that takes over finds it, and scores no more.
+            # Stored before the group is finished: a worker that takes over finds it, and does not score.
             payloads = await self._consumer.store_result(delivery, key, tickets, result)
             if payloads is not None:
                 scores = await self._finish(payloads)

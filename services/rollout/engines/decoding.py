@@ -126,7 +126,7 @@ Routes = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(slots=True, eq=False)
 class DecodingRow:
-    """One completion that is being generated. Its caller waits on `done`, which its cancellation cancels."""
+    """One completion that is being generated. Its caller waits on `done`, which is cancelled with it."""
 
     request: GenerationRequest
     noise_key: int

@@ -32,8 +32,7 @@ class GenerationRequest:
     is_urgent: bool = False
     """Served before all waiting requests: evaluation never queues behind training."""
     on_tokens: "OnTokens | None" = None
-    """Called on the event loop with the generation so far, about every `PART_TOKENS` tokens; not at its
-    end."""
+    """Called on the event loop with the generation so far, about every `PART_TOKENS` tokens."""
     ticket: int = 0
     """Waiting requests with lower tickets go first: their histories are the likeliest to be still cached."""
 
@@ -70,7 +69,7 @@ class Generation:
 
 OnTokens = Callable[[Generation], object]
 PART_TOKENS = 1024
-"""About as many tokens of a long turn are generated again at most, when their worker dies."""
+"""About the most tokens of a long turn that are generated again when their worker dies."""
 
 
 @dataclass(frozen=True, slots=True)

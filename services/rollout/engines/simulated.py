@@ -128,8 +128,7 @@ class SimulatedEngine(Engine):
         return max(1, round(self._options.tokens * math.exp(self._options.sigma * normal)))
 
     def _duration_s(self, key: int, num_tokens: int) -> float:
-        """Uniform between (1 - jitter) and (1 + jitter) times the mean; with `sigma`, in proportion to
-        tokens."""
+        """Uniform between (1 - jitter) and (1 + jitter) times the mean; with `sigma`, scaled by tokens."""
         # Draws of tokens count up from 0, and never reach this number.
         spread = 2.0 * float(uniforms(np.array([key], dtype=np.uint64), 2**63)[0]) - 1.0
         share = num_tokens / self._options.tokens if self._options.sigma else 1.0

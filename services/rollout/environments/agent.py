@@ -2,8 +2,8 @@
 
 Guarantees: every play has an address of its own, and all ids, logprobs and versions that pass it are kept; a
 program that never asks the model, or fails because of the machine, is an environment's fault, and played
-again; one that fails because of the model, or runs too long after the model has answered, ends its session;
-what a program started is killed as its play ends, however it ends.
+again; one that fails because of the model (for unknown causes see `on_program_error`), or runs too long after
+the model has answered, ends its session; what it started is killed as its play ends, however it ends.
 """
 
 import asyncio

@@ -152,7 +152,7 @@ class Placeholder:
         self.root = f"http://{self.address[0]}:{self.address[1]}"
 
     def route(self, root: str, key: str) -> None:
-        """From now on, this process's connections to the placeholder are those of the session at `root`."""
+        """Redirect this process's connections to the placeholder to the session at `root`."""
         session = urlsplit(root)
         gateway = (session.hostname or "", session.port or 80)
 

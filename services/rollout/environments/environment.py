@@ -71,7 +71,7 @@ class Closing:
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_truncated: bool = False
-    """An error of the program ended it, and the session is scored by what is there."""
+    """Whether an error of the program ended it; the session is scored by what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Kind:
 
 
 class Environment:
-    """What answers the model in one session. Every method may raise EnvironmentFaultError."""
+    """Answers the model in one session. Every method may raise EnvironmentFaultError."""
 
     async def reset(self, row: Row) -> Opening:
         """Begin the session."""

@@ -44,7 +44,7 @@ class OpenEnvOptions(Section):
     tool: str = "act"
     """The name of that tool."""
     description: str = "Act in the environment."
-    """What the tool does, for the model."""
+    """Description of the tool for the model."""
     observation_field: str = ""
     """The field of an observation that the model reads; empty takes the one with text, else all as JSON."""
     reset: dict[str, Any] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A session's environment with its recorded answers, perhaps to another worker.
+"""A session's environment with its recorded answers, which another worker may have recorded.
 
 One that restores gets its last mark after its recorded answers have been given; one that repeats is asked
 again from the beginning, and has to give the same answers.

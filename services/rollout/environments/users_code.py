@@ -141,7 +141,7 @@ def _finite(value: Any) -> float:
 
 
 def result_text(returned: Any) -> str:
-    """What a tool returned as the model reads it: text as it is, blocks' text, else JSON where it can be."""
+    """A tool's result as the model reads it: text unchanged, the text of blocks, else JSON if possible."""
     if isinstance(returned, str):
         return sendable(returned)
     if _is_list_of_maps(returned) and returned and all(block.get("type") == "text" for block in returned):

@@ -63,7 +63,7 @@ class Question:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
-    """As the client wrote it: a word, or JSON that names tools."""
+    """The client's tool choice: a word, or JSON that names tools."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     prompt: str | list[int] | None = None
@@ -122,7 +122,7 @@ class Answer:
 
 
 def identity(message: Mapping[str, Any]) -> Identity:
-    """What clients do not change of a message, whatever they do to its form."""
+    """The parts of a message that clients do not change, whatever they do to its form."""
     calls = (call.get("function", {}) for call in message.get("tool_calls") or ())
     named = tuple((str(call.get("name")), _same_json(call.get("arguments"))) for call in calls)
     return str(message["role"]), str(message.get("content") or "").strip(), named

@@ -79,7 +79,7 @@ class RecordedHistory:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """How a history goes on: `num_kept` tokens of its completion, then `context`, then the model."""
+    """How a history continues: with `num_kept` tokens of its completion, then `context`, then the model."""
 
     kind: Kind
     history: RecordedHistory
@@ -117,7 +117,7 @@ class Histories:
 
     @property
     def recorded(self) -> list[RecordedHistory]:
-        """Those in which the model has spoken, in the order of their last answers."""
+        """Histories with an answer of the model, in the order of their last answers."""
         spoken = [history for history in self.all if history.recorder.turns]
         return sorted(spoken, key=lambda history: history.answered_at)
 

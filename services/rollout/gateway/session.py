@@ -85,11 +85,11 @@ class GatewaySession:
         """Held while the history that a question continues is found, rendered and tokenized."""
         self._is_closed = False
         self.late: Late = ""
-        """What exceeded its limit of time; empty if nothing has."""
+        """The limit of time that was exceeded; empty: none."""
         self.reached: list[SessionEnd] = []
-        """The limits at which questions were refused, in order."""
+        """The limits that were reached, in order: by refused questions, or by the session as a whole."""
         self._num_passed = 0
-        """How many of these do not count, because a question that was asked later was answered."""
+        """Number of these that no longer count, because a question that was asked later was answered."""
 
     @property
     def max_body_bytes(self) -> int:
@@ -102,7 +102,8 @@ class GatewaySession:
 
     @property
     def end(self) -> SessionEnd:
-        """How it ended: at the limit that refused its last question, else as its last answer did."""
+        """The session's end: the last limit that it reached, if that still counts, else of its last
+        answer."""
         recorded = self.histories.recorded
         if len(self.reached) > self._num_passed:
             return self.reached[-1]

@@ -30,7 +30,7 @@ MAX_DEPTH = 100
 
 
 def format_of(template: str) -> str:
-    """Which form a chat template shows the model."""
+    """The form of calls that a chat template shows the model."""
     if "<tool_call>" in template:
         return "hermes"
     is_llama = "<|python_tag|>" in template or '"parameters": ' in template
