@@ -36,7 +36,7 @@ CHARS_PER_TOKEN = 3
 class RemoteFault(AttemptError):
     """One request that gave no value; `kind` is a `FaultKind`.
 
-    If it `asks_for_pause`, the replica asked for a retry after a pause: that costs the sample no attempt.
+    If it `asks_for_pause`, the replica asked for a later retry: no attempt is lost while `patience_s` lasts.
     """
 
     def __init__(self, kind: FaultKind, message: str, *, retry_after_s: float = 0.0) -> None:
