@@ -1,1 +1,1 @@
-"""Jobs off the hot path, run by RQ workers: nothing that a training step waits for."""
+"""Jobs that RQ workers run, outside of the streams."""

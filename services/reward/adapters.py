@@ -6,7 +6,7 @@ Python's standard library alone.
 
 Guarantee: a reward that failed for good is never a 0. TRL gets None for it, and leaves the sample out; verl
 has no place for a missing reward, so the call raises, unless `reward.on_failure` of the service gives a
-number. A request that was not answered, because the service was busy or started again, is sent again for
+number. A request that was not answered, because the service was busy or restarted, is sent again for up to
 `PATIENCE_S`.
 """
 
@@ -24,11 +24,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 TRUTHS = ("ground_truth", "solution", "answer")
 """Columns of TRL's datasets that hold the truth; the first one that is there."""
 AT_ONCE = 512
-"""Samples of a request, at most, of those that verl asks for one by one."""
+"""Most samples in a request that combines calls of `score_of`."""
 _calls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Any]] = weakref.WeakKeyDictionary()
-"""Of each loop, samples of this moment and who waits for their scores."""
+"""Event loop -> samples of the next requests, each with the future of its score."""
 NOT_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL passes besides the columns of its dataset."""
+"""Arguments that TRL passes besides the columns of its dataset."""
 
 
 async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -55,13 +55,13 @@ async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def score_of(sample: dict[str, Any]) -> dict[str, Any]:
-    """The score of one sample. Calls of one moment share a request, which is answered when all are scored: a
-    request for each would cost more than most rewards."""
+    """The score of one sample. Calls in one iteration of the event loop share a request, which is answered
+    when all of its samples are scored: a request for each would cost more than most rewards."""
     loop = asyncio.get_running_loop()
     calls = _calls.setdefault(loop, [])
     score: asyncio.Future[dict[str, Any]] = loop.create_future()
     calls.append((sample, score))
-    # Not awaited: who is cancelled takes no other call along.
+    # Not awaited: a caller that is cancelled must not cancel the others' request.
     sending = loop.create_task(_send_calls(loop)) if len(calls) == 1 else None
     found = await score
     del sending
@@ -107,14 +107,14 @@ async def compute_score(
 
 
 def compute_score_plain(*args: Any, **kwargs: Any) -> float:
-    """The same for who calls a plain function."""
+    """`compute_score` as a plain function."""
     return float(_run(compute_score(*args, **kwargs)))
 
 
 async def reward_async(
     prompts: list[Any], completions: list[Any], completion_ids: Any = None, **columns: Any
 ) -> list[float | None]:
-    """TRL's reward function. Neighbours with the same prompt and row are a group."""
+    """TRL's reward function. Consecutive samples with the same prompt and row are a group."""
     step = getattr(columns.get("trainer_state"), "global_step", 0)
     columns = {name: column for name, column in columns.items() if name not in NOT_COLUMNS}
     truth = next((name for name in TRUTHS if name in columns), "")
@@ -141,7 +141,7 @@ async def reward_async(
 
 
 def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-    """The same for who calls a plain function."""
+    """`reward_async` as a plain function."""
     scores: list[float | None] = _run(reward_async(prompts, completions, **columns))
     return scores
 
@@ -151,7 +151,7 @@ def _url() -> str:
 
 
 async def _post(body: bytes) -> tuple[int, bytes]:
-    """Status and body of the answer. Raises OSError: there is none, or half of one."""
+    """Status and body of the answer. Raises OSError: there is none, or it is truncated."""
     url, token = urlsplit(_url()), os.environ.get("TIDEMILL_REWARDS_TOKEN", "")
     port = url.port or (443 if url.scheme == "https" else 80)
     shown = f"Authorization: Bearer {token}\r\n" if token else ""
@@ -174,7 +174,7 @@ async def _post(body: bytes) -> tuple[int, bytes]:
 
 
 def _run(work: Any) -> Any:
-    """Run a coroutine to its end. In a thread: the caller's may have a loop that runs."""
+    """Run a coroutine to its end, in a thread of its own: the caller's may have a running loop."""
     done: list[Any] = []
 
     def target() -> None:
@@ -193,5 +193,5 @@ def _run(work: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: arrays and numbers of NumPy, and for all else its text."""
+    """JSON's form of other values: lists and numbers for NumPy's, text for all else."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

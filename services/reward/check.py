@@ -2,8 +2,7 @@
 
 The request has the run's `config`, a `row` of the dataset or null, and `calls`. With a row, the answer says
 what judges and reward models would read of it; with `calls` too, those that are functions are called once
-with it. A process of its own (`common/process/checks.py`), because importing a user's module runs whatever
-stands in it.
+with it. It runs in a process of its own (`common/process/checks.py`): an import of a user's module runs code.
 """
 
 import sys
@@ -45,7 +44,7 @@ def check(request: Any) -> Answer:
 
 
 def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
-    """See that there is the folder of a function's tokenizer. Raises ConfigError: there is not."""
+    """Raises ConfigError: the folder of a function's tokenizer does not exist."""
     if reward.tokenizer.startswith(("/", "~", ".")) and not Path(reward.tokenizer).exists():
         raise ConfigError(
             f"reward {name}: the tokenizer {reward.tokenizer} does not exist on this machine; give the "
@@ -54,7 +53,7 @@ def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:
 
 
 def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
-    """See that the row has the columns on which functions in TRL's style insist.
+    """Check that the row has the columns that functions in TRL's style require.
 
     Raises:
         ConfigError: it lacks one.
@@ -77,8 +76,8 @@ def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
 
 
 async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str]:
-    """Call each reward that is a function, once; judges and models cost time and money, and need servers.
-    Returns what came of it, a line each.
+    """Call each reward function once. Others are not called: they cost time and money, and need servers.
+    Returns one line of text for each reward.
 
     Raises:
         ConfigError: one of them gives no score.
@@ -104,10 +103,10 @@ async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str
 
 
 def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
-    """By the reward's name, the text of a request about this row; rewards without servers are left out.
+    """Name of the reward -> the text of its request for this row; rewards without servers are left out.
 
     Raises:
-        ConfigError: the template of a judge cannot be filled in for it.
+        ConfigError: the template of a judge or teacher cannot be filled in for it.
     """
     prompt = row["prompt"]
     extra = {**row["extra"], PROMPT: prompt} if isinstance(prompt, list) else row["extra"]

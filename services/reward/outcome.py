@@ -1,7 +1,7 @@
-"""What one attempt at a reward comes to: an outcome with a finite value, or an error in plain words.
+"""Result of one attempt at a reward: an outcome with a finite value or none, or an error in plain words.
 
-Invariant: code that belongs to users ends in one of the two, whatever it does. `contained` and `users_own`
-are the only places of this service that catch whatever comes.
+Invariant: users' code always ends in one of the two. `contained` and `users_own` turn whatever it raises into
+an `AttemptError`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ EXPECTED = "expected a finite number, or a dict with such a number under 'score'
 
 Detail = dict[str, Any]
 NamelessTry = tuple[float, float, str]
-"""One attempt: how long it took, the pause before it, in seconds, and why it failed; empty if not."""
+"""One attempt: its duration and the pause before it, in seconds, and why it failed; empty if it did not."""
 MAX_TRY_CHARS = 200
 """Longest reason kept of each of several attempts."""
 
@@ -40,9 +40,9 @@ MAX_TRY_CHARS = 200
 class AttemptError(RewardError):
     """One attempt that gave no value.
 
-    `is_timeout` says that the limit of time ran out, `is_final` that trying again cannot help. `kind` is a
-    word for the sort of failure, for counts: few and fixed. `retry_after_s` is what a server asked for: the
-    next attempt waits at least that long. `tries` are all attempts, once this is the last of several.
+    `is_timeout` says that the time limit was reached, `is_final` that a retry cannot help. `kind` is the kind
+    of failure, for counts: one of a small fixed set. `retry_after_s` is the pause that a server asked for:
+    the next attempt waits at least that long. `tries` has all attempts, if this is the last of several.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AttemptError(RewardError):
 
 @dataclass(slots=True)
 class RewardOutcome:
-    """What a reward says of one sample, with the numbers and notes that came with it.
+    """Value of a reward for one sample, with the numbers and notes that came with it.
 
     An attempt, a reward after its attempts, and the sum of all rewards have this one form. Only `ok` may have
     a value; `ok` without one means that the reward does not apply to the sample, which is no failure.
@@ -74,18 +74,18 @@ class RewardOutcome:
     components: dict[str, float | None] = field(default_factory=dict)
     detail: Detail = field(default_factory=dict)
     teacher_logprobs: bytes | None = None
-    """A teacher's, float32 little-endian, of the tokens that the model sampled; its value is None."""
+    """A teacher's logprobs of the tokens that the model sampled, little-endian float32; it has no value."""
     status: ScoreStatus = ScoreStatus.OK
     error: str = ""
     kind: str = ""
-    """How a failure failed, in a word, for counts: `timeout`, `error`, `http_429`, ..."""
+    """Kind of the failure, for counts: `timeout`, `error`, `rate_limited`, ..."""
     tries: list[Try] = field(default_factory=list)
     """All attempts of the rewards that needed several."""
     on_failure: OnFailure = ""
-    """Of a sum that failed: the strictest policy of the rewards that did; empty leaves it to the section."""
+    """For a sum that failed: the strictest policy among the failed rewards; empty: the section's policy."""
 
     def __post_init__(self) -> None:
-        self.status = ScoreStatus(self.status)  # a plain text where it comes out of Redis
+        self.status = ScoreStatus(self.status)  # plain text when it was read from Redis
 
     @property
     def is_ok(self) -> bool:
@@ -93,7 +93,7 @@ class RewardOutcome:
 
     @classmethod
     def failed(cls, error: AttemptError, name: str) -> "RewardOutcome":
-        """What remains of the reward `name` when its last attempt failed."""
+        """The outcome of the reward `name` after its last attempt failed."""
         return cls(
             status=ScoreStatus.TIMEOUT if error.is_timeout else ScoreStatus.FAILED,
             error=str(error),
@@ -108,14 +108,14 @@ class Reward(ABC):
 
     @abstractmethod
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """One attempt, within the reward's own limit of time. Who calls decides on retries.
+        """Make one attempt, within the reward's own time limit. The caller decides on retries.
 
         Raises:
-            AttemptError: it gave no value. Anything else that is raised is taken for one.
+            AttemptError: it gave no value. The caller treats any other exception as one.
         """
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Free what it holds."""
+        """Release its resources."""
 
 
 @contextmanager
@@ -131,9 +131,9 @@ def contained() -> Iterator[None]:
 
 @contextmanager
 def users_own() -> Iterator[None]:
-    """The same around a user's code, of which everything is contained: an interrupt, or a cancellation too.
+    """Like `contained`, for users' code: KeyboardInterrupt and CancelledError become an `AttemptError` too.
 
-    Only a cancellation that was asked of this task goes on as one.
+    Only a requested cancellation of this task is raised on.
     """
     try:
         yield
@@ -151,8 +151,8 @@ def users_own() -> Iterator[None]:
 def interpret(returned: Any, where: str = "") -> RewardOutcome:
     """Read what a reward function returned for one sample.
 
-    A number is the reward; of a dict, `score` is, other numbers become components and the rest detail; of a
-    tuple, the first element is, and what follows is kept as detail. `where` names it among several.
+    The reward is the number, a dict's `score` or a tuple's first element. Other numbers of a dict become
+    components; its other values, and the rest of a tuple, become detail. `where` is a prefix for errors.
 
     Raises:
         AttemptError: there is no finite number where the reward should be. It is never read as 0.
@@ -170,7 +170,7 @@ def interpret(returned: Any, where: str = "") -> RewardOutcome:
 
 
 def interpret_batch(returned: Any, count: int) -> list[RewardOutcome]:
-    """Read what a function of verl's batch manager returned: for each sample what `interpret` reads.
+    """Read what a function of verl's batch manager returned, with `interpret` for each sample.
 
     Raises:
         AttemptError: it is no list of that length, or there is no finite number in one of its elements.
@@ -213,7 +213,7 @@ def _elements(returned: Any, count: int) -> Sequence[Any]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the place in the code that raised it. A group names what is in it."""
+    """An exception in one line, with the place that raised it. An exception group lists its members."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return _named(error, MAX_DEPTH)[:MAX_ERROR_CHARS] + where
@@ -222,7 +222,7 @@ def describe(error: BaseException) -> str:
 def _named(error: BaseException, depth: int) -> str:
     try:
         text = " ".join(str(error).split())
-    except BaseException:  # its own `__str__` is code of users too
+    except BaseException:  # its `__str__` may be users' code
         text = "its text cannot be read"
     parts = list(error.exceptions)[:MAX_DEPTH] if isinstance(error, BaseExceptionGroup) and depth else []
     inside = f": {'; '.join(_named(part, depth - 1) for part in parts)}" if parts else ""
@@ -239,7 +239,7 @@ def _finite(returned: Any, verb: str) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """The value as a float, or None where it is not one number. Truth values count as 0 and 1."""
+    """The value as a float, or None if it is not a single number. Booleans count as 0 and 1."""
     if isinstance(value, Decimal):
         return math.nan if value.is_nan() else float(value)  # a signalling NaN is no float
     if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -249,7 +249,7 @@ def _number(value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        # An integer beyond all floats; `_finite` refuses it by that.
+        # An integer that is too large for a float: `_finite` refuses infinity.
         return math.inf
 
 
@@ -267,7 +267,7 @@ def _kind(value: Any) -> str:
 
 
 def _sort_out(extra: dict[Any, Any]) -> tuple[dict[str, float | None], Detail]:
-    """Split further keys into numbers, where None and NaN mean not applicable, and everything else."""
+    """Split further keys into numbers (None, also for NaN and infinity: not applicable) and the rest."""
     components: dict[str, float | None] = {}
     detail: Detail = {}
     for key, value in list(extra.items())[:MAX_KEYS]:
@@ -284,7 +284,7 @@ def _plain(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool | float):
         return value
     if isinstance(value, int):
-        # What msgpack takes as an integer on both sides.
+        # Within int64, which every msgpack library reads as an integer.
         return value if -(2**63) <= value < 2**63 else str(value)
     if isinstance(value, dict) and depth:
         return {_text(key): _plain(item, depth - 1) for key, item in list(value.items())[:MAX_KEYS]}

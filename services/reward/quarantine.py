@@ -1,8 +1,8 @@
 """Samples that were in flight when workers died run apart from others, first few at a time and then alone.
 
-The number of deliveries says how suspect a sample is. One delivery says nothing: a worker that is killed
-takes along whatever it holds. A sample that was there each time runs beside fewer others, so that only one
-that was alone when its worker died goes to the dead letters. What waits here does not count as delivered.
+The number of deliveries says how suspect a sample is. A first delivery says nothing: a worker that is killed
+loses everything it holds. With further deliveries a sample runs beside fewer others, so that only one that
+was alone when its worker died is dead-lettered. Time spent waiting here does not count as a delivery.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from tidemill.common.streams import Consumer, Delivery
 from tidemill.common.wire.messages import Trajectory
 
 FEW = 8
-"""Samples that run together where their first deliveries have shown nothing."""
+"""Most suspects that run together, before they run alone."""
 UNRESTRICTED = 2
-"""Deliveries among any number of others, where `streams.max_attempts` leaves enough for those after them."""
+"""Deliveries beside any number of others, if `streams.max_attempts` allows enough deliveries after them."""
 
 
 class Quarantine:
-    """One for all lanes of a worker, because they die together."""
+    """Shared by all lanes of a worker, which die together: while suspects run, no lane fetches."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
@@ -58,7 +58,7 @@ class Quarantine:
             await self._context.unless_stopping(self._is_open.wait())
 
     async def admit(self, consumer: Consumer[Trajectory], deliveries: list[Delivery[Trajectory]]) -> None:
-        """Hold back what was fetched while suspects of another lane began to run, until they are done."""
+        """Hold back deliveries that were fetched while another lane's suspects began, until these end."""
         if deliveries and not self.is_open:
             await consumer.park(deliveries)
             await self.until_open()
@@ -70,11 +70,11 @@ class Quarantine:
         suspects: list[Delivery[Trajectory]],
         start: Callable[[Delivery[Trajectory]], None],
     ) -> None:
-        """Start suspects, each beside no more than it may; all but a few are left to other workers."""
+        """Run suspects, at most `_max_together` at once; those beyond `FEW` are handed back to the stream."""
         suspects = sorted(suspects, key=lambda delivery: delivery.attempts)
         await consumer.hand_back(suspects[FEW:])
         waiting = suspects[:FEW]
-        # They may wait for long: a death of this worker meanwhile is none of theirs.
+        # They may wait for long: a death of this worker meanwhile must not count against them.
         await consumer.park(waiting)
         async with self._one_at_a_time:
             self._is_open.clear()
@@ -86,19 +86,19 @@ class Quarantine:
                     await consumer.unpark(together)  # before they start: from here on a death counts
                     for delivery in together:
                         start(delivery)
-                # The last ones too: new work beside them would be counted for a death that is theirs.
+                # The last ones too: new samples beside them would be suspected of a death that they cause.
                 await self._is_alone()
             finally:
                 self._is_open.set()
-        await consumer.unpark(waiting)  # where the worker stops: handing back takes that one off
+        await consumer.unpark(waiting)  # the worker stops: handing them back undoes this count
 
     async def _is_alone(self) -> bool:
-        """Wait until nothing is in flight; False where the worker must stop before."""
+        """Wait until nothing is in flight. Returns False if the worker stops."""
         await self._context.unless_stopping(self._is_quiet.wait())
         return self._is_quiet.is_set() and not self._context.stopping.is_set()
 
     def _max_together(self, delivery: Delivery[Trajectory]) -> int | None:
-        """How many may be in flight with it; None is any number."""
+        """Most samples in flight together, this one included; None: any number."""
         if delivery.attempts >= self._lone_from:
             return 1
         return FEW if delivery.attempts == self._lone_from - 1 and delivery.attempts > 1 else None

@@ -1,7 +1,7 @@
 """`python -m tidemill.services.reward.replica --run RUN_ID --servers NAME -- SERVER ARGUMENTS`: one server.
 
 Starts the server as its child, waits until it is healthy, and registers its address for all reward workers of
-the run; takes the address back when it is told to stop or the server ends. Start and stop as many as needed,
+the run; takes the address back when it is asked to stop or the server ends. Start and stop as many as needed,
 on any machine that reaches Redis, while the run goes on.
 """
 

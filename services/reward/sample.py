@@ -12,7 +12,7 @@ from tidemill.common.wire.segments import Segment
 ChatMessages = list[dict[str, Any]]
 
 IDS_READING = "the token ids that the policy read and wrote"
-"""What `check` shows of a request that has no text."""
+"""Shown by `check` for a request that has token ids and no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RewardSample:
     """Whether its score is for training or for evaluation."""
 
     def to_wire(self) -> dict[str, Any]:
-        """As plain values: for scoring processes, and for what gathers in Redis."""
+        """The sample as plain values, for scoring processes and for a group's results in Redis."""
         return {"lane": self.lane.value, "trajectory": encode_payload(self.trajectory)}
 
     @classmethod
@@ -52,12 +52,12 @@ class RewardSample:
 
     @property
     def turn_rewards(self) -> list[float | None]:
-        """What the environment gave for each turn of the model; None where it gave nothing."""
+        """The environment's reward for each turn of the model; None where it gave none."""
         return [turn.reward for segment in self.trajectory.segments for turn in segment.turns]
 
     @property
     def messages(self) -> ChatMessages | None:
-        """The prompt as the dataset's chat messages, where it is a chat."""
+        """The prompt as the dataset's chat messages; None if it is text."""
         prompt = self.trajectory.extra.get(PROMPT)
         return prompt if isinstance(prompt, list) else None
 
@@ -77,7 +77,7 @@ class RewardSample:
 
     @property
     def said(self) -> ChatMessages:
-        """What was said after the prompt: a session's messages, or the completion as the assistant's one."""
+        """The messages after the prompt: those of a session, or the completion as one assistant message."""
         session = self.trajectory.session
         if session is not None and session.messages:
             return list(session.messages)
@@ -93,11 +93,11 @@ class RewardSample:
         return [*before, last, first, *after]
 
     def fields(self) -> dict[str, Any]:
-        """The arguments of `compute_score`, by name; the dicts are the caller's own.
+        """The arguments of `compute_score`, by name; `extra_info` is a new dict.
 
-        `extra_info` says under `is_evaluation` whether the score is for training or for evaluation. Of a
-        session it also has `num_turns` (of the model), `messages` (the whole conversation), `turn_scores`
-        (what the environment gave for each turn), `environment_reward` and `environment_metrics`.
+        Its `is_evaluation` says whether the score is for evaluation or training. For a session it also has
+        `num_turns` (of the model), `messages` (the whole conversation), `turn_scores` (the environment's
+        reward for each turn), `environment_reward` and `environment_metrics`.
         """
         trajectory, of_session = self.trajectory, dict[str, Any]()
         if (session := trajectory.session) is not None:

@@ -1,9 +1,9 @@
 """The reward worker: takes trajectories from the consumer group, publishes one score for each.
 
 Invariant: every trajectory gets a score with a status, or is dead-lettered. Only `ok` has a value; a failure
-is never a zero. Two lanes, each with its own stream, loop and slots, so that evaluation never waits behind
-training. A slot is freed when a score is published, when the lease is lost, or when the trajectory is
-dead-lettered.
+is never a zero. Two lanes, each with its own stream, loop and slots, so that evaluation does not queue behind
+training; only while suspects run apart (`quarantine.py`) both stop. A slot is freed when a score is
+published, when the lease is lost, or when the trajectory is dead-lettered.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ IDLE = "wait:trajectories"
 
 
 class WorkerMetrics:
-    """What is in flight and what came of the rest, over both lanes; and how much the rewards take at once."""
+    """Counts of both lanes: samples in flight, scores by status, and how many samples run in parallel."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class WorkerMetrics:
         reward: WeightedSum,
         failures: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """`failures` are those of anything but `reward`, by name."""
+        """`failures` returns the counts of failures outside of `reward`, by name."""
         self._activity, self._config, self._reward, self._failures = activity, config, reward, failures
         self._executions = [
             named.reward.execution for named in reward.rewards if isinstance(named.reward, FunctionReward)
@@ -63,12 +63,12 @@ class WorkerMetrics:
         activity.enter(IDLE)
 
     def slots(self) -> int:
-        """Samples that a lane holds; it follows what is measured."""
+        """Most samples that a lane holds; it changes with the parallelism that the rewards measure."""
         return min(self._config.max_in_flight, self._reward.slots or self._config.max_in_flight)
 
     def count(self, lane: Lane, in_flight: int = 0, unpublished: int = 0) -> None:
-        """So many more are in flight, and so many of them only wait to be published, which is Redis's time
-        and not the reward's."""
+        """Change the number of samples in flight, and of those among them that only wait to be published:
+        that is Redis's time, not the reward's."""
         self._in_flight[lane] += in_flight
         self._num_unpublished += unpublished
         self._activity.enter(SCORING if self._in_flight.total() > self._num_unpublished else IDLE)
@@ -123,7 +123,7 @@ def _observe(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
 MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
 GATHER_S = 0.002
-"""How long the first score of a call waits for others: fewer calls, and fewer fetches that follow them."""
+"""How long the first score of a call waits for others: fewer calls, and fewer fetches after them."""
 
 
 async def serve(context: ServiceContext) -> None:
@@ -141,7 +141,7 @@ async def serve(context: ServiceContext) -> None:
             for lane in (Lane.EVAL, Lane.TRAIN):
                 worker = RewardLane(context, lane, scorer, counts, post_processing, quarantine)
                 lanes.create_task(worker.run(), name=f"lane {lane}")
-    finally:  # users of the servers' client end before it
+    finally:  # the HTTP client and servers close after the rewards that use them
         await post_processing.close()
         await reward.close()
         await dependencies.close()
@@ -153,7 +153,7 @@ class Scorer:
         self._worker, self._seed = worker, seed
 
     async def score(self, trajectory: Trajectory, lane: Lane) -> Score:
-        """The score of one trajectory; it never raises for what a reward does."""
+        """The score of one trajectory; a reward that fails never makes it raise."""
         if problem := fault_of(trajectory):
             return Score(
                 ticket=trajectory.ticket,
@@ -168,8 +168,8 @@ class Scorer:
         return score_of(total, sample, self._worker, time.monotonic() - started)
 
     async def parts(self, sample: RewardSample) -> Parts:
-        """What each reward says of one sample by itself."""
-        if self._config.delay_s is not None:  # the same for a trajectory in every run, by any worker
+        """The outcome of each reward that scores samples one by one."""
+        if self._config.delay_s is not None:  # depends on seed, ticket and index only, not on the worker
             chance = random.Random(f"{self._seed}:{sample.key[0]}:{sample.key[1]}")
             await asyncio.sleep(chance.uniform(*self._config.delay_s))
         return await self.reward.score(sample)
@@ -194,14 +194,14 @@ class RewardLane(LaneWorker[Trajectory]):
         metrics.SCORE_SLOTS.labels(lane).set_function(counts.slots)
         self.quarantine = quarantine or Quarantine(context)
         self._finished: asyncio.Queue[tuple[Delivery[Trajectory], Score]] = asyncio.Queue()
-        """Scores to publish. Bounded by the slots, of which each is freed when its score is published."""
+        """Scores to publish. The slots bound it: each is freed only when its score is published."""
 
     async def run(self) -> None:
         """Score and publish until the service stops, then finish or hand back what is held."""
         async with asyncio.TaskGroup() as tasks:
             publishing = tasks.create_task(self._publish_for_ever(), name=f"publish {self.lane}")
             await super().run()
-            # Nothing is left to publish: before the lane leaves its group, `flush` waits for all of it.
+            # Nothing is left to publish: `flush` has waited for all scores before the lane left its group.
             publishing.cancel()
 
     @property
@@ -209,7 +209,7 @@ class RewardLane(LaneWorker[Trajectory]):
         return self.counts.slots() - self.num_held
 
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
-        """Nothing new while suspects run; demonstrations are acknowledged, and get no score."""
+        """Fetch, once no suspects run. Demonstrations are acknowledged, and get no score."""
         await self.quarantine.until_open()
         found = await super().fetch(count)
         shown = [one for one in found if isinstance(one, Delivery) and is_demonstration(one.message.ticket)]
@@ -230,8 +230,8 @@ class RewardLane(LaneWorker[Trajectory]):
             await self.quarantine.work_off(self.consumer, suspects, self.start)
 
     def given_up(self, delivery: Delivery[Trajectory]) -> str:
-        """Only what was alone when its worker died is dead-lettered; and where groups are scored as a whole,
-        what has no payload: the others would wait for it."""
+        """Why to dead-letter a trajectory, or "". It was alone when its worker died; or it has a fault and
+        groups are scored as a whole: the others of its group would wait for it."""
         if self.groups.is_needed and (problem := fault_of(delivery.message)):
             return problem
         if not self.quarantine.attempts_exhausted(delivery):
@@ -247,7 +247,7 @@ class RewardLane(LaneWorker[Trajectory]):
         self.quarantine.began()
         self.counts.count(self.lane, in_flight=1)
         task = self.begin(delivery, self._score(delivery))
-        # A callback and not the end of a coroutine: a task cancelled early would never get there.
+        # A callback, not the end of a coroutine: a task that is cancelled early never gets there.
         task.add_done_callback(lambda _: self._finish(delivery, task))
 
     async def flush(self) -> None:
@@ -255,7 +255,7 @@ class RewardLane(LaneWorker[Trajectory]):
         await self._finished.join()
 
     async def _score(self, delivery: Delivery[Trajectory]) -> Score | None:
-        """The score to publish; None where it was published with its group, or will be."""
+        """The score to publish; None if it was or will be published with its group."""
         if not self.groups.is_needed:
             return await self.scorer.score(delivery.message, self.lane)
         await self.groups.bring(delivery, self.scorer.parts)
@@ -269,14 +269,14 @@ class RewardLane(LaneWorker[Trajectory]):
             self._finished.put_nowait((delivery, score))
 
     async def _publish_for_ever(self) -> None:
-        """Each score and the acknowledgement of its trajectory are one unit. One call takes what has gathered
-        during the call before, so that none waits for others."""
+        """Publish each score and the acknowledgement of its trajectory as one unit. One call takes the scores
+        that gathered during the call before and `GATHER_S`."""
         while True:
             batch = [await self._finished.get()]
             await asyncio.sleep(GATHER_S)
             while len(batch) < MAX_BATCH and not self._finished.empty():
                 batch.append(self._finished.get_nowait())
-            # Where every slot is taken, the loop does not fetch: what takes the freed slots comes along.
+            # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
             is_full = self.num_free == 0 and self.quarantine.is_open and not self.context.stopping.is_set()
             ahead = len(batch) if is_full else 0
             out_key = self.context.keys.scores(self.lane)
@@ -287,7 +287,7 @@ class RewardLane(LaneWorker[Trajectory]):
                 self._release()
                 if is_published:  # else the lease was lost
                     self.counts.published(self.lane, score)
-                # Last: `flush` waits for this, and the consumer hands back what it still holds after that.
+                # Last, because `flush` waits for it; after that the consumer hands back all it still holds.
                 self._finished.task_done()
 
     def _release(self) -> None:

@@ -2,8 +2,7 @@
 
 The request has a run's `config`, and a `row` of its dataset or null. With a row, one session is played in
 which no engine takes part: the model is a script that calls each tool once with made-up arguments, or says
-"ok" a few times. A process of its own (`common/process/checks.py`), because importing a user's module runs
-whatever stands in it.
+"ok" a few times. It runs in a process of its own (`common/process/checks.py`), for it imports users' modules.
 """
 
 import json
@@ -36,15 +35,15 @@ def check(request: Any) -> Answer:
 
 
 async def _check(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
-    """Load the environment and, with a row, play one session; returns what came of it, in lines.
+    """Load the environment and, with a row, play one session. Returns lines that describe it.
 
     Raises:
-        ConfigError: the environment cannot be loaded, fails, or says what the chat template refuses.
+        ConfigError: the environment cannot be loaded or fails, or the chat template refuses its messages.
     """
     section = config.rollout.environment
     if section.is_single_turn:
         return []
-    if section.use == AGENT:  # loaded and no more: with a script for a model, many have reason to fail
+    if section.use == AGENT:  # loaded only: with a script in place of the model, many programs would fail
         from tidemill.services.rollout.environments.agent import AgentProgram
 
         program = AgentProgram(section.agent)
@@ -62,7 +61,7 @@ async def _check(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
     is_text = isinstance(prompt, str)
     try:
         await player.start()
-        # As the trainer issues it, but for the ids of a prompt that nothing is added to.
+        # As the trainer issues it, except that `prompt_ids` lack the run's system prompt and suffix.
         ticket = Ticket(
             ticket=0,
             step=0,

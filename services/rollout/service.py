@@ -31,7 +31,7 @@ async def serve(context: ServiceContext) -> None:
             await player.start()
         await _work(context, engine, player)
     finally:
-        # The player before the engine: what it plays asks the engine, and would fail as if that had.
+        # The player first: its sessions ask the engine, and would fail as if the engine had failed.
         await player.close()
         await engine.close()
     context.raise_failure()
@@ -72,7 +72,7 @@ async def _work(context: ServiceContext, engine: Engine, player: Player) -> None
 
 
 async def _watch_progress(context: ServiceContext, engine: Engine, workers: list[RolloutWorker]) -> None:
-    """End the process when the engine has work and finishes none of it: a hang looks like nothing else."""
+    """End the process when the engine has requests and finishes none for `rollout.stall_s`: it hangs."""
     stall_s = context.config.rollout.stall_s
     done, since = -1, time.monotonic()
     while True:
@@ -88,7 +88,7 @@ async def _watch_progress(context: ServiceContext, engine: Engine, workers: list
 
 
 def _state_of(engine: Engine, follower: WeightFollower, workers: list[RolloutWorker]) -> tuple[str, str]:
-    """What the worker does, or what all that it holds waits for."""
+    """State of the worker and a detail: it generates, or what all of its groups wait for."""
     if engine.num_running:
         return "generate", ""
     if follower.num_waiting:
@@ -105,9 +105,9 @@ def _state_of(engine: Engine, follower: WeightFollower, workers: list[RolloutWor
 async def _watch_activity(
     activity: Activity, engine: Engine, follower: WeightFollower, workers: list[RolloutWorker]
 ) -> None:
-    """Keep the state of this process: generating, or waiting, and for what. Sampled, so it costs nothing.
+    """Record the state of this process every `SAMPLE_S`: it generates, or what it waits for.
 
-    Idle time counts from the first request on: before it, there was nothing that could have been done.
+    Idle time counts from the first request on: before it, there was no work.
     """
     has_generated = False
     while True:

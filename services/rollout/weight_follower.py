@@ -1,18 +1,18 @@
-"""Follows the `weights` stream: the engine computes with the newest announced version.
+"""Follows the `weights` stream: keeps the engine at the newest announced version.
 
-Guarantees: versions only go up, unless the run itself went back: a trainer that was started after the one
-whose version the engine holds stands at an older version, or at other weights of the same one, because Redis
-and trainer have lost what came after. Bytes are verified before the engine sees them; `reach(v)` returns only
-when the engine holds version `v` or a newer one, which is what keeps tickets from starting too early.
+Guarantees: versions only go up, unless the run itself went back: a later trainer process has announced an
+older version, or other weights of the same one, because Redis and the trainer have lost what came after.
+Bytes are verified before the engine gets them; `reach(v)` returns only when the engine holds version `v` or a
+newer one, so that no ticket starts too early.
 
-A delta is applied to what the engine holds, where its parent is that; all deltas since then are merged and
-applied at once. A worker that holds anything else gets the full version before it and the deltas since. Where
-an engine finds that it does not hold what the manifest says, it says so and gets the full version too.
+If the engine holds a version of the chain, all deltas since then are merged and applied at once. Otherwise it
+loads the full version of the chain and the deltas since. If an engine finds that its weights are not those of
+the manifest, it raises an error, and gets the full version too.
 
-From another machine versions come into a cache folder that has the layout of a run's folder. A file is
-fetched in pieces, several at once, into a file aside that remembers which it has: after a broken connection,
-or in the next process, only the missing ones are fetched. It counts once all its bytes are checked. One
-worker of the machine downloads, the others wait and find its files.
+Versions from another machine are downloaded into a cache folder with the layout of a run's folder. A file is
+fetched in pieces, several at once, into a partial file with a list of the pieces that are there: after a
+broken connection, or in the next process, only the missing ones are fetched. A file is used once its checksum
+is right. One worker of the machine downloads; the others wait and find its files.
 """
 
 import asyncio
@@ -62,35 +62,35 @@ from tidemill.services.rollout.engines.engine import Engine, WeightUpdate
 log = structlog.get_logger(__name__)
 
 POLL_S = 3.0
-"""Newer versions come at once; that the stream has become shorter is looked for so often."""
+"""New versions are read at once; this is how often a stream that has become shorter is noticed."""
 RETRY_S = 1.0
 SPREAD_S_PER_GROUP, LONGEST_SPREAD_S = 0.001, 1.0
-"""All workers hear of a version at once. They begin within so long for each group of a step (there are hardly
-more workers than groups), so that a thousand do not ask the folder or the trainer's server in one moment."""
+"""All workers learn of a version at once. Each waits a random time of up to so long for each group of a step
+(there are hardly more workers than groups), so that a thousand do not read it in the same moment."""
 REPORT_AFTER = 3
-"""Reads in a row that find a version damaged: fewer may be a file system that shows a file late."""
+"""Reads in a row that find a version damaged, before it is reported: some file systems show files late."""
 REPAIR_S = 60.0
-"""The trainer hears of it and writes the version again within so long."""
+"""Time within which the trainer writes a reported version again."""
 GIVE_UP_LEASES = 2.0
-"""For so many leases weights may be unreadable before the worker ends and others take its tickets."""
+"""Leases for which weights may be unusable before the worker ends and others take its tickets."""
 
 CACHE_VARIABLE = "TIDEMILL_CACHE_DIR"
 PIECE_BYTES = 16 << 20
 STREAMS = 4
-"""Pieces that are fetched at once: so many of them are in memory."""
+"""Pieces that are fetched, and in memory, at once."""
 ATTEMPTS = 3
-"""For each piece, before the version counts as not to be had now."""
+"""Attempts at each piece before the download fails."""
 KEPT_VERSIONS = 2
 """The newest, and the one before it, which a slower worker of this machine may still be reading."""
 NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
-"""Tensors whose digests are computed at once. Where deltas change them, so many copies are in memory."""
+"""Tensors whose digests are computed at once. If deltas change them, this many copies are in memory."""
 
 
 class WeightFollower:
     """Loads announced versions into one engine; `run` goes on until it is cancelled."""
 
     def __init__(self, context: ServiceContext, engine: Engine) -> None:
-        """Raises ConfigError: the address of weights is of no known kind, or needs a library."""
+        """Raises ConfigError: `weights.url` is of an unknown kind, or needs a library that is missing."""
         self.context, self.engine, run_id = context, engine, context.keys.run_id
         remote = open_remote(context.config.weights.url, run_id)
         self._versions = WeightDownload(remote, run_id) if remote else LocalVersions(context.run_dir)
@@ -101,19 +101,18 @@ class WeightFollower:
         """Groups that wait for a version to arrive."""
         self._held: WeightManifest | None = None
         self.history = 0
-        """Counts up when the engine leaves a history that is lost: what it generated until then is too."""
+        """Increases when the engine leaves a history that is lost: samples begun before then are lost too."""
         self._failing_since: float | None = None
         self._num_damaged = 0
         self.damaged_version = -1
-        """A version whose bytes are not those that were announced, which the trainer has to write again; -1
-        without one."""
+        """A version with other bytes than announced, which the trainer has to write again; -1: none."""
         self.last_update: WeightUpdate | None = None
         self.num_mismatches = 0
         """Updates after which the engine did not hold what the manifest says."""
 
     @property
     def term(self) -> int:
-        """The trainer process that announced the weights that are held; 0 for the starting model's."""
+        """Number of the trainer process that announced the held weights; 0 for the starting model."""
         return self._held.term if self._held else 0
 
     async def run(self) -> None:
@@ -123,7 +122,7 @@ class WeightFollower:
             entries = [entry for entry in read if isinstance(entry, Entry)]
             if read and isinstance(read[-1], Garbled):
                 log.warning("an unexpected entry among the weights is skipped", entry=read[-1].entry_id)
-            # Where nothing came, there may still be something to load: the stream may have become shorter.
+            # If nothing came, there may still be something to load: the stream may have become shorter.
             newest = entries[-1] if entries else await self._newest()
             if newest is None:
                 continue
@@ -143,7 +142,7 @@ class WeightFollower:
             self.num_waiting -= 1
 
     def _is_to_load(self, manifest: WeightManifest) -> bool:
-        """A newer version, the same one with other bytes, or any that a later trainer stands at."""
+        """Whether it is newer, the same version with other weights, or an older one of a later trainer."""
         held = self._held
         if manifest.version > self.engine.version or held is None:
             return manifest.version > self.engine.version
@@ -155,10 +154,10 @@ class WeightFollower:
         return await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
 
     async def _load(self, manifest: WeightManifest, reader: OffsetReader[WeightManifest]) -> None:
-        """Verify and load one version; a torn one is tried again unless a newer one is there."""
-        # Of another trainer: then the weights held now may be no ancestor of these.
+        """Verify and load one version; an incomplete one is tried again unless there is a newer one."""
+        # Announced by another trainer process: the held weights may be no ancestor of these.
         is_other_history = self._held is not None and manifest.term != self._held.term
-        self.history += is_other_history  # what ends from now on was begun with weights that are gone
+        self.history += is_other_history  # samples that end from now on began with weights that are lost
         await asyncio.sleep(random.random() * self._spread_s)
         try:
             update = await self._update(manifest)
@@ -167,15 +166,15 @@ class WeightFollower:
             newest = await self._newest()
             if newest and newest.message.version == manifest.version:
                 reader.position = id_before(newest.entry_id)
-                # Where a server failed, all workers failed at the same moment.
+                # Random: when a server fails, all workers fail at the same moment.
                 await asyncio.sleep(RETRY_S * (0.5 + random.random()))
             return
         if is_other_history:
             log.warning(
                 "left weights of a history that is lost", version=manifest.version, term=manifest.term
             )
-            self.history += 1  # and what was begun while the new ones were loaded
-        # Only now: `_held` is what later deltas build on, so it never names what the engine may not hold.
+            self.history += 1  # samples that began while the new ones were loaded are lost too
+        # Only now: later deltas build on `_held`, so it must never name weights that the engine may not hold.
         self._failing_since, self._held, self.last_update = None, manifest, update
         self._num_damaged, self.damaged_version = 0, -1
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
@@ -183,12 +182,12 @@ class WeightFollower:
         metrics.WEIGHT_DELAY_SECONDS.observe(max(0.0, time.time() - manifest.announced_at))
         metrics.ENGINE_VERSION.set(update.version)
         log.debug("weights loaded", version=update.version, load_s=update.load_s, paused_s=update.paused_s)
-        # Last: who waits in `reach` starts to generate at once, with what was loaded.
+        # Last: callers that wait in `reach` start to generate at once, with the loaded weights.
         async with self._arrived:
             self._arrived.notify_all()
 
     async def _update(self, manifest: WeightManifest) -> WeightUpdate:
-        """Bring the engine to a version, by deltas from what it holds where that is proven and possible."""
+        """Bring the engine to a version, by deltas from what it holds if it can apply them."""
         held = self._held if self.engine.can_patch else None
         try:
             return await self._follow(manifest, held)
@@ -196,7 +195,7 @@ class WeightFollower:
             self.num_mismatches += 1
             metrics.WEIGHT_MISMATCHES.inc()
             log.error("the engine holds other weights", version=manifest.version, error=str(error))
-        # The engine's own weights are in doubt: nothing that builds on them.
+        # The engine's own weights are in doubt: nothing may build on them.
         self._held = None
         return await self._follow(manifest, None)
 
@@ -205,7 +204,7 @@ class WeightFollower:
         return await self.engine.load(manifest.version, files, deltas, manifest.digest)
 
     def _count_failure(self, manifest: WeightManifest, error: WeightsError) -> None:
-        """End this worker rather than hold tickets that it will never be able to start."""
+        """Raise the error if weights have been unusable for too long: tickets held here could never start."""
         metrics.WEIGHT_FAILURES.inc()
         log.warning("weights cannot be used yet", version=manifest.version, error=str(error))
         self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0
@@ -218,7 +217,7 @@ class WeightFollower:
 
 
 class LocalVersions:
-    """The run's folder itself, where this machine sees it."""
+    """Versions in the run's folder, if this machine can read it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir
@@ -238,10 +237,10 @@ class WeightDownload(LocalVersions):
         self._remote = remote
 
     def manifest(self, version: int) -> WeightManifest:
-        """What the other side says of a version.
+        """The manifest of a version, from the cache or the remote side.
 
         Raises:
-            WeightsError: it says something else, or does not answer.
+            WeightsError: the remote side does not answer, or sends something else.
         """
         if (known := super().manifest(version)) is not None:
             return known
@@ -255,13 +254,13 @@ class WeightDownload(LocalVersions):
         """The files of a version, downloaded if need be and checked. Blocks: call it on a thread.
 
         Raises:
-            WeightsError: the other side does not answer, does not have the version, or sends other bytes.
+            WeightsError: the remote side does not answer, does not have the version, or sends other bytes.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "download.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                # Looked at under the lock: another worker of this machine may just have brought them.
+                # Looked at under the lock: another worker of this machine may just have downloaded them.
                 try:
                     return super().files(manifest)
                 except WeightsError:
@@ -290,7 +289,7 @@ class WeightDownload(LocalVersions):
             # The manifest last: a folder that has one is whole.
             write_atomically(aside / MANIFEST_FILE, manifest.model_dump_json(indent=1))
             publish_folder(aside, target)
-        # What an abandoned version has left is of no use any more.
+        # Partial files of abandoned versions are of no use any more.
         remove_folder(partial.parent)
         log.info("weights downloaded", version=manifest.version, num_bytes=manifest.num_bytes)
 
@@ -324,7 +323,7 @@ class WeightDownload(LocalVersions):
         return self._remote.read(path, start, length)
 
     def _prune(self, manifest: WeightManifest) -> None:
-        """Remove what neither this version's chain nor a slower worker needs."""
+        """Remove versions that neither this version's chain nor a slower worker needs."""
         folder = self.folder / WEIGHTS_FOLDER
         first = manifest.base if manifest.is_delta else manifest.version
         for version in folder_versions(folder)[:-KEPT_VERSIONS]:
@@ -335,13 +334,13 @@ class WeightDownload(LocalVersions):
 def find_route(
     versions: LocalVersions, wanted: WeightManifest, held: WeightManifest | None
 ) -> tuple[list[Path], list[list[Path]]]:
-    """From the weights of `held`, where the chain of `wanted` goes through them; else from its full version.
+    """The files that lead to `wanted`: from `held`, if its chain goes through it; else from its full version.
 
     Returns the files of the full version, or none, and those of the deltas since then, oldest first. All are
-    fetched and checked. That they lead to `wanted` is proven: from a full version here, else by the engine.
+    fetched and checked. Their digest is compared with `wanted`'s: of a full version here, else by the engine.
 
     Raises:
-        WeightsError: something of the chain is missing, torn, or of another history.
+        WeightsError: a part of the chain is missing, incomplete, or of another history.
     """
     chain = find_chain(wanted, versions.manifest, held)
     if chain[0].is_delta:
@@ -358,7 +357,7 @@ def find_route(
 
 
 def _digest_of(tensors: Iterable[tuple[TensorInfo, Bits]]) -> Digest:
-    """Of several tensors at once: numpy computes without the interpreter's lock."""
+    """The digest of all tensors, several at once: numpy computes without the interpreter's lock."""
     total, waiting = Digest(), deque[Future[Digest]]()
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         for tensor in tensors:

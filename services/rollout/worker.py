@@ -1,14 +1,14 @@
 """Tickets in, groups out: bounded concurrency, evaluation in a lane of its own.
 
-A finished group frees a slot. When the service stops, running groups get `streams.drain_s` to finish;
-the rest is handed back, and whoever takes over generates only the missing samples.
+A finished group frees a slot. When the service stops, running groups get `streams.drain_s` to finish; the
+rest is handed back, and the worker that takes a group over generates only the missing samples.
 
-Guarantees: no sample starts before the engine holds the ticket's `min_version`, nor an older version than
-the one at which the group was first started; after a takeover only the missing indices are generated, each
-from where its recorded parts end (`sessions/parts.py`); every published sample was generated under a lease
-that still held when it was published. A sample whose environment fails ends no other one: the others are
-published, and it is played again by whoever gets the ticket next. After the last delivery it is published as
-failed, where enough others are left to train on.
+Guarantees: no sample starts before the engine holds the ticket's `min_version`, or at an older version than
+the one at which the group was first started, unless the run has lost that one; after a takeover only the
+missing indices are generated, each from where its recorded parts end (`sessions/parts.py`); every published
+sample was generated under a lease that still held when it was published. A sample whose environment fails
+does not stop the others: these are published, and it is played again at the ticket's next delivery. After the
+last delivery it is published as failed, if enough others are left to train on.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ from tidemill.services.rollout.weight_follower import WeightFollower
 log = structlog.get_logger(__name__)
 
 OF_THE_TICKET = (frozenset(Ticket.model_fields) & frozenset(Trajectory.model_fields)) - {"prompt_ids"}
-"""What a trajectory has of its ticket. An environment may add to the prompt."""
+"""Fields that a trajectory copies from its ticket; not the prompt, to which an environment may add."""
 STARTED_FIELD = "version"
 """Field of the progress hash that holds the version at which the group was started."""
 
@@ -74,7 +74,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         config = context.config
         max_groups = config.rollout.max_groups_in_flight
         self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
-        # Evaluation never waits for training.
+        # The KV cache limits training only, so that evaluation never waits for training.
         if max_groups == "auto" and engine.reports and lane is Lane.TRAIN:
             most_tokens = config.data.max_prompt_tokens + config.max_completion_tokens
             most_tokens = min(config.model.max_model_len, most_tokens)
@@ -91,11 +91,11 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     @property
     def num_wanted(self) -> int:
-        """Samples that were asked of the engine and are not there yet."""
+        """Requests to the engine that have not ended yet."""
         return len(self._asked)
 
     async def fetch(self, count: int) -> list[Delivery[Ticket] | Garbled]:
-        """One at a time: a step's tickets arrive together, and must not all go to who asks first."""
+        """Fetch one at a time: a step's tickets arrive together, and must not all go to the first worker."""
         return await super().fetch(1)
 
     async def accept(self, deliveries: list[Delivery[Ticket]]) -> None:
@@ -135,25 +135,25 @@ class RolloutWorker(LaneWorker[Ticket]):
         self.free_slot()
 
     async def _work(self, delivery: Delivery[Ticket]) -> None:
-        """Generate one group. The one place that catches broadly."""
+        """Generate one group, and handle whatever goes wrong with it."""
         ticket = delivery.message.ticket
         try:
             await self.generate(delivery)
         except* LeaseLostError:
             log.info("group taken over by another worker", ticket=ticket)
-        except* (EngineError, BrokerError) as failures:  # the ticket is as good as ever
+        except* (EngineError, BrokerError) as failures:  # not the ticket's fault, and this process is broken
             cause = first_cause(failures)
             log.error("this process cannot go on; stopping so that it is restarted", error=str(cause))
             self.context.fail(cause)
-        except* EnvironmentFaultError as faults:  # no fault of the ticket's: others may have more luck
+        except* EnvironmentFaultError as faults:  # not the ticket's fault: another worker may succeed
             await self._hand_on(delivery, first_cause(faults))
         except* Exception as failures:
             cause = first_cause(failures)
             await self.dead_letter(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
 
     async def _hand_on(self, delivery: Delivery[Ticket], fault: BaseException) -> None:
-        """Give a ticket whose environment fails here to whoever reclaims it, but for its last delivery. After
-        too many in a row the run stops: what is held goes back."""
+        """Hand back a ticket whose environment failed, for any worker, or dead-letter it after its last
+        delivery. After too many such tickets in a row this worker ends with a `ConfigError`."""
         section = self.context.config.rollout.environment
         self.faults_in_row += 1
         if 0 < section.max_faults <= self.faults_in_row:
@@ -174,7 +174,7 @@ class RolloutWorker(LaneWorker[Ticket]):
 
         Raises:
             LeaseLostError: another worker has taken the ticket over.
-            EnvironmentFaultError: an environment failed, again and again.
+            EnvironmentFaultError: an environment failed in every attempt.
             ValueError: the engine refuses the prompt.
         """
         ticket = delivery.message
@@ -182,7 +182,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         # Redis may lose samples that are published, and only Redis knows whether the group is complete: until
         # it says so, or the lease is lost, what is missing is generated again.
         while self.consumer.holds(delivery):
-            # Read each time round: samples may have been published by a worker that held the ticket before.
+            # Read in each round: samples may have been published by a worker that held the ticket before.
             done, parts = await self._start_group(delivery)
             if waited_s is None:
                 waited_s = max(0.0, time.time() - ticket.issued_at)
@@ -199,10 +199,10 @@ class RolloutWorker(LaneWorker[Ticket]):
                 await self._give_up(delivery, faults)
 
     async def _give_up(self, delivery: Delivery[Ticket], faults: dict[int, EnvironmentFaultError]) -> None:
-        """Publish the samples whose environments failed as failed ones, after the last delivery of a ticket.
+        """After the last delivery of a ticket, publish samples whose environments failed as failed.
 
         Raises:
-            EnvironmentFaultError: others shall try it, or too few samples would be left.
+            EnvironmentFaultError: it is not the last delivery, or too few samples would be left.
         """
         ticket, config = delivery.message, self.context.config
         is_last = delivery.attempts >= config.streams.max_attempts
@@ -221,23 +221,23 @@ class RolloutWorker(LaneWorker[Ticket]):
             log.warning("a sample has failed for good", ticket=ticket.ticket, index=index, error=str(fault))
 
     async def _start_group(self, delivery: Delivery[Ticket]) -> tuple[set[int], dict[bytes, bytes]]:
-        """Wait until the engine is new enough for the group; returns the indices published already, and parts
-        of others."""
+        """Wait until the engine is new enough for the group. Returns the indices of published samples, and
+        the recorded parts of others."""
         ticket = delivery.message
         progress = self.context.keys.progress(ticket.ticket, self.lane)
         keys = (progress, self.context.keys.parts(progress))
         replies = await self.context.broker.pipeline([("HGETALL", key) for key in keys])
         fields, parts = (dict(zip(raw[::2], raw[1::2], strict=True)) for raw in replies)
         started_version = int(fields.pop(STARTED_FIELD.encode(), -1))
-        # Before any token is sampled: the staleness bound rests on this wait.
+        # Before any token is sampled: the staleness bound depends on this wait.
         version = await self.follower.reach(ticket.min_version)
         if started_version < 0:
-            # Not over the version of a worker that took the group over meanwhile and started it earlier.
+            # Does not overwrite the version of a worker that took the group over and started it earlier.
             await self.consumer.start_group(delivery, progress, version)
         elif started_version > version:
             try:
-                # What only Redis has lost is announced again long before the lease ends. What the trainer has
-                # lost too never comes.
+                # A version that only Redis has lost is announced again well within a lease. One that the
+                # trainer has lost too never comes.
                 await asyncio.wait_for(self.follower.reach(started_version), self.consumer.lease_s)
             except TimeoutError:
                 was, what = started_version, "the version that a group began with is gone"
@@ -248,7 +248,7 @@ class RolloutWorker(LaneWorker[Ticket]):
     async def _read_plays(
         self, ticket: Ticket, indices: Sequence[int], parts: dict[bytes, bytes]
     ) -> dict[int, RecordedPlay]:
-        """What is known of the samples that are missing, as far as it can be gone on with."""
+        """The recorded plays of the missing samples, if they can be continued; else new ones."""
 
         def read() -> dict[int, RecordedPlay]:
             return {i: read_play(parts, i, ticket.prompt_ids, self._read_claim) for i in indices}
@@ -259,9 +259,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         newest = max(play.newest_version for play in plays.values()) if plays else 0
         with contextlib.suppress(TimeoutError):  # as in `_start_group`
             await asyncio.wait_for(self.follower.reach(newest), self.consumer.lease_s)
-        # Tokens of a history that is lost are not gone on with. Who appended the last part had followed the
-        # trainer that it names; whether the one of now has the same weights as another, nobody can say.
-        # Version 0 is the starting model of all of them.
+        # Tokens of a lost history are not continued. The last part names the trainer process that its worker
+        # followed; a later one may have other weights of the same version, except of 0, the starting model.
         term, version = self.follower.term, self.engine.version
         for index, play in plays.items():
             if play.newest_version and (play.term != term or play.newest_version > version):
@@ -274,7 +273,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         return self.context.broker.claims.get(claim)
 
     def _keys_of(self, ticket: Ticket) -> tuple[str, str]:
-        """Where the ticket's samples go, and the hash of its progress."""
+        """Keys of the stream for the ticket's samples, and of the hash of its progress."""
         return self.context.keys.trajectories(self.lane), self.context.keys.progress(ticket.ticket, self.lane)
 
     def _of_ticket(self, ticket: Ticket, index: int) -> dict[str, Any]:
@@ -283,7 +282,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         return known | {"index": index, "is_greedy": self._is_greedy(index), "worker": self.context.name}
 
     def _is_greedy(self, index: int) -> bool:
-        """Whether the sample is the one that its siblings are compared with."""
+        """Whether the sample is decoded greedily, as the baseline of its group."""
         traits = self.context.config.trainer.algorithm.advantage_traits
         return index == 0 and self.lane is Lane.TRAIN and traits.has_greedy_baseline
 
@@ -297,8 +296,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
         if play.parts:
-            # Deliveries are counted again from each part on, and an engine that draws by names would go on
-            # with the numbers by which it has drawn the recorded tokens.
+            # A new part resets the count of deliveries. With the same name, an engine that seeds by names
+            # would draw the random numbers of the recorded tokens again.
             name += f"-p{len(play.parts)}"
         numbers, is_greedy = count(1), self._is_greedy(index)
         before: tuple[Sequence[int], int, int] = ((), -1, 0)
@@ -312,8 +311,8 @@ class RolloutWorker(LaneWorker[Ticket]):
                 sampling = sampling.model_copy(update={"temperature": 0.0})
             request_id = name if number == 1 else f"{name}-t{number}"
             generation = await self._ask(ticket.ticket, request_id, ids, sampling, on_tokens)
-            # Keys and values of an older version, or of another history, are no loss of this one's. A turn
-            # begins with the version of its first span.
+            # Cached tokens of an older version, or of another history, do not count as lost. A turn begins
+            # with the version of its first span.
             prompt, version, num_had = before
             if version != generation.spans[0][0] or ids[: len(prompt)] != prompt:
                 num_had = 0
@@ -323,7 +322,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             return generation
 
         async def keep(play_name: bytes, number: int, part: Part) -> bool:
-            # Else what is dropped below would be gone on with.
+            # Else a sample that is dropped below would be continued.
             if history != self.follower.history:
                 return False
             return await self._keep_part(delivery, index, play_name, number, part)
@@ -336,12 +335,12 @@ class RolloutWorker(LaneWorker[Ticket]):
             return
         finally:
             self.num_playing -= 1
-        # The trainer restarted from an older version while this was played: its weights are none of the run's
-        # any more. It is dropped, and the loop in `generate` asks for it again.
+        # The trainer went back to an older version while this was played: its weights are no longer the
+        # run's. It is dropped, and the loop in `generate` generates it again.
         if history != self.follower.history:
             return
         if self.lane is not Lane.TRAIN:
-            played = replace(played, choices={})  # nobody trains on it
+            played = replace(played, choices={})  # evaluation is not trained on
         sample = Trajectory(
             **self._of_ticket(ticket, index),
             **played.fields(),
@@ -377,8 +376,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         return await self.consumer.append_part(delivery, progress, index, number, name + payload)
 
     async def _checked_in(self, sample: Trajectory) -> Trajectory:
-        """The sample, or a claim to it where it is large; the sample too where it cannot be put there. Its
-        choices are claimed in every case."""
+        """The sample, or a claim to it if it is large and can be stored; its choices are always stored."""
         claims = self.context.broker.claims
         if claims is None or self.lane is not Lane.TRAIN:
             return sample
@@ -394,7 +392,7 @@ class RolloutWorker(LaneWorker[Ticket]):
     async def _ask(
         self, ticket: int, name: str, ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None
     ) -> Generation:
-        """One generation. Of a delivery that was lost, requests may still run: so ids differ."""
+        """One generation. Requests of a lost delivery may still run, so ids are made unique."""
         request_id = next(i for i in chain([name], (f"{name}-{n}" for n in count(2))) if i not in self._asked)
         is_urgent = self.lane is Lane.EVAL
         request = GenerationRequest(request_id, ids, sampling, is_urgent, on_tokens, ticket)

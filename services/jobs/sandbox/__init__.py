@@ -1,1 +1,1 @@
-"""Runs code of completions: RQ workers, each of which starts a jail of its own for every completion."""
+"""Runs code of completions: RQ workers that start a separate jail for every test."""

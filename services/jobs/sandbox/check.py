@@ -1,6 +1,6 @@
-"""`python -m tidemill.services.jobs.sandbox.check CONFIG`: can code be run apart from this machine?
+"""`python -m tidemill.services.jobs.sandbox.check CONFIG`: can this machine run code in a jail?
 
-CONFIG is the section as JSON. Prints one line; exits with 2 where no code can be run as configured.
+CONFIG is the sandbox section as JSON. Prints one line; exits with 2 if no code can be run as configured.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Runs programs that nobody trusts, each in a jail of its own.
+"""Runs untrusted programs, each in a jail of its own.
 
 bubblewrap makes namespaces (processes, network, mounts), a root folder with nothing but the system's
 programs, the interpreter and an empty /tmp, and installs the filter of system calls (`system_calls.py`). In
-the jail, `launcher.py` sets limits, gives up root, and becomes the program. From outside, its time, its
-output, and the memory and number of its processes are followed. The kernel ends all of it with bubblewrap,
-which ends with this process's thread.
+the jail, `launcher.py` sets limits, gives up root, and becomes the program. This process watches its time,
+its output, and the memory and number of its processes. When bubblewrap ends, the kernel kills everything in
+the jail; bubblewrap ends with the thread that started it.
 """
 
 import contextlib
@@ -31,23 +31,23 @@ from tidemill.services.jobs.sandbox.system_calls import make_filter
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")
-"""Without /dev/zero, a mapping of which can be memory that belongs to no process."""
+"""/dev/zero is left out: a mapping of it can be memory that belongs to no process."""
 LAUNCHER = Path(__file__).with_name("launcher.py").read_text(encoding="utf-8")
 FETCHED = Path(sys.prefix, "bubblewrap")
-"""Where `make` unpacks bubblewrap on machines without it."""
+"""Folder into which `make` unpacks bubblewrap on machines without it."""
 MAX_FILES = 4096
 MAX_PROCESSES = 16
-"""Processes and threads of one program at once."""
+"""Most processes and threads of one program at once."""
 BUBBLEWRAPS = 2
 """Processes of bubblewrap itself in each jail."""
 MAX_OUTPUT_BYTES = 256 << 10
 LOOK_S = 0.04
 LOOK_SHARE = 0.1
-"""Of the time, at most, for looking at processes: on large machines there are many."""
+"""Largest share of the time spent on looking at processes: large machines have many."""
 NOBODY = 65534
 FIRST_UID, NUM_UIDS = 200_000, 60_000
-"""A program that is started by root has a user of its own: limits on processes count by user, and processes
-that have ended count until they are reaped."""
+"""Under root, each program gets a user id of its own: the limit on processes counts per user, and includes
+processes that have ended until they are reaped."""
 NUMBERS, STRIDE = itertools.count(), 7919
 CAP_SYS_ADMIN = 21
 ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
@@ -73,7 +73,7 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -
         SandboxError: the jail could not be set up; no line of the program has run.
     """
     with contextlib.ExitStack() as stack:
-        # Files and not pipes: nobody has to read while it runs, and their size tells how much it has written.
+        # Files, not pipes: no reader is needed while it runs, and their size says how much it has written.
         order, fed, calls, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
         order.write(json.dumps(_order(source, config, uid)).encode())
@@ -103,7 +103,7 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -
         stdout, stderr = (_written(file, MAX_OUTPUT_BYTES) for file in (out, err))
         if os.fstat(order.fileno()).st_size:  # the launcher empties it when all is in place
             raise SandboxError(stderr.strip()[-500:] or f"it ended with {code}")
-        # As a shell tells a signal, which is how bubblewrap tells that of the program.
+        # 128 + signal, as in a shell: bubblewrap reports the program's signals in this form.
         code = code if code >= 0 else 128 - code
         return {
             "outcome": outcome or ENDINGS.get(code) or ("killed" if 128 < code <= LAST_SIGNAL else "done"),
@@ -115,10 +115,10 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -
 
 
 def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
-    """What the launcher is to do. Limits are those of each process."""
+    """The launcher's instructions. The limits hold for each process by itself."""
     cpu_s = math.ceil(config.time_s)
     limits = {
-        # At the first SIGXCPU, which a program may ignore; at the second SIGKILL.
+        # The first sends SIGXCPU, which a program may ignore; the second SIGKILL.
         "CPU": (cpu_s, cpu_s + 1),
         "AS": (config.memory_mb << 20,) * 2,
         "FSIZE": (max(config.file_mb << 20, MAX_OUTPUT_BYTES),) * 2,
@@ -131,7 +131,7 @@ def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
 
 
 def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
-    """The command that sets up namespaces and files, up to what runs in them.
+    """The command that sets up namespaces and files; the program to run is still to be appended.
 
     Raises:
         SandboxError: there is no bubblewrap.
@@ -139,19 +139,19 @@ def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
     program = shutil.which("bwrap", path=f"{os.environ.get('PATH', os.defpath)}:{FETCHED}")
     if program is None:
         raise SandboxError("there is no bubblewrap (bwrap) on the PATH; Debian's package is bubblewrap")
-    # Root needs no namespace of users, which some kernels forbid; the launcher takes another user.
+    # Root needs no user namespace, which some kernels forbid: the launcher changes to another user.
     user = (
         ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         if uid
         else ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     )
-    # First: a clone may lie in the machine's /tmp, and its packages with it.
+    # First, because packages may lie in the machine's /tmp: they are mounted over the jail's /tmp.
     files = ["--perms", "1777", "--size", str(config.file_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     for path in (*SYSTEM, os.path.realpath(sys.base_prefix), *_packages(config), *DEVICES):
         if os.path.islink(path):
             files += ["--symlink", os.readlink(path), path]
         elif not path.startswith("/usr/"):
-            for folder in list(Path(path).parents)[-2::-1]:  # the jail's user has to get through
+            for folder in list(Path(path).parents)[-2::-1]:  # the jail's user must be able to enter it
                 files += ["--perms", "0755", "--dir", str(folder)]
             files += ["--dev-bind" if path in DEVICES else "--ro-bind-try", path, path]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -160,7 +160,7 @@ def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
 
 
 def _packages(config: SandboxConfig) -> list[str]:
-    """Folders of the packages that are installed beside this project."""
+    """Folders of the packages that are installed beside this project; none without `config.packages`."""
     found = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     return sorted(found) if config.packages else []
 
@@ -175,13 +175,13 @@ def _follow(
     process: "subprocess.Popen[bytes]", config: SandboxConfig, deadline: float, order: IO[bytes],
     written: tuple[IO[bytes], ...],
 ) -> str:  # fmt: skip
-    """The limit that it met; nothing where it came to an end by itself, which is not reaped yet."""
+    """Wait for the end or a limit. Returns the limit, or "" if it ended by itself; it is not reaped here."""
     pause_s, ended = LOOK_S, select.poll()
     with os.fdopen(os.pidfd_open(process.pid)) as pid:  # which becomes readable as the process ends
         ended.register(pid, select.POLLIN)
         while True:
             has_ended = ended.poll(1000 * min(pause_s, max(0.0, deadline - time.monotonic())))
-            # Before the end: a program may write too much and end between two looks.
+            # Checked before the end is: a program may write too much and end between two looks.
             if sum(os.fstat(file.fileno()).st_size for file in written) > MAX_OUTPUT_BYTES:
                 return "output"
             if has_ended:
@@ -195,13 +195,13 @@ def _follow(
 
 
 def _excess(group: int, config: SandboxConfig, is_set_up: bool) -> str:
-    """Limits that no setrlimit has: of all processes together."""
+    """The limit over all processes together that is exceeded, or ""; setrlimit has no such limits."""
     pids = [pid for pid in psutil.pids() if _group_of(pid) == group]
     if len(pids) > MAX_PROCESSES + BUBBLEWRAPS:
         return "processes"
     if sum(map(_used_bytes, pids)) > config.memory_mb << 20:
         return "memory"
-    # Before the program starts, what stands at this path may be the machine's own /tmp.
+    # Before the program starts, this path may still be the machine's own /tmp.
     return "file" if is_set_up and any(_num_files(pid) > MAX_FILES for pid in pids if pid != group) else ""
 
 
@@ -212,14 +212,11 @@ def _group_of(pid: int) -> int:
 
 
 def _used_bytes(pid: int) -> int:
-    """Memory of a process, what was moved to swap included.
-
-    Every thread tells it; the first one has none to tell when it has ended.
-    """
+    """Bytes of a process, swap included. Each thread's status shows them, unless that thread has ended."""
     with contextlib.suppress(OSError):
         for status in [Path(f"/proc/{pid}/status"), *Path(f"/proc/{pid}/task").glob("*/status")]:
             with contextlib.suppress(OSError):
-                # Not `splitlines`: the first line has the name, any bytes that the process chose.
+                # Not `splitlines`: the first line has the name, which may be any bytes.
                 lines = status.read_bytes().split(b"\n")
                 told = [line for line in lines if line.startswith((b"VmRSS:", b"VmSwap:"))]
                 if told:

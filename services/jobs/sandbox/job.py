@@ -1,12 +1,12 @@
 """The RQ job: run one completion's code against its tests, each in a jail, and leave the result in Redis.
 
-The result is written under a key of the run before RQ hears that the job is done, so a worker that dies in
-between costs nothing but a second run. What the code does is a result; what the sandbox fails to do is an
-error, which the reward service tries again and never takes for a zero.
+The result is written under a key of the run before RQ marks the job as done, so a worker that dies in between
+costs at most a second run. Whatever the code does is a result; a failure of the sandbox is an error, which
+the reward service retries and never counts as a zero.
 
 A program passes by what it writes, never by its exit code alone: code that ends early, with `sys.exit(0)` for
-instance, must not pass. Outputs and results are judged outside the jail; statements run in another process
-than the code (`statements.py`), which sees neither them nor the proof that they came to their end.
+instance, must not pass. Outputs and results are judged outside the jail. Statements run in another process
+than the code (`statements.py`): the code sees neither them nor the proof that they ran to the end.
 """
 
 import json
@@ -102,7 +102,7 @@ def make_cases(code: str, tests: Any, max_cases: int) -> list[Case]:
 
 
 def _decoded(tests: Any) -> Any:
-    """JSON in text, as datasets keep it; text that is no JSON stays what it is."""
+    """`tests` decoded, if it is JSON text, as datasets keep it; otherwise unchanged."""
     if isinstance(tests, str):
         try:
             return json.loads(tests)
@@ -130,7 +130,7 @@ def _as_text(value: Any) -> str:
 
 
 def _is_same_text(got: str, expected: str) -> bool:
-    """Equal lines, blanks at ends aside; else equal words, where numbers may differ by rounding."""
+    """Whether lines are equal up to trailing blanks, or else all words, numbers up to rounding."""
     lines, wanted = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (got, expected))
     if lines == wanted:
         return True
@@ -148,10 +148,10 @@ def _is_same_word(got: str, expected: str) -> bool:
 
 
 def _is_same_value(got: str, expected: str) -> bool:
-    """Equal JSON. Datasets often wrap the one result into a list, which is accepted."""
+    """Whether both are equal JSON. A single result that the dataset wraps into a list is accepted."""
     try:
         value, wanted = json.loads(got), json.loads(expected)
-    except (ValueError, RecursionError):  # the second where code returns lists in lists without an end
+    except (ValueError, RecursionError):  # the second where code returns very deeply nested lists
         return got.strip() == expected.strip()
     return _equal(value, wanted) or (
         isinstance(wanted, list) and len(wanted) == 1 and _equal(value, wanted[0])
@@ -188,7 +188,7 @@ BOUNDED = ("max_cases", "time_s", "total_s", "memory_mb", "file_mb")
 
 
 def run_code_of(own_run: str, configs: Sequence[SandboxConfig]) -> Callable[..., None]:
-    """The one function of a run's sandbox worker, within the bounds of the run's configs."""
+    """The only function that sandbox workers of `own_run` execute; `configs` bound what jobs ask for."""
 
     @validate_call
     def run_code(run_id: str, job_id: str, code: str, tests: Any, config: SandboxConfig) -> None:
@@ -204,7 +204,7 @@ def run_code_of(own_run: str, configs: Sequence[SandboxConfig]) -> Callable[...,
 
 
 def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
-    """What a job asks for, as far as the worker's own run allows: who asks does not decide how safe it is."""
+    """The limits that a job asks for, cut to those of the worker's run: a job must not loosen its jail."""
     bounded = {name: min(getattr(asked, name), max(getattr(c, name) for c in own)) for name in BOUNDED}
     packages = asked.packages and any(config.packages for config in own)
     return asked.model_copy(update={**bounded, "packages": packages})
@@ -261,7 +261,7 @@ def run_cases(cases: Sequence[Case], config: SandboxConfig) -> list[dict[str, An
 
 
 def probe(config: SandboxConfig) -> None:
-    """See that code can be run on this machine. Raises SandboxError: it cannot."""
+    """Check that code can be run on this machine. Raises SandboxError: it cannot."""
     (result,) = run_cases(PROBE, config.model_copy(update={"time_s": 60.0, "total_s": 60.0}))
     if not PROBE[0].passed(result):
         raise SandboxError(f"the sandbox cannot run Python here: {result['stderr'] or result['outcome']}")

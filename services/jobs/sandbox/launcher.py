@@ -1,8 +1,8 @@
-"""What a jail's interpreter does first: it sets limits, gives up root, and becomes the program.
+"""First code that a jail's interpreter runs: it sets limits, gives up root, and becomes the program.
 
-Standard library only: the jail passes this file as text (`python -c`), with a descriptor of the order. The
-order is emptied when all is in place; where it is not, no line of the program has run. The program's
-globals hold no import of this file, and little is imported: it is run for each test.
+Standard library only: `jail.py` passes this file as text (`python -c`), with the descriptor of a file of
+instructions, the order. The order is emptied when all limits are in place; until then, no line of the program
+has run. The program's globals hold no import of this file. Imports are few: it runs for each test.
 """
 
 
@@ -16,14 +16,14 @@ def _program() -> "object":
     with open(descriptor, "rb", closefd=False) as file:
         order = json.load(file)
     if order["uid"]:
-        # Groups before the user: who is not root any more may change neither.
+        # Groups before the user: a process that is no longer root may change neither.
         os.setgroups([])
         os.setgid(order["uid"])
         os.setuid(order["uid"])
-    # Limits on processes count those of a user: behind `setuid`, they are this program's alone.
+    # After `setuid`: RLIMIT_NPROC counts all processes of the user, which are then this program's alone.
     for name, limit in order["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limit)
-    # Only now: an order that is empty says that all limits are in place.
+    # Last: an empty order says that all limits are in place.
     os.ftruncate(descriptor, 0)
     os.closerange(3, 1 << 16)
     sys.path += order["path"]

@@ -1,13 +1,13 @@
 """An RQ worker of a run's sandbox queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS`.
 
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
-RQ forks for every job, so a job that goes wrong takes nothing else with it. It ends with the process that
-started it, and reaps what code has left without namespaces.
+RQ forks for every job, so a job that crashes affects nothing else. The worker ends with the process that
+started it, and reaps orphaned processes of jobs.
 
-Who may write a job's hash writes what is called: RQ imports whatever dotted name stands there, for the
-function and for its callbacks, and sends webhooks to whatever address. Here there is one function, of which
-the name is compared, never imported; it validates its arguments (`pydantic.validate_call`), and the fields of
-a hash that a job of ours does not have are not read.
+By default, write access to a job's hash decides what is called: RQ imports any dotted name that stands there,
+for the function and for its callbacks, and sends webhooks to any address. Here there is one function; its
+name is compared, never imported, and it validates its arguments (`pydantic.validate_call`). Fields of a hash
+that this project's jobs do not have are not read.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from tidemill.services.jobs.sandbox.job import run_code_of
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 BEAT_S = 2
-"""How often a busy worker says that it lives; `services/reward/rewards/sandbox.py` listens for it."""
+"""Seconds between heartbeats of a busy worker, which `services/reward/rewards/sandbox.py` watches."""
 MAINTENANCE_S = 30
 WORKER_TTL_S = 60
 PAUSE_S = 1.0
@@ -51,52 +51,52 @@ FIELDS = frozenset((
     "worker_name",
 ))
 # fmt: on
-"""What is read of a job's hash: no callbacks, no webhooks, no dependencies, no repetitions."""
+"""Fields that are read of a job's hash: no callbacks, no webhooks, no dependencies, no repetitions."""
 
 
 class UnknownJobError(Exception):
-    """A job names another function than the one there is."""
+    """A job names another function than `RUN_CODE`."""
 
 
 class CodeJob(Job):
-    """A job that runs code, whatever its hash says; see `CodeWorker`."""
+    """A job that can call nothing but `run_code`, whatever its hash says."""
 
     run_code: ClassVar[Callable[..., None]]
     keys: ClassVar[Keys]
 
     @classmethod
     def fetch(cls, id: str, *arguments: Any, **options: Any) -> Job:
-        """Raises NoSuchJobError: there is none, or it is none of this worker's."""
+        """Raises NoSuchJobError: there is none, or it belongs to another run."""
         if not id.startswith(cls.keys.sandbox_names):
             raise NoSuchJobError(f"{id} is no job of this worker")
         return super().fetch(id, *arguments, **options)
 
     def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:
-        # Whoever makes it and forgets the serializer: nothing is unpickled.
+        # Always JSON: a caller that passes no serializer would get pickle.
         super().__init__(id, connection=connection, serializer=JSONSerializer)
 
     @property
     def func(self) -> Callable[..., Any]:
-        """The one function.
+        """The only function.
 
         Raises:
-            UnknownJobError: the job names another one; nothing has been imported to find out.
+            UnknownJobError: the job names another one, which is not imported.
         """
         if self.func_name != RUN_CODE or self.instance is not None:
             raise UnknownJobError(f"{self.func_name} is no job of this worker; expected {RUN_CODE}")
         return type(self).run_code
 
     def restore(self, raw_data: Mapping[bytes, bytes]) -> None:
-        """Read what a job of ours has.
+        """Read the fields in `FIELDS`.
 
         Raises:
-            NoSuchJobError: the hash holds no job that can be read; workers pass over such a job.
+            NoSuchJobError: the hash holds no job that can be read; workers skip such a job.
         """
         known = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
         try:
             super().restore(known)
             self._deserialize_data()  # type: ignore[no-untyped-call]
-            if self.origin != self.keys.sandbox_queue:  # RQ keeps books on whatever queue a job names
+            if self.origin != self.keys.sandbox_queue:  # RQ writes to any queue that a job names
                 raise NoSuchJobError(f"job {self.id} is of the queue {self.origin}")
         except NoSuchJobError:
             raise
@@ -105,10 +105,10 @@ class CodeJob(Job):
 
 
 class CodeWorker(Worker):
-    """Does the jobs of a run's sandbox queue by `run_code`, and fails all others."""
+    """Executes the jobs of a run's sandbox queue with `run_code`; all other jobs fail."""
 
     is_asked_to_stop: ClassVar[bool] = False
-    """This process: between two workers, the signal still goes to the first."""
+    """Of the process: while one worker replaces another, the signal still goes to the old one."""
 
     def __init__(self, keys: Keys, run_code: Callable[..., None], connection: Redis) -> None:
         super().__init__(
@@ -126,25 +126,25 @@ class CodeWorker(Worker):
 
     def request_stop(self, signum: int, frame: Any) -> None:
         CodeWorker.is_asked_to_stop = True
-        with contextlib.suppress(RedisError):  # where it notes when it was asked
+        with contextlib.suppress(RedisError):  # RQ writes the time of the request to Redis
             super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         try:
             super().execute_job(job, queue)
         finally:
-            with contextlib.suppress(ChildProcessError):  # orphans of jobs
+            with contextlib.suppress(ChildProcessError):  # reaps orphans of jobs
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
     def _set_ip_address(self, connection: Any) -> None:
-        """RQ asks for the list of all clients to find its own address, which workers may not read."""
+        """RQ would look for its address in Redis's list of clients, which workers may not read."""
         self.ip_address = "unknown"
 
 
 def main(run_id: str, configs: str) -> int:
-    """Do jobs until SIGTERM; one that is under way is finished first. RQ's worker is replaced whenever it has
-    ended, as it does where Redis was away during a job."""
+    """Execute jobs until SIGTERM; one that is under way is finished first. RQ's worker is replaced when it
+    has ended, for instance because Redis was away during a job."""
     if sys.platform == "linux":
         # SIGTERM lets RQ finish the job under way.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -161,7 +161,7 @@ def main(run_id: str, configs: str) -> int:
         problem = "RQ's worker ended"
         try:
             worker.work(logging_level="WARNING")
-            for own in worker.queues:  # an id that is no text ends it, and would at every start
+            for own in worker.queues:  # an id that is not text ends the worker, and would at every start
                 connection.delete(own.intermediate_queue_key)
         except RedisError as error:
             problem = str(error)

@@ -1,12 +1,12 @@
-"""Runs statements that test code which nobody trusts, the code in a process of its own.
+"""Runs statements that test untrusted code; the code runs in a process of its own.
 
-Standard library only: this file is the program that the jail runs. The two processes talk in lines of JSON
-over a socket. Plain values (numbers, texts, lists, dicts, ...) are copied, so comparing them is Python's own
-affair and not the code's. Anything else stays where it is, and the other side has a `Proxy` of it. So the
-code decides what its own objects say of each other (`__eq__`, `__lt__`) and what is true of them (`__bool__`,
+Standard library only: this file is the program that the jail runs. The two processes exchange lines of JSON
+over a socket. Plain values (numbers, texts, lists, dicts, ...) are copied, so that Python compares them, not
+the code. All other objects stay in their process, and the other one gets a `Proxy`. So the code decides how
+its own objects compare with each other (`__eq__`, `__lt__`) and whether they are true (`__bool__`,
 `__len__`), and never whether one of them equals, or is less than, a plain value.
 
-The code's process is forked before the tests are read, and cannot look into this one.
+The code's process is forked before the tests are read, and cannot read the memory of the tests' process.
 """
 
 import builtins
@@ -30,7 +30,7 @@ COPIED: dict[str, Any] = {
 }  # fmt: skip
 CHANGING = (list, dict, set, bytearray)
 INNER = ("_", "gi_", "cr_", "ag_", "tb_", "f_", "co_")
-"""Beginnings of attributes that lead from an object of the tests to the tests themselves."""
+"""Prefixes of attributes that lead from an object of the tests to the tests themselves."""
 OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "radd", "rsub",
     "rmul", "rtruediv", "neg", "pos", "abs", "invert", "len", "iter", "next", "getitem", "setitem",
@@ -40,13 +40,13 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class Proxy:
-    """An object of the other process. What compares it with a plain value finds them different."""
+    """Represents an object of the other process. It never equals a plain value."""
 
     def __init__(self, peer: "Peer", number: int) -> None:
         vars(self).update(_peer=peer, _number=number)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call it there; lists, dicts and sets that it changed are changed here too."""
+        """Call the object in its process; changes to mutable positional arguments are copied back."""
         result, changed = self._peer.ask("call", self._number, args, named)
         for own, other in zip(args, changed, strict=True):
             if isinstance(own, list | bytearray):
@@ -92,7 +92,7 @@ for _name in COMPARISONS:
 
 
 class Peer:
-    """One end. Where `is_guarded`, the other one reaches no inner attributes of what it is given."""
+    """One end of the socket. If `is_guarded`, it refuses `INNER` attributes of objects held here."""
 
     def __init__(self, channel: socket.socket, is_guarded: bool) -> None:
         self._stream, self._is_guarded = channel.makefile("rwb"), is_guarded
@@ -100,7 +100,7 @@ class Peer:
         self.exceptions: dict[str, type[BaseException]] = {}
 
     def ask(self, *request: Any) -> Any:
-        """Have something done there; meanwhile it may ask for what is here."""
+        """Send a request and wait for its result; requests of the other end are served meanwhile."""
         self._write(["ask", self.encode(request)])
         while True:
             kind, content = json.loads(self._stream.readline() or '["gone", null]')
@@ -117,18 +117,18 @@ class Peer:
             self._serve(content)
 
     def serve(self) -> None:
-        """Do what the other side asks for, to its end."""
+        """Serve requests until the other end closes the socket."""
         while line := self._stream.readline():
             self._serve(json.loads(line)[1])
 
     def encode(self, value: Any) -> Any:
-        """As JSON; what is not plain is held here, under a number."""
+        """The value as JSON; an object that is not plain is kept here, and its number is sent."""
         if value is None or type(value) in (bool, float, str):
             return value
         if isinstance(value, Proxy):
             return ["yours", value._number]
         if isinstance(value, dict):
-            # By the plain type's own methods, here and below: a subclass of the code's may tell other things.
+            # By the plain type's own methods, here and below: a subclass of the code may override them.
             return ["dict", [[self.encode(key), self.encode(inner)] for key, inner in dict.items(value)]]
         kinds: tuple[Any, ...] = (list, tuple, set, frozenset, bytes, bytearray)
         for kind in kinds:
@@ -148,7 +148,7 @@ class Peer:
         return ["mine", len(self._held) - 1]
 
     def decode(self, value: Any) -> Any:
-        """The value, or a proxy of what the other side holds."""
+        """The value, or a proxy of an object that the other end holds."""
         if not isinstance(value, list):
             return value
         kind, content = value
@@ -190,14 +190,14 @@ class Peer:
 
 
 class Solution:
-    """What the code defines, run in its own process."""
+    """The code and its globals, in the code's process."""
 
     def __init__(self, peer: Peer) -> None:
         self._scope: dict[str, Any] = {"__name__": "__solution__"}
         peer.encode(self)  # number 0
 
     def run(self, code: str) -> "list[tuple[str, str, Any]]":
-        """Its names: how each is to be had, and what it is."""
+        """Run the code. Returns (name, kind, value) of each global; `_scope_of` rebuilds them."""
         exec(compile(code, "solution.py", "exec"), self._scope)
         return [(name, *_described(value)) for name, value in self._scope.items() if name[:2] != "__"]
 
@@ -214,11 +214,11 @@ def _described(value: Any) -> "tuple[str, Any]":
 
 
 def _scope_of(names: "list[tuple[str, str, Any]]", peer: Peer) -> "dict[str, Any]":
-    """What the statements see of the code. What it has imported, they import themselves."""
+    """The statements' globals, from those of the code. What the code has imported is imported here again."""
     scope: dict[str, Any] = {"__name__": "__test__"}
     for name, kind, value in names:
         if hasattr(builtins, name):
-            continue  # the statements' `abs` is not the code's
+            continue  # the code must not replace a built-in of the statements
         if kind == "module":
             scope[name] = importlib.import_module(value)
         elif kind == "import":
@@ -235,7 +235,7 @@ def _scope_of(names: "list[tuple[str, str, Any]]", peer: Peer) -> "dict[str, Any
 
 
 def main() -> None:
-    """Read proof, code and statements from stdin; write the proof where the statements ran to their end."""
+    """Read proof, code and statements from stdin; write the proof if the statements ran to the end."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # the code must not read the tests out of this process
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -253,7 +253,7 @@ def main() -> None:
     run = Proxy(peer, 0).run
     scope = _scope_of(run(asked["code"]), peer)
     exec(compile(asked["test"], "test.py", "exec"), scope)
-    os.kill(child, 9)  # it writes nothing behind the proof
+    os.kill(child, 9)  # it must not write anything after the proof
     os.waitpid(child, 0)
     sys.stdout.write("\n" + asked["proof"])
 

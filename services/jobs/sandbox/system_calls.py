@@ -1,13 +1,11 @@
-"""What a program in a jail may ask of the kernel: a list of what may be called, made into a filter by
-libseccomp.
+"""The system calls that a program in a jail may make: a list, made into a filter by libseccomp.
 
-Allowed is what Python, its standard library and numpy compute with. All else does not exist there: ENOSYS,
-which C libraries have an answer to. Among what is missing are ways out (mounts, namespaces, ptrace, the
-network), and memory that belongs to no process, which no limit on processes counts: memfd, shared memory,
-sockets that wait to be accepted, notes of changed files, locks on parts of files, extended attributes.
-Who is not root gains nothing by `setuid`, by which the launcher stops being root.
-`setsid` and `setpgid` are missing too: all that a program starts stays in its process group, and ends with
-that.
+Allowed are those that Python, its standard library and numpy need to compute. All others fail with ENOSYS,
+which C libraries handle. Missing are, among others, ways out of the jail (mounts, namespaces, ptrace, the
+network), and memory that belongs to no process and so counts for no limit: memfd, shared memory, sockets that
+wait to be accepted, inotify, locks on parts of files, extended attributes. `setuid` is allowed because the
+launcher gives up root with it; without root it is of no use. `setsid` and `setpgid` are missing: all that a
+program starts stays in its process group, and is killed with that group.
 """
 
 import ctypes
@@ -39,9 +37,11 @@ ALLOW, ERROR = 0x7FFF0000, 0x00050000
 EQUAL, MASKED = 4, 7
 NEW_NAMESPACES, MAP_SHARED, AF_UNIX = 0x7E020000, 1, 1
 FCNTL = (0, 1, 2, 3, 4, 1030, 1032)
-"""Duplicates, flags, the size of a pipe. No locks on parts of files, of which there may be any number."""
+"""Duplicate a descriptor, read and set its flags, read a pipe's size. No locks on parts of files: their
+number has no limit."""
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Whether it is a terminal, its size, what waits to be read, whether it blocks and is inherited."""
+"""Read a terminal's settings and size and the bytes that can be read; set whether a descriptor blocks and is
+inherited."""
 CONDITIONS = (
     ("clone", 0, MASKED, NEW_NAMESPACES, 0),
     ("mmap", 3, MASKED, MAP_SHARED, 0),
@@ -50,7 +50,7 @@ CONDITIONS = (
     *(("fcntl", 1, EQUAL, command, 0) for command in FCNTL),
     *(("ioctl", 1, EQUAL, request, 0) for request in IOCTL),
 )
-"""Allowed for some arguments: call, argument, comparison, and what it is compared with."""
+"""Calls allowed for some arguments only: name, index of the argument, comparison, two operands."""
 BAD_ARCH_ATTRIBUTE = 2
 
 
@@ -65,10 +65,10 @@ class _Argument(ctypes.Structure):
 
 @functools.cache
 def make_filter() -> bytes:
-    """The filter, as the kernel takes it.
+    """The filter as a BPF program.
 
     Raises:
-        OSError: there is no libseccomp here, or it knows nothing of this machine.
+        OSError: libseccomp is missing, or does not support this machine.
     """
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
@@ -76,14 +76,13 @@ def make_filter() -> bytes:
     if not context:
         raise OSError("libseccomp makes no filter here")
     try:
-        # Numbers of another architecture, such as x32's, do not exist either: libseccomp's own choice is to
-        # kill who calls one.
+        # Calls of another architecture, such as x32, fail too; by default libseccomp kills the caller.
         library.seccomp_attr_set(context, BAD_ARCH_ATTRIBUTE, ERROR | errno.ENOSYS)
         for name in ALLOWED:
             _add(library, context, ALLOW, name)
         for name, *argument in CONDITIONS:
             _add(library, context, ALLOW, name, _Argument(*argument))
-        _add(library, context, ERROR | errno.ENETUNREACH, "socket")  # the answer that programs know
+        _add(library, context, ERROR | errno.ENETUNREACH, "socket")  # an error that programs handle
         with tempfile.TemporaryFile() as file:
             if library.seccomp_export_bpf(context, file.fileno()) != 0:
                 raise OSError("libseccomp gives no filter")

@@ -1,4 +1,4 @@
-"""A sandbox worker: sees that this machine can run code apart, then keeps one RQ worker running."""
+"""A sandbox worker: checks that this machine can run code in a jail, then runs an RQ worker process."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def serve(context: ServiceContext) -> None:
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
-            # A job that is killed after that is queued once more by the reward worker that waits for it.
+            # A job that is killed after that is queued again by the reward worker that waits for it.
             await asyncio.wait({ended}, timeout=max(config.total_s for config in configs) + GRACE_S)
         elif not context.stopping.is_set():
             raise TidemillError(f"RQ's worker ended with {process.returncode}; see its output above")

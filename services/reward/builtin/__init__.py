@@ -1,4 +1,4 @@
-"""Rewards that come with Tidemill, in the same signature that users write theirs in."""
+"""Built-in rewards, with the same signature as users' functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Exact match: the completion is the ground truth, spaces around either set aside."""
+"""Exact match: the completion equals the ground truth, without the spaces around either."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def compute_score(
     *,
     ignore_case: bool = False,
 ) -> float:
-    """1 where the texts are equal, else 0. A list of ground truths holds the answers that are all right."""
+    """1 where the texts are equal, else 0. A list of ground truths holds alternative right answers."""
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     solution = _normalised(solution_str, ignore_case)
     return float(any(_normalised(str(truth), ignore_case) == solution for truth in truths))

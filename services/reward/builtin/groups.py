@@ -1,9 +1,9 @@
-"""Built-in group functions: from the rewards of a group, with None where one failed, to new ones."""
+"""Built-in group functions: they map the rewards of a group, None where one failed, to new rewards."""
 
 from typing import Literal
 
 STD_EPSILON = 1e-4
-"""As in GRPO: a group without variance is not divided by zero."""
+"""Added to the standard deviation, as in GRPO: a group without variance is not divided by zero."""
 
 Scores = list[float | None]
 

@@ -1,4 +1,4 @@
-"""GSM8K answers: the number after the last `####`, as in verl's `strict` method, but for hedges.
+"""GSM8K answers: the number after the last `####`, as in verl's `strict` method, except for hedged answers.
 
 How forms of the answer 1000 are treated:
 
@@ -25,8 +25,8 @@ _NUMBER = r"[-−]?\$?[-−]?(?:\d[\d,]*+(?:\.\d*+)?+|\.\d++)"
 # A completion that names several numbers must not be paid for having the right one among them.
 _HEDGE = rf"[ \t]*(?:(?<=,)|[-\u2010-\u2015−~:;/*+\u00d7\u00f7=^&|]|\b(?:or|and|to)\b)[ \t]*{_NUMBER}"
 _AT_START = re.compile(rf"[ \t]*({_NUMBER})(?![\w/^])(?!{_HEDGE})")
-# What is no plain number is matched too, without a group, and so passed over as a whole: were each of its
-# digits tried as a beginning, time would grow with the square of its length.
+# Other forms of numbers are matched too, without a group, and so skipped as a whole: trying each of their
+# digits as a beginning would take time quadratic in their length.
 _ANYWHERE = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w/^])|{_NUMBER})")
 
 
@@ -71,7 +71,7 @@ def _flexible(text: str) -> Decimal | None:
 
 
 def _parse(number: str) -> Decimal:
-    """The number without signs of currency and grouping. Two minus signs cannot both count."""
+    """The number without signs of currency and grouping. Two minus signs count as one."""
     is_negative = number.lstrip("$").startswith(("-", "−")) or number.startswith(("-", "−"))
     magnitude = Decimal(re.sub(r"[^\d.]", "", number))
     return -magnitude if is_negative else magnitude

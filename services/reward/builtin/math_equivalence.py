@@ -17,8 +17,8 @@ from tidemill.services.reward.outcome import AttemptError
 
 BOX = "\\boxed"
 # math-verify reads neither `####18`, where no number begins at a word's border, nor `-$5`, whose dollar it
-# takes for the beginning of a formula. A dollar that another one closes is a formula, and stays. A number is
-# tried whole only (`++`): every shorter one would read the rest again.
+# takes for the beginning of a formula. A dollar that another one closes is a formula, and stays. Numbers
+# match as a whole only (`++`): trying shorter ones would read the rest again each time.
 _MARK = re.compile(r"(?<!#)#{2,}(?=\S)")
 _DEBT = re.compile(r"(?<![\w$)\]}])[-−][ \t]?\\?\$(?=(?:\d[\d,]*+(?:\.\d++)?+|\.\d++)(?![\d.,]*[ \t]*\\?\$))")
 
@@ -39,18 +39,18 @@ def compute_score(
     boxed = truth if BOX in truth else f"{BOX}{{{truth}}}"
     latex, plain = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
     with _limit(limit_s):
-        # Without the library's own limits: they use the same alarm, and would take ours away.
+        # Without the library's own limits: they use the same alarm signal, and would cancel ours.
         gold = parse(boxed, [latex], fallback_mode="no_fallback", parsing_timeout=0)
         if not gold:
             raise AttemptError(f"the ground truth {truth[:80]!r} cannot be read as a formula", is_final=True)
-        # Of several boxes the last one counts; the library would take neighbours for one set.
+        # Only the last of several boxes counts; the library would read adjacent ones as one set.
         solution = solution_str[max(solution_str.rfind(BOX), 0) :]
         answer = parse(solution, [latex, plain], fallback_mode="no_fallback", parsing_timeout=0)
         return float(bool(answer) and verify(gold, answer, timeout_seconds=0))
 
 
 def readable(text: str) -> str:
-    """The text with its marks and its sums of money as math-verify reads them."""
+    """The text with `####` and negative sums of money in a form that math-verify reads."""
     return _DEBT.sub("-", _MARK.sub(r"\g<0> ", text))
 
 

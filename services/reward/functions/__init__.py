@@ -1,1 +1,1 @@
-"""Reward functions: how they are found, called, and what they are given."""
+"""Reward functions: loading them, making their arguments, and running them in processes."""

@@ -1,17 +1,17 @@
-"""What runs in a process of its own: load the function once, then answer calls, several at a time.
+"""Main program of a scoring process: it loads a function once, then answers calls, several at a time.
 
-Frames on the given socket, both ways (`request.py`). The first answer says whether the function loaded. Then
-every call has a number, and its answer carries the same. A `beat` says twice a second that this process still
-runs Python code: a call that holds the interpreter lock silences it. The process ends when its parent closes
-the socket or dies, whatever the function is doing.
+It exchanges frames with its parent over a socket (`request.py`). The first answer says whether the function
+loaded. Then every call has a number, and its answer carries the same. A `beat` twice a second shows that this
+process still runs Python code: a call that holds the interpreter lock stops the beats. The process ends when
+its parent closes the socket or dies, whatever the function is doing.
 
 Plain functions run in threads: the first call in the main thread, others beside it. The worker decides how
 many run at once; with one at a time everything happens in the main thread.
 
-Async functions run on one event loop, any number at once. One that blocks in place of awaiting holds up its
-neighbours and nothing else. While the loop stands still, every beat says for how long, and where in whose
-call. Time in which the loop stood still counts against no call's limit; a single step that is longer than its
-limit does, and the worker ends the process.
+Async functions run on one event loop, any number at once. One that blocks instead of awaiting delays the
+calls beside it and nothing else. While the loop is blocked, every beat says for how long, by which call and
+in which line. This time counts against no call's limit; but if a single step takes longer than its call's
+limit, the worker kills the process.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ from tidemill.services.reward.outcome import AttemptError
 BEAT_S = 0.5
 TICK_S = 0.1
 BLOCKED_S = 0.5
-"""A loop that has not turned for so long is blocked."""
+"""A loop that has run no callback for this long is blocked."""
 MOST_THREADS = 256
 LEAST_S = 0.05
-"""Shorter measurements of the load say nothing."""
+"""Shortest time over which the load is measured."""
 CALLER = "services/reward/functions/reward_function.py"
 OUR_FILES = ("services/reward/", "/asyncio/", "/contextlib.py")
 
@@ -69,7 +69,7 @@ def main(descriptor: int, parent: int) -> None:
             send({"error": str(error)})
             return
         send({})
-        _has_used_signals.clear()  # what importing the function did is no matter
+        _has_used_signals.clear()  # what the function's import did does not count
         calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
         threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
         threading.Thread(target=_beat_for_ever, args=(calls, send), daemon=True).start()
@@ -77,12 +77,12 @@ def main(descriptor: int, parent: int) -> None:
             calls.serve()
         except BaseException:
             traceback.print_exc()
-        finally:  # it never returns; should it, the worker sees a process that died, and starts another
+        finally:  # `serve` never returns; if it does, the worker sees a dead process, and starts another
             os._exit(1)
 
 
 def _loaded(spec: dict[str, Any]) -> Callee:
-    """What the function `maker` makes of the rest of `spec`."""
+    """The result of the function that `maker` in `spec` names, called with the rest of `spec`."""
     module, _, name = spec.pop("maker").partition(":")
     made: Callee = getattr(importlib.import_module(module), name)(**spec)
     return made
@@ -92,9 +92,9 @@ def _read_for_ever(frames: BinaryIO, calls: "LoopCalls | ThreadCalls") -> None:
     with contextlib.suppress(OSError):
         while (frame := read_frame(frames)) is not None:
             calls.take(frame)
-    # `_exit` writes out no buffers.
+    # `_exit` flushes no buffers.
     sys.stdout.flush()
-    os._exit(0)  # calls may be running that nobody waits for any more
+    os._exit(0)  # calls that no caller waits for may still be running
 
 
 def _beat_for_ever(calls: "LoopCalls | ThreadCalls", send: Send) -> None:
@@ -104,7 +104,7 @@ def _beat_for_ever(calls: "LoopCalls | ThreadCalls", send: Send) -> None:
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `signal` that notes its use, and which calls wanted what only the main thread can do."""
+    """Wrap a function of `signal`: note its use, and mark a call that used it outside the main thread."""
 
     @wraps(function)
     def noted(*args: Any) -> Any:
@@ -127,7 +127,7 @@ class ThreadCalls:
         self._computed_s = _computing_s()
 
     def take(self, frame: dict[str, Any]) -> None:
-        """Start a call. A thread cannot be stopped: what is broken off dies with the process."""
+        """Start a call. A thread cannot be stopped: cancelled calls end with the process."""
         now = time.monotonic()
         if not self._is_main_busy and now - self._active_at > LEAST_S:  # it was idle
             self._since, self._computed_s = now, _computing_s()
@@ -138,7 +138,7 @@ class ThreadCalls:
             self._for_main.put(frame)
 
     def state(self) -> dict[str, Any]:
-        """Nothing but that there is a beat."""
+        """Empty: for plain functions the beat itself is all there is to report."""
         return {}
 
     def serve(self) -> None:
@@ -157,7 +157,7 @@ class ThreadCalls:
         self._send({"id": frame["id"], "load": self._load(), **answer})
 
     def _load(self) -> float | None:
-        """How many cores this process kept busy since the last answer to this; None where it is too early."""
+        """Mean number of cores that this process kept busy since the last value; None if that is recent."""
         now = self._active_at = time.monotonic()
         busy_s = now - self._since
         if busy_s < LEAST_S:
@@ -169,7 +169,7 @@ class ThreadCalls:
 
 
 def _computing_s() -> float:
-    """Seconds that this process and its children computed, or would have, had they been given a core."""
+    """CPU seconds of this process and its ended children, and seconds that its threads waited for a core."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     total_s = time.process_time() + children.ru_utime + children.ru_stime
     # On a machine that is full, a function that computes waits for a core; taken for one that waits for a
@@ -190,14 +190,14 @@ class LoopCalls:
         self._owners: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
         self._turned_at, self._lost_s = time.monotonic(), 0.0
         self._step: tuple[int | None, float] = (None, 0.0)
-        """The task at the last beat, and since when it has been the one that runs."""
+        """Id of the task that ran at the last beat, and since when."""
 
     def take(self, frame: dict[str, Any]) -> None:
-        """Start a call on the loop, or break one off."""
+        """Start a call on the loop, or cancel one."""
         self._loop.call_soon_threadsafe(self._start if "call" in frame else self._break_off, frame)
 
     def state(self) -> dict[str, Any]:
-        """For how long the loop has stood still, if it does, where, and in whose step."""
+        """For how long the loop has been blocked, by which call, and in which line; empty if it is not."""
         now = time.monotonic()
         blocked_s = now - self._turned_at
         task = asyncio.current_task(self._loop)
@@ -218,7 +218,7 @@ class LoopCalls:
         asyncio.set_event_loop(self._loop)
         self._turn()
         while not self._loop.is_closed():
-            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # whoever awaits that task sees it
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # the task that raised it holds it too
                 self._loop.run_forever()
 
     def _turn(self) -> None:
@@ -228,7 +228,7 @@ class LoopCalls:
         self._loop.call_later(TICK_S, self._turn)
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-        """Whatever a call starts is known as its own."""
+        """Create a task, and note which call it belongs to."""
         task = asyncio.Task(work, loop=loop, **options)
         if (owner := _current_call.get(None)) is not None:
             self._owners[task] = owner
@@ -243,7 +243,7 @@ class LoopCalls:
         task.add_done_callback(lambda _: self._answer(number, task))
 
     def _check_limit(self, number: int, timeout_s: float, lost_s: float) -> None:
-        """At its limit a call is cancelled, and left alone if it does not mind that."""
+        """Cancel a call at its limit, and fail it even if it ignores that; blocked time extends the limit."""
         if (left_s := self._lost_s - lost_s) > 0:
             timer = self._loop.call_later(left_s, self._check_limit, number, timeout_s, self._lost_s)
             self._running[number] = self._running[number][0], timer
@@ -260,7 +260,7 @@ class LoopCalls:
 
     def _answer(self, number: int, task: "asyncio.Task[dict[str, Any]]") -> None:
         if (found := self._running.pop(number, None)) is None:
-            return  # late, or broken off: no answer is wanted
+            return  # late or cancelled: no answer is wanted
         found[1].cancel()
         cancelled = failure_to_wire(AttemptError("the function was cancelled from inside"))
         self._send({"id": number, **(cancelled if task.cancelled() else task.result())})

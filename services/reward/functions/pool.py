@@ -1,14 +1,15 @@
-"""Where a reward function runs: cheap ones on the worker's loop, all others in processes of their own.
+"""Runs reward functions: cheap built-ins on the worker's loop, all others in processes of their own.
 
-Guarantees: `Execution.run` takes no longer than its limit of time, once it has begun to run, and nothing that
-a function does, blocking, computing or dying, holds up this process: its leases and heartbeats go on.
+Guarantees for these processes: each run of a call ends at its time limit (extended, for async calls, by the
+time in which others block their loop), and nothing that a function does, blocking, computing or crashing,
+holds up the worker: its leases and heartbeats go on.
 
 Plain functions get `size` processes, each with as many calls at once as `Sizing` says; async ones get one
-process with any number. A call that is late or broken off costs its process: that takes no more calls, and is
-killed with all that it started when its others have ended.
+process with any number. A plain call that is late or cancelled costs its process: it takes no more calls, and
+is killed with all that it started when its other calls have ended.
 
-A call that ends its process is found. Calls that were in flight together are run again in a process apart,
-with at most half as many beside them each time; so only one that was alone when its process died fails.
+A call that crashes its process is found by bisection: calls that were in flight together run again in a
+process apart, each time at most half as many at once, until one is alone, and fails, when its process dies.
 """
 
 import asyncio
@@ -28,22 +29,22 @@ from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 log = structlog.get_logger(__name__)
 
 SAMPLES_PER_PROCESS = 8
-"""Enough to keep a process busy; more would keep samples from workers that have nothing to do."""
+"""Samples to hold for each process: enough to keep it busy; more would be missing in idle workers."""
 UNRESTRICTED = 1 << 30
 IDLE, BUSY, FULL = 0.35, 0.6, 0.95
-"""Loads, as shares of a core: below the first the number doubles, below the second it grows by one, above the
-last it shrinks by one."""
+"""Loads of a process, in cores: below IDLE its calls at once double, below BUSY they grow by one, above FULL
+they shrink by one."""
 SHOWN_S = 60.0
-"""How long the heartbeat shows a loop that was blocked."""
+"""How long the heartbeat shows that a loop was blocked."""
 MOST_KNOWN = 1024
 SILENT_S = 1.5
-"""A process that has not beaten for so long runs no Python code: some call holds the interpreter's lock."""
+"""A process without a beat for this long runs no Python code: some call holds the interpreter's lock."""
 GRACE_S = 5.0
-"""How much longer than its calls may take a loop may stand still before its process is killed."""
+"""An async process is killed after this long, plus the shortest limit of its calls, without a beat."""
 
 
 class Execution:
-    """Calls one function. Evaluation has processes of its own, as many, so that it never queues."""
+    """Calls one function. Evaluation has as many processes of its own, and never queues behind training."""
 
     def __init__(self, function: Callee, num_processes: int, threads: int = 1) -> None:
         self._function, self._is_async = function, function.is_async
@@ -63,7 +64,7 @@ class Execution:
 
     @property
     def parallel(self) -> int | None:
-        """Samples that are scored at once now; None where only `slots` sets a limit."""
+        """Most samples that are scored at once at present; None where only `slots` sets a limit."""
         return None if self._is_async or not self._pools else self._pools[0].capacity
 
     @property
@@ -88,7 +89,7 @@ class Sizing:
         self._most, self.calls = most, 1
 
     def observe(self, load: float | None, is_wanted: bool) -> None:
-        """A call has ended; `load` was measured, `is_wanted` says whether others wait for a place."""
+        """Adapt to the `load` that a call reported as it ended; `is_wanted`: others wait for a place."""
         if load is None:
             return
         if load > FULL:
@@ -102,14 +103,14 @@ class Sizing:
 
 
 class Blockage:
-    """What the scoring processes of one function report of their event loops."""
+    """Blocked event loops that the scoring processes of one function report."""
 
     def __init__(self, name: str) -> None:
         self._name, self._where = name, ""
         self._seen_at, self._num_seen, self._longest_s = float("-inf"), 0, 0.0
 
     def note(self, beat: dict[str, Any]) -> None:
-        """A loop stands still; logged the 1st time, the 2nd, the 4th, and so on."""
+        """Record that a loop is blocked; logged the 1st time, the 2nd, the 4th, and so on."""
         self._longest_s = max(self._longest_s if self.note_text else 0.0, beat["blocked_s"])
         self._where, self._seen_at = beat["where"], time.monotonic()
         self._num_seen += 1
@@ -124,15 +125,15 @@ class Blockage:
 
     @property
     def note_text(self) -> str:
-        """What there is to say now; empty where all is well."""
+        """Text for the heartbeat; empty if no loop was blocked in the last `SHOWN_S`."""
         if time.monotonic() - self._seen_at > SHOWN_S:
             return ""
         return f"{self._name} blocks its event loop, up to {self._longest_s:.1f} s: {self._where}"
 
 
 class ProcessLostError(Exception):
-    """The process of a call is gone. The call is one of `num_suspects` that may be to blame: of 1, it is;
-    of 0, another one is known to be."""
+    """The process of a call has ended. `num_suspects` calls may have caused it, this one among them; 1: this
+    one has; 0: another one is known to have."""
 
     def __init__(self, reason: str, num_suspects: int, is_timeout: bool) -> None:
         super().__init__(reason)
@@ -140,7 +141,7 @@ class ProcessLostError(Exception):
 
 
 class MainThreadError(Exception):
-    """The call ran beside others, and wanted what only the main thread can do; it has to be made again."""
+    """The call ran beside others and needs the main thread; it has to be run again."""
 
 
 class ProcessPool:
@@ -156,7 +157,7 @@ class ProcessPool:
         self._freed, self._freed_apart = asyncio.Event(), asyncio.Event()
         self._reapers: set[asyncio.Task[int]] = set()
         self._crashing: OrderedDict[object, None] = OrderedDict()
-        """Samples that have ended a process by themselves: further attempts must not end others' calls."""
+        """Samples whose call has crashed a process: further attempts run alone, or others would be lost."""
         self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
 
     @property
@@ -182,9 +183,9 @@ class ProcessPool:
                     while len(self._crashing) > MOST_KNOWN:
                         self._crashing.popitem(last=False)
                     raise AttemptError(str(lost), is_timeout=lost.is_timeout) from None
-                if lost.num_suspects:  # halved each time, so the one to blame is alone after a few
+                if lost.num_suspects:  # halved each time, so the crashing call is soon alone
                     num_together = max(1, min(num_together, lost.num_suspects) // 2)
-            except MainThreadError:  # the pool runs one at a time from now on; apart it has to be said
+            except MainThreadError:  # the pool is pinned to one call at a time; apart, that is asked for
                 num_together = 1 if num_together < UNRESTRICTED else UNRESTRICTED
 
     async def close(self) -> None:
@@ -210,7 +211,7 @@ class ProcessPool:
             if process.is_main_only:
                 self._sizing.pin()
             self._sizing.observe(process.load, is_wanted=self._line.locked())
-            # Counted once: a call that is broken off brings no load of its own.
+            # Counted once: a call that is cancelled brings no load of its own.
             process.load = None
             if not process.is_sound and not process.num_taken:
                 self._discard(process)
@@ -227,7 +228,7 @@ class ProcessPool:
         return best if best is not None and best.num_taken < self._calls_each else None
 
     async def _run_apart(self, request: Request, timeout_s: float, num_together: int) -> list[RewardOutcome]:
-        """Run a suspect beside so many others at most; who runs alone has a process that nobody used."""
+        """Run a suspect in the process apart, at most `num_together` at once; 1 gives it a new process."""
         share = 1 / num_together
         async with self._line_apart:
             # With some room: shares such as 1/3 do not add up to 1 exactly.
@@ -274,11 +275,11 @@ class ScoringProcess(WorkerProcess):
         self._watching: asyncio.Task[None] | None = None
         self._beat_at = time.monotonic()
         self._has_stragglers = False
-        """Calls may be running that nobody waits for any more."""
+        """Whether calls that no caller waits for may still be running."""
         self.num_taken = 0
-        """Places that its pool has given away."""
+        """Calls that its pool has assigned to it."""
         self.load: float | None = None
-        """That which its last answer brought."""
+        """Load that its last answer reported, in cores."""
         self.is_main_only = False
 
     async def run(self, spec: dict[str, Any], request: Request, timeout_s: float) -> list[RewardOutcome]:
@@ -295,7 +296,7 @@ class ScoringProcess(WorkerProcess):
             raise AttemptError(str(error)) from None
         if self._is_async and self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        # It was idle: silence from before this call is not held against it.
+        # It was idle: silence from before this call does not count.
         if not self._limits:
             self._beat_at = time.monotonic()
         with self.request({"call": request.to_wire(), "timeout_s": timeout_s}) as (number, answer):
@@ -329,17 +330,17 @@ class ScoringProcess(WorkerProcess):
         super().receive(frame)
 
     def fail(self, reason: str, is_timeout: bool = False, to_blame: int | None = None) -> None:
-        """It has ended in the middle of its calls; `to_blame` is the call that is known to have caused it."""
+        """Fail the calls of a process that has ended; `to_blame` is the call known to have caused it."""
         if self._watching is not None:
             self._watching.cancel()
         left = {number: answer for number, answer in self.waiting.items() if not answer.done()}
         for number, answer in left.items():
-            # A call that nobody waits for any more may be to blame as well.
+            # A call that no caller waits for any more may have caused it as well.
             suspects = len(left) + self._has_stragglers if to_blame is None else int(number == to_blame)
             answer.set_exception(ProcessLostError(reason, suspects, is_timeout))
 
     async def _watch(self) -> None:
-        """End an async process that does not even beat: some call holds the interpreter's lock."""
+        """Kill an async process that does not beat: some call holds the interpreter's lock."""
         while self.is_sound:
             await asyncio.sleep(SILENT_S)
             limit_s = GRACE_S + min(self._limits.values(), default=0.0)
@@ -348,7 +349,7 @@ class ScoringProcess(WorkerProcess):
                 self.fail(f"no sign of life for {limit_s:g} s (timeout_s); its process was killed", True)
 
     def _end_if_stuck(self, beat: dict[str, Any]) -> None:
-        """A loop that stands still within one step for longer than its call may take will not turn again."""
+        """Kill the process if one step of its loop takes longer than its call may take."""
         owner = beat["id"] if beat["id"] in self._limits else None
         limit_s = max(self._limits.values(), default=0.0) if owner is None else self._limits[owner]
         if self._limits and beat["step_s"] > limit_s:
@@ -366,7 +367,7 @@ class ScoringProcess(WorkerProcess):
         raise AttemptError(reason, is_timeout=True)
 
     def _break_off(self, number: int) -> None:
-        """A thread cannot be stopped, so its process has to end; a task can."""
+        """Cancel a call: a task can be cancelled; a thread cannot be stopped, so its process has to end."""
         self._has_stragglers = True
         if self._is_async:
             self.send({"cancel": number})

@@ -1,7 +1,7 @@
-"""What a function is asked: to score samples, or to post-process the scores of a group.
+"""Calls of a function: to score samples, or to post-process the scores of a group.
 
-Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` are what crosses the
-socket, in frames (`common/process/children.py`).
+Imported by scoring processes too, so it stays light. `to_wire` and `from_wire` convert what crosses the
+socket in frames (`common/process/children.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ class Request:
     """Further arguments that are known only while the worker runs, such as a router's address."""
     scores: list[float | None] | None = None
     notes: list[dict[str, Any]] | None = None
-    """Beside each score: its status, error and components."""
+    """For each score: the score, its status, error and components."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -45,19 +45,19 @@ class Callee(ABC):
     """A function of a user or a built-in one, with all that is needed to call it."""
 
     name: str
-    """What the config calls it."""
+    """Its name in the config."""
     is_async: bool
     is_cheap: bool
     """Whether it takes microseconds, so that it may run on the event loop."""
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """What another process needs to load the same: `maker`, the `module:function` that makes it, and its
-        arguments, of which `reference` is the name."""
+        """How another process loads the same function: `maker`, the `module:function` that makes it, and the
+        arguments of `maker`; `reference` is the name."""
 
     @abstractmethod
     async def call(self, request: Request) -> list[RewardOutcome]:
-        """One outcome for each sample. Where the function is plain this never waits: see `run_through`.
+        """One outcome for each sample. For a plain function this never suspends: see `run_through`.
 
         Raises:
             AttemptError: it failed, or gave no number.
@@ -65,7 +65,7 @@ class Callee(ABC):
 
 
 def run_through(work: Coroutine[Any, Any, T]) -> T:
-    """Run what never waits, in this thread and without a loop: it may use signals, or a loop of its own."""
+    """Run a coroutine that never suspends, without a loop: it may use signals, or a loop of its own."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -74,7 +74,7 @@ def run_through(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def answer_to(function: Callee, call: dict[str, Any]) -> dict[str, Any]:
-    """What a call that crossed the socket comes to: outcomes, or the failure, as plain values."""
+    """Run a call that came over the socket. Returns its outcomes, or its failure, as plain values."""
     try:
         with users_own():
             outcomes = await function.call(Request.from_wire(call))
@@ -88,7 +88,7 @@ def failure_to_wire(error: AttemptError) -> dict[str, Any]:
 
 
 def outcomes_of(answer: dict[str, Any]) -> list[RewardOutcome]:
-    """What the two functions above wrote. Raises AttemptError: the failure that was written."""
+    """Decode what `answer_to` or `failure_to_wire` returned. Raises AttemptError: it is a failure."""
     if "error" in answer:
         raise AttemptError(answer["error"], **{name: answer[name] for name in FAILURE_FIELDS})
     return [RewardOutcome(*parts) for parts in answer["outcomes"]]

@@ -1,8 +1,7 @@
-"""Functions that a config names, and their arguments as the system that they were written for passes them.
+"""Loads functions that a config names, and makes their arguments as verl, TRL or verifiers would.
 
 `reward.function` and `reward.group` are a built-in's name, `path/to/file.py:name` or `package.module:name`.
-Everything that can be wrong with one is found by `load_function` or `load_group_function`, before the first
-sample, and said in plain words.
+`load_function` and `load_group_function` find what is wrong with one before the first sample.
 """
 
 import asyncio
@@ -51,8 +50,8 @@ Kwargs = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TrlLog:
-    """What a TRL function says: through `log_metric(name, value)` one number for the call, which becomes a
-    component of every sample, through `log_extra(column, values)` one for each sample, kept as detail."""
+    """What a TRL function logs: by `log_metric(name, value)` one number for the call, a component of every
+    sample; by `log_extra(column, values)` one value for each sample, a component if a number, else detail."""
 
     metrics: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Iterable[Any]] = field(default_factory=dict)
@@ -60,7 +59,7 @@ class TrlLog:
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction(Callee):
-    """A function with its further arguments, or what they have made: an object with its methods."""
+    """A function with its further arguments, or a method of the object that a class made of them."""
 
     name: str
     function: Callable[..., Any]
@@ -69,7 +68,7 @@ class RewardFunction(Callee):
     is_cheap: bool = False
     tokenizer: str = ""
     is_made: bool = False
-    """Whether `kwargs` made it, so that calls get none."""
+    """Whether a class or factory made it of `kwargs`, so that calls get none."""
     post_process: Callable[..., Any] | None = None
     """`post_process_scores` of a class: from the scores of a group to new ones."""
     tokenizers: list[Any] = field(default_factory=list)
@@ -126,9 +125,9 @@ class RewardFunction(Callee):
         return {**request.given, TOKENIZER: self.tokenizers[0]}
 
     async def _post_processed(self, scores: list[float | None]) -> list[RewardOutcome]:
-        """What the class makes of a group's scores, in which None is a failure that it may fill in.
+        """A group's scores after the class's `post_process`, which may replace None, a failure, by a value.
 
-        One that cannot take None (it raises TypeError) is given those that are there; what failed stays so.
+        If it raises TypeError because of None, it gets the other scores alone, and failures stay failures.
         """
         known = [score for score in scores if score is not None]
         if not known:
@@ -142,7 +141,8 @@ class RewardFunction(Callee):
         return [RewardOutcome(None) if score is None else next(new) for score in scores]
 
     async def _answer(self, scores: list[Any]) -> Any:
-        """The method may be plain beside an async `compute_score`, and runs in a thread then; or reverse."""
+        """Call `post_process`. It may be plain while `compute_score` is async (then it runs in a thread), or
+        the reverse."""
         assert self.post_process is not None
         if is_async(self.post_process):
             work = self.post_process(scores)
@@ -155,10 +155,10 @@ class RewardFunction(Callee):
 def verl_arguments(
     how: CallConvention, sample: RewardSample, given: Kwargs, kwargs: Kwargs
 ) -> dict[str, Any]:
-    """`data_source`, `solution_str`, `ground_truth` and `extra_info`, as far as they are taken.
+    """`data_source`, `solution_str`, `ground_truth` and `extra_info`, as far as the function takes them.
 
-    Router and tokenizer are passed where they are configured. A function that insists on the tokenizer is
-    given None without one, as in verl.
+    Router and tokenizer are passed where they are configured. A function that requires the tokenizer gets
+    None if none is configured, as in verl.
     """
     offered = sample.fields()
     solution = next((name for name in SOLUTION_NAMES if name in how.names), SOLUTION_NAMES[0])
@@ -180,7 +180,7 @@ def batch_arguments(how: CallConvention, samples: Sequence[RewardSample], kwargs
 
 
 def rubric_arguments(how: CallConvention, sample: RewardSample, kwargs: Kwargs) -> dict[str, Any]:
-    """What a rubric of `verifiers` passes: the row, the completion, and both once more as `state`.
+    """Arguments that a rubric of `verifiers` passes: the row, the completion, and both again as `state`.
 
     Completion and prompt are chats where the dataset's prompt is one, otherwise text.
     """
@@ -199,12 +199,11 @@ def trl_arguments(
 ) -> dict[str, Any]:
     """Lists with one element for each sample: prompts, completions, token ids, and the row's columns.
 
-    Where the dataset's prompt is a chat, prompts and completions are lists of messages, those of a session
-    with calls of tools and their results; otherwise text. TRL's `environments` are not among them: they live
-    in the rollout workers.
+    If the dataset's prompt is a chat, prompts and completions are lists of messages, with the tool calls and
+    results of a session; otherwise text. TRL's `environments` are not passed: rollout workers have them.
 
     Raises:
-        AttemptError: the function insists on a column that the dataset does not have.
+        AttemptError: the function requires a column that the dataset does not have.
     """
     columns = [_columns(sample) for sample in samples]
     names = dict.fromkeys(name for row in columns for name in row)
@@ -217,7 +216,7 @@ def trl_arguments(
         "log_metric": log.metrics.__setitem__,
     }
     if "is_evaluation" in how.names:
-        offered["is_evaluation"] = samples[0].is_evaluation  # a call has one lane, and a list would be true
+        offered["is_evaluation"] = samples[0].is_evaluation  # one lane a call; a list would always be true
     if missing := sorted(how.required - offered.keys() - kwargs.keys()):
         raise AttemptError(
             f"takes {', '.join(missing)}, which is no column of the dataset; it has {', '.join(names)}",
@@ -240,14 +239,13 @@ def _columns(sample: RewardSample) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GroupFunction(Callee):
-    """What is done to the rewards of a group when all of them are there, with its further arguments.
+    """A function over all rewards of a group, with its further arguments.
 
         def function(scores, samples, **kwargs) -> list: ...
 
     `scores` has a number or None (it failed) for each sample. `samples`, which may be left out, has a dict
-    for each, with `index`, `solution_str`, `ground_truth`, `data_source`, `extra_info`, `prompt`, `status`,
-    `error` and `components`. The list that is returned has a number for each sample, or None where there is
-    no reward.
+    for each, with `index`, `solution_str`, `ground_truth`, `data_source`, `extra_info`, `prompt`, `score`,
+    `status`, `error` and `components`. The returned list has a number for each sample, or None for no reward.
     """
 
     name: str
@@ -316,7 +314,7 @@ def load_function(reference: str, kwargs: Kwargs, style: str = "auto", tokenizer
         how = recognise(builtin.function, kwargs, reference)
         return RewardFunction(reference, builtin.function, how, kwargs, builtin.is_cheap)
     found = import_function(reference, "reward.function", tuple(BUILTINS))
-    # A function that says of itself that it returns one is a factory, as TRL's get_soft_overlong_punishment.
+    # A function whose annotation says that it returns a Callable is a factory, as in TRL.
     is_made = inspect.isclass(found) or (
         style != "class" and "Callable" in str(signature_of(found, reference).return_annotation)
     )
@@ -336,7 +334,7 @@ def load_function(reference: str, kwargs: Kwargs, style: str = "auto", tokenizer
 
 
 def import_function(reference: str, field_name: str, builtins: Sequence[str] = ()) -> Callable[..., Any]:
-    """What `path.py:name` or `package.module:name` names.
+    """Import the function or class that `path.py:name` or `package.module:name` names.
 
     Raises:
         ConfigError: it does not exist or cannot be imported. The message begins with `field_name`.
@@ -364,7 +362,7 @@ def import_function(reference: str, field_name: str, builtins: Sequence[str] = (
 
 
 def _made(maker: Callable[..., Any], reference: str, kwargs: Kwargs) -> Any:
-    """What a class or a factory makes of `kwargs`: once in each process."""
+    """The object that a class or a factory makes of `kwargs`, once in each process."""
     if inspect.isclass(maker):
         _check_class(maker, reference)
     try:

@@ -1,4 +1,4 @@
-"""Recognises whose conventions a reward function follows, and which arguments it takes.
+"""Recognises the calling convention of a reward function, and which arguments it takes.
 
 | style | signature |
 |---|---|
@@ -8,8 +8,8 @@
 | `verifiers` | `reward(prompt, completion, answer, info, state, **kwargs)` of a rubric |
 | `class` | a class with `compute_score` as in verl, and perhaps `post_process_scores(scores)` |
 
-Each may be plain or async, is called by keyword, and needs to take only the arguments it uses. What cannot be
-called as it is is refused with the line that would adapt it.
+Each may be plain or async, is called by keyword, and needs to take only the arguments it uses. A function
+that fits no convention is refused, with a line that would adapt it where one can be guessed.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from tidemill.common.errors import ConfigError
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info", "is_evaluation")
 SOLUTION_NAMES = ("solution_str", "predict_str", "model_output")
-"""What verl's own functions call the completion."""
+"""Names of the completion in verl's own functions."""
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 ROUTER, TOKENIZER = "reward_router_address", "reward_model_tokenizer"
 TRL_LISTS = ("completions", "completion_ids", "prompts")
@@ -54,7 +54,7 @@ OWN_ARGUMENTS = {
     Style.TRL: TRL_ARGUMENTS,
     Style.VERIFIERS: RUBRIC_ARGUMENTS,
 }
-"""What a call itself gives; `reward.kwargs` must not."""
+"""Arguments that every call passes; `reward.kwargs` must not have them."""
 COMPLETION_ARGUMENTS = {
     Style.VERL: SOLUTION_NAMES,
     Style.CLASS: SOLUTION_NAMES,
@@ -62,7 +62,7 @@ COMPLETION_ARGUMENTS = {
     Style.TRL: TRL_LISTS,
     Style.VERIFIERS: ("completion",),
 }
-"""Of which a function takes at least one."""
+"""Arguments of which a function must take at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class CallConvention:
         return self.takes_any or name in self.names
 
     def taken(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """What it takes of the arguments that are offered."""
+        """The offered arguments that the function takes."""
         return {name: value for name, value in offered.items() if self.takes(name)}
 
 
@@ -133,8 +133,8 @@ def _style_of(signature: inspect.Signature) -> Style:
 def _check_given(
     call: CallConvention, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str
 ) -> None:
-    """The completion has to be among what it takes, all that it insists on has to be given, and by name.
-    Which columns there are for TRL's style shows with the first sample."""
+    """Check that it takes the completion, and that all it requires is given, and by name. For TRL's style,
+    the dataset's columns are known only with the first sample."""
     own, problem, hint = OWN_ARGUMENTS[call.style], "", ""
     known = {*own, *kwargs}
     missing = [p for p in signature.parameters if p in call.required - known]
@@ -154,7 +154,7 @@ def _check_given(
 
 
 def _adapter(call: CallConvention, signature: inspect.Signature, name: str, own: Collection[str]) -> str:
-    """The line that makes a function of other names fit, where one can be guessed; else nothing."""
+    """A hint with a line that adapts a function with other names; empty if none can be guessed."""
     function = name.rpartition(":")[2]
     required = [p for p in signature.parameters if p in call.required]
     known = [p for p in required if p in own]
@@ -172,7 +172,7 @@ def _adapter(call: CallConvention, signature: inspect.Signature, name: str, own:
 def _check_kwargs(
     call: CallConvention, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str
 ) -> None:
-    """Everything in `reward.kwargs` has to be taken, and must not stand in for the sample."""
+    """Check that the function takes all of `reward.kwargs`, and that these replace nothing of the sample."""
     own = OWN_ARGUMENTS[call.style]
     if reserved := sorted(set(own) & set(kwargs)):
         raise ConfigError(f"reward.kwargs must not set {', '.join(reserved)}: each sample brings its own")
@@ -185,7 +185,7 @@ def _check_kwargs(
 
 
 def _is(function: Callable[..., Any], question: Callable[[Any], bool]) -> bool:
-    """Ask about a function, what a partial wraps, or an object's `__call__`."""
+    """Apply `question` to a function, to what a partial wraps, or to an object's `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     return question(function) or (not inspect.isroutine(function) and question(type(function).__call__))

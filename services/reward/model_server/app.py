@@ -1,10 +1,9 @@
-"""The HTTP side: vLLM's /classify, /pooling, /health and /v1/models, and /metrics; of a language model
-/v1/completions and /tokenize.
+"""HTTP routes: vLLM's /classify, /pooling, /tokenize, /health and /v1/models, /metrics, and /v1/completions
+for logprobs of a language model.
 
 A request is answered in full or refused with a reason: a full queue is 429 with Retry-After, what can never
 work is 400. After SIGTERM no new request is taken, what was accepted is finished within `--drain-s`, and the
-exit code is 0. The process also ends when computing stops for a reason nobody expected, so that whoever
-supervises it notices.
+exit code is 0. If computing stops because of an unexpected error, the process ends with 1.
 """
 
 import asyncio
@@ -56,7 +55,7 @@ def run_server(options: ServerOptions, template: str | None) -> int:
     """
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    # Before the model loads: a port in use is said at once.
+    # Before the model loads: a port in use is reported at once.
     with listen(options.host, options.port) as listener:
         model = ScoringModel(options)
         inputs = Inputs(options.model, model.vocab_size, model.max_model_len, template)
@@ -98,7 +97,7 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
     if died:
         log.error("computing stopped", error=died[0])
         server.should_exit = server.force_exit = True
-    await serving  # which has finished what it accepted
+    await serving  # it finishes what it has accepted
     await batcher.close()
     if gate is not None:
         await gate.close()
@@ -210,7 +209,7 @@ class ScoringApp:
             raise InputError(f"this server has the model {self.name!r}, not {model!r}")
 
     async def _computed(self, rows: list[list[int]], http: Request, priority: int) -> list[Any]:
-        """A request of evaluation goes first, whatever its priority."""
+        """Results of the rows. A request of evaluation gets priority `URGENT`, whatever it asked for."""
         is_urgent = http.headers.get(LANE_HEADER) == Lane.EVAL.value
         async with self.gate.use() if self.gate is not None else contextlib.nullcontext():
             return await self.batcher.score(rows, URGENT if is_urgent else priority)

@@ -1,7 +1,7 @@
 """Dynamic batching: rows of many requests wait in one queue, and one thread computes batch after batch.
 
 A batch starts as soon as the device is free. On a free device, rows wait to fill a batch only while others
-keep coming, and never longer than `flush_s`. A batch holds rows of like length, within a budget of padded
+keep coming, and never longer than `flush_ms`. A batch holds rows of like length, within a budget of padded
 tokens. Bounded: a batch that starts frees its rows' slots; beyond the bound a request is refused with the
 time after which to retry.
 """
@@ -24,17 +24,17 @@ from tidemill.services.reward.model_server.scoring_model import ScoringModel
 T = TypeVar("T")
 
 SPEED_WEIGHT = 0.2
-"""Of the newest batch in the moving average of the speed."""
+"""Weight of the newest batch in the moving average of the speed."""
 LONGEST_RETRY_S = 30.0
 WINDOW = 4
-"""Rows of like length are looked for among this many times the rows of a batch, those whose turn is next."""
+"""A batch is chosen among the next `WINDOW * max_batch_rows` rows of the queue."""
 SLICE_S = 0.001
-"""A free device waits on while each slice brings a row."""
+"""A free device waits to fill a batch as long as each slice of this length brings a row."""
 
 
 @dataclass(eq=False, slots=True)
 class QueuedRow:
-    """One sequence that waits for its scores. Lower `priority` is served first, then who came first."""
+    """One sequence that waits for its scores. Lower `priority` is served first, then earlier arrival."""
 
     token_ids: Sequence[int]
     priority: int = 0
@@ -42,7 +42,7 @@ class QueuedRow:
 
 
 def select_batch(waiting: Iterable[QueuedRow], options: ServerOptions) -> list[QueuedRow]:
-    """The rows of the next batch of those that wait, in the order of arrival, shortest first.
+    """The rows of the next batch, shortest first; `waiting` is in the order of arrival.
 
     The row that is next is always in it. Others join while the limits allow, the more urgent ones first,
     and among equals those nearest to it in length.
@@ -82,7 +82,7 @@ class Batcher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> "asyncio.Task[None]":
-        """Begin to compute; the task ends only by `close`, or by an error nobody expected."""
+        """Begin to compute; the task ends only by `close`, or by an unexpected error."""
         self._task = asyncio.create_task(self._run(), name="batches")
         return self._task
 
@@ -149,7 +149,7 @@ class Batcher:
                 return
 
     async def _compute(self, batch: "list[tuple[QueuedRow, asyncio.Future[Tensor]]]") -> None:
-        """Compute a batch. Where the device fails, it is halved until only the row to blame fails."""
+        """Compute a batch. If the device fails, the batch is halved until only the failing row is left."""
         started, rows = time.monotonic(), [row for row, _ in batch]
         try:
             found = await self.alone(lambda: self._model.score([row.token_ids for row in rows]))

@@ -1,9 +1,9 @@
 """Requests and answers of vLLM's pooling API, as far as reward models need them, and of OpenAI's completions
 and vLLM's /tokenize, as far as teachers do.
 
-What would change the score and is not offered here (images, base64 answers, a template in the request) is
-refused by name: a silently different score is the worst answer. Other unknown fields have no effect, as in
-vLLM: clients send along what other servers want.
+Fields that would change the score and are not offered here (images, base64 answers, a template in the
+request) are refused by name: a silently different score is the worst answer. Other unknown fields have no
+effect, as in vLLM: clients also send fields for other servers.
 """
 
 import time
@@ -26,7 +26,7 @@ NOT_OFFERED = {
     "media_io_kwargs": "this server scores text",
     "normalize": "use use_activation",
 }
-"""Fields of vLLM's that would change the score, and what to do instead; null and nothing are fine."""
+"""Fields of vLLM that would change the score -> what to do instead; null and {} are accepted."""
 
 
 class ScoringRequest(BaseModel):
@@ -63,7 +63,7 @@ class ScoringRequest(BaseModel):
     @field_validator("messages")
     @classmethod
     def _are_text(cls, messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Contents in parts, as OpenAI's API has them, as the text that they hold."""
+        """Join contents in parts, as in OpenAI's API, into text."""
         return None if messages is None else [_as_text(message) for message in messages]
 
     @model_validator(mode="after")
@@ -96,7 +96,7 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class LogprobsRequest(BaseModel):
-    """Body of /v1/completions: token ids, and `prompt_logprobs` of at least 0. `priority` is vLLM's.
+    """Body of /v1/completions: token ids, and `prompt_logprobs` of 0 or 1. `priority` is vLLM's.
 
     Nothing is generated. A request that wants more than logprobs of the prompt's tokens is refused.
     """
@@ -136,7 +136,7 @@ class TokenizeRequest(ScoringRequest):
 
 
 def answer(kind: str, model: str, num_tokens: int, id: str = "", **content: Any) -> dict[str, Any]:
-    """What answers of all kinds have in common; `content` is the rest."""
+    """An answer with the fields that all kinds have; `content` is the rest."""
     return {
         "id": f"{kind}-{id or uuid.uuid4().hex}",
         "object": "list",
@@ -167,7 +167,7 @@ def completion(model: str, rows: Sequence[Sequence[int]], logprobs: Sequence[lis
 
 
 class Inputs:
-    """Makes rows. The tokenizer is needed for text and chats only; a model without one takes ids."""
+    """Turns requests into rows of token ids. Only text and chats need the tokenizer."""
 
     def __init__(self, path: str, vocab_size: int, max_len: int, chat_template: str | None = None) -> None:
         self._vocab_size, self.max_len, self._chat_template = vocab_size, max_len, chat_template
@@ -187,7 +187,7 @@ class Inputs:
         return self.checked([self._truncated(row, request) for row in self._ids(request)])
 
     def checked(self, rows: list[list[int]]) -> list[list[int]]:
-        """Rows of ids as they are. Raises InputError: the model cannot take one of them."""
+        """The rows, unchanged. Raises InputError: the model cannot take one of them."""
         for index, row in enumerate(rows):
             if not row:
                 raise InputError(f"input {index} is empty: there is no token to score")

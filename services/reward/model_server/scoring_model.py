@@ -1,4 +1,4 @@
-"""A reward model or a teacher of transformers: token ids in, scores or logprobs in float32 out.
+"""A reward model or a teacher, with transformers: token ids in, scores or logprobs in float32 out.
 
 Guarantees: the head computes in float32 whatever the trunk's precision; a row's scores do not depend on the
 rows beside it (padding stands behind a row and is masked); a decoder's sequence score is that of its last
@@ -36,7 +36,7 @@ NO_LIMIT_TOKENS = 1 << 24
 
 
 class ScoringModel:
-    """One model on one device. Not safe for threads: one of them computes."""
+    """One model on one device. Not thread-safe: one thread computes."""
 
     def __init__(self, options: ServerOptions) -> None:
         """Load the model; with `share_device` into the CPU's memory, until `restore`.
@@ -49,7 +49,7 @@ class ScoringModel:
             config = AutoConfig.from_pretrained(path)
         context = _context_tokens(config)
         self.max_model_len = min(options.max_model_len or context, context)
-        """Longest input; that of the model where none is given."""
+        """Longest input in tokens; the model's context if no option sets a smaller one."""
         self.kind = _kind_of(config, options.head, path)
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(default if options.device == "auto" else options.device)
@@ -74,15 +74,15 @@ class ScoringModel:
         self.labels: dict[int, str] = {} if self.kind == "lm" else dict(self.config.id2label or {})
         self.vocab_size: int = self.config.get_text_config().vocab_size
         self._pad_id = _pad_id(self.config)
-        if self.kind != "lm":  # whose logits would cost twice the memory; they become float32 below
+        if self.kind != "lm":  # its logits would take twice the memory; `_logprobs` makes them float32
             self._compute_head_in_float32()
         if not options.share_device:
             self.restore()
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """In the order of `rows`: raw scores without activation, [N] of a sequence, [T, N] of its tokens; of
-        a language model the logprob of each token, [T], 0 for the first, which nothing predicts."""
+        """In the order of `rows`: raw scores without activation, [N] for a sequence or [T, N] for its tokens;
+        for a language model the logprob of each token, [T], 0 for the first, which nothing predicts."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         ids_BT = torch.full((len(rows), longest), self._pad_id, dtype=torch.long)
@@ -115,8 +115,8 @@ class ScoringModel:
             raise ConfigError(f"cannot move the reward model to {self.device}: {error}") from None
 
     def _logprobs(self, ids_BT: Tensor, mask_BT: Tensor | None, lengths: list[int]) -> list[Tensor]:
-        """log_softmax of the model's own logits, so that whatever it scales or caps is in them; row by row in
-        float32, because a vocabulary is wide."""
+        """log_softmax of the model's own logits, so that its scaling and capping are included; row by row in
+        float32, because vocabularies are large."""
         logits_BTV = self._model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
         found = []
         for logits_TV, ids_T, length in zip(logits_BTV, ids_BT, lengths, strict=True):
@@ -181,7 +181,7 @@ def _context_tokens(config: Any) -> int:
     """Longest input the positions allow; very large where they set no limit."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or NO_LIMIT_TOKENS
-    # RoBERTa and its kin count positions from behind the padding id.
+    # RoBERTa and related models start positions after the padding id.
     is_offset = "roberta" in text.model_type or text.model_type in ("camembert", "longformer")
     return int(positions) - (_pad_id(config) + 1 if is_offset else 0)
 

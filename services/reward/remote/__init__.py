@@ -1,1 +1,1 @@
-"""Rewards that ask servers: replicas, routing, limits, retries. Judges and reward models build on it."""
+"""Rewards that ask servers (judges, reward models, teachers), and replicas, routing, limits and retries."""

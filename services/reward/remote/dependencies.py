@@ -1,7 +1,7 @@
-"""What rewards may use beside their own config: Redis, an HTTP client, servers and their routers.
+"""Objects that the rewards of a worker share: Redis, an HTTP client, servers and their routers.
 
-What asks servers is imported where it is first wanted: many rewards have none, and each worker that starts
-would wait for it.
+Modules that ask servers are imported at first use: many runs have no servers, and importing them delays the
+start of a worker.
 """
 
 from dataclasses import dataclass, field
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RewardDependencies:
-    """Shared by all rewards of one worker; whoever makes it closes it."""
+    """Shared by all rewards of one worker; its creator closes it."""
 
     config: RunConfig
     broker: Broker
     keys: Keys
     worker: str
     reporters: list[Reporter] = field(default_factory=list)
-    """Fill in the worker's heartbeat."""
+    """Functions that fill in the worker's heartbeat."""
     _http: "httpx.AsyncClient | None" = None
-    """Without limits of its own: servers have theirs. Its connections are shared."""
+    """Without limits of its own: `Servers` limit requests. Its connections are shared."""
     _servers: "dict[str, Servers]" = field(default_factory=dict)
     _proxies: "dict[str, RouterProxy]" = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class RewardDependencies:
             asking = [reward for reward in self.config.reward.named.values() if reward.router == name]
             timeout_s = max((reward.timeout_s for reward in asking), default=self.config.reward.timeout_s)
             self._proxies[name] = proxy = RouterProxy(self.servers(name), timeout_s)
-            # Nobody else finds the proxy without its address: until it has one, `start` waits for nothing.
+            # No other call sees the proxy without its address: `start` sets it before it suspends.
             await proxy.start()
         return self._proxies[name].address
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a request to a server: a kind for metrics, and what it means for the next try."""
+"""Failures of requests to servers: a kind for metrics, and what it means for the next attempt."""
 
 import time
 from collections.abc import Mapping
@@ -20,24 +20,23 @@ class FaultKind(StrEnum):
 
 
 REPLICA_KINDS = (FaultKind.CONNECTION, FaultKind.TIMEOUT, FaultKind.SERVER_ERROR, FaultKind.GARBAGE)
-"""The replica failed: it counts against it, and another one may do better."""
+"""Failures that count against the replica; another one may answer."""
 FINAL_KINDS = (FaultKind.NO_REPLICA, FaultKind.REFUSED_REQUEST)
-"""Asking again cannot help: the request itself is wrong, or all patience is used up."""
+"""Not retryable: the request itself is wrong, or no replica could be used within `patience_s`."""
 
 DEFAULT_PAUSE_S = 1.0
-"""For a server that says it is asked too often, and not when to come back."""
+"""Pause after a 429 without Retry-After."""
 LONGEST_RETRY_AFTER_S = 600.0
-"""A server may ask for any pause; a longer one is taken for this, or a run would stand still for it."""
+"""Longest pause that a server may impose; a longer Retry-After is cut to it, or the run would stall."""
 SHOWN_CHARS = 200
 CHARS_PER_TOKEN = 3
-"""For estimates before a request; most languages have more. The answer corrects them."""
+"""Assumed for estimates before a request; the usage in the answer corrects them."""
 
 
 class RemoteFault(AttemptError):
     """One request that gave no value; `kind` is a `FaultKind`.
 
-    Where it `asks_for_pause` the replica will answer later: that is no failure of its own, and none of the
-    sample's.
+    If it `asks_for_pause`, the replica asked for a later retry: no attempt is lost while `patience_s` lasts.
     """
 
     def __init__(self, kind: FaultKind, message: str, *, retry_after_s: float = 0.0) -> None:
@@ -52,7 +51,7 @@ class RemoteFault(AttemptError):
         self.is_replicas = kind in REPLICA_KINDS
         """Whether it counts against the replica."""
         self.replica_url = ""
-        """Whose fault it was."""
+        """URL of the replica that was asked."""
 
 
 def connection_fault(origin: str, error: BaseException) -> RemoteFault:

@@ -1,9 +1,8 @@
 """A reward that asks a language model for its verdict, in OpenAI's API.
 
-One attempt: fill in the template, ask within the run's limits, read a number from the words. Words without a
-number are a failed attempt, and what the judge quotes of the completion is no verdict of the judge's. The
-words are kept in the score's detail, and tokens are counted whatever came of them, because they are paid for.
-Words are never 0 by default.
+One attempt: fill in the template, ask within the run's limits, read a number from the judge's words. Words
+without a number are a failed attempt, never a 0, and a number that may be quoted from the completion counts
+only if there is no other. The words are kept in the score's detail; tokens are always counted.
 """
 
 import contextlib
@@ -39,24 +38,24 @@ from tidemill.services.reward.remote.templates import SampleTemplate
 from tidemill.services.reward.sample import ChatMessages, RewardSample, lines_of
 
 SHOWN_CHARS = 200
-# What is no plain number is matched too, without a group, so that no part of it is tried again.
+# Other forms of numbers are matched too, without a group, so that no part of them is tried again.
 _NUMBER = r"[-+]?(?:\d++(?:,\d++)*+(?:\.\d++)?+|\.\d++)(?:[eE][-+]?\d++)?+%?+"
 NUMBER = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w%]|\.\d)|{_NUMBER})")
 
 OBJECT_START = re.compile(r'\{(?=\s*["}])')
 MAX_BROKEN = 100
-"""Each may have been read to the end of the text."""
+"""Most broken JSON objects in one text: each may cost a read to its end."""
 LAST_WORD = re.compile(r"(?<!\S)\S+\Z")
 CUT = ", and the answer was cut off (max_tokens)"
 
 FUNCTION_FIELD = "judge.verdict.function"
 NONCE = "{nonce}"
-"""In a regex or field: the word that the template showed the judge, which no completion can know."""
+"""Placeholder in a regex or field for the random word that the template showed only to the judge."""
 
 
 class Verdict(Callee):
-    """Reads the verdicts of one judge; where anything of the user's runs, in a scoring process: a regex or a
-    function may take for ever. A request has the words, the nonce and `is_cut` beside the judged sample.
+    """Reads the verdicts of one judge. A user's regex or function runs in a scoring process, because it may
+    never end. A request has the words, the nonce and `is_cut` beside the judged sample.
 
     Raises:
         ConfigError: `function` cannot be loaded.
@@ -80,13 +79,13 @@ class Verdict(Callee):
         """The verdict; its value is None where the function that reads it says so.
 
         Args:
-            words: What the judge said.
-            completion: What it judged: the words may quote it.
-            nonce: The word that stands for `{nonce}` in a regex or field.
-            is_cut: Whether the judge was stopped by `max_tokens`: what touches the end may be a part of more.
+            words: The judge's answer.
+            completion: The judged completion, which the words may quote.
+            nonce: The word that replaces `{nonce}` in a regex or field.
+            is_cut: Whether `max_tokens` ended the answer: a value at its end may be incomplete.
 
         Raises:
-            RemoteFault: there is none.
+            RemoteFault: there is no verdict.
         """
         if self._function is None:
             outcome = RewardOutcome(self._value(words, completion, nonce, is_cut))
@@ -126,7 +125,7 @@ def load_verdict(reference: str, config: str) -> Verdict:
 
 
 def unread(words: str, error: AttemptError) -> RemoteFault:
-    """The fault where reading a verdict in another process came to `error`."""
+    """The fault for an `error` of reading a verdict in a scoring process."""
     if error.kind == FaultKind.NO_VERDICT:
         return RemoteFault(FaultKind.NO_VERDICT, str(error))
     return _none(words, f"reading it: {error}")
@@ -145,10 +144,10 @@ def _matched(regex: str, words: str, completion: str, is_cut: bool) -> str:
 
 
 def _own(found: list[tuple[str, Any]], words: str, completion: str) -> Any:
-    """The judge's conclusion: the last of its own, for it thinks first and concludes last.
+    """The judge's conclusion: the last value that is its own, because judges reason first.
 
-    What stands in the completion as well, word for word, may be a quotation, by which a completion could
-    give itself a verdict. Where there is nothing else, all of them must agree.
+    A match that also stands in the completion, word for word, may be a quotation, with which a completion
+    could give itself a verdict. If there are no others, all of them must agree.
     """
     own = [value for text, value in found if text.strip() not in completion]
     if own:
@@ -173,7 +172,7 @@ def _field(path: str, words: str, completion: str) -> Any:
 
 
 def _objects(words: str) -> list[tuple[str, Any]]:
-    """The JSON objects in the text, whatever is around them: how they are spelled, and what they are."""
+    """Source text and value of each JSON object in the text."""
     decoder, found, position, num_broken = json.JSONDecoder(), [], 0, 0
     while start := OBJECT_START.search(words, position):
         try:
@@ -187,7 +186,7 @@ def _objects(words: str) -> list[tuple[str, Any]]:
 
 
 def _chosen(choices: dict[str, float], found: Any, is_all: bool) -> float | None:
-    """The value of the choice; of a whole text, the only one that stands in it as a word."""
+    """The value of the choice that `found` is; with `is_all`, of those that it has as words, if all agree."""
     folded = {label.strip().casefold(): value for label, value in choices.items()}
     text = str(found).strip().casefold()
     if text in folded or not is_all:
@@ -199,7 +198,7 @@ def _chosen(choices: dict[str, float], found: Any, is_all: bool) -> float | None
 
 
 def _number(found: Any, is_all: bool) -> float | None:
-    """The number; of a whole text, the only one that stands in it."""
+    """The number that `found` is; with `is_all`, the one that it contains, if all in it are equal."""
     if isinstance(found, int | float):
         return float(found)
     if not isinstance(found, str):
@@ -220,7 +219,7 @@ def _none(words: str, reason: str) -> RemoteFault:
 
 NONCE_BYTES = 4
 REGEX_PROCESSES = 2
-"""One is busy with an expression that takes long, while the other reads."""
+"""Two: one reads while the other is busy with a slow expression."""
 
 
 class JudgePrompt:
@@ -241,7 +240,7 @@ class JudgePrompt:
 
 
 def read_answer(answer: dict[str, Any], api: str) -> tuple[str, int, bool]:
-    """The words of a judge, how many tokens they cost, and whether `max_tokens` ended them.
+    """The words of a judge, tokens of prompt and answer together, and whether `max_tokens` ended the answer.
 
     Raises:
         ValueError: the answer holds no text, or not in the right place.
@@ -306,8 +305,8 @@ def check_judge(name: str, config: NamedRewardConfig) -> None:
     """Find what is wrong with a judge without asking it.
 
     Raises:
-        ConfigError: a template is none, or does not show the judge what it judges, or the nonce where its
-            verdict is read by it; or the verdict's function cannot be loaded.
+        ConfigError: a template is invalid, or does not show the completion, or the nonce that the verdict
+            uses; or the verdict's function cannot be loaded.
     """
     judge = config.judge
     assert judge is not None

@@ -1,9 +1,9 @@
 """Limits on what all reward workers of a run together ask of the servers of one section.
 
 Redis decides, in one script with the server's clock: places for requests in flight, held under leases so that
-a worker that dies gives them back, and token buckets for requests and tokens per minute. Tokens are drawn by
-estimate and corrected after the answer. Evaluation comes first: training leaves it a share of everything, and
-gets nothing while evaluation waits.
+those of a dead worker become free, and token buckets for requests and tokens per minute. Tokens are drawn by
+estimate and corrected after the answer. Evaluation comes first: training leaves it a share of every limit,
+and gets nothing while evaluation waits.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ SHORTEST_PAUSE_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """Leave for one request. `used_tokens` corrects the estimate; without it the estimate stands."""
+    """Permission for one request. `used_tokens` corrects the estimate; without it the estimate stands."""
 
     id: str
     tokens: int
@@ -41,11 +41,11 @@ class Limiter:
     """The limits of one section of `servers`; `close` ends what the first request starts."""
 
     lease_s = 30.0
-    """A worker that is silent this long gives back the concurrency that it held."""
+    """The places of a worker that is silent for this long become free."""
     burst_s = 2.0
-    """What this many seconds allow may be used at once; no minute has more than its limit and one burst."""
+    """The allowance of this many seconds may be used at once; a minute has at most its limit and a burst."""
     evaluation_share = 0.1
-    """Of everything, which training leaves to evaluation."""
+    """Share of every limit that training leaves to evaluation."""
 
     def __init__(self, broker: Broker, keys: Keys, servers: str, config: LimitsConfig) -> None:
         self.servers, self.config, self._broker = servers, config, broker
@@ -69,9 +69,9 @@ class Limiter:
         if self._upkeep is None:
             self._upkeep = asyncio.create_task(self._keep_up(), name=f"limits of {self.servers}")
         if self._upkeep.done():
-            self._upkeep.result()  # an error nobody expected: without renewal no place is ours
+            self._upkeep.result()  # an unexpected error: without renewal, no place is held
         started = time.monotonic()
-        # Before the line: the call that admits the one before says that this one waits.
+        # Counted before it waits in line: the call that admits its predecessor reports that this one waits.
         self._num_waiting[lane] += 1
         try:
             # Only the first in line asks Redis, so that a thousand that wait cost no more calls than one.
@@ -92,7 +92,7 @@ class Limiter:
             self._end(permit)
 
     async def close(self) -> None:
-        """Give back what is held, so that nobody has to wait for leases to run out."""
+        """Give back all places, so that no other worker has to wait for leases to expire."""
         if self._upkeep is None:
             return
         self._upkeep.cancel()
@@ -104,12 +104,12 @@ class Limiter:
 
     async def _admission(self, lane: Lane, permit: Permit) -> None:
         while True:
-            freed = self._freed  # the one of now: what is freed during the call counts too
+            freed = self._freed  # taken before the call: what is freed during it counts too
             num_admitted, wait_ms = await self._call(lane, waiting=permit)
             if num_admitted:
                 return
             hint_s = wait_ms / 1000 if wait_ms > 0 else LONGEST_PAUSE_S
-            # Not in step with the other workers, or the same one would always come first.
+            # Random: in step with the other workers, the same one would always come first.
             pause_s = min(max(hint_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             await _until_set(freed, pause_s)
 
@@ -117,16 +117,16 @@ class Limiter:
         self._held.discard(permit.id)
         self._ended.append(permit)
         self._freed.set()
-        # For those that wait later: the one that was set stays so, for all that hold it.
+        # A new event for later waiters; the old one stays set for those that hold it.
         self._freed = asyncio.Event()
 
     async def _keep_up(self) -> None:
-        """Give back what has ended where nobody waits who would take it along, and renew what is held."""
+        """Report ended requests if no waiting request's call does so, and renew leases."""
         renew_s = self.lease_s / RENEWALS_PER_LEASE
         renewed = time.monotonic()
         while True:
             await _until_set(self._freed, max(0.0, renewed + renew_s - time.monotonic()))
-            # A turn for those that wait: their call takes along what has ended.
+            # Let waiting requests run first: their call reports what has ended.
             await asyncio.sleep(0)
             while self._ended:
                 await self._call(Lane.TRAIN)
@@ -140,7 +140,7 @@ class Limiter:
     ) -> tuple[int, int]:
         """One call of the script, with requests that have ended, those that are held, and one that waits.
 
-        Returns whether that is admitted, and after how many ms to ask again.
+        Returns whether the one that waits is admitted (1 or 0), and after how many ms to ask again.
         """
         held = held or []
         ended = [self._ended.popleft() for _ in range(min(len(self._ended), MAX_BATCH))]
@@ -153,7 +153,7 @@ class Limiter:
         arguments += [*held, *([waiting.id, waiting.tokens] if waiting else [])]
         try:
             num_admitted, wait_ms = await self._broker.script("limits", self._keys, arguments)
-        except BaseException:  # who asked has given up: what it took along is still to be given back
+        except BaseException:  # the caller has given up: the ended requests are still to be reported
             self._ended.extendleft(ended)
             raise
         return num_admitted, wait_ms

@@ -1,7 +1,7 @@
-"""The reward of a reward model: one score of its server becomes one value, or an error, never a guess.
+"""The reward of a reward model: the scores of its server become one value, or an error, never a guess.
 
 Both servers, vLLM's and this project's, are asked in vLLM's pooling API for raw scores (`use_activation:
-false`); what is done to them stands in the config, and depends on nothing but the score itself.
+false`); the config says how a value is made of them, which depends on nothing but the scores.
 """
 
 import math
@@ -134,7 +134,7 @@ def read_scores(answer: dict[str, Any], config: RewardModelConfig) -> list[Any]:
         labels = row if isinstance(row, list) else [row]
         if len(labels) <= config.label:
             raise ValueError(f"it has {len(labels)} labels, and label {config.label} is wanted")
-        # Here, where it is garbage from the replica, which another one may do better.
+        # Converted here, so that a value that is no number fails the replica, and another one is asked.
         float(labels[config.label])
     return scores
 

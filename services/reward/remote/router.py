@@ -1,4 +1,4 @@
-"""Servers' address for reward functions, which ask them without knowing the replicas."""
+"""A local address at which reward functions ask servers, without knowing the replicas."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ STATUSES: dict[str, int] = {FaultKind.TIMEOUT: 504, FaultKind.RATE_LIMITED: 429,
 
 
 class RouterProxy:
-    """A router's address for reward functions: what verl calls `reward_router_address`.
+    """Serves the address that reward functions get as `reward_router_address`, verl's name.
 
     A small HTTP server inside the worker, on a loopback port of its own. A request to it, to any path of the
     replicas' API, goes to the least loaded replica within the run's limits, and to another one if that fails.
@@ -59,7 +59,7 @@ class RouterProxy:
         async def send(replica: Replica, permit: Permit) -> httpx.Response:
             url = replica.root + target
             answer = await self._servers.request(replica, request.method, url, headers, content=body or None)
-            # What is wrong with the request is between the function and the replica; the rest is ours.
+            # Other errors are about the request, and are passed on to the function.
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
             if used := _usage(answer):

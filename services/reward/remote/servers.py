@@ -2,8 +2,8 @@
 
 Guarantees: the least loaded replica that is healthy and does not rest gets the next request, within the
 run's limits. One attempt asks at most `1 + MAX_FAILOVERS` replicas that fail it. A server that dies, or that
-asks for a pause, costs no attempt: what it had is asked of another one, or waits for one, `patience_s` at
-most. Replicas join and leave while requests are under way. Health is active (GET /health; a server without
+asks for a pause, costs no attempt: its requests go to another one, or wait for one, for at most `patience_s`.
+Replicas join and leave while requests are under way. Health is active (GET /health; a server without
 that path counts as healthy when it answers at all) and passive (what became of requests).
 """
 
@@ -38,17 +38,16 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 Send = Callable[["Replica", Permit], Awaitable[T]]
-"""Sends one request to a replica and reads the answer. It raises `RemoteFault`, and says in the permit what
-the request has used."""
+"""Sends one request to a replica and reads the answer; sets `Permit.used_tokens`. Raises RemoteFault."""
 
 MAX_FAILOVERS = 2
 """Further replicas that one attempt asks, one after the other, when a replica fails it."""
 HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 UNUSED = (FaultKind.CONNECTION, FaultKind.RATE_LIMITED, FaultKind.REFUSED_REQUEST)
-"""Requests that failed like this were not computed: their tokens are given back."""
+"""Kinds of failed requests that were not computed: their tokens are given back."""
 FAILURES_BEFORE_REST = 5
-"""In a row. A single failure may be the request's, and a server that died is seen by its /health at once."""
+"""Failures in a row. A single one may be the request's fault; /health shows at once that a server died."""
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 60.0
 
@@ -70,20 +69,20 @@ class Replica:
         parts = urlsplit(url)
         self.origin = f"{parts.scheme}://{parts.netloc}"
         self.root = self.origin + parts.path.rstrip("/").removesuffix("/v1")
-        """What a path such as /classify is appended to."""
+        """Base URL of paths such as /classify."""
         self.in_flight = self.last_used = 0
         self.is_healthy = True
-        """What /health last said; the first request may come before the first look."""
+        """The last result of /health; True before the first."""
         self._clock = clock
         self.reset()
 
     def reset(self) -> None:
-        """Forget what failed: all is well, or another server stands in its place."""
+        """Forget failures: it has answered, or another server has its address."""
         self._num_failures, self._rests_until = 0, 0.0
 
     @property
     def rests_for_s(self) -> float:
-        """Seconds until one request may try it; 0 where none has to wait for that."""
+        """Seconds until one request may try it; 0 if it does not rest."""
         return max(0.0, self._rests_until - self._clock())
 
     @property
@@ -94,12 +93,12 @@ class Replica:
         return "resting" if self._rests_until and (self.rests_for_s or self.in_flight) else "up"
 
     def succeed(self) -> None:
-        """It was answered. An answer to a request from before a rest says nothing."""
+        """Record an answer. During a rest it says nothing: the request is from before."""
         if not self.rests_for_s:
             self.reset()
 
     def fail(self) -> bool:
-        """It failed. Returns whether the replica begins to rest, having been asked as usual until now."""
+        """Record a failure. Returns whether its first rest since the last answer begins."""
         if self.rests_for_s:  # one of those that were under way as it began to rest
             return False
         self._num_failures += 1
@@ -150,12 +149,12 @@ class Servers:
         tokens: int,
         timeout_s: float,
     ) -> T:
-        """What `read` finds in an answer of JSON; the section's `model` is part of the request.
+        """Send `body`, with the section's `model`, and return what `read` finds in the JSON answer.
 
         A path without a slash at the beginning belongs to the replica's API (/v1), another one to its root.
 
         Raises:
-            RemoteFault: as `ask`; where `read` raises, the answer is garbage.
+            RemoteFault: see `ask`; if `read` raises, its kind is `GARBAGE`.
         """
         named = {"model": self.config.model, **body} if self.config.model else body
 
@@ -189,7 +188,7 @@ class Servers:
             raise connection_fault(replica.origin, error) from error
 
     async def ask(self, send: Send[T], lane: Lane, tokens: int, timeout_s: float) -> T:
-        """The answer of the first replica that gives one, about `tokens` long; each has `timeout_s`.
+        """The answer of the first replica that gives one. `tokens` is an estimate; each has `timeout_s`.
 
         Raises:
             RemoteFault: none of those that were asked did, or asking another one cannot help.
@@ -209,7 +208,7 @@ class Servers:
                 is_away = fault.asks_for_pause or (
                     fault.is_replicas and await self._is_down(fault.replica_url)
                 )
-                if is_away:  # costs no attempt, but patience
+                if is_away:  # costs no attempt, but is limited by `patience_s`
                     if fault.asks_for_pause and not has_another and not self.config.patience_s:
                         raise  # it says when to retry
                     last, deadline = fault, deadline or time.monotonic() + self.config.patience_s
@@ -224,7 +223,7 @@ class Servers:
                 metrics.REMOTE_FAILOVERS.labels(self.name).inc()
 
     def count(self, fault: RemoteFault) -> None:
-        """A request, or what was read from its answer, was of no use."""
+        """Count a request that failed, or whose answer could not be used."""
         self.errors[fault.kind] += 1
         metrics.REMOTE_ERRORS.labels(self.name, fault.kind).inc()
 
@@ -255,7 +254,7 @@ class Servers:
         beat.detail = "; ".join(notes)
 
     def start(self) -> None:
-        """Watch the replicas; the first request does it where nobody did before."""
+        """Start to watch the replicas, if that was not done; the first request calls it."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._look_for_ever(), name=f"servers {self.name}")
 
@@ -267,7 +266,7 @@ class Servers:
         await self.limiter.close()
 
     async def look(self) -> None:
-        """Learn which replicas there are, and how they are."""
+        """Update the list of replicas and their health."""
         if self._registered is not None:
             self._take_over(await self._registered())
         await asyncio.gather(*(self._examine(replica) for replica in self.replicas))
@@ -314,7 +313,7 @@ class Servers:
     async def lease(
         self, avoid: Collection[str] = (), deadline: float | None = None
     ) -> AsyncIterator[Replica]:
-        """The replica for one request, outside `avoid` if there is any; its end says how the replica did.
+        """A replica for one request, outside `avoid` if possible; the end of the block records how it did.
 
         Raises:
             RemoteFault: none came up within `patience_s`, or before the deadline.
@@ -335,7 +334,7 @@ class Servers:
             if fault.asks_for_pause:
                 replica.pause(fault.retry_after_s)
             elif not fault.is_replicas:
-                replica.succeed()  # it answered; that the answer is of no use is not its health
+                replica.succeed()  # it answered; a useless answer does not count against it
             raise
         else:
             replica.succeed()
@@ -345,12 +344,12 @@ class Servers:
             self._wake()
 
     async def _choose(self, avoid: Collection[str], deadline: float) -> Replica:
-        """The least loaded usable replica, then who waited longest; prefers those outside `avoid`."""
+        """The least loaded usable replica, then the least recently used; prefers those outside `avoid`."""
         self.start()
         assert self._watch is not None
         while True:
             if self._watch.done() and not self._watch.cancelled():
-                self._watch.result()  # an error nobody expected is for those that depend on the watch
+                self._watch.result()  # an unexpected error of the watch is raised in its users
             usable = [replica for replica in self.replicas if replica.state == "up"]
             others = [replica for replica in usable if replica.url not in avoid]
             if chosen := min(others or usable, key=lambda one: (one.in_flight, one.last_used), default=None):
@@ -370,19 +369,19 @@ class Servers:
                     await self._changed.wait()
 
     async def _is_down(self, url: str) -> bool:
-        """Looks at the /health of a replica that just failed a request; returns whether it is dead."""
+        """Check the /health of a replica that just failed a request. Returns whether it is down."""
         replica = self._replicas.get(url)
         if replica is not None and replica.is_healthy:
             await self._examine(replica)
         return replica is None or not replica.is_healthy
 
     def _wake(self) -> None:
-        """Those that wait look again; later ones wait for the next change."""
+        """Wake waiting requests; later ones wait for the next change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _take_over(self, registered: Collection[str]) -> None:
-        """Know the registered replicas and those of the config, and no others."""
+        """Keep the registered replicas and those of the config, and no others."""
         wanted = dict.fromkeys((*self.config.base_urls, *registered))
         for url in wanted.keys() - self._replicas.keys():
             log.info("a replica joined", servers=self.name, replica=url)
@@ -400,7 +399,7 @@ class Servers:
             replica.is_healthy = False
         if was_healthy != replica.is_healthy:
             if replica.is_healthy:
-                replica.reset()  # what failed was the server that is gone
+                replica.reset()  # the failures were those of the server that is gone
             state = "up" if replica.is_healthy else "down"
             log.info(f"a replica is {state}", servers=self.name, replica=replica.origin)
 
@@ -411,6 +410,6 @@ class Servers:
 
 
 def usage_of(tree: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of prompt and answer, where it says them. Raises ValueError, TypeError: it is garbage."""
+    """Tokens of prompt and answer; 0 if it does not say them. Raises ValueError, TypeError: it is garbage."""
     usage = tree.get("usage") or {}
     return int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)

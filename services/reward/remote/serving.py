@@ -1,7 +1,7 @@
-"""One replica: its server, from start to end, and its address in the heartbeat.
+"""One replica: runs its server, and publishes its address in the heartbeat.
 
-The address is there from when the server has answered /health. It is taken back first and the server stopped
-last, so that routers send nothing to a server that is about to end.
+The address is published once the server has answered /health, and taken back before the server is stopped, so
+that routers send nothing to a server that is about to end.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from tidemill.services.reward.remote.servers import HEALTH_INTERVAL_S, HEALTH_TI
 from tidemill.services.reward.remote.tokens import complaint, model_token
 
 STOP_S = 15.0
-"""For the server to end by itself; then its group is killed."""
+"""Time for the server to end after SIGTERM; then its process group is killed."""
 _GUARD = 'cat > /dev/null; kill -s KILL -- "-$0" 2> /dev/null'
-"""Waits for the end of its input, which is the end of whoever holds the other end."""
+"""Shell code that kills the server's process group when its input ends, as it does when this process dies."""
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.25
@@ -55,8 +55,8 @@ _FILLED = re.compile(r"\{(?:host|port|model)\}")
 
 @contextlib.asynccontextmanager
 async def running(command: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[Process]:
-    """One start of a server. Its output goes where this process's goes; it ends with the block, or with this
-    process, and so does all that it started."""
+    """Run a server for the block. Its output goes where this process's goes; it ends with the block or with
+    this process, and so does all that it started."""
     server = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, env=dict(env), start_new_session=True
     )
@@ -75,7 +75,7 @@ async def running(command: Sequence[str], env: Mapping[str, str]) -> AsyncIterat
             os.killpg(server.pid, signal.SIGKILL)
         await server.wait()
         with contextlib.suppress(ProcessLookupError):
-            guard.kill()  # before its input closes: the group's number may be another one's by then
+            guard.kill()  # before its input closes: the group's id may be reused by then
         await guard.wait()
 
 
@@ -84,7 +84,7 @@ async def serve(context: ServiceContext) -> None:
 
     Raises:
         EngineError: the server did not come up, or ended by itself.
-        ConfigError: it did, and would every time.
+        ConfigError: it cannot start with this config; starting it again would not help.
     """
     name, config, host = context.options.servers, context.config, context.options.host
     if name not in config.servers:
@@ -125,8 +125,8 @@ async def serve(context: ServiceContext) -> None:
             await ended
         finally:
             ended.cancel()
-        # With 2 its arguments are wrong, and to start it again is no use: unless another process has taken
-        # its port, which looks the same.
+        # Exit code 2 means wrong arguments, where a restart cannot help; if another process has taken its
+        # port, the code is the same.
         is_final = not is_up and server.returncode == ConfigError.exit_code and _free_port(host, port) != 0
         raise _end_of(server, "by itself" if is_up else "before it was up", is_final)
 
@@ -136,7 +136,7 @@ async def serve(context: ServiceContext) -> None:
     async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http, running(command, env) as server:
         try:
             await context.unless_stopping(watch(server))
-        finally:  # before the server stops: nobody may choose it any more
+        finally:  # before the server stops: routers must not choose it any more
             await take_requests_at("")
         if server.returncode is None:
             await asyncio.sleep(2 * HEALTH_INTERVAL_S)  # routers notice, and send nothing more
@@ -184,13 +184,13 @@ def server_command(config: RunConfig, name: str, options: Namespace, port: int) 
 
 
 def needs_vllm(reward: NamedRewardConfig | None, local: LocalServersConfig) -> bool:
-    """Whether a reward's local servers are vLLM's; those that only functions ask are."""
+    """Whether a reward's local servers run vLLM; without a reward (only functions ask them), they do."""
     is_model = reward is not None and reward.model is not None
     return not local.command and (local.engine == "vllm" or (local.engine == "auto" and not is_model))
 
 
 def server_environment(servers: ServersConfig, index: int) -> dict[str, str]:
-    """The server's environment: this process's, without what leads to Redis, the config's, the machine's."""
+    """The server's environment: this process's without access to Redis, the config's and the machine's."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(PRIVATE)}
     wanted = servers.local.env if servers.local else {}
     given = own | {key: value.replace("{index}", str(index)) for key, value in wanted.items()}
@@ -217,7 +217,7 @@ NEEDS_TEMPLATE = {
     "model": ("input: chat", "input: text, or ids where the tokenizer is the policy's"),
     "teacher": ("chat: true", "chat: false"),
 }
-"""Kind of reward -> what needs a chat template, and what to take where there is none."""
+"""Kind of reward -> setting that needs a chat template, and setting to use if there is none."""
 
 
 def check_local(name: str, reward: NamedRewardConfig, servers: ServersConfig) -> None:

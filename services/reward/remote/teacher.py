@@ -1,8 +1,8 @@
 """A teacher's logprobs of what the policy sampled: exact for every token, or an error, never a guess.
 
 One attempt is one request for one sample: all its segments as prompts of OpenAI's completions API, with
-vLLM's `prompt_logprobs`; ids are sent as they were sampled. Logprobs are those of temperature 1. Where the
-teacher reads a prompt of its own, the server's `/tokenize` makes ids of it, by the teacher's chat template.
+vLLM's `prompt_logprobs`; ids are sent as they were sampled. Logprobs are those of temperature 1. A prompt of
+the teacher's own becomes ids in the server's `/tokenize`; chats are rendered by the teacher's chat template.
 """
 
 import json
@@ -25,14 +25,14 @@ Ids = Sequence[int] | Int32
 LOGPROB = "logprob"
 """Component: the mean of the teacher's logprobs over the tokens that the model sampled."""
 MAX_PROMPTS = 4096
-"""Prompts of the teacher's own whose ids are kept: all samples of a group have the same."""
+"""Most prompts of the teacher's own whose ids are cached: all samples of a group have the same one."""
 
 
 class TeacherPrompt:
     """The prompt that a teacher reads in place of the policy's."""
 
     def __init__(self, name: str, reward: NamedRewardConfig) -> None:
-        """Raises ConfigError: its template is none."""
+        """Raises ConfigError: its template is invalid."""
         config = reward.teacher
         assert config is not None
         self._name, self._config = name, config
@@ -40,7 +40,7 @@ class TeacherPrompt:
         self._template = SampleTemplate(config.template, where) if config.template else None
 
     def of(self, sample: RewardSample) -> str | ChatMessages:
-        """Text as it is, or chat messages for the teacher's template.
+        """The prompt: plain text, or chat messages for the teacher's template.
 
         Raises:
             AttemptError: the row lacks what the prompt is made of.
@@ -67,7 +67,7 @@ class TeacherRow:
     """One segment as the teacher reads it: `ids`, of which those at `places` are what the model sampled."""
 
     def __init__(self, prompt_ids: Ids, completion_ids: Ids, mask: Bits | Sequence[bool]) -> None:
-        # What stands behind the last sampled token has no influence on its logprob, and is not sent.
+        # Tokens after the last sampled one do not influence its logprob, and are not sent.
         chosen = np.flatnonzero(mask)
         self.ids = [*map(int, prompt_ids), *map(int, completion_ids[: chosen[-1] + 1 if len(chosen) else 0])]
         self.places = [len(prompt_ids) + int(place) for place in chosen]
@@ -103,8 +103,9 @@ class TeacherReward(Reward):
         return RewardOutcome(None, {LOGPROB: mean}, teacher_logprobs=found.astype("<f4").tobytes())
 
     async def _rows(self, sample: RewardSample) -> list[TeacherRow]:
-        """All segments. A prompt of the teacher's own stands where the shortest of their prompts stood, with
-        which all have to begin: the row's, with what an environment added before the model's first token.
+        """All segments as the teacher reads them. A prompt of its own replaces the shortest prompt of the
+        segments (the row's, with what an environment added before the model's first token), with which all
+        of them have to begin.
 
         Raises:
             AttemptError: a rewritten history does not begin with the row's prompt.

@@ -11,7 +11,7 @@ from tidemill.services.reward.sample import RewardSample
 
 
 class SampleTemplate:
-    """The template in the field `where` of the config. Raises ConfigError: it is none."""
+    """The template in the field `where` of the config. Raises ConfigError: it is invalid."""
 
     def __init__(self, source: str, where: str) -> None:
         self._where = where

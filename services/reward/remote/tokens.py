@@ -1,4 +1,4 @@
-"""The token that servers of a run and its reward workers share: who has to show it, and who checks it."""
+"""The token that servers of a run and its reward workers share."""
 
 import os
 from urllib.parse import urlsplit
@@ -15,9 +15,9 @@ def model_token() -> str:
 
 
 def key_for(url: str, is_registered: bool, api_key_env: str) -> str:
-    """What to show a server: the run's token to one that registered, else the key that the config names.
+    """The key to send to a server: the run's token if it registered, else the key that the config names.
 
-    Without a token, servers of the run are on this machine: who registers from elsewhere gets no key.
+    Without a token, the run's servers are on this machine: one that registers from elsewhere gets no key.
     """
     if is_registered and (model_token() or not is_loopback(urlsplit(url).hostname or "")):
         return model_token()

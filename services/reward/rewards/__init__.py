@@ -1,1 +1,1 @@
-"""Kinds of rewards, and what stands around all of them alike."""
+"""Kinds of rewards, and what all of them share: attempts, limits, cache, sums and groups."""

@@ -1,8 +1,8 @@
-"""Rewards that were paid for once: kept in Redis, so that no replay, retry or takeover pays a judge twice.
+"""Cache of rewards in Redis, so that no replay, retry or takeover pays a judge twice.
 
-An entry is found by what decided it: the reward's name, config and source, prompt, completion, ground truth
-and the row's other columns. Only results are kept, never failures. Their bytes are bounded; what was not used
-for longest goes first. In one worker, equal requests share one call.
+The key is a digest of all that decides the result: the reward's name, config and source, lane, prompt,
+completion, ground truth and the row's other columns. Only results are kept, never failures. Their total size
+is bounded; the least recently used go first. In one worker, equal requests share one call.
 """
 
 import asyncio
@@ -78,9 +78,9 @@ class RewardCache:
     async def get_or_make(
         self, version: str, sample: RewardSample, make: Callable[[], Awaitable[RewardOutcome]]
     ) -> RewardOutcome:
-        """The cached outcome for this sample, or what `make` comes to, which is kept if it succeeded.
+        """The cached outcome for this sample, else that of `make`, which is kept if it succeeded.
 
-        A caller that is cancelled does not take the call away from the others that wait for it.
+        Cancelling one caller does not cancel the call for others that wait for it.
         """
         digest = _digest(version, sample)
         if (call := self._calls.get(digest)) is not None:
@@ -99,14 +99,14 @@ class RewardCache:
         metrics.REWARD_CACHE.labels("miss").inc()
         outcome = await make()
         if outcome.is_ok:  # a failure is worth another attempt
-            # Attempts are of this call, and not of those that find the result.
+            # Attempts belong to this call, not to later ones that find the result.
             payload = pack(asdict(replace(outcome, tries=[])))
             await self._broker.script("cache_put", self._keys, [digest, payload, self._max_bytes])
         return outcome
 
 
 def _digest(version: str, sample: RewardSample) -> str:
-    """Lengths are part of msgpack, so that no two samples can run together."""
+    """Digest of all that decides the result. msgpack stores lengths, so no two samples give equal bytes."""
     trajectory, last = sample.trajectory, sample.last
     parts = [
         version,

@@ -1,4 +1,4 @@
-"""Scores a group as a whole: the results of its samples gather in Redis, and the last one's worker finishes.
+"""Scores whole groups: results of samples gather in Redis, and the worker of the last one finishes the group.
 
 Exactly once, also when that worker dies in the middle: the last trajectory stays pending until one script
 publishes all scores and acknowledges it. The next worker that takes it finds the results in Redis, pays for
@@ -30,16 +30,16 @@ from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, at
 from tidemill.services.reward.sample import RewardSample
 
 GROUP = "group"
-"""Its name among the rewards, where failures are counted."""
+"""Name of post-processing in the counts of failures."""
 BEFORE_GROUP = "before_group"
 """Component: the reward before post-processing."""
 REPLACED = "replaced_failure"
-"""Detail: why the reward had failed that post-processing has filled in."""
+"""Detail: why a reward had failed that post-processing has replaced by a value."""
 NO_SCORE = "the group function returned None for this sample"
 
 
 class GroupResult(Message):
-    """One sample of a group, and what each reward says of it."""
+    """One sample of a group, and the outcome of each reward."""
 
     kind: ClassVar[str] = "group result"
     index: int = Field(ge=0)
@@ -50,7 +50,7 @@ class GroupResult(Message):
 
 
 class GroupScoring:
-    """How a lane scores trajectories whose groups are scored as a whole."""
+    """Scores the trajectories of a lane whose groups are scored as a whole."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class GroupScoring:
                 latency_s=time.monotonic() - started,
             )
         try:
-            # Stored before the group is finished: who takes over finds it there, and scores nothing again.
+            # Stored before the group is finished: a worker that takes over finds it, and does not score.
             payloads = await self._consumer.store_result(delivery, key, tickets, result)
             if payloads is not None:
                 scores = await self._finish(payloads)
@@ -164,7 +164,7 @@ class PostProcessing:
         return [_with_former(new, old) for old, new in zip(before, sums, strict=True)]
 
     def failures_by_name(self) -> dict[str, int]:
-        """How often it failed, as `group:<kind>`."""
+        """`group:<kind>` -> number of groups whose post-processing failed."""
         return {f"{GROUP}:{kind}": count for kind, count in self.failures.items()}
 
     async def close(self) -> None:
@@ -174,7 +174,7 @@ class PostProcessing:
     async def _outcomes(
         self, limits: RewardLimits, step: Callable[[], Awaitable[list[RewardOutcome]]], count: int
     ) -> list[RewardOutcome]:
-        """What a step made of the group: an outcome a sample, or the same failure for each of them."""
+        """Run a step over the group: one outcome for each sample, or the same failure for all."""
         try:
             outcomes, _ = await attempt(limits, step)
         except AttemptError as failure:

@@ -1,8 +1,8 @@
-"""What a reward is to the worker: something that gives one sample an outcome, or raises `AttemptError`.
+"""Kinds of rewards with one interface: a `Reward` gives one sample an outcome, or raises `AttemptError`.
 
-Functions, judges, reward models, sandboxes, environments and teachers are its kinds, those of `kind_of`; each
-is a `Reward`. Attempts, backoff, concurrency, cache and failure policy are the same around all of them,
-in `weighted_sum.py`: a kind makes one attempt and says what came of it.
+The kinds are functions, judges, reward models, sandboxes, environments and teachers (`kind_of`). A kind makes
+one attempt. Retries, backoff, concurrency, cache and failure policy are the same for all of them, in
+`weighted_sum.py`.
 """
 
 import math
@@ -39,7 +39,7 @@ class FunctionReward(Reward):
 
     @property
     def slots(self) -> int | None:  # type: ignore[override]
-        """Those of the function's processes; it grows where they are found to wait."""
+        """Slots of the function's processes; grows while its calls are measured to wait."""
         return self.execution.slots
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
@@ -83,8 +83,8 @@ def load_checked(name: str, config: NamedRewardConfig) -> RewardFunction:
 
 
 class EnvironmentReward(Reward):
-    """The reward that the environment of a session gave itself, which came with the trajectory: that of the
-    session, else the sum over its turns; never 0 for want of one."""
+    """The reward that a session's environment gave, which came with the trajectory: that of the session, else
+    the sum over its turns. Without any, the reward fails; it is not 0."""
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """The value, with the environment's metrics and the number of turns as components.
@@ -117,7 +117,7 @@ class EnvironmentReward(Reward):
 
 @dataclass(frozen=True, slots=True)
 class RewardKind:
-    """What there is to do for a kind of reward. Each may raise ConfigError: it is not as it should be."""
+    """The functions of a kind of reward. Each may raise ConfigError: the reward is configured wrongly."""
 
     make: Callable[[str, NamedRewardConfig, RewardDependencies], Reward]
     check: Callable[[str, NamedRewardConfig], object] = lambda *_: None
@@ -127,12 +127,13 @@ class RewardKind:
 
 
 def kind_of(name: str) -> RewardKind:
-    """By the field of `NamedRewardConfig` that configures it: one file, its section, and a row here."""
+    """The kind that the field `name` of `NamedRewardConfig` configures. A kind is one file, its section of
+    the config, and a row here."""
     if name == "function":
         return RewardKind(make_function, load_checked)
     if name == "environment":
         return RewardKind(lambda *_: EnvironmentReward())
-    # Only here: a worker whose rewards are functions would start later for clients and templates.
+    # Imported here: a worker that has only functions would start later for clients and templates.
     from tidemill.services.reward.remote.judge import JudgeReward, check_judge, judge_reading
     from tidemill.services.reward.remote.reward_model import ModelReward, model_reading
     from tidemill.services.reward.remote.teacher import TeacherPrompt, TeacherReward, teacher_reading
@@ -147,7 +148,7 @@ def kind_of(name: str) -> RewardKind:
 
 
 def check_key(name: str, variable: str) -> None:
-    """See that the environment has the key that the config names. Raises ConfigError: it does not."""
+    """Raises ConfigError: the environment lacks the API key that the config names."""
     if variable and not os.environ.get(variable):
         raise ConfigError(
             f"servers.{name}: the environment variable {variable} (api_key_env) is not set; every machine "
@@ -163,7 +164,7 @@ def make_reward(name: str, config: NamedRewardConfig, dependencies: RewardDepend
 
 
 def check_reward(name: str, config: NamedRewardConfig, servers: Mapping[str, ServersConfig]) -> None:
-    """Find what is wrong with a reward without a run: what `tidemill check` asks for each of them.
+    """Find what is wrong with a reward without a run; `tidemill check` calls it for each.
 
     Raises:
         ConfigError: it cannot be loaded or called as configured, or its servers cannot start here.

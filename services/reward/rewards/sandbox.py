@@ -1,4 +1,4 @@
-"""The reward of code: what share of its tests it passes, run by the sandbox workers."""
+"""The reward of code: whether it passes its tests, or which share of them; sandbox workers run them."""
 
 import asyncio
 import hashlib
@@ -35,19 +35,19 @@ from tidemill.services.reward.sample import RewardSample
 log = structlog.get_logger(__name__)
 
 POLL_S, POLL_SHARE, LONGEST_POLL_S = 0.03, 0.1, 1.0
-"""Between two looks for a result: a share of the time that it has been waited for."""
+"""Pause between two looks for a result: `POLL_SHARE` of the time waited so far, within the other two."""
 EXAMINE_S = 2.0
 LOST_S = 10.0
-"""A job whose worker has not been heard of for this long is lost; a busy worker writes every 2 s."""
+"""A job whose worker has not written for this long counts as lost; a busy worker writes every 2 s."""
 JOB_MARGIN_S = 30
-"""What a job may take beside the code's own limit before RQ kills it."""
+"""Time that a job may take beyond the code's own limit before RQ kills it."""
 QUEUE_S = 300.0
 """How long a completion may wait for a free worker."""
 FAILURE_TTL_S = 3600
 RQ_RETRIES = 2
 GONE = "gone"
 OVER = (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
-"""States of a job that nobody works on. Waiting in the queue is no loss."""
+"""States of a job that no worker will finish."""
 FENCE = "```"
 LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
 PYTHON = ("python", "python3", "py")
@@ -73,7 +73,7 @@ UNREADABLE = {"error": "a sandbox worker wrote a result that cannot be read", "i
 
 
 def _read(raw: bytes) -> dict[str, Any]:
-    """What a worker wrote, checked: on its machine runs code that nobody trusts."""
+    """A sandbox worker's result, validated: untrusted code runs on its machine."""
     try:
         result = RESULT.validate_json(raw)
     except ValidationError:
@@ -90,7 +90,7 @@ class SandboxReward(Reward):
         connection = make_blocking_client(redis_url(), self._keys.run_id)
         self._queue = Queue(self._keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
         self._jobs: dict[str, asyncio.Task[dict[str, Any]]] = {}
-        """By their ids; samples with the same code and tests wait for the same job."""
+        """Job id -> task that waits for its result; samples with the same code and tests share it."""
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """Run the completion's code against the tests in its ground truth."""
@@ -108,7 +108,7 @@ class SandboxReward(Reward):
         return RewardOutcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
 
     async def run(self, code: str, tests: Any) -> dict[str, Any]:
-        """What came of the code, see `services/jobs/sandbox/job.py`.
+        """The result of the code's tests, see `run_tests` in `services/jobs/sandbox/job.py`.
 
         Raises:
             AttemptError: no worker took it in time, its workers died, or the sandbox failed.
@@ -116,7 +116,7 @@ class SandboxReward(Reward):
         limits = self.config.model_dump(mode="json")
         text = json.dumps([self._keys.run_id, code, tests, limits], sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-        # By what is run: a worker that is started again finds the job of the one before.
+        # Named by what is run: a restarted worker finds the job of its predecessor.
         job_id = self._keys.sandbox_names + digest
         job = self._jobs.get(job_id)
         if job is None:
@@ -125,13 +125,13 @@ class SandboxReward(Reward):
             job.add_done_callback(lambda job: (self._jobs.pop(job_id) and job.cancelled()) or job.exception())
         result = await asyncio.shield(job)
         if "error" in result:
-            # Or the next attempt would find this failure in place of running anything.
+            # Deleted, or the next attempt would find this failure instead of running anything.
             await self._broker.execute("DEL", self._keys.sandbox_result(job_id))
             raise AttemptError(result["error"], is_final=result["is_final"], kind="sandbox")
         return result
 
     async def close(self) -> None:
-        """Stop waiting; jobs that were handed over go on."""
+        """Stop waiting; queued jobs go on."""
         jobs = list(self._jobs.values())
         for job in jobs:
             job.cancel()
@@ -170,7 +170,7 @@ class SandboxReward(Reward):
         return _read(raw) if raw is not None else None
 
     async def _rq(self, call: Any, *arguments: Any) -> Any:
-        """One call of RQ, which waits for Redis, on a thread."""
+        """Run one blocking call of RQ on a thread."""
         try:
             return await asyncio.to_thread(call, *arguments)
         except redis_errors.RedisError as error:
@@ -189,10 +189,8 @@ class SandboxReward(Reward):
         )
 
     def _state_of(self, job_id: str) -> str:
-        """The job's status, and while it runs the last sign of life of who runs it.
-
-        Nothing else of the job is read: sandbox workers may write it.
-        """
+        """The job's status, and while it runs the last heartbeat of its worker. Nothing else of the job is
+        read, because sandbox workers may write it."""
         key, connection = Job.key_for(job_id), self._queue.connection
         status: Any = connection.hget(key, "status")
         if status is None:

@@ -1,11 +1,11 @@
 """All rewards of a run: each with its limits, attempts and cache, and the weighted sum of them for a sample.
 
 Invariant: `NamedReward.score` gives every sample an outcome, whatever the reward does; a failure is never a
-zero. Training and evaluation have limits of their own, so that evaluation never waits behind training.
+zero. `max_concurrent` holds for each lane by itself, so that evaluation never waits behind training.
 
-What does not apply is left out of the sum, as in TRL. A teacher adds nothing to it: its logprobs travel
-beside it. A part that failed is replaced by its own `failure_value` where its policy is `value`; otherwise it
-fails the score, and the score says whether only the sample or its whole group is given up.
+A reward that does not apply is left out of the sum, as in TRL. A teacher adds nothing to it: its logprobs
+travel beside it. A part that failed is replaced by its own `failure_value` where its policy is `value`;
+otherwise the score fails, and says whether only the sample or its whole group is given up.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ NONE_APPLIES = "no reward applies to this sample: each of them returned None or 
 
 T = TypeVar("T")
 Parts = dict[str, RewardOutcome]
-"""What each reward says of one sample, by its name."""
+"""Name of the reward -> its outcome for one sample."""
 
 
 async def attempt(limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tuple[T, list[NamelessTry]]:
@@ -68,7 +68,7 @@ async def attempt(limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tup
             raise failure
         metrics.SCORE_RETRIES.inc()
         backoff_s = min(limits.backoff_s * 2 ** (len(tries) - 1), LONGEST_BACKOFF_S)
-        # Jitter of half a pause: workers that failed together must not come back together.
+        # Jitter of up to half the first pause: workers that failed together must not retry together.
         backoff_s += random.uniform(0, limits.backoff_s / 2)
         await asyncio.sleep(max(backoff_s, failure.retry_after_s))
 
@@ -102,7 +102,7 @@ class NamedReward:
         return self.config.per == "group"
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """All attempts at one sample; it never raises for what a reward does."""
+        """Make all attempts at one sample; a reward that fails never makes it raise."""
         if not self.applies_to(sample):
             return RewardOutcome()
 
@@ -124,7 +124,7 @@ class NamedReward:
         self, samples: list[RewardSample], once: Callable[[], Awaitable[list[RewardOutcome]]]
     ) -> list[RewardOutcome]:
         async def placed() -> list[RewardOutcome]:
-            # Again for each attempt: during the pause before the next one, others have the place.
+            # Taken for each attempt: during the pause before the next one, others have the place.
             async with self._places[samples[0].is_evaluation]:
                 return await once()
 
@@ -141,12 +141,12 @@ class WeightedSum:
     def __init__(self, rewards: Sequence[NamedReward], is_named: bool) -> None:
         self.rewards = list(rewards)
         self._is_named = is_named
-        """Whether the parts go by their names: a single `reward.function` has none."""
+        """Whether components carry the rewards' names: a single `reward.function` has none."""
         self.has_group_rewards = any(named.is_per_group for named in self.rewards)
 
     @property
     def slots(self) -> int | None:
-        """Samples it makes sense to hold: as many as the reward that waits longest can use."""
+        """Samples it makes sense to hold at once: the most that any reward can use; None: no limit."""
         counts = [named.reward.slots for named in self.rewards]
         known = [count for count in counts if count is not None]
         return max(known) if len(known) == len(counts) else None
@@ -202,7 +202,7 @@ class WeightedSum:
         return total
 
     def failures(self) -> dict[str, int]:
-        """How often each reward failed, as `<name>:<kind>`."""
+        """`<name>:<kind>` -> how often a reward failed."""
         return {
             f"{named.name}:{kind}": count for named in self.rewards for kind, count in named.failures.items()
         }

@@ -13,8 +13,8 @@ from tidemill.services.rollout.engines.engine import Engine
 def build_engine(config: RunConfig, worker: str = "") -> Engine:
     """Build the engine that `rollout.engine` names in `ENGINES`; `start` loads the model.
 
-    `worker` is the name of this rollout worker. Where an engine's randomness is its own, workers with
-    different names sample differently.
+    `worker` is the name of this rollout worker. Engines with random numbers of their own sample differently
+    in workers with different names.
     """
     module, _, name = config.rollout.engine_traits.class_name.partition(":")
     engine: Engine = getattr(import_module(f"{__name__}.{module}"), name)(config, worker)

@@ -19,7 +19,7 @@ def read_tensors(files: Sequence[Path]) -> dict[str, tuple[TensorInfo, Bits]]:
     """Every tensor of a full version, flat; views of the mapped files.
 
     Raises:
-        WeightsError: a file is missing or torn, or two of them have the same tensor.
+        WeightsError: a file is missing or incomplete, or two of them have the same tensor.
     """
     found: dict[str, tuple[TensorInfo, Bits]] = {}
     for file in files:
@@ -34,8 +34,8 @@ def read_tensors(files: Sequence[Path]) -> dict[str, tuple[TensorInfo, Bits]]:
 def patched_tensors(
     base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]
 ) -> Iterator[tuple[TensorInfo, Bits]]:
-    """Every tensor of a full version with the deltas written over it, flat and in the order of names; one at
-    a time is in memory that no file backs.
+    """Every tensor of a full version with the deltas written over it, flat and in the order of names; only
+    one at a time is copied into memory.
 
     Raises:
         WeightsError: a delta is damaged, or is not one of these tensors.
@@ -59,7 +59,7 @@ def patched_tensors(
 def checkpoint_tensors(
     base: Mapping[str, tuple[TensorInfo, Bits]], deltas: Sequence[Sequence[Path]]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """The same as tensors with their names."""
+    """`patched_tensors` as pairs of name and torch tensor."""
     from tidemill.services.rollout.engines.held_weights import as_tensor
 
     for info, flat in patched_tensors(base, deltas):

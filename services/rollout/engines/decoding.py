@@ -2,8 +2,8 @@
 
 Prompts are padded on the left, so that every row's next token sits in the same column; position ids
 count from each row's first real token, and padding is masked, so a row's tokens do not depend on its
-neighbours (beyond rounding). Equal prompts, as in a group, are prefilled once. Rows that are finished
-leave the batch once they are a good part of it.
+neighbours (beyond rounding). Equal prompts, as in a group, are prefilled once. Finished rows leave the
+batch once they are a quarter of it.
 
 Shapes: B sequences, U distinct prompts, T tokens so far, V vocabulary.
 """
@@ -126,7 +126,7 @@ Routes = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(slots=True, eq=False)
 class DecodingRow:
-    """One completion in the making. Its caller waits on `done`, which is cancelled where it has gone."""
+    """One completion that is being generated. Its caller waits on `done`, which is cancelled with it."""
 
     request: GenerationRequest
     noise_key: int
@@ -139,9 +139,9 @@ class DecodingRow:
     report: Callable[[], object] = lambda: None
     """Called, on the decoding thread, every `PART_TOKENS` tokens."""
     kept: list[Int32] | None = None
-    """Where they are recorded, the ids that each token was sampled from."""
+    """For each token the ids that it was sampled from; None if they are not recorded."""
     routes: list[Routes] = field(default_factory=list)
-    """Of what was computed so far; empty where they are not recorded."""
+    """Experts of the tokens that were computed so far; empty if they are not recorded."""
 
     @property
     def choices(self) -> dict[str, Rows]:
@@ -159,7 +159,7 @@ class DecodingRow:
 
 
 class RouteRecorder:
-    """What a model's routers choose, from its hooks on them; none: of no mixture."""
+    """Records what a model's routers choose, by hooks on them; nothing if there are none."""
 
     def __init__(self, routers: Sequence[Any]) -> None:
         self._chosen: dict[int, Tensor] = {}
@@ -176,7 +176,7 @@ class RouteRecorder:
         self._dtype, self._chosen[number] = np.uint8 if parts[0].shape[-1] <= 256 else np.uint16, parts[2]
 
     def take(self, num_rows: int) -> Routes | None:
-        """Of the last forward pass. Shape [rows, tokens, layers, experts of a token]."""
+        """Experts of the last forward pass. Shape [rows, tokens, layers, experts of a token]."""
         if not self._chosen:
             return None
         layers = torch.stack([self._chosen[number] for number in sorted(self._chosen)], 1).cpu().numpy()
@@ -188,7 +188,7 @@ class RouteRecorder:
 def decode_batch(
     model: Any, rows: Sequence[DecodingRow], eos_ids: frozenset[int], recorder: RouteRecorder
 ) -> None:
-    """Fill in tokens, logprobs, routes and finish of every row that stays wanted."""
+    """Fill in tokens, logprobs, routes and finish of every row whose caller still waits."""
     batch = _Batch(model, rows, recorder)
     logits_BV = batch.prefill()
     step = 0
@@ -197,7 +197,7 @@ def decode_batch(
         ids_B, logprobs_B = batch.draw(processed_BV, step)
         drawn = zip(batch.rows, ids_B.tolist(), logprobs_B.tolist(), batch.kept(processed_BV), strict=True)
         for row, token, logprob, kept in drawn:
-            # Finished rows are decoded on until it pays to leave them out; what they say then is not kept.
+            # Finished rows are decoded until it pays to drop them; their further tokens are not kept.
             if row.finish is None:
                 if row.kept is not None and kept is not None:
                     row.kept.append(kept)
@@ -247,12 +247,12 @@ class _Batch:
         return logits_UV
 
     def draw(self, processed_BV: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """The next token of each row, by its `step`-th number, and its logprob."""
+        """The next token of each row, drawn by its `step`-th random number, and its logprob."""
         uniforms_B = torch.from_numpy(uniforms(self._keys_B, step)).to(self._device)
         return draw(processed_BV, self.sampling, uniforms_B)
 
     def kept(self, processed_BV: Tensor) -> Sequence[Int32 | None]:
-        """The ids that each row's token was sampled from; None: no row wants them."""
+        """The ids that each row's token was sampled from; None if no row records them."""
         if all(row.kept is None for row in self.rows):
             return [None] * len(self.rows)
         # For all rows at once: one call of torch for each row takes as long as a layer.
@@ -272,7 +272,7 @@ class _Batch:
         return logits_BV
 
     def drop_finished(self, ids_B: Tensor) -> Tensor:
-        """Leave out rows that are done or unwanted, where that pays; returns the remaining ids."""
+        """Drop rows that are done or have no caller, if that pays. Returns the remaining ids."""
         keep = [i for i, row in enumerate(self.rows) if row.finish is None and not row.done.done()]
         if keep and len(keep) > _COMPACT_BELOW * len(self.rows):
             return ids_B

@@ -1,9 +1,9 @@
-"""What a generation engine must do, whichever library stands behind it.
+"""Interface of generation engines, whichever library they use.
 
-Guarantees that every engine gives: the logprob of a token is that of the distribution it was sampled
-from, after temperature, min-p, top-p and top-k (a greedy token has its logprob at temperature 1);
-`spans` come from the engine itself and name, for every token, the version of the weights that produced
-it; `load` returns only when the new weights are what the engine computes with.
+Guarantees of every engine: the logprob of a token is that of the distribution it was sampled from, after
+temperature, min-p, top-p and top-k (a greedy token has its logprob at temperature 1); `spans` come from the
+engine itself and name, for every token, the version of the weights that produced it; `load` returns only when
+the engine computes with the new weights.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ class GenerationRequest:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     is_urgent: bool = False
-    """Goes before what waits already: evaluation never queues behind training."""
+    """Served before all waiting requests: evaluation never queues behind training."""
     on_tokens: "OnTokens | None" = None
-    """Hears every `PART_TOKENS` tokens, on the event loop, of what there is so far; not of the end."""
+    """Called on the event loop with the generation so far, about every `PART_TOKENS` tokens."""
     ticket: int = 0
-    """Where requests wait, lower ones go first: their histories are still in the cache, if any are."""
+    """Waiting requests with lower tickets go first: their histories are the likeliest to be still cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Generation:
     num_cached_tokens: int = -1
     """Prompt tokens whose keys and values were in the prefix cache; -1: the engine does not say."""
     choices: dict[str, Rows] = field(default_factory=dict)
-    """`kept` has a row for each of `token_ids`; absent where nothing was filtered. `routes` has one for each
-    token but the last, prompt and all, from `sampling.num_routed` on."""
+    """`kept` has a row for each of `token_ids`; absent if nothing was filtered. `routes` has one for each
+    token but the last, those of the prompt included, from `sampling.num_routed` on."""
 
     def cut(self, num_tokens: int) -> "Generation":
         """Its first tokens, as if it had ended there by itself."""
@@ -69,7 +69,7 @@ class Generation:
 
 OnTokens = Callable[[Generation], object]
 PART_TOKENS = 1024
-"""Most tokens of a long turn that are generated again when their worker dies."""
+"""About the most tokens of a long turn that are generated again when their worker dies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def can_patch(self) -> bool:
-        """Whether `load` takes deltas alone, because it is proven what the engine holds."""
+        """Whether `load` takes deltas alone, because the weights that the engine holds are proven."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -147,8 +147,8 @@ class Engine(ABC):
         """Replace weights by those of a full version (`files`: safetensors, Hugging Face names) with `deltas`
         written over it: the files of each, oldest first. Without `files` deltas change what the engine holds.
 
-        `digest` is that of the result. Who gives `files` has proven it of their bytes; the engine proves it
-        of deltas, from its own values.
+        `digest` is that of the result. For `files` the caller has proven it, from their bytes; for deltas the
+        engine proves it, from its own values.
 
         Raises:
             WeightsMismatchError: deltas do not lead from what the engine holds to `digest`, or were not held
@@ -167,7 +167,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def wake(self) -> None:
-        """Take it again, with the same weights."""
+        """Take the memory again, with the same weights."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -181,7 +181,7 @@ class StopTexts:
     """
 
     MARGIN_TOKENS = 8
-    """Tokens before the first that may be of the text: decoders treat the very first one differently."""
+    """Further tokens that are decoded before a text: decoders treat the very first one differently."""
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._texts, self._decode = tuple(texts), decode
@@ -192,7 +192,7 @@ class StopTexts:
         self.is_reached = False
 
     def reach(self, token_ids: Sequence[int]) -> bool:
-        """Look at the ids generated so far; whether one of the texts is in them, now for the first time."""
+        """Look at the ids generated so far. Returns whether one of the texts is newly in them."""
         if self.is_reached or not self._texts:
             return False
         # A text may have begun among tokens that were looked at before.
@@ -243,7 +243,7 @@ def request_key(seed: int, request_id: str) -> int:
 
 
 def uniforms(keys_B: NDArray[np.uint64], draw: int | NDArray[np.uint64]) -> NDArray[np.float64]:
-    """The `draw`-th number of each key, in [0, 1). Shape [B], float64. The mixer is SplitMix64."""
+    """The `draw`-th random number of each key, in [0, 1). Shape [B], float64. The mixer is SplitMix64."""
     # The mixer is defined modulo 2^64: wrapping around is meant.
     with np.errstate(over="ignore"):
         state = keys_B + (np.asarray(draw, dtype=np.uint64) + np.uint64(1)) * _GOLDEN

@@ -20,7 +20,7 @@ class GpuSharingEngine(Engine):
     """`engine`, while this process holds the lock of its GPUs."""
 
     def __init__(self, engine: Engine, turn_s: float, stall_s: float) -> None:
-        """An engine that takes longer than `stall_s` to sleep or to wake hangs, while others wait."""
+        """An engine that takes longer than `stall_s` to sleep or to wake fails: others wait for the GPU."""
         self._engine, self._stall_s = engine, stall_s
         lock, still = GpuLock(lock_files()), engine.stands_still
         self._gate = GpuGate(lock, self.wake, self.sleep, turn_s, stands_still=still)
@@ -61,7 +61,7 @@ class GpuSharingEngine(Engine):
         return self._engine.decode(token_ids)
 
     async def sleep(self) -> None:
-        """Called by the gate, as `wake` is, and by nobody else."""
+        """Called only by the gate, like `wake`."""
         async with asyncio.timeout(self._stall_s):
             await self._engine.sleep()
 
@@ -76,13 +76,13 @@ class GpuSharingEngine(Engine):
             self._is_started = True
 
     async def close(self) -> None:
-        # The engine first: who gets the GPU next needs its memory.
+        # The engine first: the next process on the GPU needs its memory.
         await self._engine.close()
         await self._gate.close()
 
     @asynccontextmanager
     async def _on_gpu(self) -> AsyncIterator[None]:
-        """The gate, with its end as an error that restarts the worker."""
+        """Wait for the gate. If the gate has failed, the error is one that restarts the worker."""
         try:
             async with self._gate.use():
                 yield
@@ -90,7 +90,7 @@ class GpuSharingEngine(Engine):
             raise EngineError(str(error)) from error
 
     def _ended(self, keeper: "asyncio.Task[None]") -> None:
-        """The gate has failed, so what stands still would never go on: it fails, and the worker restarts."""
+        """The gate has failed: requests that stand still would wait for ever, so the engine is closed."""
         if not keeper.cancelled():
             # Kept, for the event loop alone would not keep the task from the garbage collector.
             self._closing = asyncio.create_task(self._engine.close())

@@ -1,10 +1,10 @@
 """Where a checkpoint's values lie in the parameters that an engine computes with.
 
-A model's own loader says so: it is asked to load tensors that have a shape and no memory. Every slice and
+The model's own loader shows it: it is called with tensors that have a shape and no memory. Every slice and
 view that it makes of them on the way to a `copy_` keeps its offset and strides, and so names the positions of
-the checkpoint's tensor that the parameter gets. With that an engine can be asked what it holds, in the
-checkpoint's coordinates, however it splits and fuses. A loader that does more than view and copy cannot be
-followed: then `trace` says so, and such a model's updates are whole versions.
+the checkpoint's tensor that the parameter gets. So the engine's weights can be read in the checkpoint's
+coordinates, however the engine splits and fuses them. A loader that does more than view and copy cannot be
+followed: then `trace` raises, and such a model is updated with full versions only.
 """
 
 import threading
@@ -24,16 +24,16 @@ from tidemill.common.weights.delta import Patch, merge
 from tidemill.common.weights.digest import Digest, DigestSum
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
-"""By safetensors' names."""
+"""Name in safetensors -> dtype."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by width, to compare bits."""
+"""Width in bytes -> integer dtype, to compare bits."""
 
 DEVICE_RESERVE_BYTES = 1 << 30
 """Left free on a GPU: changes that do not fit beside it are staged in host memory."""
 ALIGNMENT = 256
 CHUNK = 1 << 24
-"""Elements of a part of a staged version that are on the device for its digest."""
+"""Elements of a part of a staged version that are on the device at once for its digest."""
 
 
 def as_bits(values: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def as_tensor(info: TensorInfo, flat: Bits) -> Tensor:
 
 
 class Key(NamedTuple):
-    """Which positions of a checkpoint's tensor: `offset` plus any multiples of `strides` below `sizes`."""
+    """Positions of a checkpoint's tensor: `offset` plus any multiples of `strides` below `sizes`."""
 
     name: str
     offset: int
@@ -60,7 +60,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Those positions, and the part of a parameter that has their values."""
+    """Positions of a checkpoint's tensor, and the part of a parameter that has their values."""
 
     key: Key
     info: TensorInfo
@@ -96,7 +96,7 @@ class Piece:
         return whole.as_strided(sizes, strides, whole.storage_offset() + offset)
 
     def num_wrong(self, whole: Tensor) -> int:
-        """How many of its values are not those of the checkpoint's tensor, in their own precision."""
+        """How many of its values differ from the checkpoint's tensor, in the parameter's precision."""
         expected = self.part(whole).to(self.tensor.device).to(self.tensor.dtype)
         return int((as_bits(expected) != as_bits(self.tensor)).sum())
 
@@ -112,7 +112,7 @@ class StagedChange(NamedTuple):
         as_bits(self.piece.memory())[self._here(self.places)] = self._here(self.values)
 
     def num_wrong(self) -> Tensor:
-        """How many are not what the parameter holds now: one number, on its device."""
+        """How many differ from what the parameter holds now: one number, on its device."""
         return (as_bits(self.piece.memory())[self._here(self.places)] != self._here(self.values)).sum()
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ class StagedChange(NamedTuple):
 
 
 class _Staging:
-    """The change of one piece while the windows of a delta come. Once its device is full, all of it goes to
-    host memory: the parts are put together in the end."""
+    """Collects the change of one piece, window by window of a delta. Once its device is full, all of it goes
+    to host memory; the parts are joined at the end."""
 
     def __init__(self, piece: Piece, total: DigestSum | None) -> None:
         """`total` adds up how digests change."""
@@ -130,7 +130,7 @@ class _Staging:
         self._values: list[Tensor] = []
 
     def add(self, patch: Patch) -> None:
-        """What of a patch lies in the piece."""
+        """Add the part of a patch that lies in the piece."""
         piece = self._piece
         if patch.info != piece.info:
             raise WeightsError(f"a delta has {patch.info}, the engine {piece.info}")
@@ -143,7 +143,7 @@ class _Staging:
             positions = positions[inside]
             self._total.add_change(piece.info, positions, piece.values(places), as_bits(values))
         if piece.memory().numel() <= torch.iinfo(torch.int32).max:
-            # Half the memory, and half the copy, of what waits for the pause.
+            # Halves the memory of what waits for the pause, and the time to copy it.
             places = places.int()
         self._is_full = self._is_full or not _has_room(device)
         self._places.append(self._placed(places))
@@ -199,8 +199,8 @@ class HeldWeights:
     def stage(
         self, deltas: Sequence[Sequence[Path]], disowned: Collection[int] = ()
     ) -> tuple[Digest, list[StagedChange]]:
-        """What deltas change here, and how that changes the digest of what is held; the pieces `disowned`, by
-        their order, do not count in it.
+        """Read what deltas change here. Returns the change of the digest of the held weights, without the
+        pieces `disowned` (by their order), and the changes to write.
 
         Raises:
             WeightsError: a delta is damaged, or of another model.
@@ -217,8 +217,8 @@ class HeldWeights:
         return total.read(), [change for change in changes if len(change.places)]
 
     def reason_not_to_patch(self) -> str:
-        """Why values of the checkpoint cannot be told from parameters: one is less precise, or has two of its
-        tensors; empty where they can."""
+        """Why the checkpoint's values cannot be read from the parameters: one is less precise, or holds two
+        tensors; empty if they can."""
         homes: dict[tuple[int, Any], str] = {}
         for piece in self:
             dtype = DTYPES[piece.info.dtype]
@@ -231,13 +231,13 @@ class HeldWeights:
 
 
 class HostMemory:
-    """Page-locked, of exactly the size asked for, and kept: to lock it takes longer than to fill it."""
+    """Page-locked memory of exactly the size asked for. It is kept: locking takes longer than filling."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int, is_locked: bool) -> Tensor:
-        """So many bytes; what was taken before is overwritten."""
+        """`num_bytes` of it; what was taken before is overwritten."""
         if len(self._memory) < num_bytes:
             if is_locked and len(self._memory):
                 # Before the memory is freed: CUDA would go on taking its addresses for locked ones.
@@ -280,7 +280,7 @@ class StagedVersion:
         return self._digest(self._copied()) == self._expected
 
     def _copied(self) -> Iterator[Tensor]:
-        """The parameters' parts, each once its values are there, for this thread's stream."""
+        """Copy, and yield each parameter's part once its values are there for this thread's stream."""
         if not self._is_on_gpu:
             for piece, host in self._parts:
                 yield piece.tensor.copy_(host)
@@ -301,7 +301,7 @@ class StagedVersion:
     def _digest(self, tensors: Iterable[Tensor]) -> Digest:
         total = DigestSum()
         for place, ((piece, _), tensor) in enumerate(zip(self._parts, tensors, strict=True)):
-            # By its place: parts that were mixed up do not pass for one another.
+            # Named by its place, so that mixed-up parts give another digest.
             info = TensorInfo(str(place), NAMES[tensor.dtype], tuple(tensor.shape))
             flat = tensor.reshape(-1)
             for start in range(0, len(flat), CHUNK):
@@ -319,10 +319,9 @@ def trace(
 ) -> tuple[HeldWeights, set[str]]:
     """Follow `load` (a model's `load_weights`); returns the pieces, and the names that it says it loaded.
 
-    No parameter changes. Raises ValueError: the loader does more than to view and copy. What it asserts about
-    its parameters goes through.
+    No parameter changes. Raises ValueError: the loader does more than view and copy. AssertionErrors pass.
     """
-    # Keyed by address: `tensors` keeps all of them alive, so that none is given out twice.
+    # Keyed by address: `tensors` keeps all of them alive, so that no address is reused.
     by_memory: dict[int, TensorInfo] = {}
     tensors = []
     for info in infos:
@@ -381,7 +380,7 @@ def _writes_go_to(record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
         return value
 
     patched: Any = torch.Tensor
-    # Patched for the whole process: what other threads copy meanwhile is told apart by their number.
+    # Patched for the whole process: copies by other threads are told apart by the thread's id.
     patched.copy_, patched.fill_, patched.item = copy_, fill_, item_
     try:
         yield
@@ -396,7 +395,7 @@ def _by_stride(key: Key) -> list[int]:
 
 
 def _check_nested(key: Key) -> None:
-    """Positions must be unique, and an index follow from the strides: so it is with slices and transposes."""
+    """Raises ValueError: positions are not unique, or not in the nested strides of slices and transposes."""
     axes = _by_stride(key)
     for outer, inner in pairwise(axes):
         if key.strides[outer] < key.strides[inner] * key.sizes[inner]:

@@ -1,7 +1,7 @@
 """A model's tokenizer, end tokens and limits, and later its weights.
 
-Every way in which a model folder can be unusable is reported here, in plain words. Reading it imports no
-torch, for an engine sets what OpenMP reads before, and uses no network; only a hub name may use that.
+Whatever makes a model folder unusable is reported here, in plain words. Reading it imports no torch, because
+an engine sets OpenMP's variables before that, and uses no network, except for a hub name.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class ModelFolder:
     vocab_size: int
     max_model_len: int
     is_mixture: bool = False
-    """Of experts, which routers choose among."""
+    """Whether it is a mixture of experts."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, without special tokens and with the spaces the model wrote."""
@@ -103,7 +103,7 @@ def open_model(model: ModelConfig) -> ModelFolder:
         )
     found = getattr(text_config, "eos_token_id", None)
     with contextlib.suppress(OSError):  # many models have no generation config
-        # It goes before the model's config: chat models often name the end of a turn only here.
+        # It takes precedence over the model's config: chat models often name the end of a turn only here.
         found = GenerationConfig.from_pretrained(model.path).eos_token_id or found
     found = [found] if isinstance(found, int) else found or []
     eos_ids = {token for token in (tokenizer.eos_token_id, *found) if token is not None}

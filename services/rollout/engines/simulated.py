@@ -99,7 +99,7 @@ class SimulatedEngine(Engine):
     async def load(
         self, version: int, files: Sequence[Path], deltas: Sequence[Sequence[Path]] = (), digest: str = ""
     ) -> WeightUpdate:
-        """Take `load_s`, then be `version`. Nothing is read and generation never stands still."""
+        """Wait `load_s`, then change to `version`. Nothing is read and generation never stands still."""
         started = _now()
         await asyncio.sleep(self._options.load_s)
         self._changes.append((_now(), version))
@@ -128,8 +128,8 @@ class SimulatedEngine(Engine):
         return max(1, round(self._options.tokens * math.exp(self._options.sigma * normal)))
 
     def _duration_s(self, key: int, num_tokens: int) -> float:
-        """Uniform between (1 - jitter) and (1 + jitter) times the mean; with `sigma`, as the tokens."""
-        # Draws of tokens count up from 0; the last possible number of the key is free for this.
+        """Uniform between (1 - jitter) and (1 + jitter) times the mean; with `sigma`, scaled by tokens."""
+        # Draws of tokens count up from 0, and never reach this number.
         spread = 2.0 * float(uniforms(np.array([key], dtype=np.uint64), 2**63)[0]) - 1.0
         share = num_tokens / self._options.tokens if self._options.sigma else 1.0
         return self._options.group_s * share * (1.0 + self._options.jitter * spread)

@@ -1,4 +1,4 @@
-"""A plain transformers model, for machines without vLLM: batches of what is waiting, one at a time.
+"""A plain transformers model, for machines without vLLM: one batch of the waiting requests at a time.
 
 A batch runs with one version from its first token to its last: `load` waits for the running batch, and
 requests that come meanwhile wait for the load. All work on tensors happens on one thread of its own, so
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 GATHER_S = 0.02
-"""How long the first request of a batch waits to fill a batch."""
+"""How long the first request of a batch waits for others."""
 
 
 class TransformersEngine(ModelEngine):
@@ -85,7 +85,7 @@ class TransformersEngine(ModelEngine):
 
         self._running_model()
         self.folder.check(request)
-        # A caller that is cancelled cancels `done`, which is how the decoding thread hears of it.
+        # A caller that is cancelled cancels `done`, which the decoding thread looks at.
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Generation] = loop.create_future()
         key = request_key(self._seed, request.request_id)
@@ -123,7 +123,7 @@ class TransformersEngine(ModelEngine):
             # Within the lock: the next batch stamps its tokens with it.
             self.version = version
         finished = time.perf_counter()
-        # Beside the next batch: nothing but the next delta asks for it.
+        # Beside the next batch: only the next delta needs it.
         if files:
             self._held, self._digest = await asyncio.to_thread(self._pieces, model, files, digest)
         return WeightUpdate(version, load_s=finished - started, paused_s=finished - paused)
@@ -145,7 +145,7 @@ class TransformersEngine(ModelEngine):
             await asyncio.gather(runner, return_exceptions=True)
         self._fail(self._queue, EngineError("the engine was closed"))
         self._queue = []
-        # After their failure: the batch on the thread ends at its next token, for nobody wants its rows.
+        # After their failure: the batch on the thread then ends at its next token, for no caller waits.
         await asyncio.to_thread(self._thread.shutdown)
 
     async def _run(self) -> None:
@@ -191,7 +191,7 @@ class TransformersEngine(ModelEngine):
     def _stage(
         self, files: Sequence[Path], deltas: Sequence[Sequence[Path]], digest: str
     ) -> Callable[[], None]:
-        """Read a version, or prove that deltas alone lead to `digest`; returns what writes it."""
+        """Read a version, or prove that deltas alone lead to `digest`. Returns a function that writes it."""
         if files:
             tensors = dict(checkpoint_tensors(read_tensors(files), deltas))
             # Matched before the model stands still: files that do not fit change nothing.
@@ -214,7 +214,7 @@ class TransformersEngine(ModelEngine):
     def _pieces(
         self, model: Any, files: Sequence[Path], digest: str
     ) -> "tuple[HeldWeights | None, Digest | None]":
-        """Where the version that has just been written lies, where that can be told."""
+        """The pieces and digest of the version that was just written; None if pieces cannot be located."""
         if not is_additive(digest):
             return None, None
         try:

@@ -2,9 +2,9 @@
 
 What an update guarantees: every token of a completion is labelled, by the engine's scheduler itself,
 with the version that sampled it; requests that have started keep their KV cache and go on with the new
-weights; requests that have not started do so on nothing that older weights computed. The last point
-takes two measures, because a prompt's KV cache is shared: the cache is keyed by version, and a request
-that still waits inside the engine is taken back at an update and submitted again under the new key.
+weights; requests that have not started use nothing that older weights computed. The last point takes
+two measures, because a prompt's KV cache is shared: the cache is keyed by version, and a request that
+still waits inside the engine is taken back at an update and submitted again under the new key.
 
 Logprobs are those of the processed distribution, so they equal the trainer's at the same temperature.
 """
@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 STAGING_POLL_S = 0.005
 
 URGENT = -1
-"""A priority of vLLM's: the lower one is scheduled first. Others have their tickets' numbers."""
+"""Priority of urgent requests; vLLM schedules lower ones first, and others have their ticket's number."""
 
 
 class VllmEngine(ModelEngine):
@@ -107,8 +107,8 @@ class VllmEngine(ModelEngine):
         """Stage while generation goes on, then pause it, write the weights, and read them back.
 
         Raises:
-            WeightsMismatchError: generation stands still until a full version is loaded, where the engine's
-                own weights are wrong.
+            WeightsMismatchError: deltas cannot be proven. If the engine's own weights are wrong, generation
+                stands still until a full version is loaded.
             WeightsError: nothing has changed.
             EngineError: the weights may be half replaced; the engine is closed.
         """
@@ -133,7 +133,7 @@ class VllmEngine(ModelEngine):
 
     async def sleep(self) -> None:
         """Stand still, move the weights to the CPU's memory (on a CPU they stay) and drop the KV cache, which
-        `wake` has computed again for what was running."""
+        is computed again for running requests after `wake`."""
         # Held until `wake`: an update would write to weights whose memory is not on the device.
         await self._updating.acquire()
         llm, self._moves = self._running_llm(), not is_cpu()
@@ -155,7 +155,7 @@ class VllmEngine(ModelEngine):
             return
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        # Before the handler is cancelled: requests that wait would never hear that the core has gone.
+        # Before the handler is cancelled: requests that wait would never learn that the core has ended.
         llm.output_processor.propagate_error(EngineDeadError())
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # else it reports the end of the core as a crash
@@ -182,19 +182,19 @@ class VllmEngine(ModelEngine):
     async def _submit(
         self, request: GenerationRequest, params: "SamplingParams", priority: int, stops: StopTexts
     ) -> "RequestOutput | None":
-        """Run a request to its last output; None where an update took it back before its first token."""
+        """Run a request to its last output; None if an update took it back before its first token."""
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         llm = self._running_llm()
-        # vLLM's ids are single use, and a request that is taken back comes again.
+        # vLLM's ids are single use, and a request that is taken back is submitted again.
         self._num_submitted += 1
         engine_id = f"{request.request_id}#{self._num_submitted}"
         # No await between the version and the note below: an update would miss a request of its old key.
         prompt = tokens_input(list(request.prompt_ids), cache_salt=f"v{self.version}")
         self._unstarted[engine_id] = False
         final, num_reported = None, 0
-        # Only the last output has what the engine chose, and tokens without it are of no use.
+        # Only the last output has masks and routes, and tokens without them are of no use.
         reports = request.on_tokens is not None and not (self._records_routes or self._config.masked_sources)
         try:
             # Closed at once where the loop is left early: vLLM's generator aborts the request as it ends, and
@@ -223,8 +223,8 @@ class VllmEngine(ModelEngine):
         return final
 
     def _so_far(self, engine_id: str, output: "CompletionOutput", num_tokens: int) -> Generation | None:
-        """The first tokens of a running request; None where vLLM does not say which versions sampled them:
-        only its last output has that by itself."""
+        """The first tokens of a running request; None if vLLM does not say which versions sampled them: only
+        its last output has that by itself."""
         processor = self._running_llm().output_processor
         names = processor.external_req_ids.get(engine_id, [])
         states = [processor.request_states[name] for name in names if name in processor.request_states]
@@ -237,13 +237,13 @@ class VllmEngine(ModelEngine):
         return Generation(*tokens, spans, "length")
 
     def _sampling_params(self, request: GenerationRequest) -> "SamplingParams":
-        """What vLLM needs to sample the request, and to report no more than that."""
+        """vLLM's sampling parameters for the request, with no more output than is needed."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         sampling, top_k = request.sampling, request.sampling.top_k
         if self._config.masked_sources:
-            # It takes no other requests then. The likeliest alone is what temperature 0 samples.
+            # vLLM then requires top-k and refuses temperature 0: top-k 1 samples the same.
             top_k = (top_k or self.folder.vocab_size) if sampling.temperature else 1
         # No seed: on CPU a seeded request crashes the sampler.
         return SamplingParams(
@@ -253,9 +253,9 @@ class VllmEngine(ModelEngine):
             top_p=sampling.top_p,
             top_k=top_k,
             min_p=sampling.min_p,
-            # Given here: without a tokenizer vLLM knows no end of its own.
+            # Given here: without a tokenizer vLLM knows no EOS.
             stop_token_ids=list(self.folder.eos_ids),
-            # Of the sampled token alone, and of no other beside it.
+            # Of the sampled token only.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -264,7 +264,7 @@ class VllmEngine(ModelEngine):
         )
 
     async def _stage(self, files: Sequence[Path], deltas: Sequence[Sequence[Path]]) -> Digest:
-        """Have every worker read what it needs, while generation goes on; how deltas change the digest."""
+        """Have every rank read its part while generation goes on. Returns how deltas change the digest."""
         llm = self._running_llm()
         check_given(files, deltas)
         with tempfile.TemporaryDirectory(prefix="tidemill-stage-") as report:
@@ -274,7 +274,7 @@ class VllmEngine(ModelEngine):
                 "report": report,
             }
             num_ranks = len(await self._call("begin_staging", job))
-            # Ranks answer through files. To ask them by calls would hold up the core, which generates.
+            # Ranks answer through files: calls would hold up the core, which generates.
             while len(answers := _answered(report)) < num_ranks:
                 if llm.errored:
                     raise EngineError("vLLM died while it read new weights; restart this worker")
@@ -288,8 +288,8 @@ class VllmEngine(ModelEngine):
     async def _swap(self, version: int, is_full: bool) -> float:
         """Pause, write, label, resume; returns the seconds that generation stood still.
 
-        The order is the point: a label set before the last batch of the old weights has drained would
-        stamp its tokens with the new version.
+        The order matters: a label set before the last batch of the old weights has drained would stamp
+        its tokens with the new version.
 
         Raises:
             WeightsMismatchError: deltas went wrong. Generation stays paused, for the weights may be neither
@@ -297,7 +297,7 @@ class VllmEngine(ModelEngine):
         """
         llm = self._running_llm()
         # The core's own call returns once the last batch has drained. AsyncLLM.pause_generation is the
-        # same, followed by a courtesy sleep of 20 ms.
+        # same, followed by a sleep of 20 ms.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         paused = time.perf_counter()
         try:
@@ -329,7 +329,7 @@ class VllmEngine(ModelEngine):
         """Find out where the model has its weights.
 
         Raises:
-            ConfigError: no update of this model could be right.
+            ConfigError: this model cannot be updated correctly.
         """
         answers = await self._call("open")
         if refused := [answer["refuse"] for answer in answers if answer["refuse"]]:
@@ -341,7 +341,7 @@ class VllmEngine(ModelEngine):
         await self._divide_digest()
 
     async def _divide_digest(self) -> None:
-        """Have each position counted by one rank, the first that holds it."""
+        """Have each position count in one rank's digest, that of the first that holds it."""
         if self._config.rollout.vllm.tensor_parallel_size == 1 or not self._is_readable:
             return
         owners: set[str] = set()

@@ -35,8 +35,8 @@ def start_vllm(
     report: Callable[[EngineReport], object] = lambda _: None,
     records_routes: bool = False,
 ) -> "AsyncLLM":
-    """Start vLLM's processes and load the model, of which routes are recorded or not; takes seconds to
-    minutes. `report` gets its statistics.
+    """Start vLLM's processes and load the model, in seconds to minutes. `report` gets its statistics; with
+    `records_routes`, outputs have the experts of each token.
 
     Raises:
         ConfigError: vLLM or what it needs is not installed, or model and options do not fit it.
@@ -75,7 +75,7 @@ def start_vllm(
 
 
 def _reporting(report: Callable[[EngineReport], object]) -> "PerEngineStatLoggerFactory":
-    """What vLLM hands its statistics to, after each step."""
+    """The class of the logger that gets vLLM's statistics after each step."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Reporter(StatLoggerBase):  # type: ignore[misc]
@@ -129,7 +129,7 @@ def engine_args(config: RunConfig, worker: str, records_routes: bool = False) ->
         changed = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
         fields["hf_overrides"] = for_vllm(changed, config.model.overrides)
     if records_routes:
-        # It refuses what it cannot do with it: pipeline and context parallelism, adaptive speculation.
+        # vLLM refuses what it cannot do with this: pipeline and context parallelism, adaptive speculation.
         fields["enable_return_routed_experts"] = True
     if is_cpu():
         if options.extra.get("dtype", config.model.dtype) in ("auto", "bfloat16"):
@@ -152,17 +152,18 @@ def is_cpu() -> bool:
 
 
 def hide_engine() -> None:
-    """In vLLM's processes, also in the one above several GPUs' workers: their variables are the worker's."""
+    """Hide the memory of vLLM's processes, also of the one above several GPUs' workers: they have the
+    environment variables of the rollout worker."""
     if OWNER_VARIABLE in os.environ:
         hide_memory()
 
 
 def set_environment() -> None:
-    """What vLLM reads from the environment, here and in its child processes. The user's own values win, but
-    for how processes are started."""
+    """Set environment variables for vLLM, here and in its child processes. The user's own values take
+    precedence, except for how processes are started."""
     os.environ[OWNER_VARIABLE] = str(os.getpid())
-    # A fork would have this process's threads' locks and the event loop's signal socket: a SIGTERM for vLLM's
-    # core would stop the worker as well.
+    # A fork would inherit the locks of this process's threads and the event loop's signal socket: a SIGTERM
+    # for vLLM's core would stop the worker as well.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

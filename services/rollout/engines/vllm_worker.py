@@ -1,14 +1,13 @@
-"""What runs in vLLM's worker processes: new weights reach the model of one rank from here.
+"""Runs in vLLM's worker processes: brings new weights into the model of one rank.
 
-An update has two halves. `stage` works on a thread of its own while generation goes on: of a full version it
-maps the files, whose pages all ranks of a machine share; of deltas it reads the changes of this rank's part
-onto the device, and says how they change the digest of what the engine holds. `apply` writes them while
+An update has two halves. `stage` works on a thread of its own while generation goes on: for a full version it
+maps the files, whose pages all ranks of a machine share; for deltas it reads the changes of this rank's part
+onto the device, and computes how they change the digest of the held weights. `apply` writes them while
 generation is paused, and reads back what parameters hold now.
 
-Where it is known where the loader puts values, and they can be read back there, they are written there: those
-of deltas, and on GPUs those of full versions. Other full versions go through the model's loader as at the
-start; on GPUs through vLLM's layerwise reload, which converts layouts again. Either way parameters are
-written in place.
+If it is known where the loader puts values, and they can be read back there, deltas are written there
+directly, and on GPUs full versions too. Other full versions go through the model's loader as at the start; on
+GPUs through vLLM's layerwise reload, which converts layouts again. Parameters are always written in place.
 
 On a CPU vLLM computes from private copies, packed for its kernels: linear layers free their parameter,
 experts replace it. `keep_parameters` runs before the model loads: linear layers then compute from the
@@ -93,7 +92,7 @@ def _pack_beside(experts: Any, layer: Any, pack: Any) -> None:
 
 
 def refresh(model: Any, dtype: Any) -> None:
-    """Make everything again that was derived from parameters: packed experts, absorbed matrices of MLA."""
+    """Compute again what is derived from parameters: packed experts, absorbed matrices of MLA."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         repack = getattr(getattr(kernel, "fused_experts", None), "tidemill_repack", None)
@@ -122,7 +121,7 @@ class WeightLoader:
     tidemill_weights: "RankWeights | None" = None
 
     def tidemill(self, method: str, *arguments: Any) -> Answer:
-        """Call a method of this rank's weights; `collective_rpc` does on every rank. What goes wrong is
+        """Call a method of this rank's weights; `collective_rpc` calls this on every rank. Exceptions are
         returned as `error`."""
         try:
             if self.tidemill_weights is None:
@@ -190,10 +189,10 @@ class RankWeights:
         return {}
 
     def stage(self, files: Sequence[str], deltas: Sequence[Sequence[str]]) -> Answer:
-        """Read what is to be applied. Of deltas alone: how they change the digest of what is held.
+        """Read what is to be applied. For deltas alone, returns their change of the held weights' digest.
 
         Raises:
-            WeightsError: a file is missing, torn, or of another model.
+            WeightsError: a file is missing, incomplete, or of another model.
             ValueError: deltas alone, and what the engine holds cannot be read back.
         """
         paths = [[Path(path) for path in delta] for delta in deltas]
@@ -220,19 +219,19 @@ class RankWeights:
         if device.type != "cuda":
             yield
             return
-        # One for all versions: torch keeps what is freed for the stream that had it, so that each other one
-        # would take a version's memory again.
+        # One for all versions: torch keeps freed memory for the stream that used it, so that each further
+        # stream would take a version's memory again.
         self._stream = self._stream or torch.cuda.Stream(device)
         # This thread's current stream would be that of device 0, or vLLM's.
         with torch.cuda.stream(self._stream):
             yield
-        # What reads the results is vLLM's stream, which knows nothing of this one.
+        # Results are read on vLLM's stream, which does not wait for this one.
         self._stream.synchronize()
 
     def apply(self) -> Answer:
-        """Write what was staged. `wrong`: how many values the parameters do not hold afterwards, or 1 where
-        only the sum is known; `traced`: whether `keys` has changed; `no_patch`: why deltas over this version
-        could not be proven.
+        """Write what was staged. `wrong`: how many values the parameters do not hold afterwards, or 1 if only
+        the digest is known to differ; `traced`: whether `keys` has changed; `no_patch`: why deltas over this
+        version could not be proven.
 
         Raises:
             ValueError: the files lack a parameter of the model, which would have kept its old values.
@@ -260,12 +259,12 @@ class RankWeights:
         return {"keys": [list(piece.key) for piece in self.held]}
 
     def disown(self, pieces: Sequence[Sequence[int]]) -> Answer:
-        """Leave pieces out of digests: a lower rank counts them. Of each rank their places in `keys`."""
+        """Leave pieces out of digests: a lower rank counts them. `pieces[rank]`: places in `keys`."""
         self._disowned = set(pieces[self._rank])
         return {}
 
     def _is_copied(self, base: Mapping[str, tuple[TensorInfo, Bits]]) -> bool:
-        """Whether a full version needs no loader: it has the tensors whose places are known, each its own."""
+        """Whether a full version needs no loader: it has exactly the tensors whose places are known."""
         # On a CPU the loader reads the files' own pages: to stage them would take host memory twice.
         if not self._is_plain or is_cpu() or self.held.reason_not_to_patch():
             return False
@@ -306,7 +305,7 @@ class RankWeights:
         return loaded
 
     def _starting_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the files that vLLM loaded the model from, as its own loader names them."""
+        """Tensors of the files that vLLM loaded the model from, as its own loader names them."""
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self._config.load_config)
@@ -315,7 +314,7 @@ class RankWeights:
         yield from loader.get_all_weights(self._config.model_config, self.model)
 
     def _num_wrong(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """How many values held are not those of the checkpoint, in the precision that they are held in."""
+        """How many held values differ from the checkpoint's, in the parameters' precision."""
         return sum(
             piece.num_wrong(tensor) for name, tensor in tensors for piece in self.held.pieces.get(name, [])
         )

@@ -1,6 +1,6 @@
-"""What answers the model: environments, and the sessions that are played with them.
+"""Environments, and the sessions that are played with them.
 
-Nothing heavy is imported here, and no code of a user's: both wait until the player starts.
+Heavy modules and users' code are not imported here, but when the player starts.
 """
 
 from pkgutil import resolve_name
@@ -16,26 +16,25 @@ if TYPE_CHECKING:
 
 PLAYER = f"{__name__}.player:EnvironmentPlayer"
 OBJECT = (PLAYER, f"{__name__}.objects:object_design")
-"""Any other `use`: a class or factory of a user's."""
+"""For any other `use`: a user's class or factory."""
 ENVIRONMENTS = {
     SINGLE_TURN: ("tidemill.services.rollout.sessions.player:SingleTurn", ""),
     TOOLS: (PLAYER, f"{__name__}.objects:tools_design"),
     OPENENV: (PLAYER, f"{__name__}.openenv:OpenEnvStage"),
     AGENT: (f"{__name__}.agent:AgentPlayer", ""),
 }
-"""By `rollout.environment.use`: what plays the samples, and what it plays with, a `Design` or a `Stage`. Both
-are imported when they are used."""
+"""`rollout.environment.use` -> class of the player, and loader of its `Design` or `Stage`."""
 
 
 def build_player(config: RunConfig, decode: Decode) -> Player:
-    """What plays the samples of one worker; `start` loads the environment. `decode` is the engine's."""
+    """The player of one worker; its `start` loads the environment. `decode` is the engine's."""
     player, _ = _row(config.rollout.environment)
     built: Player = resolve_name(player)(config, decode, lambda: open_chat(config))
     return built
 
 
 def load(config: EnvironmentConfig) -> "Design | Stage":
-    """What makes the environments.
+    """The design or stage that makes the environments.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, or is no environment.

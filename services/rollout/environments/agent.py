@@ -1,8 +1,9 @@
 """`use: agent`: sessions of a program that only knows an address and a key.
 
 Guarantees: every play has an address of its own, and all ids, logprobs and versions that pass it are kept; a
-program that fails or never asks the model is an environment's fault, and played again; one that never ends
-once the model has answered is truncated; what a program started is killed as its play ends, however it ends.
+program that never asks the model, or fails because of the machine, is an environment's fault, and played
+again; one that fails because of the model (for unknown causes see `on_program_error`), or runs too long after
+the model has answered, ends its session; what it started is killed as its play ends, however it ends.
 """
 
 import asyncio
@@ -40,30 +41,30 @@ log = structlog.get_logger(__name__)
 
 SWEEP_S = 5.0
 START_S = 10.0
-"""After so long, a program that has not asked yet is believed to wait for something else than a core."""
+"""A program that has not asked after this long no longer takes a place among those that start."""
 PROGRAM_ERROR = "program_error"
-"""The session's metric: 1 where an error of the program ended it."""
+"""Metric of a session: 1 if an error of its program ended it."""
 NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
 """Clients read a slash or a colon in a model's name as the end of a provider's."""
 SESSION, WORKER = "TIDEMILL_SESSION", "TIDEMILL_WORKER"
-"""Variables by which what a dead worker has left is found."""
+"""Environment variables by which leftover processes are found."""
 
 
 class AgentProgram:
-    """A Python function, plain or async, or a command of the shell. A host process has a process of its own
-    for each session, killed with all it started."""
+    """A Python function, plain or async, or a shell command. A host process forks a process for each session,
+    which is killed with all it started."""
 
     def __init__(self, agent: str, model: str = "model", placeholder_key: str = "none") -> None:
         self._agent, self._spec = agent, {"agent": agent, "model": model, "placeholder_key": placeholder_key}
         self.is_heavy_to_start = agent.startswith(COMMAND)
-        """Whether each session starts a new interpreter, or whatever it is."""
+        """Whether each session starts a new program, such as an interpreter."""
         self._folder: Path | None = None
         self._host: WorkerProcess | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Load the program, in the host. Raises ConfigError: it cannot be run."""
-        # Only this user may enter a folder of mkdtemp: whoever reaches the socket in it has the program run.
+        # Only this user may enter a folder of mkdtemp: access to the socket in it lets one run the program.
         self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
         self._host = WorkerProcess(Child.AGENTS, f"rollout.environment.agent {self._agent}")
         try:
@@ -92,14 +93,14 @@ class AgentProgram:
         try:
             reader, writer = await asyncio.open_unix_connection(self._folder / "host")
             try:
-                # Before the row is sent: however this ends, the number of the group to kill is known.
+                # Before the row is sent: however this ends, the group to kill is known.
                 pid = (await receive(reader))["pid"]
                 # Through JSON, which writes what a frame cannot hold, such as dates, as text.
                 writer.write(frame_of(json.loads(json.dumps(asked, default=str))))
                 result = await receive(reader)
             finally:
                 writer.close()
-                # The leader waits for this, so its number cannot be another group's by now.
+                # The group's leader lives until this kill, so its id cannot have been reused.
                 if pid:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)
@@ -153,7 +154,7 @@ class AgentPlayer(Player):
         await asyncio.to_thread(end_leftovers)
 
     async def _sweep(self) -> None:
-        """Now and then end what left its group in time: a look at every process of the machine."""
+        """After sessions have ended, kill what left their groups: this looks at all processes."""
         while True:
             await self._has_ended.wait()
             await asyncio.sleep(SWEEP_S)
@@ -170,11 +171,11 @@ class AgentPlayer(Player):
                 try:
                     result = await self._watched(program, session)
                 finally:
-                    # Inside `serving`: the program is killed before its address and its claims go.
+                    # Inside `serving`: the program is killed before its address and its claims are removed.
                     program.cancel()
                     await asyncio.wait({program})
         finally:
-            # After the program's end and its address's: what is still generated then is for nobody.
+            # After the program and its address have ended: no client waits for what is still generated.
             await session.close()
             self._has_ended.set()
         if not session.histories.recorded:
@@ -187,13 +188,13 @@ class AgentPlayer(Player):
         return replace(played, finish="length") if result.is_truncated else played
 
     async def _start(self, row: Row, root: str, session: GatewaySession) -> "asyncio.Task[Closing]":
-        """Start the program, beside as many others that have not asked yet as there are cores: an interpreter
-        and its libraries take seconds of one, and more at once run into their own limits of time."""
+        """Start the program. At most one for each core may be starting, until it asks: an interpreter and its
+        libraries take seconds of a core, and with more at once they run into their own timeouts."""
         place = contextlib.ExitStack()
         if self._program.is_heavy_to_start:
             await self._starts.acquire()
             place.callback(self._starts.release)
-            # Waiting for a place is not the program's silence.
+            # Waiting for a place does not count as silence of the program.
             session.active_at = time.monotonic()
         program = asyncio.create_task(self._program.run(row, root, session))
         # Whichever comes first gives the place back; closing it again does nothing.
@@ -203,7 +204,7 @@ class AgentPlayer(Player):
         return program
 
     async def _watched(self, program: "asyncio.Task[Closing]", session: GatewaySession) -> Closing:
-        """What the program came to, within the limits of time."""
+        """Wait for the program's result, within the limits of time."""
         deadline = time.monotonic() + self.section.session_timeout_s
         while not program.done():
             now = time.monotonic()
@@ -212,8 +213,8 @@ class AgentPlayer(Player):
                 is_over = now >= deadline
                 if session.histories.recorded and (is_over or self.section.truncates_late):
                     session.late = "session" if is_over else "program"
-                    # Once the model has answered, what runs may be its doing, and so is that it never ends:
-                    # the session is truncated. It stays so, also if a turn ends before the program is killed.
+                    # Once the model has answered, it may be the reason that the program does not end: the
+                    # session is truncated. It stays so, also if a turn ends before the program is killed.
                     session.reached.append("timeout" if session.end == "done" else session.end)
                     return Closing(self.section.program_error_value)
                 raise EnvironmentFaultError(
@@ -236,8 +237,8 @@ class AgentPlayer(Player):
             return self._ended_by(error, session)
 
     def _ended_by(self, error: ProgramError, session: GatewaySession) -> Closing:
-        """What a session comes to whose program failed. Raises ProgramError: it is played again."""
-        session.reached += session.reached[-1:]  # one branch of the program met it, also where others went on
+        """The result of a session whose program failed. Raises ProgramError: it is to be played again."""
+        session.reached += session.reached[-1:]  # a limit that one branch met counts, even if others went on
         value, is_cut = self.section.program_error_value, session.end != "done"
         is_replayed = self.section.on_program_error == "fault"
         is_models = error.cause == "model" or (not is_replayed and error.cause == "unknown")
@@ -255,9 +256,9 @@ class AgentPlayer(Player):
 
 
 def end_leftovers(played: Container[str] = ()) -> int:
-    """Kill what sessions have left on this machine; returns how many processes that were.
+    """Kill leftover processes of sessions on this machine; returns how many.
 
-    That is what dead workers have left, and what of this one belongs to none of the sessions `played`, which
+    They are those of dead workers, and those of this one that belong to none of the sessions `played`, which
     may change meanwhile: programs that left their group (`setsid`) before their session ended.
     """
     num_ended, own = 0, _mark_of(psutil.Process())
@@ -276,7 +277,7 @@ def end_leftovers(played: Container[str] = ()) -> int:
 
 
 def _mark_of(process: psutil.Process) -> str:
-    """Tells a process from others that have the same number later."""
+    """Identifies a process, also if its pid is reused later."""
     return f"{process.pid}:{process.create_time():.2f}"
 
 

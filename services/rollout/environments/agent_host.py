@@ -1,6 +1,6 @@
 """The process that runs agent programs: it imports functions once, and forks a process for every session.
 
-So a session starts in milliseconds, a program that blocks or dies hurts nobody, and it can be killed with
+So a session starts in milliseconds, a program that blocks or dies affects no other, and it can be killed with
 all that it started. The kernel kills sessions as this process dies, and this process as the worker dies.
 """
 
@@ -32,7 +32,7 @@ from tidemill.services.rollout.environments.users_code import metrics_of, number
 FIELD = "rollout.environment.agent"
 COMMAND = "$ "
 OFFERED = ("row", "base_url", "anthropic_base_url", "api_key", "model")
-"""What a function may take, by name."""
+"""Names of the arguments that a function may take."""
 QUIET = {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -40,19 +40,19 @@ QUIET = {
     "MSWEA_COST_TRACKING": "ignore_errors",
     "MSWEA_SILENT_STARTUP": "1",
 }
-"""Without these, libraries ask servers on the internet, which takes seconds where there are none; keep
-answers on disk, where other sessions would find them and not ask the model; or fail for want of its price."""
+"""Without these, libraries ask servers on the internet, which takes seconds if there are none; keep answers
+on disk, where other sessions would find them and not ask the model; or fail because they know no price."""
 MAX_TRACE_CHARS = 4000
 LONGEST_VARIABLE = 100_000
 """Linux refuses to start a program with a longer one; a row is on stdin, too."""
 TAIL_BYTES, TAIL_CHARS = 16_384, 2_000
 PIPES_CLOSE_S = 1.0
-"""What a command has started may hold its output open."""
+"""Longest wait for a command's output to end: processes that it started may hold it open."""
 BACKLOG = 4096
 PR_SET_PDEATHSIG = 1
 
 Program = Callable[[Mapping[str, Any]], Any]
-"""Plays a session with what it is `OFFERED`; what it returns is read by `result_of`."""
+"""Plays a session with the arguments `OFFERED`; `result_of` reads what it returns."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -73,8 +73,8 @@ def main(descriptor: int, parent: int) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(spec["path"])
             listener.listen(BACKLOG)
-            gc.freeze()  # what is shared with the sessions stays shared
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+            gc.freeze()  # memory that is shared with the sessions stays shared
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps sessions
             # After `listen`: the worker connects as soon as it reads this.
             send({})
             while channel not in select.select([listener, channel], [], [])[0]:
@@ -91,7 +91,7 @@ def load_program(agent: str) -> Program:
     """The command or function that the config names.
 
     Raises:
-        ConfigError: it does not exist, or wants what nobody gives.
+        ConfigError: it does not exist, or requires arguments that are not `OFFERED`.
     """
     if agent.startswith(COMMAND):
         return lambda offered: _run_command(agent.removeprefix(COMMAND), offered["row"])
@@ -118,7 +118,7 @@ def load_program(agent: str) -> Program:
 
 
 def variables_of(root: str, key: str, model: str) -> dict[str, str]:
-    """By which programs and their libraries find the model at an address."""
+    """Environment variables by which programs and their libraries find the model at an address."""
     return {
         "OPENAI_BASE_URL": f"{root}/v1",
         "OPENAI_API_KEY": key,
@@ -130,7 +130,7 @@ def variables_of(root: str, key: str, model: str) -> dict[str, str]:
 
 
 def result_of(returned: Any, verb: str) -> dict[str, Any]:
-    """Reward and metrics in what a program gave. Raises EnvironmentFaultError: it is none of that."""
+    """Reward and metrics of a program's result. Raises EnvironmentFaultError: the reward is not a number."""
     if not isinstance(returned, Mapping):
         returned = {"reward": returned}
     reward = number_of(returned.get("reward"), verb, "reward")
@@ -142,7 +142,7 @@ class Placeholder:
 
     The file is imported once, before there is a session. It gets a port of this machine that nothing listens
     on, so that no client reaches a provider, and what asks while the file is imported is refused at once. In
-    the process of a session, connections to it are made to the gateway, which is told whose they are.
+    the process of a session, connections to it are made to the gateway, which learns whose they are.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Placeholder:
         self.root = f"http://{self.address[0]}:{self.address[1]}"
 
     def route(self, root: str, key: str) -> None:
-        """From now on, this process's connections to the placeholder are those of the session at `root`."""
+        """Redirect this process's connections to the placeholder to the session at `root`."""
         session = urlsplit(root)
         gateway = (session.hostname or "", session.port or 80)
 
@@ -183,12 +183,12 @@ class Placeholder:
 def _serve(connection: socket.socket, program: Program, placeholder: Placeholder, model: str) -> NoReturn:
     """One session, from its frame to its result.
 
-    The process whose number the worker has leads the group, and lives until the worker kills that: the number
-    is never another's by then. What plays is its child.
+    The process whose pid the worker has leads the group, and lives until the worker kills the group, so the
+    pid cannot be reused by then. The program runs in its child.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Before its number is sent: the worker kills the group of that number.
+    # Before its pid is sent: the worker kills the group of that id.
     os.setsid()
     send, leader = sender(connection), os.getpid()
     send({"pid": leader})
@@ -208,7 +208,7 @@ def _serve(connection: socket.socket, program: Program, placeholder: Placeholder
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    # Past the interpreter's end: its handlers are copies of the host's, and not this session's to run.
+    # Without the interpreter's shutdown: its exit handlers are copies of the host's.
     os._exit(0)
 
 

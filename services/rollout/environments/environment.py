@@ -1,7 +1,7 @@
 """One session's environment as its player sees it, wherever it runs: on the worker's loop or in a process.
 
-A `Stage` sets one up for each session. An `Act` is what it answers, in plain values that can cross the border
-of a process: everything that users' code returns is checked before it becomes one.
+A `Stage` sets one up for each session. Its answers, `Act`s, have plain values that can be sent between
+processes: everything that users' code returns is checked before it becomes one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from tidemill.common.wire.messages import Ticket
 Row = Mapping[str, Any]
 """The columns of a dataset row, `prompt` among them."""
 CHOICE = "environment"
-"""The column that chooses among several kinds."""
+"""The row's column that chooses among several kinds of environments."""
 
 
 def row_of(ticket: Ticket) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def chat_of(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 Resumes = Literal["", "restore", "repeat"]
-"""How a session goes on: given its mark back (`restore`), played the recorded actions, to which it must
-answer alike (`repeat`), or not at all: it begins again."""
+"""How another worker continues a session: it gives the environment its last mark (`restore`), or plays the
+recorded actions, which must get the same answers (`repeat`), or begins again (empty)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Opening:
     messages: Sequence[Mapping[str, Any]] | None = None
     """The whole chat, in place of the row's."""
     mark: Any = None
-    """Of one that is `resumable`: its state from here on, as `restore` takes it."""
+    """State of a `resumable` environment after this, for `restore`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """What an environment answers to one turn of the model, or to one call of a tool."""
+    """An environment's answer to one turn of the model, or to one tool call."""
 
     messages: Sequence[Mapping[str, Any]] = ()
     reward: float | None = None
@@ -61,54 +61,53 @@ class Act:
     is_wrong: bool = False
     """Invalid tool call; the error is returned to the model."""
     mark: Any = None
-    """As of an `Opening`."""
+    """As in `Opening`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What an environment, or an agent's program, says when a session has ended."""
+    """Result of an environment, or of an agent's program, when a session has ended."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_truncated: bool = False
-    """An error of the program ended it, and the session is scored by what is there."""
+    """Whether an error of the program ended it; the session is scored by what is there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of an environment before it is made for a session."""
+    """Properties of an environment that are known before it is made for a session."""
 
     name: str
     tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas of what the model may call."""
+    """Schemas of the tools that the model may call."""
     takes_text: bool = False
-    """It answers whatever the model says, not only calls."""
+    """Whether it answers text, not only calls."""
     is_stateless: bool = False
-    """A new one is as good: one that hangs in a call may be replaced in the middle of a session."""
+    """Whether one that hangs in a call may be replaced by a new one in the middle of a session."""
     resumes: Resumes = ""
-    """How another worker goes on with a session."""
 
 
 class Environment:
-    """What answers the model in one session. Every method may raise EnvironmentFaultError."""
+    """Answers the model in one session. Every method may raise EnvironmentFaultError."""
 
     async def reset(self, row: Row) -> Opening:
-        """The session begins."""
+        """Begin the session."""
         return Opening()
 
     async def restore(self, mark: Any) -> None:
-        """In place of `reset`: the session goes on where it was when it gave this mark."""
+        """In place of `reset`: continue the session from the state in `mark`."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """The model calls a tool."""
+        """Execute a tool call of the model."""
         raise NotImplementedError
 
     async def step(self, text: str) -> Act:
-        """The model said something; where nothing answers text, it is done."""
+        """Answer what the model said; an environment that does not answer text ends the session."""
         return Act(is_done=True)
 
     async def finish(self) -> Closing:
-        """The session has ended; still before `close`."""
+        """Called when the session has ended, before `close`."""
         return Closing()
 
     async def close(self) -> None:
@@ -119,7 +118,7 @@ class Stage(Protocol):
     """Sets up environments for sessions; one in each worker."""
 
     def kind_of(self, row: Row) -> Kind:
-        """What plays with this row. Raises EnvironmentFaultError: the row names no environment there is."""
+        """The kind of environment for this row. Raises EnvironmentFaultError: the row names none."""
 
     async def open(self, row: Row) -> Environment:
         """Make one. Raises EnvironmentFaultError: it cannot be made."""
@@ -137,7 +136,7 @@ class Design:
         describe: Callable[[str], Kind],
         is_async: bool,
     ) -> None:
-        """`makers` by name of the kind; with `is_async` nothing in them blocks.
+        """`makers`: name of the kind -> function that makes one; with `is_async` none of them blocks.
 
         `describe` is called late: schemas of tools need transformers, which only the worker imports.
         """
@@ -145,11 +144,11 @@ class Design:
 
     @cached_property
     def kinds(self) -> dict[str, Kind]:
-        """All there are. Raises ConfigError: a tool cannot be described."""
+        """All kinds, by name. Raises ConfigError: a tool cannot be described."""
         return {name: self._describe(name) for name in self._makers}
 
     def kind_of(self, row: Row) -> Kind:
-        """What plays with this row. Raises EnvironmentFaultError: the row names none."""
+        """The kind for this row. Raises EnvironmentFaultError: the row names none."""
         return self.kinds[self._chosen(row)]
 
     def make(self, row: Row) -> Environment:

@@ -11,7 +11,7 @@
 Each may be `async`. SkyRL-gym's `BaseTextEnv` has `init(messages)` in place of `reset`, and is made with
 `env_config` and `extras`. TRL's have `reset(**row)`, and public methods that the model calls in place of
 `step`; `use` names a class, a factory without arguments, or a dict of them, of which the row's column
-`environment` chooses one. Other than in TRL, every session has an object of its own, and `close` is called at
+`environment` chooses one. Unlike in TRL, every session has an object of its own, and `close` is called at
 its end and is no tool.
 
 Functions are tools with `use: tools`, where `tools` names them: typed, with a docstring that says what each
@@ -59,7 +59,7 @@ Function = Callable[..., Any]
 
 
 class ToolBox(Environment):
-    """Functions that the model may call, by name. As an environment, nothing but these."""
+    """An environment of functions that the model may call, by name."""
 
     def __init__(self, functions: Mapping[str, Function]) -> None:
         self._functions = {name: _checking(function) for name, function in functions.items()}
@@ -147,7 +147,7 @@ def _checking(function: Function) -> Function:
 
     try:
         return validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
-    except (PydanticUserError, NameError, TypeError):  # types that it does not know: as Python checks them
+    except (PydanticUserError, NameError, TypeError):  # types that pydantic does not know are not checked
         return function
 
 
@@ -181,12 +181,12 @@ class ObjectEnvironment(Environment):
             await finished(self._object.restore(mark))
 
     async def _mark(self) -> Any:
-        """What `restore` takes, of one that is resumable."""
+        """The state for `restore`, if the object is resumable."""
         if not self._is_resumable:
             return None
         with contained(f"{self._name}.mark", "step"):
             mark = await finished(self._object.mark())
-            unpack(pack(mark))  # here, where the place can still be named: it goes to another worker
+            unpack(pack(mark))  # checked here, where an error can name the place
         return mark
 
     async def reset(self, row: Row) -> Opening:
@@ -197,7 +197,7 @@ class ObjectEnvironment(Environment):
             if callable(init):
                 chat = chat_of(row[PROMPT])
                 returned = await finished(init([dict(message) for message in chat]))
-                # What it hands back as it was is rendered as the ticket has it.
+                # A chat that it returns unchanged is rendered as the ticket has it.
                 if isinstance(returned, tuple) and returned and returned[0] == chat:
                     returned = None
             elif callable(reset := getattr(self._object, "reset", None)):
@@ -256,7 +256,7 @@ def object_design(config: EnvironmentConfig) -> Design:
         is_skyrl = takes_text and callable(getattr(found, "init", None))
         make = (_skyrl_maker if is_skyrl else _maker)(factory, config)
         makers[name] = partial(ObjectEnvironment, make, name, takes_text)
-        _resumes(found)  # what it says of itself and does not have is refused now
+        _resumes(found)  # a class that is `resumable` without the methods for it is refused now
         called = (*NO_TOOLS, *(("init", "step") if takes_text else tools_of(found)))
         methods += [getattr(found, method) for method in called if hasattr(found, method)]
 
@@ -270,7 +270,7 @@ def object_design(config: EnvironmentConfig) -> Design:
 
 
 def tools_of(found: type) -> list[str]:
-    """The names of a class's tools: functions without an underscore, inherited ones too."""
+    """The names of a class's tools: its methods without a leading underscore, inherited ones too."""
     functions = inspect.getmembers(found, predicate=inspect.isfunction)
     no_tools = NO_TOOLS | {"mark", "restore"} if _resumes(found) == "restore" else NO_TOOLS
     return [name for name, _ in functions if not name.startswith("_") and name not in no_tools]
@@ -319,7 +319,7 @@ def _class_of(named: Any, config: EnvironmentConfig) -> type:
 
 
 def _resumes(found: type) -> Resumes:
-    """What a class says of itself. Raises ConfigError: it is `resumable` and cannot be restored."""
+    """How sessions of a class resume. Raises ConfigError: it is `resumable` and cannot be restored."""
     if getattr(found, "resumable", False) is True:
         missing = [name for name in ("mark", "restore") if not callable(getattr(found, name, None))]
         if missing:

@@ -1,7 +1,7 @@
 """`use: openenv:http://host:port`: an environment on an OpenEnv server, one connection for each session.
 
 Speaks the frames of `/ws` itself: the package `openenv` cannot be installed beside vLLM, and its client hides
-that a step after a timeout runs on a new environment which nobody has reset. Here whatever is late, and a
+that a step after a timeout runs on a new environment that was not reset. Here whatever is late, and a
 connection that ends, is a fault: the session is played again from its start.
 """
 
@@ -28,10 +28,10 @@ Frame = dict[str, Any]
 CAPACITY = "CAPACITY_REACHED"
 INVALID = "VALIDATION_ERROR"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Before asking a full server again; doubles each time."""
+"""Pause before asking a full server again; doubles each time."""
 CONNECT_S = 10.0
 TEXTS = ("text", "message", "messages", "content", "prompt", "result", "output", "echoed_message")
-"""Fields in which observations have what the model is to read, where `observation_field` does not say."""
+"""Fields of observations that may have the text for the model, if `observation_field` is not set."""
 
 
 class OpenEnvOptions(Section):
@@ -44,18 +44,18 @@ class OpenEnvOptions(Section):
     tool: str = "act"
     """The name of that tool."""
     description: str = "Act in the environment."
-    """What the tool does, for the model."""
+    """Description of the tool for the model."""
     observation_field: str = ""
     """The field of an observation that the model reads; empty takes the one with text, else all as JSON."""
     reset: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every reset."""
     repeatable: bool = False
-    """The same actions have the same answers, so that another worker may play them again and go on."""
+    """Whether the same actions get the same answers, so that another worker may play them again and go on."""
 
 
 class OpenEnvStage:
     def __init__(self, config: EnvironmentConfig) -> None:
-        """A session waits for its place on a full server as long as it may take.
+        """A session waits for a place on a full server for at most `session_timeout_s`.
 
         Raises:
             ConfigError: an option is wrong, or the package that connects is missing.
@@ -104,7 +104,7 @@ class OpenEnvStage:
             except BaseException:
                 await environment.close()
                 raise
-            # Each at another time: those that were refused together would come back together.
+            # Random: sessions that were refused together would retry together.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             left_s -= pause_s
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -137,7 +137,7 @@ class OpenEnvEnvironment(Environment):
         self._opening = Opening(added=self._text(answer.get("observation")))
 
     async def reset(self, row: Row) -> Opening:
-        """What the server said to the reset, which comes with the connection."""
+        """The server's answer to the reset, which was made with the connection."""
         return self._opening
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
@@ -160,7 +160,7 @@ class OpenEnvEnvironment(Environment):
         return Act([{**role, "content": text}], reward, bool(answer.get("done")))
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Frame:
-        """One frame there, and its answer. After anything unexpected the session there is worth nothing."""
+        """Send one frame and return the answer. After an error the session on the server is of no use."""
         from websockets.exceptions import ConnectionClosed, WebSocketException
 
         try:

@@ -78,7 +78,7 @@ class EnvironmentPlayer(Player):
         self.chat = await asyncio.to_thread(self.open_chat)
 
     async def close(self) -> None:
-        # First: they close by asking the processes that the stage ends.
+        # First: environments close through the processes that the stage ends.
         await asyncio.gather(*self._closing, return_exceptions=True)
         if self.stage is not None:
             await self.stage.close()
@@ -129,7 +129,7 @@ class Play:
         self._late: Late = ""
 
     async def play(self, ticket: Ticket, row: Row, recording: Recording, num_faults: int) -> Played:
-        """Play it to its end.
+        """Play the session to its end.
 
         Raises:
             EnvironmentFaultError: the environment failed.
@@ -165,14 +165,13 @@ class Play:
         return Played(segment, text, finish, session, choices_of([recorder]))
 
     async def _finish(self) -> Closing:
-        """What the environment says at the end. Raises EnvironmentFaultError: it fails, by no doing of the
-        policy's."""
+        """The environment's result. Raises EnvironmentFaultError: it fails, not because of the policy."""
         try:
             # Outside the session's time: it is asked however it ended. The call has its own limit.
             return await self._environment.finish()
         except EnvironmentFaultError as fault:
-            # A call that was late may have taken the environment with it. Opening and reset are not here:
-            # the policy has said nothing by then.
+            # A call that was late may have ended the environment. Faults in opening and reset are always
+            # raised: the policy has said nothing by then.
             if not self._section.truncates_late or not (self._late or fault.kind == "timeout"):
                 raise
         self._late = self._late or "reward"
@@ -215,7 +214,7 @@ class Play:
                 self._late = "session"
                 return "timeout"
             await recording.keep_new()
-            # Only with the turn that followed it: what a session ends with is the model's.
+            # Only with the turn that followed it: a session ends with tokens of the model.
             recorder.add_context(context)
             recorder.add_turn(generation, engine_s=time.monotonic() - begun)
             if (end := await self._hear(generation, recorder)) is not None:
@@ -226,7 +225,7 @@ class Play:
             context = self._chat.extend(generation.token_ids, True, self._answers, self._kind.tools)
 
     async def _hear(self, generation: Generation, recorder: SegmentRecorder) -> SessionEnd | None:
-        """What the environment says to it goes to `_answers`; returns how the session ends, if it does."""
+        """Have the environment answer a turn, into `_answers`. Returns how the session ends, if it does."""
         is_cut = generation.finish == "length"
         parsed = self._chat.parse(generation.token_ids, self._kind.tools, is_cut)
         self._messages.append(parsed.message)
@@ -290,7 +289,7 @@ class Play:
 
 
 def _appended(messages: Sequence[ChatMessage], text: str) -> list[Mapping[str, Any]]:
-    """With the text at the end of the last user message, without a separator, as TRL does it."""
+    """The messages with `text` at the end of the last user message, without a separator, as in TRL."""
     changed = list(messages)
     if not text:
         return changed

@@ -1,7 +1,7 @@
-"""Whose fault the exception is that ended an agent's program: the model's, the machine's, or not known.
+"""Cause of the exception that ended an agent's program: the model, the machine, or not known.
 
 Programs raise where the model is wrong: it called a tool that does not exist, or its answer cannot be read.
-Such a session deserves its low reward and no second play. Frameworks have classes of exceptions that say so.
+Such a session should get a low reward and not be played again. Frameworks have classes for such exceptions.
 """
 
 import builtins
@@ -45,14 +45,14 @@ OF_THE_MODEL = frozenset(
         "smolagents.AgentToolCallError",
     ]
 )
-"""Package and class: modules move between releases."""
+"""Exceptions that the model causes. Package and class only: modules move between releases."""
 OF_THE_MACHINE = frozenset(
     [
         *("anthropic.APIConnectionError", "openai.APIConnectionError", "httpx.TransportError"),
         *("builtins.OSError", "builtins.ImportError", "builtins.MemoryError"),
     ]
 )
-"""What the model did not cause, whatever is said of it further up."""
+"""Exceptions that the model does not cause, whatever was raised from them."""
 TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)", re.MULTILINE)
 
@@ -66,7 +66,7 @@ class ProgramError(EnvironmentFaultError):
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Whose fault an exception is: by its class, those that it derives from, and what it was raised from."""
+    """The cause of an exception, by its class, those that it derives from, and what it was raised from."""
     if isinstance(error, BaseExceptionGroup):
         causes = {cause_of(member) for member in error.exceptions}
         return causes.pop() if len(causes) == 1 else "machine" if "machine" in causes else "unknown"
@@ -78,7 +78,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def cause_in(output: str, code: int) -> Cause:
-    """The same for a command, from its exit code and the traceback in what it wrote."""
+    """`cause_of` for a command, from its exit code and the traceback in its output."""
     if code < 0 or code > 128:
         return "machine"  # a signal: out of memory, or killed
     _, found, last = output.rpartition(TRACEBACK)

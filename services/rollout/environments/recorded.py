@@ -1,7 +1,7 @@
-"""A session's environment with what it has answered so far, perhaps to another worker.
+"""A session's environment with its recorded answers, which another worker may have recorded.
 
-One that is restored gets its last mark once its recorded answers have been given; one that repeats is asked
-all over again, and has to answer alike.
+One that restores gets its last mark after its recorded answers have been given; one that repeats is asked
+again from the beginning, and has to give the same answers.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,11 +25,11 @@ Answer = TypeVar("Answer", Opening, Act)
 
 
 class DifferentAnswerError(Exception):
-    """The environment does not answer as it did before: the session begins again."""
+    """The environment's answer differs from the recorded one: the session begins again."""
 
 
 class RecordedEnvironment(Environment):
-    """Answers as recorded, then as the environment itself does, which is recorded."""
+    """Gives the recorded answers, then those of the environment, which it records."""
 
     def __init__(self, inner: Environment, recording: Recording, resumes: Resumes) -> None:
         self._inner, self._recording, self._resumes = inner, recording, resumes
@@ -62,7 +62,7 @@ class RecordedEnvironment(Environment):
             return known
         answer = await ask()
         plain: Any = asdict(answer)
-        if self._resumes == "repeat":  # the hash will do: it answers itself
+        if self._resumes == "repeat":  # a hash is enough: the environment gives the answer again
             plain = xxhash.xxh3_64_hexdigest(pack(plain))
         if recorded is None:
             self._recording.add_answer(plain)

@@ -1,12 +1,12 @@
-"""Where environments run, held to limits of time: on the worker's loop, or in processes where they may block.
+"""Runs environments within limits of time: on the worker's loop, or in processes if they may block.
 
 A session stays in the process in which it was opened; each process holds any number of them, one thread each.
-A call that is late costs its process: it takes no new session, lets its others end, and is killed. When a
-process dies, the sessions in it fail, as faults, and no others. The next session replaces it.
+A call that is late costs its process: it takes no new session, and is killed when its other sessions have
+ended. When a process dies, the sessions in it fail, as faults, and no others; a new one replaces it.
 
-In a process (`main`) the design is loaded once. A session's thread has an event loop for what is async, so an
+In a process (`main`) the design is loaded once. A session's thread has an event loop for async methods, so an
 environment sees one thread from its making to its close. When the worker closes the socket or dies, every
-environment is closed, for which there is a moment; then the process ends, whatever is still running.
+environment is closed, within `CHILD_GRACE_S`; then the process ends, whatever is still running.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ CLOSE = {"op": "close", "id": 0, "arguments": []}
 
 
 class TimedEnvironment(Environment, ABC):
-    """An environment whose calls end in time, wherever it runs."""
+    """An environment whose calls have a time limit, wherever it runs."""
 
     def __init__(self, call_timeout_s: float) -> None:
         self.call_timeout_s = call_timeout_s
@@ -63,7 +63,7 @@ class TimedEnvironment(Environment, ABC):
         await self.operate(type(None), "restore", mark)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """The model calls a tool. Where it is late and the session can go on, the model reads that."""
+        """Execute a tool call. If it is late and the session can go on, the model gets an error."""
         try:
             return await self.operate(Act, "call", name, dict(arguments))
         except EnvironmentFaultError as fault:
@@ -90,7 +90,7 @@ class TimedEnvironment(Environment, ABC):
 
     @abstractmethod
     async def recover(self) -> bool:
-        """Go on after a call that was late; returns whether the session can."""
+        """Recover from a call that was late. Returns whether the session can go on."""
 
     def late(self, op: str) -> EnvironmentFaultError:
         limit = f"{self.call_timeout_s:g} s (rollout.environment.call_timeout_s)"
@@ -98,7 +98,7 @@ class TimedEnvironment(Environment, ABC):
 
 
 class LocalStage:
-    """Makes them on the worker's loop, where a call that is late is cancelled."""
+    """Makes environments on the worker's loop, where a call that is late is cancelled."""
 
     def __init__(self, design: Design, call_timeout_s: float) -> None:
         self._design, self._timeout_s = design, call_timeout_s
@@ -120,7 +120,7 @@ class LocalEnvironment(TimedEnvironment):
         try:
             async with asyncio.timeout(self.call_timeout_s):
                 returned: T = await getattr(self._inner, op)(*arguments)
-        # Ours: what users' code raises, a TimeoutError too, is a fault or an observation before it is here.
+        # Raised by our limit: users' errors, TimeoutError too, became faults or observations before.
         except TimeoutError:
             raise self.late(op) from None
         return returned
@@ -137,7 +137,7 @@ class ProcessStage:
         self.spec = {"config": config.model_dump(mode="json")}
         self.session_numbers = count(1)
         self.num_sessions: dict[WorkerProcess, int] = {}
-        """In each process that runs, also in one that takes no new session."""
+        """Process that runs -> its sessions; also of one that takes no new session."""
 
     async def open(self, row: Row) -> Environment:
         remote = RemoteEnvironment(self, row, self.kind_of(row).is_stateless)
@@ -150,7 +150,7 @@ class ProcessStage:
         await asyncio.gather(*(process.end(GRACE_S) for process in processes))
 
     def enter(self) -> WorkerProcess:
-        """A new session's process: the one with the fewest; another is started while there may be more."""
+        """The process for a new session: an unused one, else a new one up to the limit, else the emptiest."""
         sound = [process for process in self.num_sessions if process.is_sound]
         chosen = min(sound, key=self.num_sessions.__getitem__, default=None)
         if chosen is None or (self.num_sessions[chosen] and len(sound) < self.config.processes):
@@ -179,7 +179,7 @@ class RemoteEnvironment(TimedEnvironment):
         self._process, self._session = self._stage.enter(), next(self._stage.session_numbers)
         try:
             await self.operate(type(None), "open", dict(self._row))
-        # Also where it was cancelled: a process with a session that nobody ends is never ended itself.
+        # Also where it was cancelled: a process with a session that is never left would never end.
         except BaseException:
             self._leave()
             raise
@@ -212,7 +212,7 @@ class RemoteEnvironment(TimedEnvironment):
         return kind(**answer["returned"])
 
     async def recover(self) -> bool:
-        """Functions that are late are replaced by the same ones in another process."""
+        """A stateless environment is replaced by a new one in another process."""
         if self._is_stateless:
             await self.open()
         return self._is_stateless
@@ -240,7 +240,7 @@ def main(descriptor: int, parent: int) -> None:
         while (frame := read_frame(frames)) is not None:
             number = frame["session"]
             if frame["op"] == "open":
-                # One thread for all of its life: many libraries want their objects used by one alone.
+                # One thread for the whole session: objects of many libraries may be used by one thread only.
                 sessions[number] = SessionThread(design, send)
                 sessions[number].start()
             if (thread := sessions.get(number)) is not None:
@@ -254,7 +254,7 @@ def main(descriptor: int, parent: int) -> None:
             thread.frames.put(CLOSE)
         for thread in sessions.values():
             thread.join()
-        # `_exit` flushes nothing; an orderly end could hang in what users' code has registered for it.
+        # `_exit` flushes nothing; an orderly end could hang in exit handlers of users' code.
         sys.stdout.flush()
         os._exit(0)
 

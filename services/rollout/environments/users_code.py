@@ -1,6 +1,6 @@
-"""The border to users' environments: what they raise becomes a fault, and what they return is checked.
+"""Boundary to users' environments: what they raise becomes a fault, and what they return is checked.
 
-Everything that is wrong is said with the place that is wrong and with what was expected there.
+Errors name the place, and what was expected there.
 """
 
 import inspect
@@ -43,7 +43,7 @@ def described(error: BaseException) -> str:
 
 
 def complaint(error: BaseException) -> str:
-    """What the model reads of a tool that raised."""
+    """The text about a tool that raised, for the model."""
     return sendable(_line(error) or type(error).__name__)
 
 
@@ -67,7 +67,7 @@ def call_reset(reset: Callable[..., Any], row: Row) -> Any:
 
 
 def opening_of(returned: Any, where: str) -> Opening:
-    """What a `reset` returned: nothing, text or blocks for the end of the prompt, or a chat in its place."""
+    """Read what `reset` returned: nothing, text or blocks for the prompt's end, or a chat in its place."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned = returned[0]  # as in gymnasium, with its info
     if returned is None:
@@ -87,7 +87,7 @@ def opening_of(returned: Any, where: str) -> Opening:
 
 
 def act_of(returned: Any, where: str) -> Act:
-    """What a `step` returned: a dict, a tuple in its order, or gymnasium's tuple of five."""
+    """Read what `step` returned: a dict, a tuple of its values in order, or gymnasium's tuple of five."""
     fields = returned
     if isinstance(returned, tuple) and len(returned) in (3, 4):
         fields = dict(zip(("observation", "reward", "done"), returned, strict=False))
@@ -125,7 +125,7 @@ def number_of(value: Any, verb: str, kind: str) -> float | None:
 
 
 def metrics_of(value: Any) -> dict[str, float]:
-    """Those of the metrics that are finite numbers; they are not worth a fault."""
+    """The metrics that are finite numbers; others are dropped, and are no fault."""
     found = value.items() if isinstance(value, Mapping) else ()
     numbers = {sendable(str(name)): _finite(item) for name, item in found}
     return {name: number for name, number in numbers.items() if not math.isnan(number)}
@@ -141,7 +141,7 @@ def _finite(value: Any) -> float:
 
 
 def result_text(returned: Any) -> str:
-    """What a tool returned as the model reads it: text as it is, blocks' text, else JSON where it can be."""
+    """A tool's result as the model reads it: text unchanged, the text of blocks, else JSON if possible."""
     if isinstance(returned, str):
         return sendable(returned)
     if _is_list_of_maps(returned) and returned and all(block.get("type") == "text" for block in returned):

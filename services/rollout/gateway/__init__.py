@@ -1,1 +1,1 @@
-"""An address for each session of an agent program, like those of OpenAI and Anthropic."""
+"""An address for each session of an agent program, with the APIs of OpenAI and Anthropic."""

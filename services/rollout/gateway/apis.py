@@ -28,24 +28,24 @@ from tidemill.services.rollout.gateway.dialogue import (
 Event = dict[str, Any]
 """An answer, or a part of one in a stream."""
 Located = Iterator[tuple[str, Mapping[str, Any]]]
-"""Messages of OpenAI's chat, each after its place in the request."""
+"""Pairs of a place in the request, for errors, and a message of OpenAI's chat."""
 DONE = "[DONE]"
 """The last event of OpenAI's streams."""
 BILLING = "x-anthropic-billing-header"
-"""A block of the system prompt that begins so is another one in every request, and nothing for the model."""
+"""A block of the system prompt that begins with this differs in every request, and is not for the model."""
 ANTHROPIC_FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 NOT_TEXT = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 """Anthropic's blocks that are not a part of a message's text."""
 
 
 class Api(NamedTuple):
-    """How the requests of one API are read, and its answers written for a model of a name."""
+    """Functions that read the requests of one API, and write its answers under the model's name."""
 
     question_of: Callable[[Body], Question]
     """Raises RequestError: it cannot be answered."""
     answer_of: Callable[[Answer, str, Body], Event]
     events_of: Callable[[Answer, str, Body], Iterable[Event | str]]
-    """The same as a stream."""
+    """The answer as events of a stream."""
 
 
 def chat_question(body: Body) -> Question:
@@ -89,7 +89,7 @@ def chat_events(answer: Answer, model: str, body: Body) -> Iterator[Event | str]
     calls = [{"index": index, **call} for index, call in enumerate(answer.calls)]
     yield chunk(answer.message | ({"tool_calls": calls} if calls else {}))
     yield chunk({}, answer.finish, _logprobs(answer))
-    # Clients of OpenAI read it from a last event that has no choices.
+    # OpenAI's clients read the usage from a last event that has no choices.
     if has_usage(body):
         yield head | {"choices": [], "usage": _usage(answer)}
     yield DONE
@@ -155,7 +155,7 @@ def _usage(answer: Answer) -> Event:
 
 
 def _logprobs(answer: Answer) -> Event | None:
-    """Of the tokens that were sampled; others are not known here."""
+    """Logprobs of the sampled tokens; those of alternatives are not known here."""
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in answer.tokens
@@ -164,7 +164,7 @@ def _logprobs(answer: Answer) -> Event | None:
 
 
 def _function_tools(body: Body) -> tuple[Tool, ...]:
-    """Tools, whose fields `/v1/responses` has beside their type."""
+    """The tools; `/v1/responses` has their fields beside `type`, the chat API in `function`."""
     found = []
     for tool in objects(body, "tools"):
         function = tool.get("function", tool)
@@ -204,7 +204,7 @@ def _responses_messages(body: Body) -> Located:
     said: tuple[str, dict[str, Any]] | None = None  # the assistant's message, while calls may follow
     for number, item in enumerate(objects(body, "input")):
         where, kind, role = f"input[{number}]", item.get("type") or "message", item.get("role")
-        # Left out: what a client sends back is compared without thoughts, which others drop anyway.
+        # Left out: histories are compared without reasoning, which many clients drop.
         if kind == "reasoning":
             continue
         if kind == "function_call":
@@ -327,7 +327,7 @@ def anthropic_question(body: Body) -> Question:
 
 
 def _anthropic_messages(body: Body) -> Located:
-    """Results of tools are messages of their own, and go first."""
+    """Messages; results of tools become messages of their own, and go first."""
     system = body.get("system")
     blocks = [{"text": system}] if isinstance(system, str) else objects(body, "system")
     kept = [block for block in blocks if not str(block.get("text", "")).startswith(BILLING)]
@@ -386,7 +386,7 @@ def _anthropic_head(answer: Answer, model: str) -> Event:
 
 def _anthropic_usage(answer: Answer, num_output_tokens: int) -> dict[str, int]:
     return {
-        # Anthropic counts what was in the cache beside the input, OpenAI within it.
+        # Anthropic counts cached tokens beside the input, OpenAI within it.
         "input_tokens": answer.num_prompt_tokens - answer.num_cached_tokens,
         "cache_read_input_tokens": answer.num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -408,4 +408,4 @@ APIS = {
     "responses": Api(responses_question, response, response_events),
     "messages": Api(anthropic_question, anthropic_answer, anthropic_events),
 }
-"""By path."""
+"""Path below `/v1/` -> API."""

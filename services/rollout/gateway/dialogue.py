@@ -1,12 +1,11 @@
-"""What a client asks and what it gets, whichever API it speaks.
+"""Questions and answers in one form, whichever API a client uses.
 
-Messages are kept in one form, that of OpenAI's chat with text as a string. What two messages have in common
-is compared by `identity`, which survives what clients do to a history that they send back: text as a list of
-parts, null for no text, new ids of calls, arguments written as other JSON, dropped reasoning.
+Messages are kept in the form of OpenAI's chat, with text as a string. They are compared by `identity`, which
+does not depend on what clients do to a history that they send back: text as a list of parts, null for no
+text, new ids of calls, arguments written as other JSON, dropped reasoning.
 
-Answers are sampled freely, by `rollout.sampling`, as they are trained. Clients that ask for a form validate
-what they get and ask again, so their wishes are counted and not obeyed; where the config says so, refused.
-Whatever is malformed raises `RequestError`.
+Answers are sampled freely, by `rollout.sampling`, as they are trained. A client that wishes a form validates
+the answer and asks again, so wishes are counted and not obeyed, or refused if the config says so.
 """
 
 import json
@@ -27,9 +26,9 @@ Identity = tuple[str, str, tuple[tuple[str, str], ...]]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 SESSION_LIMIT = "session_limit"
-"""The code of the error that says that a session has reached a limit."""
+"""Code of the error for a session that has reached a limit."""
 Body = Mapping[str, Any]
-"""A request."""
+"""Body of a request."""
 GUIDED = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
     *("structured_outputs", "output_format"),
@@ -64,7 +63,7 @@ class Question:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
-    """As the client wrote it: a word, or JSON that names tools."""
+    """The client's tool choice: a word, or JSON that names tools."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     prompt: str | list[int] | None = None
@@ -74,8 +73,7 @@ class Question:
 
     @property
     def key(self) -> bytes:
-        """Equal where the same is asked again, within the same limits; no longer than that: each question
-        has the whole history in it."""
+        """Digest that is equal if the same is asked again, within the same limits."""
         within = (self.tool_choice, self.max_tokens, self.stop, self.has_logprobs)
         asked = repr((self.prompt, sorted(self.tool_keys), self.identities, within))
         return xxh3_128_digest(asked.encode())
@@ -86,13 +84,13 @@ class Question:
 
     @property
     def num_characters(self) -> int:
-        """Of texts and calls: about what rendering them takes."""
+        """Characters of texts and calls: an estimate of the time to render them."""
         parts = (message.get(name) for message in self.messages for name in ("content", "tool_calls"))
         return len(self.prompt or "") + sum(len(str(part)) for part in parts if part)
 
     @property
     def prefill(self) -> str | None:
-        """The beginning of the answer, where the client has written it."""
+        """The beginning of the answer that the client has written; None without one."""
         last = self.messages[-1] if self.messages else {}
         is_prefill = last.get("role") == "assistant" and not last.get("tool_calls")
         return str(last["content"]) if is_prefill else None
@@ -124,7 +122,7 @@ class Answer:
 
 
 def identity(message: Mapping[str, Any]) -> Identity:
-    """What stays of a message, whatever a client does to its form."""
+    """The parts of a message that clients do not change, whatever they do to its form."""
     calls = (call.get("function", {}) for call in message.get("tool_calls") or ())
     named = tuple((str(call.get("name")), _same_json(call.get("arguments"))) for call in calls)
     return str(message["role"]), str(message.get("content") or "").strip(), named
@@ -152,13 +150,13 @@ def wishes_in(body: Body) -> list[str]:
 
 
 def ignored_in(body: Body) -> list[str]:
-    """The fields that do nothing here."""
+    """The fields that have no effect here."""
     return sorted(name for name in body.keys() - READ if body[name] is not None)
 
 
 def messages_of(found: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Message, ...]:
-    """Messages of OpenAI's chat, each after its place in the request, in the one form that is kept. Results
-    of tools say which tool it was: some chat templates need it."""
+    """Messages in the form that is kept, from `Located` ones. Results of tools get the tool's name, which
+    some chat templates need."""
     messages: list[Message] = []
     names: dict[str, str] = {}
     for where, message in found:
@@ -212,13 +210,13 @@ def tool_of(name: Any, description: Any, parameters: Any) -> Tool:
 
 
 def tool_choice_of(body: Body) -> str:
-    """Whether the model may call, need not, or should, and which tools, where the client names some."""
+    """`auto`, `none`, or any other tool choice as JSON."""
     choice = _tool_choice_word(body)
     return choice if choice in ("auto", "none") else json.dumps(body["tool_choice"], sort_keys=True)
 
 
 def _tool_choice_word(body: Body) -> str:
-    """`auto`, `none`, or the word for the rest."""
+    """Word, mode or type of the tool choice; `auto` without one."""
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
         choice = choice.get("mode") or choice.get("type")
@@ -244,7 +242,7 @@ def objects(body: Body, name: str) -> Sequence[Mapping[str, Any]]:
 
 
 def has_usage(body: Body) -> bool:
-    """Whether a stream ends with what the answer used."""
+    """Whether a stream ends with the tokens that the answer used."""
     return bool(object_in(body, "stream_options").get("include_usage"))
 
 

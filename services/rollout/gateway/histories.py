@@ -1,12 +1,11 @@
 """The histories of one session, and which of them a request continues.
 
-A client sends its whole history every time. Where it is what was recorded, and new messages, the recorded
-ids are extended and nothing is rendered again (clean). Where only the text of the model's last answer
-differs, the ids of what both have at their start are kept, the client's own text follows as context, and what
-was sampled after that is dropped (realigned): never more than half of an answer, nor `MAX_DRIFT_TOKENS`.
-Anything else is a segment of its own, whole and rendered again (forked). Several histories may alternate, as
-those of sub-agents do: each is found again by the longest match. A history goes on with any tools that its
-prompt describes.
+A client sends its whole history every time. If it is a recorded one and new messages, the recorded ids are
+extended and nothing is rendered again (clean). If only the text of the model's last answer differs, the ids
+of the common beginning are kept, the client's own text follows as context, and what was sampled after that is
+dropped (realigned): never more than half of an answer, nor `MAX_DRIFT_TOKENS`. Anything else becomes a new
+segment, rendered as a whole (forked). Several histories may alternate, as those of sub-agents do: each is
+found again by the longest match. A history continues with any subset of the tools that its prompt describes.
 """
 
 from bisect import bisect_right
@@ -30,7 +29,7 @@ from tidemill.services.rollout.sessions.recorder import SegmentRecorder
 
 MAX_DRIFT_TOKENS = 1024
 MIN_SHARE_KEPT = 0.5
-"""Of the tokens of an answer that a client has changed; with less, a fork is better than to drop the rest."""
+"""Share of the tokens of a changed answer that must be kept; with less, a fork is better."""
 
 Kind = Literal["new", "clean", "realigned", "forked"]
 
@@ -41,21 +40,21 @@ class RecordedHistory:
 
     recorder: SegmentRecorder
     tools: frozenset[str] = frozenset()
-    """What its prompt says of tools."""
+    """The tools that its prompt describes."""
     text: str = ""
-    """Of a segment without messages: prompt and answers, as the client has them."""
+    """Prompt and answers of a segment without messages, as the client has them."""
     messages: list[Message] = field(default_factory=list)
     identities: list[Identity] = field(default_factory=list)
     num_prompt_messages: int = 0
     prefill: str = ""
-    """What the client had written of the first answer."""
+    """The beginning of the first answer, if the client had written one."""
     is_closed: bool = True
     """Whether the last answer ended by itself; else what follows has to close it."""
     is_busy: bool = False
-    """A turn of it is being generated: nothing else can continue it."""
+    """Whether a turn of it is being generated: nothing else can continue it."""
     answered_at: float = 0.0
     end: SessionEnd = "done"
-    """How the session would end with its last answer: `max_tokens` where a limit of the run cut that."""
+    """How the session would end with its last answer: `max_tokens` if a limit of the run cut that."""
     last_answer: Answer | None = None
 
     @property
@@ -63,7 +62,7 @@ class RecordedHistory:
         return self.recorder.completion_ids[self.recorder.turns[-1].first :]
 
     def hold(self, question: Question, answer: Answer) -> None:
-        """The history is what was asked and answered now."""
+        """Set the history to the question and its answer."""
         self.last_answer = answer
         if isinstance(question.prompt, str):
             self.text = question.prompt + answer.text
@@ -80,7 +79,7 @@ class RecordedHistory:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """How a history goes on: `num_kept` tokens of its completion, then `context`, then the model."""
+    """How a history continues: with `num_kept` tokens of its completion, then `context`, then the model."""
 
     kind: Kind
     history: RecordedHistory
@@ -118,24 +117,24 @@ class Histories:
 
     @property
     def recorded(self) -> list[RecordedHistory]:
-        """Those in which the model has spoken, in the order of their last answers."""
+        """Histories with an answer of the model, in the order of their last answers."""
         spoken = [history for history in self.all if history.recorder.turns]
         return sorted(spoken, key=lambda history: history.answered_at)
 
     def find(self, question: Question) -> Continuation:
-        """How the history that the question continues goes on.
+        """Find the history that the question continues, or begin one.
 
         Raises:
             RequestError: the chat template refuses the messages.
         """
-        # May run on a thread: `list` copies at once what turns that end are taken out of.
+        # May run on a thread: `list` copies at once, for the event loop may remove histories meanwhile.
         if question.prompt is not None:
             return self._find_text(question.prompt)
         asked = question.identities
         known = [
             h for h in list(self.all) if h.identities and not h.is_busy and question.tool_keys <= h.tools
         ]
-        # The longest first: what others have at their start would be forked again with every question.
+        # The longest first: by a shorter match the same question would fork a history again each time.
         known.sort(key=lambda history: len(history.identities), reverse=True)
         for history in known:
             place = len(history.identities)
@@ -157,7 +156,7 @@ class Histories:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from None
 
     def _find_text(self, prompt: str | list[int]) -> Continuation:
-        """The same for a prompt without messages: text or ids that go on where a segment ended."""
+        """`find` for a prompt without messages: text or ids that continue a segment at its end."""
         known = [h for h in list(self.all) if not h.identities and not h.is_busy and h.last_answer]
         for history in sorted(known, key=lambda history: len(history.recorder.ids), reverse=True):
             ids = history.recorder.ids
@@ -179,7 +178,7 @@ class Histories:
         return Continuation(kind, RecordedHistory(SegmentRecorder(prompt_ids), tools), 0, [])
 
     def _realigned(self, history: RecordedHistory, question: Question) -> Continuation | None:
-        """None unless the text of the last answer alone is another one, and begins as what was sampled."""
+        """The continuation if only the text of the last answer differs, and begins as sampled; else None."""
         asked, place = question.identities, len(history.identities) - 1
         if len(asked) <= place or not _begins(asked, history.identities[:place]):
             return None
@@ -200,23 +199,23 @@ class Histories:
         return Continuation("realigned", history, history.recorder.turns[-1].first + kept, context)
 
     def _is_branch(self, history: RecordedHistory, asked: tuple[Identity, ...]) -> bool:
-        """Whether this is how another history was, which has gone on since or is going on now. A branch from
-        it changes no answer, however like that of `history` it is."""
+        """Whether another history begins with what was asked: then it is a branch of that one, and no changed
+        answer of `history`, however similar."""
         return any(_begins(other.identities, asked) for other in self.all if other is not history)
 
     def _shared(
         self, history: RecordedHistory, turn_ids: list[int], ours: str, theirs: str
     ) -> tuple[int, str]:
-        """Tokens of the turn whose text the client has too, and what its text goes on with. What comes before
-        the answer in the turn, such as thinking, it has: clients drop it."""
+        """How many tokens of the turn the client's text shares, and the rest of that text. What comes before
+        the answer in the turn, such as thinking, counts as shared: clients drop it."""
         assert history.last_answer is not None
         said = history.last_answer.text.strip()
         text = self._decode(turn_ids)
         if (found := text.rfind(said)) < 0:  # a parser has made it of what was sampled
             return 0, ""
-        start = found - (len(ours) - len(said))  # before the turn where its answer was prefilled
+        start = found - (len(ours) - len(said))  # negative if the answer was prefilled
         num_common = num_shared(ours, theirs)
-        if num_common == len(ours):  # only the token that ended the turn goes
+        if num_common == len(ours):  # only the token that ended the turn is dropped
             is_ended = history.is_closed and not self._decode(turn_ids[-1:])
             return len(turn_ids) - is_ended, theirs[num_common:].removeprefix(text[start + len(ours) :])
         kept = num_within(turn_ids, start + num_common, self._decode) if start + num_common > 0 else 0
@@ -229,6 +228,6 @@ def _begins(whole: Sequence[Identity], start: Sequence[Identity]) -> bool:
 
 
 def num_within(ids: Sequence[int], num_chars: int, decode: Decode) -> int:
-    """Tokens at the start whose text is not longer."""
+    """Number of tokens at the start whose text has at most `num_chars` characters."""
     # By bisection: to decode every prefix takes quadratic time, and an answer may be long.
     return bisect_right(range(len(ids)), num_chars, key=lambda i: len(decode(ids[: i + 1])))

@@ -1,7 +1,7 @@
 """The gateway: a small HTTP server inside the rollout worker, on a loopback port of its own.
 
-Every session has an address of its own, `/s/<token>/v1`, that speaks OpenAI's and Anthropic's APIs. An answer
-is generated and read as a whole; a client that asks for a stream gets it as one, once it is there. On a
+Every session has an address of its own, `/s/<token>/v1`, with OpenAI's and Anthropic's APIs. An answer is
+generated as a whole; a client that asks for a stream gets it in one go, as the events of a stream. On a
 connection that a session has claimed, `/v1` is its address too, with a key that all sessions know.
 """
 
@@ -29,24 +29,24 @@ from tidemill.services.rollout.sessions.calls import MAX_DEPTH, is_deeper
 log = structlog.get_logger(__name__)
 
 RETRY_COUNT = "x-stainless-retry-count"
-"""The header in which the clients of OpenAI and Anthropic say whether they ask again."""
+"""Header in which the clients of OpenAI and Anthropic say how often they have retried."""
 KEEP_ALIVE_S = 600
 """Clients keep connections while their tools run; closing one earlier looks like a fault."""
 COUNT = "messages/count_tokens"
-"""The one request that the model does not answer."""
+"""Path of the request that the model does not answer."""
 MAX_BODY_BYTES = 64 << 20
-"""One program must not take the memory of all sessions of its worker."""
+"""Largest request that is read: one program must not take the memory of all sessions of its worker."""
 MAX_NOTED = 256
-"""So many fields are named in the log; what names they have is the clients' affair."""
+"""Most fields that are named in the log: clients may send any names."""
 NO_RETRY = {"x-should-retry": "false"}
-"""For both clients: not retryable."""
+"""Tells both clients not to retry."""
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
 
 Endpoint = Callable[[GatewaySession, Request], Awaitable[Response]]
 
 
 class Gateway:
-    """Serves the sessions that are open; `model` is what it calls the model.
+    """Serves the sessions that are open; `model` is the model's name in answers.
 
     With `refuses_wishes`, a request that asks for a form of the answer or for a call is refused.
     """
@@ -57,9 +57,9 @@ class Gateway:
         """The key on connections that are claimed."""
         self._refuses_wishes = refuses_wishes
         self.sessions: dict[str, GatewaySession] = {}
-        """Those that are open, by token."""
+        """Token -> open session."""
         self._claimed: dict[tuple[str, int], GatewaySession] = {}
-        """By the client's end of a connection."""
+        """Client's host and port of a connection -> the session that has claimed it."""
         self._noted: set[str] = set()
         self._serving: asyncio.Task[None] | None = None
         posts: dict[str, Endpoint] = {path: partial(self._ask, api) for path, api in APIS.items()}
@@ -73,12 +73,12 @@ class Gateway:
         ]
         claim = partial(self._answer, self._claim)
         routes.append(Route("/s/{token}/connections/{port:int}", claim, methods=["POST"]))
-        # A connection's other end is what the kernel says, whatever headers say.
+        # A client's address is what the kernel says, whatever headers say.
         config = server_config(Starlette(routes=routes), timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False)
         self._server = ServerInService(config)
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError: not at this address."""
+        """Listen. Raises ConfigError: this address cannot be used."""
         listener = listen(self.host, remedy="Agents ask there: change rollout.environment.gateway_host.")
         self.root = f"http://{self.host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
@@ -91,7 +91,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def serving(self, session: GatewaySession) -> Iterator[str]:
-        """Answer the session's programs at the address that this gives, without `/v1`."""
+        """Serve the session during the block. Yields its address, without `/v1`."""
         self.sessions[session.token] = session
         try:
             yield f"{self.root}/s/{session.token}"
@@ -105,7 +105,7 @@ class Gateway:
             return await endpoint(self._session(request), request)
         except RequestError as error:
             refused = error
-        except asyncio.CancelledError:  # its turn was, when the session was closed
+        except asyncio.CancelledError:  # its turn was cancelled when the session was closed
             refused = RequestError("the session is over", "session_over", 404)
         except Exception as error:  # the session fails with it; its program must not try again
             log.warning("a request of an agent failed", error=str(error))
@@ -121,14 +121,14 @@ class Gateway:
 
     def _session(self, request: Request) -> GatewaySession:
         token = request.path_params.get("token")
-        # What connects to `/v1` knows no session: its client was made before there was one.
+        # A client of `/v1` knows no session: it was made before there was one.
         session = self._claimed.get(_end_of(request)) if token is None else self.sessions.get(token)
         if session is None:
             raise RequestError("there is no session at this address, or it is over", "session_over", 404)
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = request.headers.get("x-api-key") or given
         key = self.placeholder_key if token is None else session.key
-        # In constant time; and of bytes, for `compare_digest` refuses text that is not ASCII.
+        # In constant time; and as bytes, because `compare_digest` refuses text that is not ASCII.
         if not hmac.compare_digest(given.encode(), key.encode()):
             raise RequestError(
                 "the key is not the session's; use the one that came with its address", "key", 401
@@ -136,8 +136,8 @@ class Gateway:
         return session
 
     async def _claim(self, session: GatewaySession, request: Request) -> Response:
-        """The session's program has made this connection to the placeholder's address."""
-        # The host is the one that asks, as the kernel says: a program cannot claim for another machine.
+        """Record that a connection to the placeholder's address belongs to the session."""
+        # The host is that of this request, as the kernel says: a program cannot claim for another machine.
         self._claimed[_end_of(request)[0], request.path_params["port"]] = session
         return Response()
 
@@ -145,7 +145,7 @@ class Gateway:
         # What is malformed is refused before anything is generated, so all of the request is read first.
         body = await _body(request, session)
         question = api.question_of(body)
-        has_usage(body)  # for its error alone
+        has_usage(body)  # only for its error
         self._check_wishes(body)
         retry_count = request.headers.get(RETRY_COUNT)
         answer = await session.answer(question, None if retry_count is None else retry_count != "0")
@@ -159,7 +159,7 @@ class Gateway:
         return Response("".join(lines), media_type="text/event-stream", headers=headers)
 
     def _check_wishes(self, body: Body) -> None:
-        """Count what the request asks of sampling, or refuse it."""
+        """Count the request's wishes for a form of the answer, or refuse them."""
         wishes = wishes_in(body)
         if wishes and self._refuses_wishes:
             raise RequestError(
@@ -172,14 +172,14 @@ class Gateway:
         self._note("fields of an agent's requests do nothing here: rollout.sampling holds", ignored_in(body))
 
     def _note(self, what: str, names: Sequence[str]) -> None:
-        """Say once for every parameter that the run's own holds."""
+        """Log each name once."""
         new = [name for name in names if name not in self._noted]
         if new and len(self._noted) < MAX_NOTED:
             self._noted.update(new)
             log.info(what, parameters=new)
 
     async def _models(self, session: GatewaySession, request: Request) -> Response:
-        """The one model there is, whatever name is asked for."""
+        """The only model, whatever name is asked for."""
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "tidemill"}
         model |= {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}
         if "name" in request.path_params:
@@ -201,7 +201,7 @@ async def _body(request: Request, session: GatewaySession) -> Body:
     content, num_bytes = bytearray(), 0
     async for part in request.stream():
         num_bytes += len(part)
-        # What is too long is read on and not kept: a client that cannot send to the end never reads why.
+        # A body that is too long is read but not kept: a client that cannot send it all never reads why.
         if num_bytes <= session.max_body_bytes:
             content += part
         elif num_bytes > MAX_BODY_BYTES:

@@ -1,11 +1,11 @@
 """One session behind an address of its own: questions in, answers out, ids kept.
 
 Invariants: a question that comes again while its answer is being made, or before anything followed it, gets
-the same answer, so a client's retry is no second turn; where the client says that it does not retry, each
-question gets an answer of its own. Segments are in the order of their last answers, so text, messages and end
-of the session are those of the answer that was given last. Whatever limit is reached ends the loop of the
-agent with an error that says so; the session counts as truncated from then on, unless it goes on with a
-shorter history. When it is closed, nothing of it runs and nothing more is answered.
+the same answer, so a client's retry is no second turn; if the client says that it does not retry, each
+question gets an answer of its own. Segments are in the order of their last answers, so text and end of the
+session are those of the answer that was given last. A question beyond a limit gets an error, which is to end
+the agent's loop; the session counts as truncated from then on, unless a later question is answered. Once it
+is closed, nothing of it runs and nothing more is answered.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from tidemill.services.rollout.sessions.player import Ask, Decode, Played
 from tidemill.services.rollout.sessions.recorder import choices_of
 
 MAX_REPEATS = 8
-"""How often one answer is given again. Clients retry twice; who asks more often wants another answer."""
+"""How often one answer is given again. Clients retry twice; one that asks more often wants another answer."""
 LONG_CHARACTERS = 20_000
-"""From here on the loop would notice how long templates and tokenizers take."""
+"""Longer questions are rendered and tokenized on a thread: they would block the event loop."""
 BODY_BYTES_PER_TOKEN = 32
 MIN_BODY_BYTES = 1 << 20
-"""Tools, and what a template leaves out of a history, are in a request too."""
+"""Least limit of a request's size: it also has tools, and what a template leaves out of a history."""
 
 
 @dataclass
 class _Given:
-    """An answer that is being made, or was."""
+    """An answer that is being made or was given."""
 
     task: "asyncio.Task[Answer]"
     history: RecordedHistory
@@ -63,7 +63,7 @@ class GatewaySession:
         limits: EnvironmentConfig,
         max_model_len: int,
     ) -> None:
-        """The limits are those of all segments together; `max_tokens` 0 leaves it to the model's length."""
+        """`limits` hold for all segments together; `max_tokens` 0 is no limit but the model's length."""
         # Two secrets: the token is a part of the address, which programs log.
         self.token, self.key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self.histories = Histories(chat, decode)
@@ -71,29 +71,29 @@ class GatewaySession:
         self.num_turns = 0
         self.active_at = time.monotonic()
         self.asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once its program has."""
+        """Done once its program has asked a question."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails as the engine fails: nothing the session does can repair that."""
+        """Fails with the engine's error: the session cannot go on after that."""
         self._chat, self._decode, self._ask = chat, decode, ask
         self._sampling, self._limits, self._max_model_len = sampling, limits, max_model_len
         self._given: dict[bytes, list[_Given]] = {}
         self._running: set[asyncio.Task[Answer]] = set()
         self._has_ended = asyncio.Event()
-        """A turn has, and what it had reserved is free."""
+        """Set when a turn has ended and the tokens that it had reserved are free."""
         self._reserved_tokens = 0
         self._finding = asyncio.Lock()
-        """Held while the history is sought that a question continues: it is rendered and tokenised."""
+        """Held while the history that a question continues is found, rendered and tokenized."""
         self._is_closed = False
         self.late: Late = ""
-        """What ran out of time, once something has."""
+        """The limit of time that was exceeded; empty: none."""
         self.reached: list[SessionEnd] = []
-        """The limits that refused questions."""
+        """The limits that were reached, in order: by refused questions, or by the session as a whole."""
         self._num_passed = 0
-        """So many of them: a question that was asked later was answered."""
+        """Number of these that no longer count, because a question that was asked later was answered."""
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a request: what could be a history that the model reads, however it is written as JSON."""
+        """Largest request that may hold a history that the model can read, however it is written as JSON."""
         return max(MIN_BODY_BYTES, self._max_model_len * BODY_BYTES_PER_TOKEN)
 
     @property
@@ -102,14 +102,15 @@ class GatewaySession:
 
     @property
     def end(self) -> SessionEnd:
-        """How it ended: at the limit that refused it, else as its last answer did."""
+        """The session's end: the last limit that it reached, if that still counts, else of its last
+        answer."""
         recorded = self.histories.recorded
         if len(self.reached) > self._num_passed:
             return self.reached[-1]
         return recorded[-1].end if recorded else "done"
 
     async def answer(self, question: Question, is_retry: bool | None = None) -> Answer:
-        """One turn. Clients that count their retries say whether this is one; of others it is None.
+        """One turn. `is_retry` is None for clients that do not count their retries.
 
         Raises:
             RequestError: it cannot be answered.
@@ -124,7 +125,7 @@ class GatewaySession:
             repeatable = [
                 given for given in known if given.num_repeats < MAX_REPEATS and is_retry is not False
             ]
-            # Of several that wait for the same, each retry takes an answer of its own, the newest first.
+            # If several wait for the same, each retry takes an answer of its own, the newest first.
             given = min(reversed(repeatable), key=lambda given: given.num_repeats, default=None)
             if given is None:
                 given = await self._start(question)
@@ -136,32 +137,32 @@ class GatewaySession:
 
     async def close(self) -> None:
         """Stop what is being generated; nothing more is answered."""
-        # First: a question that waits for the lock finds it closed, and starts no turn that nobody cancels.
+        # First: a question that waits for the lock finds it closed, and starts no turn that would run on.
         self._is_closed = True
         running = list(self._running)
         for task in running:
             task.cancel()
-        # Whoever closes the session reads its histories next: no turn may write into them by then.
+        # The caller reads the histories next: no turn may write into them by then.
         await asyncio.gather(*running, return_exceptions=True)
         if not self.failed.cancel() and not self.failed.cancelled():
-            self.failed.exception()  # seen, also where nobody waits any more
+            self.failed.exception()  # retrieved, or asyncio logs that it never was
 
     async def count_tokens(self, question: Question) -> int:
-        """Tokens of the prompt that the question would have. Raises RequestError: it is too long to be read,
-        which ends nothing: the model was not asked."""
+        """Tokens of the question's prompt. Raises RequestError: it is too long; this does not count as a
+        limit of the session, because the model was not asked."""
         if (number := len(question.messages)) > self._max_model_len:
             raise self.too_long(f"{number} messages", is_asked=False)
         async with self._finding:
             return len((await self._find(question)).ids)
 
     def too_long(self, what: str, is_asked: bool) -> RequestError:
-        """The error for a history that the model cannot read, of which it was asked or not."""
+        """The error for a history that the model cannot read; a limit of the session only if `is_asked`."""
         problem = f"the history has {what}, and the model reads {self._max_model_len} tokens"
         problem += " (model.max_model_len)"
         return self._limit("max_tokens", problem) if is_asked else RequestError(problem, SESSION_LIMIT)
 
     def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
-        """What the session came to. Raises ValueError: the model was never asked."""
+        """The session as it was played. Raises ValueError: the model never answered."""
         recorders = [history.recorder for history in self.histories.recorded]
         first, *forks = (recorder.segment() for recorder in recorders)
         session = Session(
@@ -181,7 +182,7 @@ class GatewaySession:
         return Played(first, text, "stop" if self.end == "done" else "length", session, choices)
 
     def _said(self) -> list[Message]:
-        """All messages after the first prompt, segment by segment; of each, those that no earlier one has."""
+        """All messages after the first prompt, segment by segment, without those that an earlier one has."""
         said: list[Message] = []
         recorded = self.histories.recorded
         opening = next((history for history in self.histories.all if history in recorded), None)
@@ -204,7 +205,7 @@ class GatewaySession:
         return RequestError(f"{what}; it ends here", SESSION_LIMIT)
 
     async def _find(self, question: Question) -> Continuation:
-        """The history that the question continues; a long question is tokenised beside the loop."""
+        """The history that the question continues; a long question is tokenized on a thread."""
         if question.num_characters < LONG_CHARACTERS:
             return self.histories.find(question)
         return await asyncio.to_thread(self.histories.find, question)
@@ -232,7 +233,7 @@ class GatewaySession:
         def ended(task: "asyncio.Task[Answer]") -> None:
             history.is_busy = False
             self._running.discard(task)
-            # What the turn had reserved is free by now, which is what `_room` waits for: its task is done.
+            # Its task is done, so the tokens that it had reserved are free, which `_room` waits for.
             self._has_ended.set()
             self.active_at = time.monotonic()
             # Nothing was said in it: no later question may continue it, and it is no segment.
@@ -252,7 +253,7 @@ class GatewaySession:
         # Before it waits: its answer passes the limits met before it was asked, not those met meanwhile.
         num_reached = len(self.reached)
         max_tokens = await self._room(found, question.max_tokens)
-        # Nothing awaits between `_room`'s last look and this: two turns would be given the same tokens.
+        # No await between `_room`'s last look and this: two turns would be given the same tokens.
         reserved = found.num_added + max_tokens
         self._reserved_tokens += reserved
         try:
@@ -263,8 +264,8 @@ class GatewaySession:
         return answer
 
     async def _room(self, found: Continuation, asked: int | None) -> int:
-        """Tokens that the turn may have. Where turns that run may use up the session's, it waits for their
-        end: none is refused, or cut, for tokens that another one may leave."""
+        """Tokens that the turn may have. If turns that run may use up the session's tokens, wait for their
+        end: no turn is refused, or cut, for tokens that another one may leave unused."""
         limit, num_prompt = self._limits.max_tokens, len(found.ids)
         room = min(self._sampling.max_tokens, self._max_model_len - num_prompt)
         if room < 1:
@@ -278,7 +279,7 @@ class GatewaySession:
                 if left < 1:
                     raise self._limit("max_tokens", f"the session has used its {limit} tokens (max_tokens)")
                 return left
-            # Nothing awaits between the look above and this, so no end of a turn is missed.
+            # No await between the look above and this, so no end of a turn is missed.
             self._has_ended.clear()
             await self._has_ended.wait()
         return room
@@ -298,13 +299,13 @@ class GatewaySession:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
         found.record(generation, time.monotonic() - started)
         history.answered_at = time.monotonic()
-        # Where it was cut, the token that ends a turn is missing: what follows has to close it.
+        # If it was cut, the token that ends a turn is missing: what follows has to close it.
         history.is_closed = generation is whole and whole.finish == "stop"
         runs = min(self._sampling.max_tokens, self._max_model_len - len(ids))
         is_clients_limit = max_tokens == question.max_tokens and max_tokens < runs
         is_truncated = generation.finish == "length" and not is_clients_limit
         history.end = "max_tokens" if is_truncated else "done"
-        # A call is whole where the model ended its turn, not a limit or a client's stop sequence.
+        # A call is complete only if the model ended its turn, not a limit or a client's stop sequence.
         is_cut = not history.is_closed
         parsed = Parsed({})
         if question.messages:
@@ -320,7 +321,7 @@ class GatewaySession:
 
 
 def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Generation:
-    """The generation up to the first of a client's stop sequences; the same one where there is none."""
+    """The generation up to the first of a client's stop sequences; the same object if there is none."""
     ids = generation.token_ids
     text = decode(ids) if stops else ""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
@@ -333,8 +334,8 @@ def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gen
 def _answer_of(
     question: Question, generation: Generation, parsed: Parsed, decode: Decode, num_prompt_tokens: int
 ) -> Answer:
-    """What the client gets, without the calls that cannot be made: where there are no others, what the model
-    wrote is text for the client, whose own loop answers the model."""
+    """The client's answer, without invalid calls. If there are no others, it gets all that the model wrote as
+    text: its own loop answers the model."""
     ids = generation.token_ids
     made = [call for call in parsed.calls if not call.error and question.tool_choice != "none"]
     message: Message = {"role": "assistant", "content": str(parsed.message.get("content") or "")}
@@ -353,7 +354,7 @@ def _answer_of(
         "length" if generation.finish == "length" else "tool_calls" if made else "stop",
         num_prompt_tokens,
         len(ids),
-        # -1 where the engine does not say; clients add these numbers up.
+        # -1 if the engine does not say; clients add these numbers up.
         max(0, generation.num_cached_tokens),
         tuple(zip(texts, generation.logprobs, strict=False)),
     )

@@ -1,1 +1,1 @@
-"""One session: its tokens as they were sampled, the chat format between them, and who plays it."""
+"""One session: its tokens as they were sampled, the chat format between them, and its players."""

@@ -4,7 +4,7 @@
 `llama3` a JSON object, perhaps after a tag; `json` an object, objects or a list, perhaps in a fence.
 
 A call that cannot be read becomes a `Call` with an error, which its environment answers: never an exception.
-Models whose tokenizer brings a response template of its own are read by transformers in its place.
+If the tokenizer has a response template, transformers reads the calls by that instead.
 """
 
 import json
@@ -17,7 +17,7 @@ from tidemill.services.rollout.sessions.chat import Call
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\A<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-# The ends of a parameter, each found alone, and names are bounded: so the time is linear in the text.
+# The ends of a parameter are matched one by one, and names are bounded, so the time is linear in the text.
 _PARAMETER_MARK = re.compile(r"<parameter=([^<>\n]{1,200})>|</parameter>")
 _FENCE = "```"
 _PYTHON_TAG = "<|python_tag|>"
@@ -26,11 +26,11 @@ _TOO_DEEP = "a call must be JSON with name and arguments; this one is too deep"
 _DECODER = json.JSONDecoder(strict=False)
 _SHOWN = 80
 MAX_DEPTH = 100
-"""Lists and objects in each other: what is deeper cannot be encoded everywhere that a call goes."""
+"""Deepest nesting of lists and objects: deeper ones cannot be encoded everywhere that a call goes."""
 
 
 def format_of(template: str) -> str:
-    """Which form a chat template shows the model."""
+    """The form of calls that a chat template shows the model."""
     if "<tool_call>" in template:
         return "hermes"
     is_llama = "<|python_tag|>" in template or '"parameters": ' in template
@@ -38,7 +38,7 @@ def format_of(template: str) -> str:
 
 
 def find_calls(text: str, call_format: str) -> tuple[str, tuple[Call, ...]]:
-    """What the model said beside its calls, and the calls in order."""
+    """The text without its calls, and the calls in order."""
     if call_format == "hermes":
         calls = tuple(_call(match[1]) for match in _BLOCK.finditer(text))
         return _BLOCK.sub("", text).strip() if calls else text, calls
@@ -60,7 +60,7 @@ def _calls_in(body: str, is_meant: bool) -> Iterator[Call]:
         try:
             value, place = _DECODER.raw_decode(body, place)
         except (ValueError, RecursionError):
-            # Else it was not to be a call, but another answer that begins with a bracket.
+            # Otherwise it is no call, but another answer that begins with a bracket.
             keys = ('"arguments"', '"parameters"')
             rest = body[place:]
             if is_meant or ('"name"' in rest and any(key in rest for key in keys)):
@@ -87,7 +87,7 @@ def _call(body: str) -> Call:
 
 
 def _parameters(text: str) -> Iterator[tuple[str, str]]:
-    """Names and values; a value goes to the next end of one, whatever is in it."""
+    """Names and values; a value extends to the next `</parameter>`, whatever is in it."""
     opened: re.Match[str] | None = None
     for mark in _PARAMETER_MARK.finditer(text):
         if opened is None:
@@ -128,8 +128,8 @@ def read_call(value: Any) -> Call:
 
 
 def is_deeper(value: Any, limit: int) -> bool:
-    """Whether lists and objects lie in each other more than `limit` deep."""
-    # Level by level: a recursion would end at Python's own limit, which this is to prevent.
+    """Whether lists and objects are nested more than `limit` deep."""
+    # Level by level: a recursion would fail at Python's own limit, which this is to prevent.
     level = [value]
     for _ in range(limit):
         nested = (one for one in level if isinstance(one, dict | list))

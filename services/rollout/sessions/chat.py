@@ -9,7 +9,7 @@ from tidemill.common.wire.codec import sendable
 
 ChatMessage = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-"""Schemas of what the model may call."""
+"""Schemas of the tools that the model may call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class ChatFormat(Protocol):
     def extend(
         self, turn_ids: Sequence[int], is_stopped: bool, messages: Sequence[ChatMessage], tools: Tools = ()
     ) -> list[int]:
-        """The ids that follow the model's turn `turn_ids` when `messages` answer it, ending where the model
-        speaks again: what closes the turn, where it did not close itself, and the rendered messages.
+        """The ids between the model's turn `turn_ids` and its next one, with `messages` as the answer to it:
+        what closes the turn, if the model did not close it, and the rendered messages.
 
         Raises:
             ValueError: the template cannot render these messages there.
@@ -59,16 +59,16 @@ class ChatFormat(Protocol):
         """The ids of a text that follows other ids."""
 
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
-        """The message and the calls in what the model sampled. Of a turn that was cut off, a call without its
-        end has an error: it is not the one that the model was writing."""
+        """The message and the calls in what the model sampled. If the turn was cut off (`is_cut`), a call
+        without its end gets an error."""
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """A text of at most about so many tokens: a longer one loses its middle, and says so."""
+        """The text with about `max_tokens` tokens at most: a longer one loses its middle, and says so."""
 
 
 class SimulatedChat:
-    """Words in place of a tokenizer, for the simulated engine: each is a token, whose id is a hash; tokens
-    are the words `t17`. There are no calls."""
+    """Chat format of the simulated engine, without a tokenizer: each word is a token, whose id is a hash;
+    token 17 is read as the word `t17`. There are no calls."""
 
     has_template = False
 
@@ -76,7 +76,7 @@ class SimulatedChat:
         self._vocab_size = vocab_size
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
-        """The ids of all words; never none, for an engine needs a prompt."""
+        """The ids of all words; never empty, because an engine needs a prompt."""
         words = " ".join(str(message.get("content") or "") for message in messages).split() or ["."]
         return [zlib.crc32(word.encode()) % self._vocab_size for word in words]
 
@@ -96,6 +96,6 @@ class SimulatedChat:
 
 
 def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Items at the start of both."""
+    """Number of items that both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,13 +1,13 @@
-"""What is kept of a sample before it is whole, and how whoever takes it over goes on from there.
+"""Parts of an unfinished sample, kept in Redis: another worker continues the sample where they end.
 
-A part has tokens of the model (ids, logprobs, version spans) and what the environment answered since the part
-before it. `Recording` makes them: one every `PART_TOKENS` tokens of a turn, and in sessions one after each
-turn and each answer to it. Whoever takes the sample over plays it again from its beginning, with recorded
-turns in place of the engine's and recorded answers in place of the environment's: the same code leads to the
-same tokens.
+A part has tokens of the model (ids, logprobs, version spans) and the environment's answers since the part
+before it. `Recording` makes them: one every `PART_TOKENS` tokens of a turn, as the engine reports them, and
+in sessions one after each turn and each answer to it. A worker that takes the sample over plays it again from
+its beginning, with recorded turns in place of the engine's and recorded answers in place of the
+environment's. Sessions whose environment can neither restore nor repeat them record nothing and begin again.
 
-Guarantees: a recorded token is never generated again, and keeps its logprob and version; parts of two plays
-are never mixed; what was generated with weights of a lost history is not gone on with.
+Guarantees: a recorded token that is used again keeps its logprob and version; parts of two plays are never
+mixed; tokens of a lost history are not continued.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from tidemill.services.rollout.engines.engine import Generation
 log = structlog.get_logger(__name__)
 
 PLAY_BYTES = 16
-"""What a part begins with in Redis: the name of its play, half of it a hash of the prompt."""
+"""Length of the name of a play, with which its parts begin in Redis; half of it is a hash of the prompt."""
 
 
 class Part(Message):
-    """T tokens that follow those of the part before it, all of one turn. Arrays for each token are fields."""
+    """T tokens that follow those of the part before it, all of one turn."""
 
     kind: ClassVar[str] = "part"
     token_ids: Int32Array = NO_IDS
@@ -62,7 +62,7 @@ class Part(Message):
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlay:
-    """What is known of one play of a sample. `name` has `PLAY_BYTES`."""
+    """The recorded parts of one play of a sample. `name` has `PLAY_BYTES`."""
 
     name: bytes
     parts: tuple[Part, ...] = ()
@@ -73,19 +73,19 @@ class RecordedPlay:
 
     @property
     def term(self) -> int:
-        """Of its last part: who appended that had followed the run's history until then."""
+        """Trainer process that the worker of the last part followed; 0 without parts."""
         return self.parts[-1].term if self.parts else 0
 
 
 def new_play(prompt_ids: Int32) -> RecordedPlay:
-    """The name begins with a hash of the prompt: a ticket of a lost history may have had the same number."""
+    """A play without parts. Its name has a hash of the prompt: ticket numbers of a lost history recur."""
     return RecordedPlay(_prompt_hash(prompt_ids) + b"%08x" % random.getrandbits(32))
 
 
 def read_play(
     fields: Mapping[bytes, bytes], index: int, prompt_ids: Int32, read_claim: Callable[[Claim], bytes]
 ) -> RecordedPlay:
-    """The play that the parts of sample `index` are of, as far as they can be read; else a new one."""
+    """The play of sample `index`, with the parts that can be read; a new one if there are none."""
     name, parts = b"", list[Part]()
     while (raw := fields.get(b"%d:%d" % (index, len(parts)))) is not None:
         name = name or raw[:PLAY_BYTES]
@@ -95,7 +95,7 @@ def read_play(
             part = codec.decode_payload(raw[PLAY_BYTES:], Part)
             if part.claim is not None:
                 part = codec.decode_payload(read_claim(part.claim), Part)
-        except (CodecError, StoreError, ValueError, OSError) as error:  # what is before it counts
+        except (CodecError, StoreError, ValueError, OSError) as error:  # the parts before it count
             log.warning("a part cannot be read", index=index, number=len(parts), error=str(error))
             break
         parts.append(part)
@@ -108,12 +108,12 @@ def _prompt_hash(prompt_ids: Int32) -> bytes:
 
 
 def joined(one: Generation, other: Generation) -> Generation:
-    """A generation, and the one that went on from its end."""
+    """`one` and `other`, which continued it, as one generation."""
     if not one.token_ids:
         return other
     num_tokens, version = len(one.token_ids), one.spans[-1][0]
     later = ((v, num_tokens + first) for v, first in other.spans if first or v != version)
-    # Where one of the two lacks rows, so does the whole, and its sample is a failure that says so.
+    # If one of the two lacks rows, so does the whole, and its sample fails because of that.
     names = one.choices.keys() & other.choices.keys()
     return Generation(
         one.token_ids + other.token_ids,
@@ -126,8 +126,8 @@ def joined(one: Generation, other: Generation) -> Generation:
 
 
 def _after(known: Generation, new: Generation) -> Generation:
-    """What the engine says after the known tokens, which it was given as the end of its prompt: of those it
-    has other rows, of weights that did not sample them."""
+    """`new`, which the engine generated with the known tokens at the end of its prompt, without rows for
+    these: those come from weights that did not sample them."""
     if not known.token_ids:
         return new
     num_rows = {name: 0 if name == KEPT else len(rows) for name, rows in known.choices.items()}
@@ -153,9 +153,9 @@ Keep = Callable[[bytes, int, Part], Awaitable[bool]]
 
 
 class Recording:
-    """Gives the turns of one sample as they are recorded, then asks the engine, and keeps what that says.
+    """Returns the turns of one sample as they are recorded, then asks the engine, and records its answers.
 
-    As an `Ask` it is the engine's, and records nothing: for players that begin again.
+    Called as an `Ask` it asks the engine and records nothing: for players that always begin again.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Recording:
 
     @property
     def elapsed_s(self) -> float:
-        """What the session has taken, in the hands of all who have played it."""
+        """Seconds that the session has taken, in all workers that have played it."""
         return self._elapsed_s + time.monotonic() - self._begun
 
     @property
@@ -189,15 +189,15 @@ class Recording:
         return self._num_answers < len(self._answers)
 
     def begin(self) -> None:
-        """A play begins: first comes what is recorded. One that ended in a fault, and to which nothing was
-        added since it began, begins again: what is recorded may be the cause."""
+        """Begin a play with what is recorded. If nothing was added since the last call, that play failed, and
+        the recorded turns are forgotten: they may be the cause."""
         if len(self._parts) == self._num_at_begin:
             self.forget()
         self._num_at_begin = len(self._parts)
         self._rewind()
 
     def forget(self) -> None:
-        """Begin again: what is recorded does not count any more."""
+        """Begin a new play: what is recorded no longer counts."""
         self._name, self._is_kept = self._name[: PLAY_BYTES // 2] + b"%08x" % random.getrandbits(32), True
         self._parts.clear()
         self._rewind()
@@ -220,12 +220,12 @@ class Recording:
         self._note_kept(self._open)
 
     def _note_kept(self, turn: Generation) -> None:
-        """So much of the turn is in parts."""
+        """Note that this much of the turn is in parts."""
         self._num_kept = len(turn.token_ids)
         self._num_rows_kept = {name: len(rows) for name, rows in turn.choices.items()}
 
     async def turn(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """The next turn: as it is recorded, or what is missing of it by the engine.
+        """The next turn: as it is recorded, else continued by the engine.
 
         Raises:
             LeaseLostError: another worker has taken the ticket over.
@@ -256,13 +256,13 @@ class Recording:
         return self._open
 
     def _grow(self, known: Generation, new: Generation) -> None:
-        """The engine has got so far, while it goes on."""
+        """Save what the engine has generated so far, unless a save is under way."""
         if self._saver is None or (self._saver.done() and self._saver.exception() is None):
             self._saver = asyncio.create_task(self._save(joined(known, _after(known, new))))
 
     async def keep_new(self) -> None:
-        """Keep what is not kept yet: the turn that was given last, or what the environment has answered to
-        it. Each by itself, for either may take minutes."""
+        """Keep what is not kept yet: the last turn, or the environment's answers to it. Each by itself,
+        because either may take minutes."""
         if self._keep is None:
             return
         if self._num_turns > len(self._turns):
@@ -280,7 +280,7 @@ class Recording:
         self._num_answers_kept = len(self._answers)
         self._note_kept(turn)
         assert self._keep is not None
-        # Without the one before it, a part is of no use to anybody else; here it is, should a fault come.
+        # Without the part before it, a part is of no use to other workers; this one may use it after a fault.
         self._is_kept = self._is_kept and await self._keep(self._name, len(self._parts), part)
         self._parts.append(part)
 

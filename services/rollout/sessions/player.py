@@ -1,4 +1,4 @@
-"""What plays one sample: one completion, a session with an environment, or an agent program's session."""
+"""Players of samples: one completion, a session with an environment, or an agent program's session."""
 
 import asyncio
 from collections import Counter
@@ -21,7 +21,7 @@ from tidemill.services.rollout.sessions.parts import Recording
 log = structlog.get_logger(__name__)
 
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-"""Before a session is played again; doubles each time."""
+"""Pause before a session is played again; doubles each time."""
 
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
 """One generation: the engine continues token ids. Cancelling it aborts the request."""
@@ -33,7 +33,7 @@ OpenChat = Callable[[], ChatFormat]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A sample as it was played: the first segment, and what lies beside it."""
+    """A played sample: its first segment, and the rest of it."""
 
     first: Segment
     text: str
@@ -60,18 +60,18 @@ class Player:
         self.config, self.section = config, config.rollout.environment
         self.decode, self.open_chat = decode, open_chat
         self.num_faults: Counter[str] = Counter()
-        """So far, by their kind."""
+        """Faults of environments so far, by kind."""
 
     async def start(self) -> None:
         """Load what it needs. Raises ConfigError: the environment cannot be used as configured."""
 
     async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
-        """Play one sample of the ticket to its end, again where its environment fails; `name` tells it from
-        all others that run.
+        """Play one sample of the ticket to its end; if its environment fails, play it again. `name` is unique
+        among the samples that run.
 
         Raises:
             EnvironmentFaultError: the environment failed in every attempt: no fault of the model's.
-            ValueError: the engine refuses the prompt, or the chat template what the environment says.
+            ValueError: the engine refuses the prompt, or the chat template the environment's messages.
         """
         num_faults = 0
         metrics.SESSIONS_HELD.inc()
@@ -95,7 +95,7 @@ class Player:
         return played
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
-        """One attempt, after so many that have failed."""
+        """One attempt, after `num_faults` that have failed."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -107,7 +107,7 @@ class SingleTurn(Player):
 
     async def play(self, ticket: Ticket, name: str, ask: Ask) -> Played:
         generation = await Recording.of(ask).turn(ticket.prompt_ids.tolist(), ticket.sampling)
-        # Nothing is checked here: the trajectory that is made of it is, and twice would cost time.
+        # Not validated here: the trajectory that is made of it is, and doing it twice would cost time.
         sampled: dict[str, Any] = {
             "prompt_ids": ticket.prompt_ids,
             "completion_ids": generation.token_ids,

@@ -1,7 +1,7 @@
 """Keeps a session's tokens as they were sampled: nothing is ever rendered or tokenized again.
 
 A history only grows: the engine's tokens (mask 1, with their logprobs and versions) and the environment's
-(mask 0). What can no longer be a continuation becomes a segment of its own.
+(mask 0). A history that does not continue it becomes a segment of its own.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ class SegmentRecorder:
         self.completion_ids: list[int] = []
         self.turns: list[Turn] = []
         self.kept = Rows.nothing(0)
-        """A row for each completion token; an empty one where nothing was left out, or no model spoke."""
+        """Sampling masks: a row for each completion token, empty for one without a mask."""
         self.routes: list[Rows] = []
-        """Of all tokens but the last, turn by turn; fewer where the engine gave none."""
+        """Experts of all tokens but the last, turn by turn; fewer if the engine gave none."""
         self._logprobs: list[float] = []
         self._mask: list[bool] = []
         self._spans: list[VersionSpan] = []
@@ -33,8 +33,8 @@ class SegmentRecorder:
         return self.prompt_ids + self.completion_ids
 
     def asking(self, sampling: SamplingParams, num_kept: int) -> SamplingParams:
-        """As the turn after `num_kept` tokens of the completion is asked for: routes that are known already
-        stay those of the weights that computed them."""
+        """Sampling parameters of the turn after `num_kept` tokens of the completion: known routes are not
+        asked for again, and stay those of the weights that computed them."""
         num_routed = min(sum(map(len, self.routes)), len(self.prompt_ids) + num_kept)
         return sampling.model_copy(update={"num_routed": num_routed}) if num_routed else sampling
 
@@ -57,11 +57,11 @@ class SegmentRecorder:
             self.routes.append(routes)
 
     def add_context(self, ids: Sequence[int]) -> None:
-        """The environment said something, or the chat format needs something between two turns."""
+        """Add tokens of the environment, or of the chat format between two turns."""
         self._append(ids, [0.0] * len(ids), is_trained=False)
 
     def describe_last_turn(self, **fields: object) -> None:
-        """Fill in what is known of the last turn only after it: calls, reward, time of the environment."""
+        """Fill in fields of the last turn that are known only after it: calls, reward, environment's time."""
         self.turns[-1] = self.turns[-1].model_copy(update=fields)
 
     def rewind(self, num_tokens: int) -> None:
@@ -79,7 +79,7 @@ class SegmentRecorder:
             self.routes = [Rows.joined(self.routes)[: len(self.prompt_ids) + num_tokens]]
         last = self.turns[-1]
         self.turns[-1] = last.model_copy(update={"num_tokens": min(last.num_tokens, num_tokens - last.first)})
-        # A completion begins with a span, also where all of its tokens go.
+        # A completion begins with a span, also if all of its tokens are removed.
         self._spans = [span for span in self._spans if span[1] < num_tokens] or self._spans[:1]
 
     def segment(self) -> Segment:
@@ -108,7 +108,7 @@ class SegmentRecorder:
         if self._spans and self._spans[-1][1] == first:
             self._spans.pop()
         if not self._spans:
-            # What stood before the first turn counts to its version: the spans have to cover every token.
+            # Tokens before the first turn count to its version: the spans have to cover every token.
             first = 0
         if not self._spans or self._spans[-1][0] != version:
             self._spans.append((version, first))
@@ -118,7 +118,7 @@ def choices_of(recorders: Sequence[SegmentRecorder]) -> dict[str, Rows]:
     """The choices of a sample, from the recorders of its segments."""
     kept = Rows.joined([recorder.kept for recorder in recorders])
     choices = {KEPT: kept} if len(kept.values) else {}
-    # All or none: what is missing shows by its absence.
+    # All or none: incomplete routes are left out.
     routes = [Rows.joined(one.routes)[: len(one.ids) - 1] for one in recorders if one.routes]
     if sum(map(len, routes)) == sum(len(one.ids) - 1 for one in recorders):
         choices[ROUTES] = Rows.joined(routes)

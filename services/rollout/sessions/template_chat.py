@@ -1,9 +1,9 @@
 """The chat format of a tokenizer with a chat template, and of one without.
 
-What stands between two turns is found in a rendering of a small chat in which the model's turn is a mark:
-all that follows the mark, less what the model has written itself to end its turn. So a template may drop
-thinking, merge system messages, or print a date in what comes before: none of it is looked at, and nothing
-that was sampled is rendered.
+The text between two turns is found by rendering a small chat in which a mark stands for the model's turn: it
+is all that follows the mark, without what the model itself has written to end its turn. So a template may
+drop thinking, merge system messages, or print a date before the mark: that is not looked at, and nothing that
+was sampled is rendered.
 """
 
 import json
@@ -32,7 +32,7 @@ CALL, CALLED = "<tool_call>", "</tool_call>"
 
 
 class TemplateChat:
-    """One model's chats. Not for several threads: tokenizers are not."""
+    """The chat format of one model. Not thread-safe, because tokenizers are not."""
 
     def __init__(
         self, tokenizer: Any, eos_ids: Sequence[int], call_format: str = "auto", has_template: bool = True
@@ -52,7 +52,7 @@ class TemplateChat:
         self._ending = lru_cache(maxsize=256)(self._ending_of)
 
     def encode(self, text: str) -> list[int]:
-        # The template has written the special tokens; the tokenizer would add another beginning.
+        # The template has written the special tokens; the tokenizer would add another BOS.
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)[
             "input_ids"
         ]
@@ -82,7 +82,7 @@ class TemplateChat:
         return after[place + 1 :] if last is not None else after[place:]
 
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
-        """Calls are looked for where there are tools."""
+        """Calls are looked for only if there are tools."""
         if tools and self._own_parser:
             return self._parse_own(turn_ids, tools, is_cut)
         ids = list(turn_ids)
@@ -112,7 +112,7 @@ class TemplateChat:
         return f"{first}\n[{len(ids) - max_tokens} tokens left out]\n{last}"
 
     def _split_thought(self, text: str) -> tuple[str, str]:
-        """A call within a thought is no call; a template may have opened the thought."""
+        """Thinking and the rest. A call within thinking is no call; a template may have opened it."""
         begins = text.lstrip().startswith(THINK) or self._speaks.rstrip().endswith(THINK)
         if not begins and THOUGHT not in text:
             return "", text
@@ -120,7 +120,7 @@ class TemplateChat:
         return thought.replace(THINK, "", 1).strip(), said.lstrip("\n")
 
     def _parse_own(self, turn_ids: Sequence[int], tools: Tools, is_cut: bool) -> Parsed:
-        """As the model's own response template says, which transformers reads."""
+        """Parse by the model's own response template, which transformers reads."""
         text: str = self._tokenizer.decode(list(turn_ids), skip_special_tokens=False)
         try:
             found = self._tokenizer.parse_response(text, prefix=self._speaks, tools=list(tools))
@@ -133,8 +133,8 @@ class TemplateChat:
         return Parsed(_message(str(found.get("content") or ""), thought, calls), calls)
 
     def _place_of_end(self, after: Sequence[int], shared: int, last: int | None) -> int | None:
-        """Where in `after` the token lies that ends the turn: the one that the model wrote, else one that
-        ends generations, else the template's own. `shared` tokens are the same when nothing follows."""
+        """Index in `after` of the token that ends the turn: the one that the model wrote, else one that ends
+        generations, else the template's own. The first `shared` tokens are the same if nothing follows."""
         near = list(after[: shared + 1])
         if last is not None and last in near:
             return near.index(last)
@@ -147,7 +147,7 @@ class TemplateChat:
         return within[-1] if within else special[0] if special else None
 
     def _ending_of(self, caller: tuple[str, str] | None) -> list[int]:
-        """What follows the mark in a chat that ends with it."""
+        """Ids after the mark in a chat that ends with it."""
         return self.encode(self._after_mark(_marked(caller), (), speaks=False))
 
     def _after_mark(
@@ -161,7 +161,7 @@ class TemplateChat:
         return after
 
     def _opening(self) -> str:
-        """What the template writes where the model speaks."""
+        """The generation prompt: what the template writes before the model's turn."""
         chat = [{"role": "user", "content": MARK}]
         try:
             with_it, without = (self._rendered(chat, (), speaks=speaks) for speaks in (True, False))
@@ -194,7 +194,7 @@ class TemplateChat:
 
 
 def open_chat(config: RunConfig) -> ChatFormat:
-    """The chat format of the run's model, read from its folder; of the simulated engine, words.
+    """The chat format of the run's model, read from its folder; `SimulatedChat` for the simulated engine.
 
     Raises:
         ConfigError: the model's folder cannot be used.
@@ -217,7 +217,7 @@ def _called_by(messages: Sequence[ChatMessage]) -> tuple[str, str] | None:
 
 
 def _marked(caller: tuple[str, str] | None) -> list[ChatMessage]:
-    """A question, and the mark where the model answers or calls."""
+    """A question, and the mark as the model's answer or call."""
     question = {"role": "user", "content": "."}
     if caller is None:
         return [question, {"role": "assistant", "content": MARK}]
@@ -229,7 +229,7 @@ def _marked(caller: tuple[str, str] | None) -> list[ChatMessage]:
 
 
 def with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
-    """OpenAI's form has arguments as text, templates mostly want the object."""
+    """The message with its calls' arguments as text (OpenAI's form) or as objects (for most templates)."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -248,8 +248,8 @@ def with_arguments(message: ChatMessage, as_text: bool) -> ChatMessage:
 
 
 def _whole(calls: Sequence[Call], is_open: bool) -> tuple[Call, ...]:
-    """The calls, where `is_open` the last of them with an error: it has no end. So have calls whose arguments
-    are JSON to Python alone (integers above 64 bits, NaN, infinities), wherever their tools run."""
+    """The calls; if `is_open`, the last one gets an error, because it has no end. So do calls whose arguments
+    are JSON only in Python (integers above 64 bits, NaN, infinities)."""
     whole = list(calls)
     for place, call in enumerate(whole):
         try:
