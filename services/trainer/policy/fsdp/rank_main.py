@@ -26,7 +26,7 @@ def run_rank(ranks: Ranks) -> None:
 
 def main(parent: int | None = None) -> int:
     """Run one rank to its end; returns the exit code. `parent` is the process that started it, where that is
-    rank 0: it takes this one along when it dies, for a collective call on a GPU would wait for it."""
+    rank 0: this one ends when it dies, because a collective call on a GPU would wait for it."""
     hide_memory()  # its variables are the trainer's
     if parent is not None:
         end_with_parent(parent)
