@@ -200,7 +200,7 @@ class Evaluator:
                 if keys_lost := _keys_of(letter, missing):
                     dead[letter.entry_id] = keys_lost
             if not _missing(groups) - set().union(*dead.values()):
-                # Asked only when nothing else is missing: it takes a round trip for each letter.
+                # Checked only when nothing else is missing: it takes a round trip for each letter.
                 for letter_id in list(dead):
                     if not await has_entry(broker, keys.dead, letter_id):
                         del dead[letter_id]  # the operator has put the message back: wait for its samples

@@ -6,7 +6,7 @@ A step becomes durable in this order, which makes it exactly-once. Other files n
 2. Settle: its groups are no longer outstanding. From here on a checkpoint is one of the new version.
 3. Mark: a value in Redis before the commit; a server that has lost it takes no commit.
 4. Checkpoint, only where Redis has restarted: what the step was trained on may be gone, so that no replay
-   could repeat it. The checkpoint stands for it then.
+   could repeat it. The checkpoint replaces the replay then.
 5. Commit: appended under the step's id, right behind the commit before, if the mark stands. The step has
    happened; before, a restart trains it again from the same records.
 6. Write: the weights go to the disk beside the next step's work, and to the object store if there is one.
@@ -232,7 +232,7 @@ class Trainer:
     async def _append(self, commit: Commit, mark: Mark) -> None:
         """Append a commit, and before it those that Redis has lost."""
         # Each time the checkpoint comes first. Redis loses the newest first, so where a commit or the mark is
-        # missing, the records of this step are missing too, and only a checkpoint can stand for it.
+        # missing, the records of this step may be missing too, and only a checkpoint can replace a replay.
         while True:
             try:
                 return await append_commit(self.context.broker, self.context.keys, commit, mark)
@@ -274,7 +274,7 @@ class Trainer:
 
     @contextlib.asynccontextmanager
     async def _profiled(self, step: int) -> AsyncIterator[None]:
-        """Profile the step's calls of the policy, where that was asked for."""
+        """Profile the step's calls of the policy, where its folder of profiles exists."""
         folder, thread = self.context.run_dir / PROFILES / f"step-{step}", self.runner.thread
         if not await asyncio.to_thread(os.path.isdir, folder):
             yield

@@ -161,7 +161,7 @@ def form_micro_batches(
     samples: Iterable[Sample], max_tokens: int, num_ranks: int = 1, layout: Layout = "tree"
 ) -> list[MicroBatch]:
     """Distribute samples over micro-batches, each of a bin of at most `max_tokens` for each of `num_ranks`.
-    The longest samples come first, so that the bins of a micro-batch are alike."""
+    The longest samples come first, so that the bins of a micro-batch have like sizes."""
     samples = list(samples)
     order = PrefixOrder(samples, layout)
     filled = [order.fill(order.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
@@ -170,7 +170,7 @@ def form_micro_batches(
     while bins:
         for num_bins in range(min(num_ranks, len(bins)), 0, -1):
             own = tuple(samples[i] for one in bins[:num_bins] for i in one.members)
-            # `split_samples` sees these samples alone, and may cut them otherwise: seldom they fit no more.
+            # `split_samples` sees these samples alone, and may cut them otherwise; seldom they do not fit.
             if num_bins == 1 or _fillings(PrefixOrder(own, layout), num_ranks, max_tokens):
                 break
         batches.append(MicroBatch(own))

@@ -246,7 +246,7 @@ class GroupFilter:
         return trainable.with_precomputed()
 
     def _demonstration(self, group: PendingGroup) -> TrainableGroup:
-        """Its sample, with the weight of its source: whoever published it has checked it."""
+        """A demonstration as a group, with its source's weight; it was checked when it was loaded."""
         (trajectory,) = group.trajectories.values()
         sample = make_sample(trajectory)
         weight = self.imitation[trajectory.source]
@@ -279,7 +279,7 @@ class GroupFilter:
         return rewards, left_out
 
     def _fault(self, one: Trajectory, is_masked: bool) -> tuple[str, str]:
-        """Why a sample has failed whatever its score says: (reason, detail); not failed if detail is empty"""
+        """Why a sample has failed whatever its score says, as (reason, detail); "" as detail: it has not."""
         if fault := fault_of(one):
             is_claimed = one.claim is not None or one.lacks_choices
             return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault

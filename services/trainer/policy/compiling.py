@@ -36,7 +36,7 @@ def compile_model(
     weights will be on `device`, and are not yet, a copy of one layer is tried there.
     """
     device = device or model.device
-    # Layers are alike, so that one is compiled for all; and ranks shard them one by one.
+    # All layers have the same code, so that it is compiled once; and ranks shard them one by one.
     parts = layers_of(model) or [model.base_model]
     is_cast = dtype not in (torch.float32, torch.float64)
     if is_cast:

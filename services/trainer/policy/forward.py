@@ -44,7 +44,7 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def find_scaling(model: PreTrainedModel) -> Scaling | None:
-    """What the model makes of `lm_head(base_model(...).last_hidden_state)`; None where that is not known.
+    """How the model scales `lm_head(base_model(...).last_hidden_state)`; None where that is not known.
 
     Replaces the head's output by marked values for one pass. What the model gives back is held against what
     its configuration says.

@@ -216,7 +216,7 @@ class ChunkedScores(torch.autograd.Function):
                 parts.append(scored)
                 if options.keeps:
                     ctx.probabilities[start] = p_CV
-                del p_CV  # before the next chunk's
+                del p_CV  # freed before the next chunk's is made
         logprobs_N, entropies_N, log_mass_N = (torch.cat(column) for column in zip(*parts, strict=True))
         constants = [] if options.entropy_gradient else [entropies_N]
         ctx.mark_non_differentiable(log_mass_N, *constants)
@@ -249,7 +249,7 @@ class ChunkedScores(torch.autograd.Function):
                 add_product(d_weight_VH, d_logits_CV.T, hidden_CH)
             if d_bias_V is not None:
                 d_bias_V += d_logits_CV.sum(0)
-            del d_logits_CV, p_CV  # one tensor, where it was kept; before the next chunk's
+            del d_logits_CV, p_CV  # one tensor, where p was kept; freed before the next chunk's is made
         return (
             d_hidden_NH,
             None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),

@@ -144,7 +144,7 @@ class _Lanes:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard; the tensor that a DTensor stands for, not a view of it."""
+    """This rank's shard: a DTensor's local tensor itself, not a view of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -101,7 +101,7 @@ class Critic(ValueHead):
         self.model = copy.deepcopy(model)
         if (head := self.model.get_output_embeddings()) is not None:
             embeddings = self.model.get_input_embeddings()
-            # Its logits are never asked for; a matrix that is also the embeddings' goes on learning.
+            # Its logits are never computed; a matrix that is also the embeddings' goes on learning.
             head.requires_grad_(head.weight is embeddings.weight)
         self._scorer = make_scorer(self.model)
 

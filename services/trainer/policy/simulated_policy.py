@@ -59,7 +59,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         time.sleep(self._trainer.simulated.group_s * len(batch.samples) / self._trainer.group_size)
         for sample in batch.samples:
             self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
-            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # of each token, or one
+            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # one, or one a token
         self._pending.append(b"|")
         normalisation, num_trained = self._trainer.algorithm.normalisation, batch.num_trained
         counted = count_batch(batch, normalisation, self._max_completion_tokens)

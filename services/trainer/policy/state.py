@@ -105,7 +105,7 @@ class ShardReader:
                 high = max(low, end if stop is None else min(stop, end))
                 if low < high:
                     parts.append(file.get_slice(name)[low - first : high - first])
-            if not parts:  # slices of no rows are refused at an end
+            if not parts:  # safetensors refuses a slice of no rows at a tensor's end
                 nothing: Tensor = file.get_slice(name)[:0] if shape[0] else file.get_tensor(name)
                 return nothing
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -128,7 +128,7 @@ _NO_STATE = "{} holds no state of a policy: {}; resume from another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """All of a policy that a checkpoint keeps. No pickle: `tensors` as safetensors, `values` as JSON. Tensors
+    """What a checkpoint keeps of a policy. No pickle: `tensors` as safetensors, `values` as JSON. Tensors
     share memory with the policy: write them before the next update."""
 
     tensors: dict[str, Tensor]

@@ -147,7 +147,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
-        # A critic's gradients have a bound of their own: they say nothing about the policy's.
+        # A critic's gradients are clipped by themselves: they have nothing to do with the policy's.
         self._bounded = (
             [trained, head_parameters] if isinstance(self._value_head, Critic) else [self._parameters]
         )
@@ -161,7 +161,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self._held: dict[str, Tensor] | None = None
         self.layout = pick_layout(model, self._scorer, config.packing, max_model_len)
         self.bins = config.bin_tokens, config.num_bins
-        # What looks at a whole sequence needs all segments of a session in one forward pass.
+        # Losses over whole sequences need all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
         self._tile_tokens = config.bin_tokens
         """Most tokens of one forward pass."""
@@ -306,7 +306,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
     def zero(self) -> None:
         self._sum_held()
         self._begins_update = True
-        # None and not zeros: `_update` tells by it that nothing was trained.
+        # None and not zeros: by it `_update` recognises that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
 
     def hold_weights(self) -> None:
@@ -340,7 +340,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 one |= {field: scores[name] for field, name in needed.items()}
         if algorithm.needs_reference:
             scorer = self._reference.scorer if self._reference else self._scorer
-            # A reference chooses by itself.
+            # A reference makes its own choices.
             own_choices = [[without_choices(sample) for sample in part] for part in parts]
             with self._adapters.off() if self._adapters else nullcontext():
                 scored = self._score_all(own_choices, scorer, self._temperature)

@@ -35,8 +35,8 @@ SLACK = 1 << 14
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """What a model gets for a tree's mask. Of four dimensions, so that transformers takes it for finished and
-    makes none; empty, so that a model which reads it fails."""
+    """The mask that a model gets with a tree. It has four dimensions, so that transformers takes it as it is
+    and makes none; it is empty, so that a model which reads it fails."""
     return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
 
 
@@ -74,7 +74,7 @@ class Tree:
     def __init__(self, trie: Trie) -> None:
         self._nodes = sorted(trie.nodes, key=lambda node: node.offset)
         paths: dict[int, Indices] = {}
-        for node in sorted(self._nodes, key=lambda node: node.start):  # what is above, first
+        for node in sorted(self._nodes, key=lambda node: node.start):  # parents first
             above = [] if node.above is None else [paths[id(node.above)]]
             paths[id(node)] = np.concatenate([*above, node.places])
         self._paths = [paths[id(node)] for node in self._nodes]
@@ -230,5 +230,5 @@ def _attend_buckets(
     return rows_at(torch.cat(outputs), back_T)[None]
 
 
-# Under the name that models know, so that those which cannot use it keep what they have.
+# Under sdpa's name: models that do not support it keep their own attention.
 AttentionInterface.register("sdpa", attend_sdpa)

@@ -85,7 +85,7 @@ class Usage:
 
 
 class Measured:
-    """The part of `TransformersPolicy` that says what it uses."""
+    """The part of `TransformersPolicy` that measures what it uses."""
 
     _model: PreTrainedModel
     peers: Peers
@@ -135,6 +135,6 @@ class Profiled:
             torch.cuda.synchronize()  # kernels that still run would be cut off
         profiler.stop()
         name = f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json.gz"
-        part = self._folder / f".part-{name}"  # torch compresses by the suffix
+        part = self._folder / f".part-{name}"  # with the same suffix: by it torch compresses
         profiler.export_chrome_trace(str(part))
         os.replace(part, self._folder / name)

@@ -76,7 +76,7 @@ def unpack(payload: bytes, *kinds: type) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """What msgpack has no type for."""
+    """A value of a type that msgpack lacks, in types that it has."""
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "shape": value.shape, "data": value.tobytes()}
     if isinstance(value, np.generic):

@@ -166,7 +166,7 @@ class RankPolicy(TransformersPolicy):
         if self._context is not None:
             check_heads(model.config, self._context.size)
         super().__init__(model, config, device=ranks.device, **options)
-        self._pretrained = None  # with its open files
+        self._pretrained = None  # closes its files
         if self._context is not None:
             self.layout = shareable(self.layout, model)
 

@@ -115,7 +115,7 @@ class RankWatch:
 
     def _lose(self, reason: str, code: int = EXIT_CODE) -> None:
         with self._lock:
-            # The first loss is the cause: ranks that it takes along are not named.
+            # The first loss is the cause: ranks that end because of it are not reported.
             if self._is_over.is_set() or self._lost.is_set():
                 return
             # A rank that was killed has a negative code, which no process can exit with.

@@ -54,7 +54,7 @@ def _total(parts: Parts) -> float:
 
 
 def usable(gpu_bytes: float) -> float:
-    """What a process can count on, of a GPU's memory."""
+    """Bytes of a GPU's memory that a process can use."""
     return gpu_bytes * (1.0 - FRAGMENTED) - CONTEXT_BYTES
 
 

@@ -142,11 +142,11 @@ class Fit:
     """Trainer and engines have GPUs in turn."""
     problems: tuple[str, ...]
     settings: Settings
-    """What to set, where that helps."""
+    """Settings with which the run fits, where some were found."""
 
 
 def trainer_room(config: RunConfig, gpu_bytes: float, takes_turns: bool, is_shared: bool) -> float:
-    """What the trainer can count on, of a GPU that it may have in turn with an engine, or share with one."""
+    """Bytes of a GPU that the trainer can use, where it may use it in turn with an engine, or share it."""
     if takes_turns:
         return usable(gpu_bytes) - ASLEEP_BYTES
     return usable(gpu_bytes) - (config.rollout.vllm.gpu_memory_utilization * gpu_bytes if is_shared else 0.0)
@@ -309,7 +309,7 @@ def takes_turns(config: RunConfig, has_one: bool) -> bool:
 
 
 def trains_on_gpus(config: RunConfig) -> bool:
-    """Whether the trainer has a model, and is not told to train it on the CPU."""
+    """Whether the trainer has a model, and does not have to train it on the CPU."""
     return config.trainer.policy == "transformers" and not config.trainer.device.startswith("cpu")
 
 
