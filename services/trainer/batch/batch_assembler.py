@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 QUIET_S = 2.0
 """After this long without anything new, what Redis holds is compared with what it should hold."""
 REST_PER_LOOK = 4.0
-"""Pause after a selection among all groups, over its duration: with thousands of groups a selection takes
+"""Pause after a selection among all groups, as a multiple of its duration: with thousands of groups it takes
 milliseconds, and something may arrive hundreds of times a second."""
 LEAST_WARN = 8
 """So many groups, or a step's worth, replaced in a row are a warning; twice as many the next one."""

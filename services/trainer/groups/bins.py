@@ -1,11 +1,11 @@
 """Micro-batches, and the bin that each rank gets of one.
 
-A bin is one rank's samples of a micro-batch (ranks that share their forward passes share it), of a size that
-one forward pass (a tile, `policy/packing.py`) can hold. On CPUs it is computed in several smaller tiles.
+A bin is one rank's samples of a micro-batch; ranks that share their forward passes share it. On GPUs it is as
+a rule one forward pass (a tile, `policy/packing.py`), on CPUs it is computed in several smaller ones.
 
 Guarantees: every sample is in one bin. Bins depend on the samples alone, ties are broken by key: so the ranks
-get the same bins when a recorded micro-batch is trained again. A bin fits into one tile of its layout, unless
-a sample alone is larger; the bins of a micro-batch have like costs.
+get the same bins when a recorded micro-batch is trained again. A bin fits into one tile of `max_tokens` in
+its layout, unless a sample alone is larger; the bins of a micro-batch have like costs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +30,8 @@ from tidemill.services.trainer.groups.trie import (
 Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
 """How the samples of a forward pass lie beside each other; `policy/packing.py` describes each layout."""
 DIVISORS = (1.0, 1.25, 1.75, 2.0, 4.0, 8.0)
-"""A bin's size over that of the parts it is filled with; each is tried. Smaller parts fill bins better, and
-compute more common tokens twice."""
+"""A bin's size divided by these is the size of the parts it is filled with; all are tried. Smaller parts fill
+bins better, and compute more common tokens twice."""
 
 
 @dataclass(slots=True)

@@ -187,7 +187,6 @@ class Sample:
 
     @property
     def has_turn_rewards(self) -> bool:
-        """Whether the environment rewarded single turns."""
         return any(turn.reward for turn in self.turns)
 
     @property

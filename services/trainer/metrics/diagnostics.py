@@ -49,8 +49,6 @@ class Warned:
 
 @dataclass(slots=True)
 class _Watch:
-    """One check, and what it has seen."""
-
     check: Check
     patience_steps: int
     num_outside: int = 0

@@ -95,7 +95,6 @@ def _try_copy(model: PreTrainedModel, layer: nn.Module, device: torch.device, ba
 
 
 def _zeros(tree: Any, device: torch.device) -> Any:
-    """Zeros on the device for every tensor."""
     return tree_map_only(Tensor, lambda tensor: torch.zeros_like(tensor, device=device), tree)
 
 

@@ -52,15 +52,12 @@ class ExportsWeights(SavesState):
         return self._adapters.merged(self._dtype) if self._adapters else model_tensors(self._model)
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
-        merged."""
         # All first, in the model's order: each is a call of all ranks, and none may depend on the conversion.
         whole = {name: whole_tensor(tensor) for name, tensor in self._sources().items()}
         for name, tensor in revert_weight_conversion(self._model, whole).items():
             yield name, tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
 
     def compare_weights(self) -> WeightState:
-        """See `Policy.compare_weights`."""
         found = self._writer.compare(self._sources())
         has_delta = found.before is not None and self._writer.shadow.is_held
         return WeightState(
@@ -78,7 +75,6 @@ class ExportsWeights(SavesState):
         return self._writer.begin(self._sources, folder, version, parent)
 
     def finish_writing(self) -> None:
-        """Wait for what is being written, of weights and of a state."""
         self._writer.wait()
         self.finish_saving()
 

@@ -96,7 +96,7 @@ def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_
 
 def finish_gradients(parameters: NamedParameters, denominator: float, max_norm: float) -> float:
     """Divide accumulated gradients by the denominator and scale them down to `max_norm`; return the norm
-    between the two.
+    before scaling down.
 
     Division and clipping are one multiplication. A norm that is not finite is returned as it is, and the
     gradients are left alone: the caller must discard them.

@@ -31,7 +31,7 @@ TREE = "tree"
 CHANGES_OF_SCORES = ("softcap", "s_aux", "position_bias")
 """Arguments of attention that our kernels do not support."""
 SLACK = 1 << 14
-"""Unneeded scores that a bucket may have beyond half of those it needs: they cost about one more call."""
+"""Unneeded scores that a bucket may have beyond half of those it needs: about as costly as one more call."""
 
 
 def no_mask(device: torch.device) -> Tensor:

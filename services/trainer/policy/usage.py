@@ -75,8 +75,6 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What all ranks use."""
-
     flops: ModelFlops = field(default_factory=ModelFlops)
     peak_flops: float = 0.0
     """Peak FLOP/s of one rank's device; 0 where it is not known."""

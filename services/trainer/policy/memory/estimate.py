@@ -27,7 +27,7 @@ ENGINE_WORK_BYTES = 1.5 * GIB
 ASLEEP_BYTES = 2.0 * GIB
 """Context and graphs of an engine that sleeps."""
 PINNED = 4.0 / 3.0
-"""Host memory for a pinned tensor over its size, on average: torch rounds sizes up to powers of two."""
+"""Host memory for a pinned tensor, as a mean multiple of its size: torch rounds up to powers of two."""
 
 Parts = Mapping[str, float]
 
@@ -183,8 +183,6 @@ def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineTake:
-    """What a GPU of an engine takes."""
-
     parts: Parts
     """Without the KV cache."""
     room: float
