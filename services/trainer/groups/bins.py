@@ -170,7 +170,7 @@ def form_micro_batches(
     while bins:
         for num_bins in range(min(num_ranks, len(bins)), 0, -1):
             own = tuple(samples[i] for one in bins[:num_bins] for i in one.members)
-            # `split_samples` sees these samples alone, and may cut them otherwise; seldom they do not fit.
+            # `split_samples` sees these samples alone, and may cut them so that they do not fit; seldom.
             if num_bins == 1 or _fillings(PrefixOrder(own, layout), num_ranks, max_tokens):
                 break
         batches.append(MicroBatch(own))

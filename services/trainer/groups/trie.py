@@ -18,7 +18,7 @@ SHORTEST = 8
 SCORES_OF_A_TOKEN = 1000
 """Attention scores that take about as long as one token in all other layers, where these are small."""
 MOST_KEYS = 4
-"""Most tokens in a tree's rows, as a multiple of its limit of different ones: each layer copies their keys."""
+"""Most tokens of a tree's rows, as a multiple of its limit of different ones: layers copy their keys."""
 ENOUGH_IN_COMMON = 0.1
 """Share of common tokens from which it pays to compute them once."""
 
