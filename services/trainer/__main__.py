@@ -9,7 +9,7 @@ from tidemill.common.process.service import run_service
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A trainer may bring the run with it, for instance in a container."""
+    """`--config`: a trainer can register its run by itself, for instance in a container."""
     parser.add_argument(
         "--config",
         type=Path,

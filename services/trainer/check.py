@@ -1,7 +1,7 @@
 """`python -m tidemill.services.trainer.check '{"advantage": ..., "loss": ...}'`: can users' own be loaded?
 
 The request is the section `trainer.algorithm`. A process of its own (`common/process/checks.py`), because
-importing a user's module runs whatever stands in it.
+importing a user's module runs its code.
 """
 
 import sys

@@ -87,7 +87,7 @@ class Evaluator:
         self.sampling = SamplingParams(max_tokens=limit, **own)
         self.trimmer = trimmer
         self._letters_read = START
-        """How far the evaluations before have read the dead letters: what is about newer ones came later."""
+        """Id of the last dead letter that earlier evaluations have read: later ones have newer letters."""
 
     def is_due(self, version: int, num_steps: int) -> bool:
         if not self.prompts:
@@ -97,8 +97,8 @@ class Evaluator:
         return version == num_steps or (self.config.every > 0 and version % self.config.every == 0)
 
     async def evaluate(self, version: int) -> Evaluations:
-        """Issue the tickets of `version`, wait for every sample, and sum up by dataset. Nothing where the
-        streams of this version's evaluation have been trimmed already."""
+        """Issue the tickets of `version`, wait for every sample, and sum up by dataset. Returns nothing where
+        the streams of this version's evaluation have been trimmed already."""
         first = version * len(self.prompts)
         tickets = [self._ticket(first + i, version, prompt) for i, (_, prompt) in enumerate(self.prompts)]
         if not await self._issue(tickets):
@@ -126,7 +126,7 @@ class Evaluator:
         await delete_results(self.context.broker, self.context.keys, Lane.EVAL, ())
         if not self.context.config.streams.trim:
             return
-        # The epoch before the ids: those of another server must not pass for ids of this one.
+        # The epoch before the ids: ids of another server must not be taken for ids of this one.
         broker, keys, epoch = self.context.broker, self.context.keys, self.trimmer.epoch
         below = {
             stream: id_after(await last_id(broker, stream.key(keys)))
@@ -138,8 +138,8 @@ class Evaluator:
     async def take_back(self, version: int) -> None:
         """Remove what evaluations of later versions left, where a trainer starts at `version`.
 
-        Redis has lost the commits that led to them. Behind those tickets there is no place for the ones to
-        come, and their samples are of weights that no history has.
+        Redis has lost the commits that led to them. The stream takes no lower tickets behind theirs, and
+        their samples are of weights that are not in the run's history.
         """
         broker, keys, key = self.context.broker, self.context.keys, self.context.keys.prompts(Lane.EVAL)
         # The version of the start begins again as well: its samples go with those of the others.
@@ -149,7 +149,7 @@ class Evaluator:
         async def is_ahead() -> bool:
             return id_order(await last_id(broker, key)) >= id_order(next_version)
 
-        # What others wrote stands behind all tickets, and is no reason to begin again.
+        # Unexpected entries stand behind all tickets, and are no reason to begin again.
         if not await is_ahead() or (
             await remove_unexpected(broker, keys, key, Ticket, floor) and not await is_ahead()
         ):
@@ -157,7 +157,7 @@ class Evaluator:
         entries = await read_range(broker, key, Ticket, entry_id_of(first))
         tickets = [entry.message.ticket for entry in entries if isinstance(entry, Entry)]
         await take_back(broker, keys, key, dict.fromkeys(map(entry_id_of, tickets), b""), floor)
-        # Behind the tickets, which nobody holds from then on: a worker would write its progress again.
+        # After the tickets, which no worker holds from then on: it would write its progress again.
         if tickets:
             progress = [keys.progress(ticket, Lane.EVAL) for ticket in tickets]
             await broker.execute("DEL", *progress, *map(keys.parts, progress))
@@ -185,10 +185,10 @@ class Evaluator:
         readers, is_exhausted = self._readers(self._letters_read), False
         while (missing := _missing(groups)) - set().union(*dead.values()) and not is_exhausted:
             if is_exhausted := await self._is_exhausted(tickets):
-                # A last look from the start: a server that took over may have given lower ids since.
+                # Read once more from the start: a server that took over may have given lower ids since.
                 readers = self._readers(START)
             score_reader, trajectory_reader, dead_reader = readers
-            # Scores first: the trajectory of one that is here is in the stream by then.
+            # Scores first: the trajectory of a score that was read is in the stream by then.
             scores = await _read_all(score_reader, 0.0 if is_exhausted else BLOCK_S)
             for entry in [*scores, *await _read_all(trajectory_reader)]:
                 if isinstance(entry, Entry) and (group := groups.get(entry.message.ticket)):
@@ -200,7 +200,7 @@ class Evaluator:
                 if keys_lost := _keys_of(letter, missing):
                     dead[letter.entry_id] = keys_lost
             if not _missing(groups) - set().union(*dead.values()):
-                # Asked only when nothing else is missing: it takes a round trip for each letter.
+                # Checked only when nothing else is missing: it takes a round trip for each letter.
                 for letter_id in list(dead):
                     if not await has_entry(broker, keys.dead, letter_id):
                         del dead[letter_id]  # the operator has put the message back: wait for its samples
@@ -221,13 +221,13 @@ class Evaluator:
     async def _is_exhausted(self, tickets: Sequence[Ticket]) -> bool:
         """Whether all work on the tickets is done: what is not in the streams now never will be.
 
-        Issues again what Redis has lost. Without this check, one sample whose bytes were damaged on the way
-        would keep the run waiting for ever.
+        Issues tickets again that Redis has lost. Without this check, one sample whose bytes were damaged on
+        the way would keep the run waiting for ever.
         """
         broker, keys = self.context.broker, self.context.keys
         prompts, trajectories = keys.prompts(Lane.EVAL), keys.trajectories(Lane.EVAL)
         newest = entry_id_of(tickets[-1].ticket)
-        if await last_id(broker, prompts) != newest:  # lost, or a foreign entry behind it
+        if await last_id(broker, prompts) != newest:  # lost, or with an unexpected entry behind it
             await self._issue(tickets)
         # In this order: a ticket is acknowledged with its last trajectory, a trajectory with its score.
         return await self._is_worked_off(prompts, ROLLOUT_GROUP, newest) and await self._is_worked_off(
@@ -284,7 +284,7 @@ class Evaluator:
 
 
 async def _read_all(reader: OffsetReader[Any], block_s: float = 0.0) -> list[Any]:
-    """All that is new, in parts: at once it could be more than Redis sends to one client."""
+    """All new entries, read in parts: at once they could be more than Redis sends to one client."""
     entries = batch = await reader.read(READ_COUNT, block_s)
     while batch:
         entries += (batch := await reader.read(READ_COUNT))
@@ -302,7 +302,7 @@ def _missing(groups: Mapping[int, PendingGroup]) -> set[TrajectoryKey]:
 
 
 def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The samples that a dead letter of the evaluation lane takes away."""
+    """The wanted samples that a dead letter of the evaluation lane says will not come."""
     if isinstance(letter, Garbled) or not letter.message.origin.endswith(":eval"):
         return set()
     ticket, index = letter.message.ticket, letter.message.index
@@ -310,5 +310,5 @@ def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) 
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Mean, or NaN of nothing: an evaluation without a single score has no result, not a zero."""
+    """Mean, NaN for no values: an evaluation without a single score has no result, not a zero."""
     return sum(values) / len(values) if values else float("nan")

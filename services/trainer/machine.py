@@ -1,9 +1,9 @@
 """`python -m tidemill.services.trainer.machine REQUEST`: is this machine ready for a run, and how fast is it?
 
 The request is JSON: `config`, a whole run's, and `runs`, the folder of runs. The answer has `facts`: `what`
-was looked at, what was found as `text`, and a `remedy` where that is bad; `is_problem` where the run would
-fail. A process of its own, because it imports torch; the ranks that sum gradients are processes of theirs,
-with a deadline, because a collective call that hangs never returns.
+was examined, what was found as `text`, and a `remedy` where that is bad; `is_problem` where the run would
+fail. A process of its own, because it imports torch; the ranks that sum gradients are further processes with
+a deadline, because a collective call that hangs never returns.
 """
 
 import os
@@ -35,12 +35,12 @@ from tidemill.common.process.programs import Program, run_own
 GIB, MIB, GB = 1 << 30, 1 << 20, 1e9
 RANKS_DEADLINE_S = 40.0
 SHM, LEAST_SHM = "/dev/shm", GIB
-"""NCCL and vLLM share memory there; containers give 64 MiB unless they are told."""
+"""NCCL and vLLM share memory there; containers give 64 MiB by default."""
 LEAST_FREE = 0.9
-"""Share of a GPU that nobody else may use."""
+"""Share of a GPU's memory that has to be free."""
 SLOW_COPY, SLOW_SUM, SLOW_DISK, SLOW_FSYNC_S = 8 * GB, 5 * GB, 0.2 * GB, 0.05
 BYTES_OF_A_MASTER = 12
-"""Of a parameter in a checkpoint: float32, and two moments of Adam."""
+"""Bytes of a parameter in a checkpoint: float32, and two moments of Adam."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Fact:
 
 
 def examine(request: dict[str, Any]) -> Answer:
-    """Look at everything; what cannot be looked at is a fact too."""
+    """Examine everything; what cannot be examined is a fact too."""
     config = RunConfig.model_validate(request["config"])
     size = _size(config)
     parts: list[Callable[[], Iterator[Fact]]] = [
@@ -130,7 +130,7 @@ def _look_at_driver() -> Iterator[Fact]:
 
 def _look_at_compiler() -> Iterator[Fact]:
     problem = compiler_problem()
-    # On a CPU torch.compile and vLLM do without.
+    # On a CPU torch.compile and vLLM do not need it.
     yield Fact("compiler", problem or "here, with Python.h", is_problem=bool(problem) and _has_gpu())
 
 
@@ -149,7 +149,7 @@ def _look_at_memory() -> Iterator[Fact]:
 
 
 def _seconds(work: Callable[[], object], rounds: int = 5) -> float:
-    """Median time, once the device has done it."""
+    """Median time of the work, the device's included."""
     times = []
     for _ in range(rounds + 1):
         started = time.perf_counter()
@@ -186,7 +186,7 @@ def _look_at_copies() -> Iterator[Fact]:
 
 
 def _look_at_ranks(config: RunConfig, size: int) -> Iterator[Fact]:
-    """What ranks do between forward passes, on as many of them as this machine has room for."""
+    """How fast ranks sum gradients, with as many of them as this machine has room for."""
     from tidemill.services.trainer.policy.fsdp.ranks import variables_of_ranks
 
     asked, gpus = config.trainer.num_ranks, torch.cuda.device_count()
@@ -232,7 +232,7 @@ RANK, RATE = "--rank", "rate "
 
 
 def serve_rank(parent: int) -> None:
-    """One rank; rank 0 prints the bytes a second of the bus, 2 (n - 1) / n of the sum's."""
+    """Run one rank; rank 0 prints the bus's bytes a second: 2 (n - 1) / n times those of the sum."""
     from tidemill.services.trainer.policy.fsdp.ranks import join_ranks
 
     end_with_parent(parent)
@@ -256,7 +256,7 @@ def _look_at_shared_memory() -> Iterator[Fact]:
 
 
 def _look_at_disk(config: RunConfig, runs: Path, size: int) -> Iterator[Fact]:
-    """Beside what checkpoints and full versions of this run take."""
+    """How fast the disk is, and whether checkpoints and full versions of this run fit on it."""
     folder = next(path for path in (runs, *runs.resolve().parents) if path.is_dir())
     block, blocks = os.urandom(8 * MIB), 32
     try:

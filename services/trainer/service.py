@@ -100,7 +100,7 @@ async def _train_policy(
     commits = await replayer.take_over(store)
     version = join.version = replayer.version
     evaluations = (await read_state(context.broker, context.keys)).get("evaluations") or []
-    # Before trackers open: what is on record then and not sent is sent first.
+    # Before trackers open: they first send records that were not sent yet.
     recorder = await on_disk(context, Recorder, context.run_dir, version, journal.find, evaluations)
     with closing(recorder):
         await asyncio.to_thread(_attach_loggers, context, recorder)
@@ -153,11 +153,11 @@ def _attach_loggers(context: ServiceContext, recorder: Recorder) -> None:
 
 
 def _resume_outputs(context: ServiceContext) -> tuple[WeightStore, BestVersion, Diagnostics]:
-    """What follows from the records of the steps and evaluations before."""
+    """The parts whose state follows from the records of earlier steps and evaluations."""
     trainer, records = context.config.trainer, read_records(context.run_dir / METRICS_FILE)
     ranges = trainer.diagnostics
     if trainer.policy == "simulated":
-        ranges = ranges | {"entropy": HealthyRange()}  # delays have none
+        ranges = ranges | {"entropy": HealthyRange()}  # a simulated policy has none
     best = BestVersion(context.run_dir, trainer.evaluation.keep_best, records)
     publisher = build_publisher(context.config.weights.url, context.keys.run_id)
     weights = WeightStore(context.run_dir, context.config.weights, publisher)

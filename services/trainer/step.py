@@ -57,9 +57,9 @@ class StepResult:
     groups: list[TrainableGroup] = field(default_factory=list)
     mini_batches: list[MiniBatch] = field(default_factory=list)
     repeated: list[MiniBatch] = field(default_factory=list)
-    """Those of later passes: the same again."""
+    """Mini-batches of later passes: the same again."""
     coefficients: dict[str, float] = field(default_factory=dict)
-    """What it was trained with, of those that move from step to step; by name of the metric."""
+    """Adaptive coefficients that it was trained with, by name of the metric."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -67,7 +67,7 @@ class StepResult:
 
     @property
     def sums(self) -> MicroBatchMetrics:
-        """Over all mini-batches of all passes."""
+        """Sums over all mini-batches of all passes."""
         return sum((mini.sums for mini in self._all), MicroBatchMetrics())
 
     @property
@@ -126,7 +126,7 @@ def samples_digest(keys: Sequence[TrajectoryKey], groups: Mapping[int, PendingGr
     for ticket, index in keys:
         group = groups[ticket]
         sample = group.trajectories[index]
-        # Whoever scores a demonstration, as workers of an older release do: that does not count.
+        # Workers of an older release score demonstrations too: such a score does not count.
         value = None if group.is_demonstration else group.scores[index].value
         chosen = sample.choices.claim.digest if sample.choices and sample.choices.claim else ""
         digest.update(f"{ticket} {index} {sample.tokens_digest}{chosen} {value!r}\n".encode())
@@ -143,11 +143,11 @@ class StepRunner:
         stopping: asyncio.Event | None = None,
     ) -> None:
         """Args:
-        config: of the run.
-        policy: what is trained.
-        thread: where the policy's calls are made.
-        activity: of the process, to show where the time goes.
-        stopping: set when the process must stop; None where nobody asks it to.
+        config: the run's config.
+        policy: the policy that is trained.
+        thread: makes the policy's calls.
+        activity: the process's activity, which shows where the time goes.
+        stopping: set when the process must stop; None: it never must.
         """
         self.trainer, self.activity, self.stopping = config.trainer, activity, stopping or asyncio.Event()
         self.policy, self.thread, self.group_filter = policy, thread, GroupFilter(config)
@@ -155,9 +155,9 @@ class StepRunner:
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(config)
         self.algorithm = self.trainer.algorithm
-        """With the coefficients of the current step."""
+        """The config's section with the coefficients of the current step."""
         self.has_begun = False
-        """Whether the weights are those within a step: after its first update, before its last."""
+        """Whether the weights are within a step: its first update has begun, and it is not finished."""
 
     async def run(self, step: int, assembler: BatchAssembler) -> StepResult:
         """Train the groups of `step` as they come, with `mini_batches` updates of the weights. A GPU that is
@@ -235,8 +235,8 @@ class StepRunner:
         arrived: deque[TrainableGroup],
         assembler: BatchAssembler,
     ) -> None:
-        """Fill one mini-batch with the next groups to arrive, training them as they come. `arrived` are
-        groups of the step that no mini-batch has yet."""
+        """Fill one mini-batch with the next groups to arrive, and train them as they come. `arrived` are
+        groups of the step that are in no mini-batch yet."""
         places = self.trainer.groups_per_step // self.trainer.mini_batches
         is_first = len(result.mini_batches) == 1
         unassigned: list[TrainableGroup] = []
@@ -257,14 +257,14 @@ class StepRunner:
             waiting += [sample for group in groups for sample in group.samples]
             (bin_tokens, num_bins), layout = self.policy.bins, self.policy.layout
             batches, waiting = form_micro_batches(waiting, bin_tokens, num_bins, layout), []
-            # More groups are on their way: what is nearly empty waits for them.
+            # More groups are on their way: a micro-batch that is not half full waits for them.
             least = MIN_FILL * bin_tokens * num_bins
             if places and batches and PrefixOrder(batches[-1].samples, layout).num_tokens < least:
                 waiting = list(batches.pop().samples)
             await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)
 
     def _assigned(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
-        """With advantages, and with what depends on the whole mini-batch; a demonstration has neither."""
+        """The groups with advantages and mini-batch statistics; demonstrations have neither."""
         sampled = [group for group in groups if not group.source.is_demonstration]
         if sampled:
             sampled = with_statistics(self.advantages.assign(sampled, self.algorithm), self.algorithm)
@@ -274,7 +274,7 @@ class StepRunner:
     async def _precompute_rest(
         self, step: int, result: StepResult, arrived: deque[TrainableGroup], assembler: BatchAssembler
     ) -> None:
-        """Before the weights move: for groups that have arrived now; for the others, weights are kept."""
+        """Before the weights move: precompute for groups that have arrived; for others, keep the weights."""
         for number, group in enumerate(await self._precomputed([*arrived], step)):
             arrived[number] = group
         missing = self.trainer.groups_per_step - len(result.groups) - len(arrived)

@@ -3,14 +3,14 @@
 A step becomes durable in this order, which makes it exactly-once. Other files name the parts by number.
 
 1. Journal: the commit is written to the trainer's own disk, so that whatever Redis loses later can come back.
-2. Settle: its groups are outstanding no more. From here on a checkpoint is one of the new version.
-3. Mark: a note in Redis that a commit is about to come; a server that has lost it takes no commit.
+2. Settle: its groups are no longer outstanding. From here on a checkpoint is one of the new version.
+3. Mark: a value in Redis before the commit; a server that has lost it takes no commit.
 4. Checkpoint, only where Redis has restarted: what the step was trained on may be gone, so that no replay
-   could repeat it. The checkpoint stands for it then.
+   could repeat it. The checkpoint replaces the replay then.
 5. Commit: appended under the step's id, right behind the commit before, if the mark stands. The step has
    happened; before, a restart trains it again from the same records.
 6. Write: the weights go to the disk beside the next step's work, and to the object store if there is one.
-7. Announce: workers are told of files that are whole and on the disk. The next step's commit waits for this.
+7. Announce: the manifest of files that are whole and on the disk. The next step's commit waits for this.
 
 A crash after 1 leaves a commit in the journal that Redis does not have: recovery cuts it off, unless a
 checkpoint covers it (4). After 5, recovery trains the step again from its records, which gives the same
@@ -91,7 +91,7 @@ class Trainer:
         self.scheduler, self.join = self.assembler.scheduler, self.assembler.join
         self.reconciler = self.assembler.reconciler
         self.trained_version = self.version
-        """What the policy holds: ahead of `version` between a step's update and its commit."""
+        """Version of the policy's weights: ahead of `version` between a step's update and its commit."""
         self._evaluation: asyncio.Task[None] | None = None
         self.weights_work = BackgroundWork(self.context, WRITING)
         """Writes and announces the version that was committed last."""
@@ -111,7 +111,7 @@ class Trainer:
                 await self._step(self.version)
             await self.weights_work.finish()
             await self._finish_evaluation()
-            await self.weights_work.finish()  # for the evaluation, a version may have been written again
+            await self.weights_work.finish()  # during the evaluation, a version may have been written again
             await self.weights_work.give_up()
             await self._save()
             await self._finish()
@@ -121,14 +121,14 @@ class Trainer:
             await self.checkpointer.close()
 
     async def _finish(self) -> None:
-        """Say that the run is over, on a server that has all of its history."""
+        """Record in Redis that the run is over, once it has all of the run's history."""
         last = entry_id_of(self.config.steps - 1)
         while True:
             await self._restore_commits()
             state = self._state() | {"status": FINISHED}
             if await finish_state(self.context.broker, self.context.keys, last, **state):
                 return
-            # Behind a commit that Redis has lost, an entry of somebody else's would keep it from coming back.
+            # An unexpected entry would keep a commit that Redis has lost from being appended again.
             await self.reconciler.remove_unexpected()
 
     async def _resume(self) -> None:
@@ -141,7 +141,7 @@ class Trainer:
             with during(WRITING):
                 manifest = await self._write_weights(await self._compare_weights(), during)
         newest = id_order(await last_id(self.context.broker, self.context.keys.weights))
-        # Before newer weights are announced: workers would go on with its samples under those.
+        # Before newer weights are announced: workers would finish its samples under those.
         if self._must_evaluate(self.version - 1) and newest < id_order(entry_id_of(self.version)):
             self._start_evaluation(self.version - 1)
             await self._finish_evaluation()
@@ -173,7 +173,7 @@ class Trainer:
             result = await self.runner.run(step, self.assembler)
         self.trained_version = step + 1
         # 7 of the step before comes before 5 of this one: at most one committed version is not announced, so
-        # a restart has one to write again, from the weights that it holds anyway.
+        # a restart has one to write again, from the weights that it has in any case.
         await self.weights_work.finish()
         with self.context.activity.during(WRITING):
             compared_s, state = -time.monotonic(), await self._compare_weights()
@@ -217,8 +217,8 @@ class Trainer:
         self.version = self.join.version = commit.version
         self.assembler.settle(result.groups)
         self.scheduler.prompts.take_commit(commit)
-        # 3 comes before the question which server answers: if Redis restarts after the answer, the new server
-        # lacks the mark, or had it and with it all that the step was trained on.
+        # 3 comes before the check which server answers: if Redis restarts after the check, the new server
+        # lacks the mark, or has it and with it all that the step was trained on.
         mark = await self.reconciler.mark()
         if await self.reconciler.check_server():
             await self._save()
@@ -232,7 +232,7 @@ class Trainer:
     async def _append(self, commit: Commit, mark: Mark) -> None:
         """Append a commit, and before it those that Redis has lost."""
         # Each time the checkpoint comes first. Redis loses the newest first, so where a commit or the mark is
-        # missing, the records of this step are missing too, and only a checkpoint can stand for it.
+        # missing, the records of this step may be missing too, and only a checkpoint can replace a replay.
         while True:
             try:
                 return await append_commit(self.context.broker, self.context.keys, commit, mark)
@@ -248,7 +248,7 @@ class Trainer:
         await restore_commits(broker, keys, self.journal, below, is_trimmed=streams.trims_commits)
 
     async def _save(self) -> None:
-        """Have a checkpoint before anything else is done."""
+        """Take a checkpoint, and wait until it is durable."""
         await self.checkpointer.save(self.version, self.assembler.dropped)
         self.reconciler.needs_checkpoint = False
 
@@ -267,14 +267,14 @@ class Trainer:
         numbers |= {f"time/{state.replace(':', '_')}_s": s for state, s in spent.items() if s > 0}
         numbers["time/wait_share"] = waited_s / total_s if total_s else 0.0
         if step == 0:
-            # The first step waits for engines to start: that is warming up, not idling.
+            # In the first step engines start: that time does not count as idle.
             self.context.activity.reset()
             self._totals = {}
         return numbers
 
     @contextlib.asynccontextmanager
     async def _profiled(self, step: int) -> AsyncIterator[None]:
-        """Profile the step's calls of the policy, where that was asked for."""
+        """Profile the step's calls of the policy, where its folder of profiles exists."""
         folder, thread = self.context.run_dir / PROFILES / f"step-{step}", self.runner.thread
         if not await asyncio.to_thread(os.path.isdir, folder):
             yield
@@ -286,19 +286,19 @@ class Trainer:
             await thread.call_anywhere(self.runner.policy.profile, None)
 
     async def _compare_weights(self) -> WeightState:
-        """What the policy's thread pays for a version."""
+        """Compare weights: the part of writing a version that needs the policy's thread."""
         with metrics.WEIGHTS_COMPARE_SECONDS.time():
             return await self.runner.thread.call(self.runner.policy.compare_weights)
 
     async def _write_and_announce(self, state: WeightState) -> None:
         """Parts 6 and 7, of the version that was just committed."""
         manifest = await self._write_weights(state, self.weights_work.during)
-        # Workers that get newer weights would go on with the samples of that evaluation under these.
+        # Workers that get newer weights would finish the samples of that evaluation under these.
         await self._finish_evaluation(self.weights_work.during)
         await self._announce(manifest)
 
     async def _write_weights(self, state: WeightState, during: During) -> WeightManifest:
-        """Beside other work of the policy's thread, which only begins it."""
+        """Write a version beside other work of the policy's thread, which only begins it."""
         begin = partial(self.weights.begin, self.version, self.runner.policy, state)
         with metrics.WEIGHTS_WRITE_SECONDS.time():
             manifest = await self._written(begin, during)
@@ -311,7 +311,7 @@ class Trainer:
     async def _written(
         self, begin: Callable[[], BegunVersion | WeightManifest], during: During
     ) -> WeightManifest:
-        """What `begin` gets ready in the policy's thread, once it is on the disk."""
+        """The manifest of the version that `begin` starts in the policy's thread, once it is on the disk."""
 
         async def write() -> WeightManifest:
             begun = await self.runner.thread.call(begin)
@@ -321,7 +321,7 @@ class Trainer:
         return await until_stored(self.context, write, during)
 
     async def _announce(self, manifest: WeightManifest) -> None:
-        """Tell the rollout workers, and start the version's evaluation where one is due."""
+        """Announce a version, and start its evaluation where one is due."""
         await self.reconciler.announce(manifest)
         if self._must_evaluate(manifest.version):
             self._start_evaluation(manifest.version)
@@ -331,8 +331,9 @@ class Trainer:
         """Write a version again, in full, where rollout workers find its files damaged; for ever.
 
         Every worker that needs a damaged delta refuses it, and tickets of later steps wait for that version:
-        the run would stand still. The weights are here until the next update; later ones go out in full by
-        then. Each version is repaired once at most: what is damaged again is not a matter of its files.
+        the run would stand still. The policy has these weights until the next update; after it, the next
+        version is written in full. Each version is repaired at most once: if workers find it damaged again,
+        its files are not the cause.
         """
         while True:
             await asyncio.sleep(LOOK_S)
@@ -344,8 +345,8 @@ class Trainer:
                     self._repair(manifest, workers[0])
 
     def _repair(self, manifest: WeightManifest, worker: str) -> None:
-        """Begin, where the trainer still is at that version. Nothing is awaited here: from one look to the
-        next a step may go on."""
+        """Begin the repair, where the trainer still is at that version. Nothing is awaited here: the step
+        could go on between these checks."""
         version, has_moved = manifest.version, self.runner.has_begun
         is_current = self.trained_version == self.version == version
         if not (is_current and self.reconciler.manifest is manifest and self.weights_work.is_done):
@@ -362,8 +363,8 @@ class Trainer:
         await self.reconciler.announce(await self._written(begin, self.weights_work.during))
 
     async def _announced_weights(self) -> WeightManifest | None:
-        """The manifest of this very version, where it was announced and its bytes are whole. Where a replay
-        did not come out bit by bit, the workers keep what they were given: no version is announced twice."""
+        """The manifest of the current version, where it was announced and its files are whole. Where a replay
+        gave other weights, workers keep the announced ones: a version is not announced with two contents."""
         newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
         if newest is None or newest.message.version != self.version:
             return None
@@ -387,8 +388,8 @@ class Trainer:
             await on_disk(self.context, self.recorder.evaluation, version, dataset, numbers)
         await self._report()
         await on_disk(self.context, self.best.consider, version, results)
-        # Only when results are safe: what is trimmed cannot be evaluated again. Where commits are lost and
-        # no checkpoint stands for them yet, a trainer that starts takes their version, and its results, back.
+        # Only when results are safe: what is trimmed cannot be evaluated again. Where commits may be lost and
+        # no checkpoint covers them yet, a restart would go back behind this version and evaluate it again.
         await on_disk(self.context, self.recorder.sync)
         if not await self.reconciler.check_server():
             await self.evaluator.trim(version)
@@ -405,7 +406,7 @@ class Trainer:
                     raise StoppedError
                 # Its workers may wait for a version whose announcement Redis has lost.
                 await self.reconciler.restore_lost()
-        # It may also have been stopped while it waited for the disk: that is no failure.
+        # A stop while it waits for the disk is no failure, and ends the trainer as well.
         if self.context.failure is not None or self._evaluation.exception() is not None:
             raise StoppedError
         self._evaluation = None

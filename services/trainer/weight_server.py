@@ -1,10 +1,10 @@
 """`python -m tidemill.services.trainer.weight_server`: weights over HTTP, where no folder is shared.
 
-Serves nothing but manifests and the files that they name, whole or in ranges, to whoever has the token:
+Serves nothing but manifests and the files that they name, whole or in ranges, to clients with the token:
 
     GET /runs/{run_id}/weights/{folder}/{file}      Authorization: Bearer TIDEMILL_WEIGHTS_TOKEN
 
-It only reads, and needs neither torch nor Redis. What it sends is checked by who downloads it.
+It only reads, and needs neither torch nor Redis. The worker that downloads a file checks it.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class WeightApp:
         return found or PlainTextResponse("no such version, or no such file in it\n", 404)
 
     def _find(self, run_id: str, folder: str, name: str) -> Response | None:
-        """The file, if run, version and manifest have it. A version that is being pruned is not there."""
+        """The file, if run, version and manifest have it; not of a version that is being pruned."""
         try:
             run = self.runs / Keys(run_id).run_id
         except TidemillError:

@@ -1,7 +1,7 @@
-"""The coefficients of the KL penalty and the entropy bonus, where they move while a run goes on.
+"""The coefficients of the KL penalty and the entropy bonus, which may be adaptive.
 
-They move once a step, by numbers of that step, so that a replay moves them alike; they are part of the
-policy's state. Where nothing moves them they are those of the config.
+They move once a step, by metrics of that step, so that a replay moves them in the same way; they are part of
+the policy's state. Those that are not adaptive stay as the config has them.
 """
 
 import math
@@ -17,7 +17,7 @@ LARGEST_ERROR = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Those of the next step; `last_entropy` is of the step before, None before the first."""
+    """Coefficients of the next step; `last_entropy` is that of the step before, None before the first."""
 
     kl: float
     entropy: float
@@ -25,7 +25,7 @@ class Coefficients:
 
     @classmethod
     def at_start(cls, algorithm: AlgorithmConfig, saved: Mapping[str, Any] | None = None) -> "Coefficients":
-        """Those of the config; of a checkpoint, what it has saved of those that move."""
+        """The config's coefficients, or a checkpoint's for those that are adaptive."""
         start = cls(algorithm.kl.coefficient, algorithm.entropy_coefficient)
         found = dict(saved or {})
         if algorithm.kl_control.target is None:
@@ -37,8 +37,8 @@ class Coefficients:
     def after(
         self, kl: float, entropy: float, num_samples: float, algorithm: AlgorithmConfig
     ) -> "Coefficients":
-        """Those after a step with this KL divergence and entropy, means over its trained tokens. What is not
-        finite moves nothing.
+        """The coefficients after a step with this KL divergence and entropy (means over its trained tokens).
+        A mean that is not finite moves nothing.
 
         KL: coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon), at least 0 (arXiv
         1909.08593, eq. 2). 0.1 with a KL of 0.11 where 0.1 is wanted, after 1,000 of 10,000 samples: 0.1 * (1
@@ -69,12 +69,12 @@ class Coefficients:
         return algorithm.model_copy(update={"kl": kl, "entropy_coefficient": entropy})
 
     def as_values(self, algorithm: AlgorithmConfig) -> dict[str, Any]:
-        """For a checkpoint: nothing where nothing moves."""
+        """Values for a checkpoint; none where no coefficient is adaptive."""
         return {"coefficients": asdict(self)} if algorithm.is_adaptive else {}
 
 
 class HasCoefficients:
-    """What a policy does with them. `_algorithm` is the section with those of the current step."""
+    """The part of a policy that holds coefficients. `_algorithm` is the section with the current ones."""
 
     def _set_coefficients(self, algorithm: AlgorithmConfig, saved: Mapping[str, Any] | None = None) -> None:
         self._given = algorithm
@@ -91,7 +91,7 @@ class HasCoefficients:
 
 
 def coefficient_metrics(algorithm: AlgorithmConfig) -> dict[str, float]:
-    """What a step is trained with, of those that move: `algorithm` is the section as applied."""
+    """The adaptive coefficients that a step is trained with; `algorithm` is the section as applied."""
     metrics = {}
     if algorithm.kl_control.target is not None:
         metrics["kl_coefficient"] = algorithm.kl.coefficient

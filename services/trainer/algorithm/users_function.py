@@ -1,8 +1,7 @@
 """Functions of the user's own: `path/to/file.py:name` or `package.module:name`, loaded and called.
 
-Whatever such code raises becomes a ConfigError that names it: `contained` is the only place of this service
-where a broad `except` stands for it. A mistake is found when the trainer starts, by a call with made-up
-numbers, and not after the first hour of rollouts.
+Whatever such code raises becomes a ConfigError that names it (`contained`). A mistake is found when the
+trainer starts, by a call with made-up numbers, and not after the first hour of rollouts.
 """
 
 import inspect

@@ -37,8 +37,8 @@ log = structlog.get_logger(__name__)
 QUIET_S = 2.0
 """After this long without anything new, what Redis holds is compared with what it should hold."""
 REST_PER_LOOK = 4.0
-"""After a look at all groups the loop is left to others for so many times what the look took: with thousands
-of groups it takes milliseconds, and there may be something new hundreds of times a second."""
+"""Pause after a selection among all groups, as a multiple of its duration: with thousands of groups it takes
+milliseconds, and something may arrive hundreds of times a second."""
 LEAST_WARN = 8
 """So many groups, or a step's worth, replaced in a row are a warning; twice as many the next one."""
 LEAST_GIVE_UP, STEPS_GIVE_UP = 256, 8
@@ -60,18 +60,18 @@ class Precompute:
         self.is_needed_always = (
             algorithm.needs_reference or needs_start or (trainer.passes > 1 and needs_proximal)
         )
-        """Whether no group can be trained without; else those of the first mini-batch can."""
+        """Whether every group needs it; else those of the first mini-batch do not."""
         self.is_needed = needs_proximal or self.is_needed_always
         self.needs_start_weights = trainer.mini_batches > 1 and (needs_proximal or needs_start)
-        """Whether it takes the weights at the start of the step, also later in it."""
+        """Whether it needs the weights at the start of the step also after its first update."""
 
     def is_ready(self, group: PendingGroup, step: int) -> bool:
         """Whether nothing is left to compute for training the group at `step`."""
         return not self.is_needed or group.precomputed_for == step or group.is_demonstration
 
     async def compute(self, groups: Sequence[PendingGroup], step: int) -> int:
-        """Compute what `step` needs of the first groups, in one call in the policy's thread: of as many as
-        fill a forward pass on each rank, at least of one. Returns of how many."""
+        """Compute what `step` needs for the first groups, in one call in the policy's thread: for as many as
+        fill a forward pass on each rank, at least for one. Returns for how many."""
         sums = np.cumsum([_num_tokens(group) for group in groups])
         most = self.trainer.tile_tokens * self.trainer.num_ranks
         groups = groups[: max(1, int(np.searchsorted(sums, most, side="right")))]
@@ -86,14 +86,14 @@ class Precompute:
         return len(groups)
 
     async def compute_waiting(self, groups: Iterable[PendingGroup], step: int, places: int) -> bool:
-        """Compute groups whose trajectories are all there, of those that fill the `places` of `step`. False
-        where there is none."""
+        """Compute for groups whose trajectories are all there, among those that fill the `places` of `step`.
+        False where there is none."""
         is_in_order = self.trainer.batch_order == "in_order"
         due = [group for group in groups if not group.is_taken and (group.step == step or not is_in_order)]
         due = sorted(due, key=lambda group: (group.step, group.ticket))[:places]
         waiting = [group for group in due if group.is_generated and not self.is_ready(group, step)]
         if waiting:
-            # One call: a group that is complete by then is trained before others are prepared.
+            # One call: a group that is complete after it is trained before others are prepared.
             await self.compute(waiting, step)
         return bool(waiting)
 
@@ -131,13 +131,13 @@ def select_groups(
     if trainer.batch_order == "in_order":
         return [ticket for ticket in complete if groups[ticket].step == step][:places]
     max_staleness = trainer.max_staleness
-    # Also of groups that are not complete yet: they will want their places too.
+    # Groups that are not complete yet count too: they will need places.
     counts = Counter(group.oldest_version + max_staleness for group in groups.values() if not group.is_taken)
     horizons = range(step, step + max_staleness + 1)
     due = {h: sum(n for deadline, n in counts.items() if deadline <= h) for h in horizons}
     capacity = {h: places + (h - step) * trainer.groups_per_step for h in horizons}
     waiting: dict[int, list[int]] = defaultdict(list)
-    """By deadline, the lowest ticket last."""
+    """Tickets by deadline, the lowest last."""
     for ticket in sorted(complete, reverse=True):
         waiting[groups[ticket].oldest_version + max_staleness].append(ticket)
     chosen: list[int] = []
@@ -155,13 +155,13 @@ def select_groups(
 
 
 class ReplacementLimit:
-    """Ends a run whose groups are replaced for ever: counts those replaced in a row, and those without
-    variance of the step in progress."""
+    """Ends a run whose groups are replaced for ever: counts those replaced in a row, and in the step in
+    progress those without variance."""
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._groups_per_step, self._rounds = trainer.groups_per_step, trainer.algorithm.max_filter_rounds
         self._rewards: Counter[float] = Counter()
-        """What every reward of a group was, of groups without variance since the last one with some."""
+        """The reward of all samples of each group without variance since the last group that was trained."""
         self.begin_step()
         self.note_trained()
 
@@ -175,7 +175,7 @@ class ReplacementLimit:
 
     def note_replaced(self, reason: str, detail: str, rewards: Sequence[float]) -> None:
         """A group is about to be replaced; `rewards` are those of a group without variance. Raises
-        ConfigError: it was one too many."""
+        ConfigError: too many were replaced."""
         self._in_a_row += 1
         if reason == ZERO_VARIANCE:
             self._num_filtered += 1
@@ -230,7 +230,7 @@ class BatchAssembler:
     ) -> None:
         self.context, self.trainer = context, context.config.trainer
         self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
-        # In turns on a GPU nothing is computed before all groups are there: each time an engine would sleep.
+        # With GPUs used in turn nothing is computed before all groups are there: engines would have to leave.
         self.takes_turns = context.config.rollout.trainer_gpus == "turns"
         self.group_filter, self.precompute = group_filter, None if self.takes_turns else precompute
         self.dropped: list[Dropped] = []
@@ -238,8 +238,9 @@ class BatchAssembler:
         self._rest_s = 0.0
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
-        """Wait until at least one group is there for `step`; all of them, unless `start_early`, and in turns
-        on a GPU. Taken groups stay outstanding until `settle`. Raises StoppedError: the service must stop."""
+        """Wait until at least one group is there for `step`, or until all are without `start_early` or with
+        GPUs used in turn. Taken groups stay outstanding until `settle`. Raises StoppedError: the service must
+        stop."""
         taken: list[TrainableGroup] = []
         quiet_since = time.monotonic()
         while True:
@@ -247,7 +248,7 @@ class BatchAssembler:
                 raise StoppedError
             await self._replace_dead(step)
             selected = await self._select(step, places - len(taken))
-            # Between selecting and taking: a group may have been joined of entries that Redis has lost since.
+            # Between selecting and taking: a group may have been joined from entries that Redis has lost.
             if selected and await self._recover_if_redis_restarted():
                 continue
             for ticket in selected:
@@ -276,7 +277,7 @@ class BatchAssembler:
             return await self.precompute.compute_waiting(self.join.groups.values(), step, places)
 
     def settle(self, groups: list[TrainableGroup]) -> None:
-        """The groups are committed: they are outstanding no more."""
+        """The groups are committed: they are no longer outstanding."""
         for group in groups:
             self.scheduler.settle(group.ticket)
             self.join.close(group.ticket)
@@ -312,7 +313,7 @@ class BatchAssembler:
         return selected
 
     async def _take(self, ticket: int, step: int, taken: list[TrainableGroup]) -> None:
-        """Filter one complete group: into the step, or replaced."""
+        """Filter one complete group: add it to the step, or replace it."""
         pending = self.join.groups[ticket]
         group = self.group_filter.apply(pending, step)
         if isinstance(group, Refusal):
@@ -322,14 +323,14 @@ class BatchAssembler:
             await self.drop(ticket, group.reason, step, group.detail, group.rewards)
             return
         self.join.complete.remove(ticket)
-        # A letter about it may have come since: it must not be replaced as well.
+        # A dead letter about it may have come since: it must not be replaced as well.
         self.join.dead.pop(ticket, None)
         pending.is_taken = True
         self.limit.note_trained()
         taken.append(group)
 
     async def _report_stale(self, group: PendingGroup, step: int, detail: str) -> None:
-        """A violation of the staleness bound is counted and kept for the operator; never trained on."""
+        """Count a violation of the staleness bound, and dead-letter the sample for the operator."""
         metrics.STALENESS_VIOLATIONS.inc()
         samples = group.trajectories.values()
         oldest, newest = min(samples, key=lambda t: t.min_version), max(samples, key=lambda t: t.max_version)
@@ -352,7 +353,7 @@ class BatchAssembler:
         """Returns whether another server answers than when this was last called, or an emptied one. It may
         lack the last second of what the old one held: what is missing is appended again, and what no step has
         taken is read again."""
-        # Before the question: all that was read until now came from the server that the answer is about.
+        # Before the check: all that was read until now came from the server that the check is about.
         seen = self.join.seen()
         if not await self.reconciler.take_restart():
             self.join.trust(seen)
@@ -368,7 +369,7 @@ class BatchAssembler:
         groups = self.join.groups.values()
         if lost := [g.ticket for g in groups if g.is_demonstration and not g.is_generated]:
             await self.scheduler.show(lost)
-        # Where something arrived that was unreadable or refused, a group waits for it in vain: not for long.
+        # Where something unreadable or refused arrived, a group may wait for it in vain: so not for long.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s
         if quiet_s > (QUIET_S if is_suspicious else self.trainer.reissue_after_s):
             for ticket in await self._find_abandoned():
@@ -378,8 +379,8 @@ class BatchAssembler:
     async def _find_abandoned(self) -> list[int]:
         """Tickets of groups that nothing will complete any more.
 
-        Looked at twice, and all that the streams hold is read after each look: what the first look does not
-        know of, because it was on its way to the join, the second one does.
+        Checked twice, and all that the streams hold is read after each check: what was still on its way to
+        the join in the first check is known in the second.
         """
         groups = [group for group in self.join.groups.values() if not group.is_demonstration]
         for _ in range(2):
@@ -388,7 +389,7 @@ class BatchAssembler:
             if not groups or not await self.join.has_read_all() or await self._recover_if_redis_restarted():
                 return []
         left = self.join.groups
-        # While this looked, a group may have been closed, or completed after all.
+        # Meanwhile a group may have been closed, or completed after all.
         return [g.ticket for g in groups if left.get(g.ticket) is g and not g.is_complete and not g.is_taken]
 
     def _waiting_for(self, step: int) -> tuple[str, str]:

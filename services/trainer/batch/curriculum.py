@@ -1,10 +1,10 @@
-"""A source whose prompts are chosen by how often they were solved: the easy and the hopeless are left out,
-what lies between comes more often, and what was left out is looked at again.
+"""A source whose prompts are chosen by how often they were solved: easy and hard ones are left out, those
+between come more often, and what was left out is tried again later.
 
-Which outcomes decide does not depend on timing. A ticket is drawn from what the committed steps below its
-`min_version` came to, or that of a ticket before it, whichever is greater: admission has waited for these
-steps, so they are committed whenever the ticket is issued, in a resumed run too. Draws and outcomes come in
-one order, so the same commits give the same prompts. A deck is a state machine of these two.
+Which outcomes decide does not depend on timing. A ticket is drawn from the outcomes of committed steps below
+its `min_version`, or that of a ticket before it, whichever is greater: admission has waited for these steps,
+so they are committed whenever the ticket is issued, in a resumed run too. Draws and outcomes come in one
+order, so the same commits give the same prompts. A deck is a state machine of these two.
 
 Where Redis has lost commits and still has tickets that were drawn from them, these tickets stand with the
 prompts that they have. The decks wait: they draw for such a ticket when its steps are committed again, so
@@ -24,16 +24,16 @@ from tidemill.common.wire.messages import Commit, Outcome
 from tidemill.services.trainer.batch.prompts import PromptSource
 
 MEMORY = 0.5
-"""Weight of a prompt's rate until now when its next group is in."""
+"""Weight of a prompt's rate until now when the outcome of its next group comes in."""
 
 
 class Tried(NamedTuple):
-    """What became of one prompt until now."""
+    """The outcomes of one prompt until now."""
 
     rate: float
     """Share of the samples that solve it; what is older counts less (`MEMORY`)."""
     epoch: int
-    """Of the source, when its last outcome came in."""
+    """Epoch of the source when its last outcome came in."""
 
 
 class Deck:
@@ -74,7 +74,7 @@ class Deck:
         return self.prompts.index_at(first)
 
     def learn(self, row: int, num_solved: int, num_scored: int) -> None:
-        """Take in what a group of the prompt in this row came to; without scores it says nothing."""
+        """Take in the outcome of a group of the prompt in this row; one without scores is ignored."""
         place = self.prompts.place_of(row)
         if not num_scored or place is None:
             return
@@ -120,7 +120,7 @@ class Curriculum:
         self.decks = [Deck(source, config) for source in sources]
         self._by_name = {source.name: deck for source, deck in zip(sources, self.decks, strict=True)}
         self.unreported: dict[int, Outcome] = {}
-        """Outcomes of replaced groups that no commit tells of yet, by ticket."""
+        """Outcomes of replaced groups that no commit has reported yet, by ticket."""
         self._num_drawn = 0
         self._horizon = 0
         self._queue: deque[tuple[int, int]] = deque()
@@ -140,7 +140,7 @@ class Curriculum:
         self._queue.append((source, min_version))
 
     def take_commit(self, commit: Commit) -> None:
-        """Keep what a committed step came to until tickets may be drawn from it."""
+        """Keep the outcomes of a committed step until tickets may be drawn from them."""
         self._waiting[commit.step] = list(commit.outcomes)
         self.forget_reported(ticket for ticket, index, _ in commit.dropped if index < 0)
         self._draw_queued(self._num_committed)

@@ -1,9 +1,9 @@
 """Demonstrations: rows that are trained as they are, with an imitation loss.
 
 Which tokens are trained is known exactly, or the row is refused: from the chat template's generation blocks;
-without those, from where each of the assistant's messages begins and ends if the chat is rendered up to
-there, which has to be how the whole chat begins. A completion ends with the template's end of a turn; where
-there is no template, with the tokenizer's end of text.
+without those, by rendering the chat up to the beginning and the end of each of the assistant's messages,
+which has to give a prefix of the whole chat. A completion ends with the template's end of a turn; where there
+is no template, with the tokenizer's end of text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from tidemill.services.trainer.batch.prompts import Prompt, PromptSource, read_p
 log = structlog.get_logger(__name__)
 
 WORKER = "trainer"
-"""Who has made the trajectories of demonstrations."""
+"""Worker that trajectories of demonstrations name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class Demonstration(Prompt):
         return self.completion_ids.tobytes() + self.mask.tobytes()
 
     def trajectory(self, ticket: int, step: int, version: int) -> Trajectory:
-        """What the stream holds of it, the same bytes each time; no version has produced its tokens, and
-        `version` stands for one."""
+        """Its entry in the stream, the same bytes each time; no version has produced its tokens, `version` is
+        a placeholder."""
         return Trajectory(
             ticket=ticket,
             index=0,
@@ -160,7 +160,7 @@ def _of_chat(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> 
             ) from None
 
     def length(messages: Sequence[ChatMessage], **options: Any) -> int:
-        """Tokens of the chat up to there, which the whole begins with."""
+        """Number of tokens of these first messages, with which the whole chat has to begin."""
         begun = _numbers(render(messages, **options))
         if ids[: len(begun)] != begun:
             raise ConfigError(
@@ -187,7 +187,7 @@ def _of_chat(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> 
 
 
 def _given(row: Row, columns: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Int32, Bits]:
-    """Of ids as columns, such as those of another run."""
+    """Ids and mask from columns of ids, such as those of another run."""
     try:
         prompt, completion = (np.asarray(columns[name], np.int32) for name in IDS)
         mask = np.ones(len(completion), np.bool_)

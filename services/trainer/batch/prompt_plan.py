@@ -1,5 +1,4 @@
-"""Which prompt each ticket has, in what size of group, sampled how; and which places of the batches have
-demonstrations.
+"""Which prompt, group size and sampling each ticket has, and which places of the batches have demonstrations.
 
 Guarantee: the prompt of ticket n follows from the seed, the config, the tickets before n and, where there is
 a curriculum, the commits that `curriculum.py` names: never from timing. So a checkpoint needs little, and a
@@ -47,13 +46,13 @@ class Mixture:
     numbers, so that the order is the same on every machine.
 
     A source with a limit of n has n tickets; afterwards the others are mixed again, by their weights. Takes
-    nine bytes for each number asked for.
+    ten bytes for each number up to the highest one.
     """
 
     def __init__(
         self, weights: Sequence[float | Fraction], seed: int, limits: Sequence[int | None] = ()
     ) -> None:
-        # By its text: 0.1 is a tenth, and not the float beside it.
+        # As text: 0.1 is exactly a tenth, and not the nearest float.
         fractions = [Fraction(str(weight)) for weight in weights]
         if not fractions or min(fractions) <= 0:
             raise ValueError(f"a mixture needs weights above 0, got {list(weights)}")
@@ -119,7 +118,7 @@ class Mixture:
 
 
 class BatchPlaces:
-    """Which places of the batches have demonstrations; takes as much as a `Mixture`, and 8 bytes a step."""
+    """Which places of the batches have demonstrations; takes a `Mixture`'s memory, and 8 bytes a step."""
 
     def __init__(
         self, sources: Sequence[PromptSource], limits: Sequence[int | None], config: RunConfig
@@ -136,7 +135,7 @@ class BatchPlaces:
         more: list[Fraction] = [rest] if rest else []
         self._mixture = Mixture([*weights, *more], config.seed, [*limits, *(None for _ in more)])
         self._prompts = array("Q", [0])
-        """Per step, how many places of the steps below it have tickets."""
+        """For each step, how many places of the steps before it have tickets."""
 
     def num_prompts(self, steps: int) -> int:
         """Places of the first `steps` steps that have tickets."""
@@ -148,7 +147,7 @@ class BatchPlaces:
         return self._prompts[steps]
 
     def step_of(self, number: int) -> int:
-        """The step of a ticket that replaces none, of those that `num_prompts` has counted."""
+        """The step of a ticket that replaces none, and that `num_prompts` has counted already."""
         return bisect_right(self._prompts, number) - 1
 
     def trajectory(self, ticket: int) -> Trajectory:
@@ -176,14 +175,14 @@ class PromptPlan:
         weights, limits = [source.weight for source in named] or [1.0], _limits(named, sources)
         shown = _limits(config.data.demonstrations, demonstrations)
         _check_limits([*(limits if sources else ()), *shown], config)
-        # Without sources nobody asks it.
+        # Not used without sources.
         self._mixture = Mixture(weights, config.seed, limits)
         self.places = BatchPlaces(demonstrations, shown, config) if demonstrations else None
         self._curriculum: Curriculum | None = None
         if config.data.curriculum is not None and sources:
             self._curriculum = Curriculum(sources, config.data.curriculum)
         self.fingerprint = sources[0].fingerprint if sources else ""
-        """Over everything that decides which prompt is at which position of which source."""
+        """Digest over everything that decides which prompt is at which position of which source."""
         if config.data.sources:
             parts = [(s.name, s.fingerprint, w, n) for s, w, n in zip(sources, weights, limits, strict=False)]
             own = zip(demonstrations, config.data.demonstrations, shown, strict=True)
@@ -194,7 +193,7 @@ class PromptPlan:
         self._sizes = [config.group_size(source.name) for source in sources]
 
     def fields(self, number: int, min_version: int) -> dict[str, Any]:
-        """What the next ticket, of this number, says of its prompt and its group."""
+        """Fields of the next ticket, which has this number, for its prompt and its group."""
         source, position = self._mixture.place_at(number)
         if self._curriculum is None:
             return self._fields(source, self.sources[source].prompt_at(position))
@@ -202,7 +201,7 @@ class PromptPlan:
         return self._fields(source, self.sources[source].prompts[place])
 
     def fields_of_row(self, number: int, row: int) -> dict[str, Any]:
-        """The same of a ticket that was issued before, with the prompt in this row."""
+        """The same for a ticket that was issued before, with the prompt in this row."""
         source, _ = self._mixture.place_at(number)
         place = self.sources[source].place_of(row)
         assert place is not None, "the fingerprint is that of the same rows"
@@ -213,7 +212,7 @@ class PromptPlan:
         return prompt.ticket_fields() | own
 
     def sizes(self, tickets: Iterable[int]) -> dict[str, int]:
-        """Samples of each group, of those that have another number than `trainer.group_size` says."""
+        """Size of each group whose size is not `trainer.group_size`, by ticket."""
         sizes = {
             str(ticket): 1 if is_demonstration(ticket) else self._sizes[self._mixture.place_at(ticket)[0]]
             for ticket in tickets
@@ -225,11 +224,11 @@ class PromptPlan:
         return self.places.num_prompts(steps) if self.places else steps * self._config.trainer.groups_per_step
 
     def step_of(self, number: int) -> int:
-        """The step of the ticket that is the `number`-th of them."""
+        """The step of the `number`-th of these tickets."""
         return self.places.step_of(number) if self.places else number // self._config.trainer.groups_per_step
 
     def adopt(self, ticket: Ticket) -> None:
-        """Take in a ticket that an earlier process has issued, the next one."""
+        """Take in the next ticket, which an earlier process has issued."""
         if self._curriculum is not None:
             source, _ = self._mixture.place_at(ticket.ticket)
             self._curriculum.adopt(ticket.ticket, source, ticket.min_version)
@@ -237,16 +236,16 @@ class PromptPlan:
                 self._curriculum.unreported[ticket.replaces] = ticket.outcome
 
     def replaced(self, ticket: Ticket, rewards: Sequence[float]) -> Outcome | None:
-        """A group without variance is replaced: what it says of its prompt, for the ticket in its place; the
-        next commit reports it too. None without a curriculum."""
+        """The outcome of a group without variance that is replaced, for the ticket in its place; the next
+        commit reports it too. None without a curriculum."""
         if self._curriculum is None:
             return None
         self._curriculum.unreported[ticket.ticket] = outcome = self._outcome(ticket, rewards)
         return outcome
 
     def outcomes(self, trained: Iterable[tuple[Ticket, Sequence[float]]]) -> tuple[Outcome, ...]:
-        """What a step's commit reports: of the groups that it trained, with their rewards, and of those
-        replaced since the commit before."""
+        """Outcomes that a step's commit reports: of the groups that it trained, given with their rewards, and
+        of those replaced since the commit before."""
         if self._curriculum is None:
             return ()
         found = {ticket.ticket: self._outcome(ticket, rewards) for ticket, rewards in trained}
@@ -258,7 +257,7 @@ class PromptPlan:
         return ticket.source, ticket.row, sum(reward >= threshold for reward in rewards), len(rewards)
 
     def take_commit(self, commit: Commit) -> None:
-        """A step is committed; in the order of steps."""
+        """Take in a committed step; in the order of steps."""
         if self._curriculum is not None:
             self._curriculum.take_commit(commit)
 
@@ -267,7 +266,7 @@ class PromptPlan:
             self._curriculum.forget_reported(tickets)
 
     def metrics(self) -> dict[str, float]:
-        """Of the curriculum: shares of each source's prompts."""
+        """Metrics of the curriculum: shares of each source's prompts."""
         if self._curriculum is None:
             return {}
         return {
@@ -277,7 +276,7 @@ class PromptPlan:
         }
 
     def state(self, next_ticket: int) -> dict[str, Any]:
-        """For the checkpoint. The positions are for people: they follow from the number of tickets."""
+        """The state for a checkpoint. Positions are for people: they follow from the number of tickets."""
         state: dict[str, Any] = {"fingerprint": self.fingerprint}
         if self.sources and self.sources[0].name:
             counts = self._mixture.counts_at(next_ticket)

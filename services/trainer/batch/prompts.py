@@ -1,4 +1,4 @@
-"""Dataset rows as token ids, in an order that one integer describes.
+"""Dataset rows as token ids, in an order that needs only an integer position.
 
 `PromptSource.prompt_at(position)` is a pure function of rows, seed and position: position p lies in epoch p
 // N, and each epoch visits every row once in an order of its own. So a checkpoint needs only the position,
@@ -34,7 +34,7 @@ from tidemill.common.wire.arrays import Int32
 log = structlog.get_logger(__name__)
 
 STREAMED_KEPT = 256
-"""Streamed prompts that are kept after they were read: a ticket's is asked for again when its group is in."""
+"""Most streamed prompts that are kept in memory after they were read."""
 BATCH_ROWS = 1024
 """Rows handed to the tokenizer at once."""
 PROGRESS_ROWS = 10_000
@@ -64,7 +64,7 @@ class Prompt:
 
     @property
     def rest(self) -> bytes:
-        """Of a demonstration, what follows the prompt."""
+        """For a demonstration, the bytes of what follows the prompt; else empty."""
         return b""
 
 
@@ -82,8 +82,8 @@ class PromptSource:
         self.prompts, self._seed, self._shuffle = prompts, seed, shuffle
         order = f"{len(prompts)} {seed if shuffle else 'in order'}"
         self.fingerprint = xxhash.xxh3_128_hexdigest(f"{order} {content}".encode())
-        """Over everything that decides which prompt is at which position, and what it is scored by."""
-        # Two epochs, because tickets issued again come from the one before.
+        """Digest over everything that decides which prompt is at which position, and its ground truth."""
+        # Two epochs: a curriculum's search, and demonstrations that are published again, may need the other.
         self._order = lru_cache(maxsize=2)(self._compute_order)
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class PromptSource:
         # A source with a name has an order of its own, also where two have the same rows.
         entropy = [self._seed, epoch, *self.name.encode()]
         keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
-        # Stable: equal keys fall alike on every machine.
+        # Stable: equal keys have the same order on every machine.
         return np.argsort(keys, kind="stable")
 
 
@@ -180,8 +180,8 @@ def read_prompts(rows: Sequence[Row], encode: Encode, data: DataConfig) -> "Prom
 
 
 class StreamedPrompts:
-    """Prompts that are read and tokenised when they are asked for. All are once at the start, to check them
-    and to know their content; kept is the row of each, 8 bytes. Raises ConfigError: as `encode_rows`."""
+    """Prompts that are read and tokenised when they are needed. All are read once at the start, to check them
+    and for the digest; only the row of each is kept, 8 bytes. Raises ConfigError: as `encode_rows`."""
 
     def __init__(self, rows: Sequence[Row], encode: Encode) -> None:
         self._encode, self._source = encode, rows
@@ -234,8 +234,8 @@ def _encoded(
 
 
 def cut(ids: Int32, limit: int, side: Literal["left", "right", "middle"]) -> Int32:
-    """The ids without those beyond `limit`, taken away at one side or in the middle (verl's `truncation`): of
-    an odd number, the end keeps one more than the beginning."""
+    """The ids without those beyond `limit`, cut off at one side or in the middle (verl's `truncation`): with
+    an odd limit, the end keeps one more than the beginning."""
     if len(ids) <= limit:
         return ids
     first = {"left": 0, "right": limit, "middle": limit // 2}[side]

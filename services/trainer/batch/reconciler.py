@@ -47,9 +47,9 @@ from tidemill.services.trainer.groups.group_filter import PendingGroup
 log = structlog.get_logger(__name__)
 
 REGISTRATION = "trainer"
-"""Field of the run's state: which trainer process has registered it."""
+"""Field of the run's state: a token of the trainer process that has registered it."""
 COMMITTING, TRIMMING = "committing", "trimming"
-"""Fields of the run's state: marks of what is about to come."""
+"""Fields of the run's state: marks for the next commit and the next trim."""
 WATCH_S = 5.0
 """How often the server is checked, whatever the trainer does."""
 TERM_FILE = "trainer.term"
@@ -57,7 +57,7 @@ TERM_FILE = "trainer.term"
 
 
 class Reconciler:
-    """Knows what must be in the streams; one Redis round trip or a few per check."""
+    """Compares the streams with what they must hold; a check takes one Redis round trip or a few."""
 
     def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler) -> None:
         self.broker, self.keys, self.scheduler = broker, keys, scheduler
@@ -76,8 +76,8 @@ class Reconciler:
         self._has_restarted = False
 
     async def begin(self, context: ServiceContext) -> None:
-        """Take the next term, keep the config in the run's folder, for a trainer that starts when Redis knows
-        nothing, and register the run. Raises StorageError: the disk is full or read-only; call again."""
+        """Take the next term, keep the config in the run's folder (for a trainer that starts on an emptied
+        Redis), and register the run. Raises StorageError: the disk is full or read-only; call again."""
         self._config = context.registered or context.config
         # On the disk before anything is announced under it: after a crash no two trainers have one term.
         self.term = _next_term(context.run_dir)
@@ -104,7 +104,7 @@ class Reconciler:
         await self.broker.pipeline(unit, atomic=True)
 
     async def _register_if_lost(self) -> bool:
-        """Register the run again where Redis has lost that; returns whether it had."""
+        """Register the run again where Redis has lost it; returns whether it had."""
         if self._config is None:
             return False
         if await self.broker.execute("HGET", self.keys.state, REGISTRATION) == self._token:
@@ -116,21 +116,20 @@ class Reconciler:
 
     async def restore_lost(self) -> None:
         """Append again what is missing at the end of prompts and weights."""
-        # First what others have appended: behind it the stream takes no number of ours.
+        # First unexpected entries: behind them the stream takes no number of ours.
         await self.remove_unexpected()
         await self.scheduler.reissue_lost()
         if await self.announce():
             log.warning("announced weights again that Redis had lost")
 
     async def remove_unexpected(self) -> None:
-        """Remove what others have written into the numbered streams, which would take nothing more."""
+        """Remove unexpected entries from the numbered streams, which would take nothing more behind them."""
         await self.scheduler.remove_unexpected()
         for key, kind in ((self.keys.weights, WeightManifest), (self.keys.commits, Commit)):
             await remove_unexpected(self.broker, self.keys, key, kind)
 
     async def mark(self, field: str = COMMITTING) -> Mark:
-        """Note in Redis that a commit (or a trim) is about to come, which is done only where this note
-        stands.
+        """Set a mark in Redis before a commit (or a trim), which Redis executes only if it has the mark.
 
         A mark is new each time. So a server that went back behind it takes no commit, because it may lack
         what was trained on; and a commit that an earlier trainer has sent, and that arrives late, is refused.
@@ -150,8 +149,8 @@ class Reconciler:
         begins, and the run is registered again. Returns whether Redis may lack what was trained on since the
         last checkpoint (`needs_checkpoint`)."""
         identity = await self._identity()
-        # Between here and the note of it nothing may wait: who asks meanwhile finds the server known already,
-        # and would commit what it may have lost.
+        # Nothing may be awaited between here and `_note_restart`: another caller would find the server known
+        # already, and commit what it may have lost.
         before, self._server = self._server, identity
         is_other = before not in ("", identity)
         if is_other:
@@ -181,22 +180,22 @@ class Reconciler:
             log.info("Redis does not rewrite its append-only file now", error=str(error))
 
     async def watch(self) -> None:
-        """Check the server for ever: while a step or an evaluation takes its time, workers may start on an
-        emptied Redis, and wait for their run only so long."""
+        """Check the server for ever: during a long step or evaluation workers may start on an emptied Redis,
+        and wait for their run for a limited time."""
         while True:
             await asyncio.sleep(WATCH_S)
             await self.check_server()
 
     async def _identity(self) -> str:
-        """Changes with each process that serves, and with each failover: one back to the first server too."""
+        """A text that differs for each server process, and after each failover, also back to the first."""
         server, replication = await self.broker.info("server"), await self.broker.info("replication")
         return f"{server['run_id']} {replication.get('master_replid', '')}"
 
     async def announce(self, manifest: WeightManifest | None = None) -> bool:
         """Announce this version, or the newest one again; False where the stream has it already.
 
-        A version that an earlier trainer has announced is announced once more: so workers that hold a newer
-        one of a lost history learn that the run is here again.
+        A version that an earlier trainer has announced is announced once more: workers that hold a newer
+        version of a lost history return to it.
         """
         if manifest is not None:
             self.manifest, self._announced_as = manifest.model_copy(update={"term": self.term}), ""
@@ -220,7 +219,8 @@ class Reconciler:
                 return True
 
     async def _check_newer(self, version: int) -> None:
-        """The stream is beyond `version`: with a newer one, or with something that cannot be read."""
+        """The stream is beyond `version`. Raises TidemillError: with an entry that cannot be read, not with a
+        newer version."""
         key = self.keys.weights
         newest = await read_newest(self.broker, key, WeightManifest)
         if newest is None or newest.message.version < version:
@@ -231,10 +231,10 @@ class Reconciler:
             )
 
     async def take_back_versions(self, version: int) -> None:
-        """Take back what is announced above `version`, where a trainer starts that is there.
+        """Take back what is announced above `version`, where a trainer starts at that.
 
-        An emptied Redis was given its newest version back, and its trainer died before a checkpoint covered
-        the commits that led there. Workers would go on with weights that no history has.
+        A trainer announced its version again to an emptied Redis, and died before a checkpoint covered the
+        commits that led to it. Workers would go on with weights of a lost history.
         """
         key = self.keys.weights
         entries = await read_range(self.broker, key, WeightManifest, entry_id_of(version + 1))
@@ -248,10 +248,10 @@ class Reconciler:
         await take_back(self.broker, self.keys, key, letters, entry_id_of(version - 1))
 
     async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
-        """Ask at which version incomplete groups were started: no token of theirs will be older."""
+        """Read at which version incomplete groups were started: no token of theirs will be older."""
         unknown = [group for group in groups if group.started_version < 0 and not group.is_complete]
         if unknown and (rollout := await group_status(self.broker, self.keys.prompts(), ROLLOUT_GROUP)):
-            # Most of them wait in the stream: nobody can have started what was not delivered.
+            # Most of them wait in the stream: no worker can have started what was not delivered.
             delivered = id_order(rollout.last_delivered)
             unknown = [group for group in unknown if id_order(entry_id_of(group.ticket)) <= delivered]
         if not unknown:

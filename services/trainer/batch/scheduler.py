@@ -41,8 +41,8 @@ class Scheduler:
     ) -> None:
         """Args:
         broker: Redis.
-        keys: of the run.
-        config: of the run.
+        keys: the run's keys.
+        config: the run's config.
         prompts: which prompt each ticket has.
         expect: gets tickets before the stream has them: a worker may answer sooner than Redis does.
         """
@@ -81,7 +81,7 @@ class Scheduler:
         """Publish these demonstrations, also where Redis has lost them."""
         assert self.prompts.places is not None
         made = [self.prompts.places.trajectory(ticket) for ticket in tickets]
-        # Before they are appended, as tickets: the stream's reader may have them sooner than we the answer.
+        # Before they are appended, as with tickets: the reader may get them before `append` returns.
         self.expect(made)
         await append(self.broker, self.keys.trajectories(), *made)
 
@@ -122,8 +122,8 @@ class Scheduler:
     async def find_skipped(self) -> list[int]:
         """Outstanding tickets that the stream has not got although it goes beyond them.
 
-        Redis had lost them, and the trainer before this one, which had trained them, gave back only those
-        that follow. There is no place for them any more.
+        Redis had lost them, and the trainer before this one, which had trained them, issued only the
+        following ones again. The stream takes no lower ids.
         """
         key = self.keys.prompts()
         end = id_order(await last_id(self.broker, key))
@@ -142,7 +142,7 @@ class Scheduler:
         letters = dict.fromkeys((entry.entry_id for entry in orphans), b"")
         await take_back(self.broker, self.keys, self.keys.prompts(), letters, self._floor)
         numbers = [entry.message.ticket for entry in orphans]
-        # A mark that says "published" would hold for the ticket that gets this number next.
+        # Progress that says "published" would hold for the ticket that gets this number next.
         progress = [self.keys.progress(number) for number in numbers]
         left = (*progress, *map(self.keys.parts, progress), *map(self.keys.results, numbers))
         await self.broker.execute("DEL", *left)
@@ -152,7 +152,7 @@ class Scheduler:
         return len(await self._append_missing())
 
     async def remove_unexpected(self) -> int:
-        """Remove what others have written into the stream; returns how many entries."""
+        """Remove unexpected entries from the stream; returns how many."""
         return await remove_unexpected(self.broker, self.keys, self.keys.prompts(), Ticket, self._floor)
 
     @property
@@ -161,7 +161,7 @@ class Scheduler:
         return entry_id_of(min(self.outstanding, default=self.next_ticket) - 1)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: tickets with the rows of their prompts."""
+        """The state for a checkpoint: tickets with the rows of their prompts."""
         tickets = self.outstanding.values()
         return {
             "next_ticket": self.next_ticket,
@@ -194,8 +194,8 @@ class Scheduler:
         return tickets
 
     async def _append_missing(self, new: Container[int] = ()) -> set[int]:
-        """Append what is outstanding and not in the stream: what Redis has lost before what is new."""
-        # All that is outstanding, in order: behind a new ticket the stream takes none that was lost.
+        """Append outstanding tickets that the stream lacks: those that Redis has lost, then `new` ones."""
+        # All outstanding ones, in order: behind a new ticket the stream takes no lost one.
         key, numbers = self.keys.prompts(), sorted(self.outstanding)
         appended = await append_missing(self.broker, key, numbers, self.outstanding.__getitem__)
         if lost := [number for number in appended if number not in new]:

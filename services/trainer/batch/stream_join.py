@@ -74,7 +74,7 @@ class StreamJoin:
             self.groups.setdefault(ticket.ticket, PendingGroup.of(ticket))
 
     def observe(self) -> None:
-        """Tell Prometheus how many groups are how far, a few times between two looks of it."""
+        """Report to Prometheus how many groups are in which state, at most every `OBSERVE_S` seconds."""
         if time.monotonic() < self._observed_at + OBSERVE_S:
             return
         self._observed_at = time.monotonic()
@@ -105,8 +105,8 @@ class StreamJoin:
         while True:
             reader = self._readers[stream]
             for entry in await reader.read(READ_COUNT, BLOCK_S):
-                # At each entry, because a letter is waited for in between: `reread` may have put another
-                # reader in this one's place meanwhile, and what this one has is of a history that is gone.
+                # At each entry, because appending a letter waits: `reread` may have replaced this reader
+                # meanwhile, whose entries are then of a lost history.
                 if reader is not self._readers[stream]:
                     break
                 if isinstance(entry, Garbled):
@@ -136,13 +136,13 @@ class StreamJoin:
         self.epoch = epoch
 
     def positions(self) -> dict[StreamName, str]:
-        """Per stream, a position below every entry that an outstanding group has taken in."""
-        # A dead letter that has not been acted on is read again.
+        """For each stream, a position below every entry that an outstanding group has taken in."""
+        # A dead letter that has not been handled is read again.
         dead = [entry_id for entry_id, _ in self.dead.values()]
         return self._low_water(self.groups.values()) | {DEAD: self._below(DEAD, dead)}
 
     def high_water(self) -> dict[StreamName, str]:
-        """Per stream, the newest entry seen: what lies below it is not new when it is read again."""
+        """For each stream, the newest entry read: up to it nothing is new when it is read again."""
         return {stream: self._readers[stream].position for stream in (TRAJECTORIES, SCORES)}
 
     async def has_read_all(self) -> bool:
@@ -152,8 +152,8 @@ class StreamJoin:
         return not any(unread)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint, besides the positions. `trails` are some of what was read of each stream: they
-        tell whether a position can still be relied on."""
+        """The state for a checkpoint, besides the positions. `trails` are some of what was read of each
+        stream: they show whether a position is still valid."""
         return {
             "high_water": self.high_water(),
             "trails": {name: [list(rung) for rung in r.trail.sure] for name, r in self._readers.items()},
@@ -161,11 +161,11 @@ class StreamJoin:
         }
 
     def seen(self) -> dict[StreamName, str]:
-        """Per stream, how far it is read."""
+        """For each stream, how far it is read."""
         return {stream: reader.safe_position for stream, reader in self._readers.items()}
 
     def trust(self, seen: Mapping[StreamName, str]) -> None:
-        """Until it was `seen` so far, no other server has taken over."""
+        """No other server had taken over when the streams were read up to `seen`."""
         for stream, entry_id in seen.items():
             self._readers[stream].trail.trust(entry_id)
 
@@ -179,7 +179,7 @@ class StreamJoin:
         self.num_trajectories = int(state["num_trajectories"])
 
     async def standing_positions(self) -> dict[StreamName, str]:
-        """Where a replay begins to read: at the positions, or below where Redis has lost its tail since."""
+        """Where a replay begins to read: at the positions, or below if Redis has lost its tail since."""
         found: dict[StreamName, str] = {}
         for name in (TRAJECTORIES, SCORES):
             reader = self._readers[name]
@@ -192,7 +192,7 @@ class StreamJoin:
         groups = list(groups)
         trajectories = [entry_id for group in groups for entry_id in group.trajectory_ids.values()]
         scores = [entry_id for group in groups for entry_id in group.score_ids.values()]
-        # Also scores that wait for their trajectory: which one counts is not decided yet.
+        # Scores that wait for their trajectory too: which one counts is not decided yet.
         scores += [entry.entry_id for group in groups for entry in group.other_scores]
         return {TRAJECTORIES: self._below(TRAJECTORIES, trajectories), SCORES: self._below(SCORES, scores)}
 
@@ -224,7 +224,7 @@ class StreamJoin:
                 metrics.DUPLICATES_DROPPED.labels(stream).inc()
             if group is not None and group.is_of_other_tokens(one.message):
                 log.warning("score of other tokens refused", ticket=group.ticket, index=one.message.index)
-                # Its worker may have acknowledged with it what has the id of the lost trajectory now.
+                # Its worker may have acknowledged the entry that now has the lost trajectory's id.
                 self.unread_at = time.monotonic()
         # What was refused may be an older score in place of this entry, which then counts.
         if group is not None and not any(one is entry for one in refused):
@@ -238,11 +238,11 @@ class StreamJoin:
         if entry.message.origin not in ("prompts", "trajectories"):
             return
         if entry.message.ticket < 0:
-            # Who could not read it, a worker of an older release say, could not tell whose it was.
+            # A worker that could not read the message, of an older release say, did not know its ticket.
             self.unread_at = time.monotonic()
         group = self.groups.get(entry.message.ticket)
         # What a step has taken is whole: it must not be trained and replaced as well.
-        # A demonstration was not for those who failed at it.
+        # A demonstration needs no score, so that a worker which failed at it does not matter.
         if group is not None and not group.is_taken and not group.is_demonstration:
             self.dead.setdefault(group.ticket, (entry.entry_id, entry.message.error))
             self.changed.set()

@@ -1,4 +1,4 @@
-"""Finds entries that others wrote into the streams that the trainer numbers, and dead-letters them.
+"""Finds unexpected entries in the streams whose entries the trainer numbers, and dead-letters them.
 
 The trainer gives tickets, versions and commits the ids of their numbers. One `XADD ... *` by hand leaves such
 a stream at an id far beyond, where it refuses every number that follows. So the trainer takes the stream back
@@ -49,9 +49,9 @@ Record = Entry[Any] | Garbled
 async def remove_unexpected(
     broker: Broker, keys: Keys, key: str, message_type: type[Message], floor: str = START
 ) -> int:
-    """Dead-letter unexpected entries at the end of a numbered stream; returns how many, and not 0
-    either where the stream has vanished meanwhile. Where it has no entry of its own left, its last id becomes
-    `floor`: what lies below was trimmed."""
+    """Dead-letter unexpected entries at the end of a numbered stream; returns how many, at least 1 where its
+    last id was taken back or the stream has vanished meanwhile. Where it has no entry of its own left, its
+    last id becomes `floor`: what lies below was trimmed."""
     newest = await last_id(broker, key)
     own = await read_back(broker, key, message_type, count=1)
     if not own and newest in (START, floor):
@@ -69,7 +69,7 @@ async def remove_unexpected(
         # A worker may have added its letter already.
         is_known = await known.has(entry.entry_id)
         letters[entry.entry_id] = b"" if is_known else codec.encode_payload(letter)
-    # Without any: someone has removed it by hand, and only the last id is left to be taken back.
+    # Without letters: an entry was removed by hand, and only the last id is left to be taken back.
     moved = await take_back(broker, keys, key, letters, floor)
     if moved < 0:
         return 1
@@ -105,7 +105,7 @@ async def _unexpected_at_end(broker: Broker, key: str, message_type: type[Messag
 
 
 def is_unexpected(record: Record) -> bool:
-    """Whether an entry of a numbered stream is none of the trainer's."""
+    """Whether the trainer has not written this entry of a numbered stream."""
     if isinstance(record, Entry):
         own_id = entry_id_of(_NUMBER_OF[type(record.message)](record.message))
         if isinstance(record.message, WeightManifest):  # one version may be announced more than once

@@ -1,7 +1,7 @@
 """Has a run's streams archived by a process beside the trainer, which does not wait for it.
 
-Guarantees: one such process is under way at a time, and the newest wishes follow it. What it fails to do is
-asked for again at the next checkpoint.
+Guarantees: one such process runs at a time, and the newest request is next. What it fails to do is requested
+again at the next checkpoint.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ POLL_S = 1.0
 
 
 class ArchiveRequests:
-    """Asks for archiving; `on_progress` is called while and after it is done."""
+    """Requests archiving; `on_progress` is called during and after it."""
 
     def __init__(self, context: ServiceContext, on_progress: Callable[[], Awaitable[object]]) -> None:
         self.context, self.on_progress = context, on_progress
@@ -43,14 +43,14 @@ class ArchiveRequests:
         if not is_urgent and not await self._may_fill_a_segment(until):
             return
         self._until = {str(stream): entry_id for stream, entry_id in until.items()}
-        # Not assigned: an urgent wish that still waits for its turn stays urgent.
+        # Not assigned: an urgent request that still waits stays urgent.
         self._is_urgent |= is_urgent
         if self._task is None or self._task.done():
             self._task = self.context.start(self._work(), "archive")
 
     async def close(self) -> None:
-        """Where the run is over, wait for what was asked for: no trainer comes that would ask again. One that
-        is stopped ends the process, and the next one asks."""
+        """At the end of a run, wait for what was requested: no later trainer would request it. A trainer that
+        is stopped ends the process, and the next one requests it."""
         if self._task is None:
             return
         if not self._task.done() and not self.context.stopping.is_set():
@@ -69,16 +69,16 @@ class ArchiveRequests:
         try:
             sizes = [await memory_bytes(broker, stream.key(keys)) for stream in until]
         except BrokerError:
-            return True  # this user may not ask; the archiver looks for itself
+            return True  # this user may not ask Redis; the archiver decides by itself
         may_claim = streams.claim_check_bytes > 0 and StreamName.TRAJECTORIES in until
-        if max(sizes, default=0) < wanted and may_claim:  # all entries are read for it
+        if max(sizes, default=0) < wanted and may_claim:  # last, because it reads all entries
             last, key = until[StreamName.TRAJECTORIES], keys.trajectories()
             sizes.append(sum([claim.num_bytes async for claim in claims_in(broker, key, last)]))
         return max(sizes, default=0) >= wanted
 
     async def _work(self) -> None:
         while self._until:
-            # Taken before the work: wishes that come meanwhile are for the next round.
+            # Taken before the work: requests that come meanwhile are for the next round.
             until, self._until = self._until, {}
             is_urgent, self._is_urgent = self._is_urgent, False
             await self._archive(until, is_urgent)
@@ -98,16 +98,16 @@ class ArchiveRequests:
                     break
                 await self.on_progress()
         finally:
-            # Cancelled: the child would go on beside the trainer that comes next.
+            # When cancelled: else the child would go on beside the next trainer.
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended, and nobody was told yet
+                with contextlib.suppress(ProcessLookupError):  # it has just ended, and asyncio does not know
                     os.kill(process.pid, signal.SIGTERM)
         if code != 0:
             log.error("archiving failed; nothing is lost, and Redis keeps what is not archived", code=code)
 
 
 async def claims_in(broker: Broker, key: str, last: str = "+") -> AsyncIterator[Claim]:
-    """The claims of a stream's entries up to an id. Other entries are not decoded: they may be many."""
+    """The claims of a stream's entries up to an id. Entries without one are not decoded: they may be many."""
     first, size = "-", ReadSize(broker.max_bytes)
     while entries := await read_raw(broker, key, first, last, size.limit(READ_COUNT)):
         size.saw(fields.values() for _, fields in entries)

@@ -1,9 +1,9 @@
 """Archive and Redis as one history that a restarted trainer replays.
 
-Redis keeps what is in flight; what was trained on since the checkpoint is in the archive. That is sound while
-the archive is a beginning of what Redis holds. A server that comes back without its last entries breaks it:
-samples are made again under keys that the archive has already, perhaps with lower ids. So whenever another
-server answers, the two are laid side by side before anything more is trimmed, or anything is replayed.
+Redis keeps what is in flight; what was trained on since the checkpoint is in the archive. That works while
+the archive is a prefix of the streams. A server that comes back without its last entries breaks it: samples
+are generated again under keys that the archive has already, perhaps with lower ids. So whenever another
+server answers, the two are compared before anything more is trimmed, or anything is replayed.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ Positions = Mapping[StreamName, str]
 
 
 class ArchivedHistory:
-    """The archive of a run, held against what its Redis says."""
+    """The archive of a run, compared with its Redis."""
 
     def __init__(self, context: ServiceContext) -> None:
         self.broker, self.keys, self.run_dir = context.broker, context.keys, context.run_dir
@@ -64,11 +64,11 @@ class ArchivedHistory:
         return True
 
     async def align(self, settled: Positions | None = None) -> bool:
-        """Make the archive a beginning of what Redis holds; False where it is being written just now.
+        """Make the archive a prefix of the streams; False where it is being written just now.
 
-        A trainer that goes on keeps what it has: all that is archived was settled before it was lost. One
-        that starts knows that only of what its checkpoint had `settled`: entries above are forgotten where
-        Redis has lost them, because their tickets are open again.
+        A running trainer keeps all of it: what is archived was settled before Redis lost it. A trainer that
+        starts knows that only of what its checkpoint had `settled`: entries above are forgotten where Redis
+        has lost them, because their tickets are open again.
         """
         from tidemill.common.archive.archiver import sweep, writing  # brings pyarrow, which takes its time
 
@@ -109,12 +109,12 @@ class ArchivedHistory:
         )
 
     async def _standing(self, stream: StreamName, manifest: Manifest) -> str:
-        """Up to here, what is archived is what Redis holds, or has trimmed. It loses the newest first."""
+        """The id up to which the archive has what Redis holds or has trimmed; it loses the newest first."""
         key = stream.key(self.keys)
         below = await trimmed_below(self.broker, self.keys.state, key)
         standing = id_before(below)
         first = await read_raw(self.broker, key, count=1)
-        # Redis is empty, or trimmed beyond the archive: there is no entry to hold against it.
+        # Redis is empty, or trimmed beyond the archive: there is no entry to compare.
         if not first or id_order(standing) >= id_order(manifest.last_id):
             return standing
         first_id = max(first[0][0], below, key=id_order)
@@ -128,7 +128,7 @@ class ArchivedHistory:
         return standing
 
     async def missing(self, needed: Positions) -> list[str]:
-        """What of the entries after these positions neither the archive nor Redis has, in words."""
+        """Which entries after these positions neither the archive nor Redis has, as sentences."""
         if not self.is_used:
             return []
         problems: list[str] = []
@@ -181,7 +181,7 @@ async def _newest_first(
 
 
 def _payload(record: Entry[Any] | Garbled) -> Any:
-    """Tells records apart; a claim is the same as what it claims."""
+    """A value that differs between records; a claim has that of the payload that it claims."""
     if isinstance(record, Garbled):
         return record.fields
     message = record.message

@@ -101,8 +101,8 @@ class CheckpointStore:
         self.folder = run_dir / CHECKPOINTS_FOLDER
         self.keep = keep
         self.kept: list[TrainerState] = []
-        """Of at most `keep` checkpoints, in ascending order: those that were whole when the last one was
-        saved; before that those up to the restored one, of which only that was read as a whole."""
+        """States of at most `keep` checkpoints, in ascending order: those that were whole when the last one
+        was saved; before that those up to the restored one, of which only that was read as a whole."""
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished checkpoints of an earlier process", names=leftovers)
 
@@ -166,9 +166,10 @@ class CheckpointStore:
         return True
 
     def _prune(self, saved: TrainerState) -> None:
-        """Keep the newest `keep` whole ones up to the one just saved; torn ones go when there are so many."""
+        """Keep the newest `keep` whole ones up to the one just saved; torn ones stay until there are so
+        many."""
         versions = self.versions()
-        # A start has skipped them as torn. With higher numbers, each later start would look at them first.
+        # A start has skipped those above as torn; each later start would read them first.
         for version in [v for v in versions if v > saved.version]:
             log.warning("removing a checkpoint that was skipped", version=version, saved=saved.version)
             retire_folder(self.folder / version_name(version))
@@ -289,7 +290,7 @@ def _check_file(folder: Path, name: str, num_bytes: int, checksum: str) -> None:
     if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
         raise _TornError(f"{name} lies outside of the checkpoint")
     try:
-        # The size first: it costs nothing, and tells a file that was cut off from one that was changed.
+        # The size first: it costs nothing, and distinguishes a file that was cut off from a changed one.
         if (found := path.stat().st_size) != num_bytes:
             raise _TornError(f"{name} has {found:,} bytes instead of {num_bytes:,}")
         if file_checksum(path) != checksum:

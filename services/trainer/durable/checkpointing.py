@@ -1,9 +1,9 @@
-"""Saves checkpoints, and says what the streams need not keep after each.
+"""Saves checkpoints, and has what the streams no longer need trimmed after each.
 
-Without an archive, an entry goes only when every whole checkpoint on the disk can do without it, and not
-before there are `keep_checkpoints` of them; checkpoints of earlier processes count too. A checkpoint counts
-when it has its name, which may be some steps after its state was taken: until then the ones before it do.
-Commits are in the journal as well, and the newest stay for people who watch, as the newest dead letters do.
+Without an archive, an entry is trimmed only when no whole checkpoint on the disk needs it, and not before
+there are `keep_checkpoints` of them; checkpoints of earlier processes count too. A checkpoint counts when it
+has its name, which may be some steps after its state was taken: until then the ones before it do. Commits are
+in the journal as well; the newest of them, and of the dead letters, stay in Redis for people who watch.
 """
 
 import asyncio
@@ -54,12 +54,12 @@ class Checkpointer:
         self.context, self.store, self.runner = context, store, runner
         self.streams, self.recorder, self.trimmer = streams, recorder, trimmer
         self._epochs: dict[int, int] = {}
-        """Per version of a checkpoint of this process, the epoch that its positions are valid in."""
+        """For each checkpoint of this process, by version, the epoch that its positions are valid in."""
         self._changing = asyncio.Lock()
         """Held while the folder of checkpoints changes."""
         self._writing = BackgroundWork(context, CHECKPOINT)
         self.seconds: dict[str, float] = {}
-        """What the newest checkpoint took: `wait` for the one before, `copy`, and beside training `write`."""
+        """Seconds of the newest checkpoint: `wait` for the one before, `copy`, `write` (beside training)."""
 
     async def save(self, version: int, dropped: Sequence[Dropped]) -> None:
         """`begin`, and wait until the checkpoint is durable and what it frees is trimmed."""
@@ -68,7 +68,7 @@ class Checkpointer:
 
     async def begin(self, version: int, dropped: Sequence[Dropped]) -> None:
         """Take the state of `version`, between two steps, and start to write it; then trim what no kept
-        checkpoint needs. Waits for the one before. `dropped` is what the next commit will have to tell."""
+        checkpoint needs. Waits for the one before. `dropped` is what the next commit has to report."""
         with self._timed("wait", metrics.CHECKPOINT_WAIT_SECONDS):
             # The policy has room for one copy of its state, which the write before still reads.
             await self.finish()
@@ -84,9 +84,9 @@ class Checkpointer:
         await self._writing.finish(to_the_end=True)
 
     async def close(self) -> None:
-        """Where the trainer ends with an error: let a write end, and wait for no disk that refuses it."""
+        """After an error of the trainer: wait for a write in progress, but not for a disk that refuses it."""
         if self._writing.is_pending:
-            # A write to a full disk is tried for as long as the service goes on: that would be for ever.
+            # A write to a full disk is tried until the service stops: that would be for ever.
             self.context.stopping.set()
             with suppress(StoppedError):
                 await self.finish()
@@ -99,7 +99,7 @@ class Checkpointer:
         histogram.observe(self.seconds[name])
 
     def _state(self, version: int, dropped: Sequence[Dropped]) -> TrainerState:
-        """Of all parts at one moment: nothing in it moves on with them."""
+        """The state of all parts at one moment; it does not change with them."""
         scheduler, join = self.streams.scheduler, self.streams.join
         # No await in here: meanwhile a reader could move positions away from tickets and epoch.
         self._epochs[version] = join.epoch
@@ -112,8 +112,8 @@ class Checkpointer:
         )
 
     async def keep_newest_only(self) -> None:
-        """Have what may go archived at once; without an archive, give up all checkpoints but the newest whole
-        one, and trim what only they needed."""
+        """Archive at once what may then be trimmed; without an archive, remove all checkpoints but the newest
+        whole one, and trim what only they needed."""
         if not self.store.kept:
             return await self.trimmer.release({}, self.trimmer.epoch, is_urgent=True)
         if self.trimmer.archives:
@@ -151,7 +151,7 @@ class Checkpointer:
             await self._trim_to_kept()
 
     def _store(self, state: TrainerState) -> None:
-        """In a thread of its own: the policy's is asked to begin, and goes on."""
+        """Runs in a thread of its own; the policy's thread only begins to write."""
         thread, policy = self.runner.thread, self.runner.policy
         # Before the checkpoint: a trainer that restores it does not train these steps again, nor record them.
         self.recorder.sync()
@@ -202,7 +202,7 @@ class Checkpointer:
         return entry_id_of(wanted) if is_held and 0 < wanted <= held.stop else START
 
     async def _positions(self, state: TrainerState, epoch: int) -> dict[StreamName, str]:
-        """From where this checkpoint would read: below its positions, where Redis has lost its tail since."""
+        """Where this checkpoint would begin to read: below its positions if Redis has lost its tail since."""
         # Taken by this process, and no other server has answered since: ids stand for the same entries.
         if self._epochs.get(state.version) == epoch:
             return state.positions
@@ -227,6 +227,6 @@ def settled_positions(state: TrainerState | None) -> dict[StreamName, str]:
 
 
 def _first_open_ticket(state: TrainerState) -> int:
-    """All below it were settled then."""
+    """The lowest ticket that was not settled at the checkpoint."""
     outstanding = [item[0] for item in state.scheduler["outstanding"]]
     return int(min(outstanding, default=state.scheduler["next_ticket"]))

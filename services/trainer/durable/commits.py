@@ -41,7 +41,7 @@ from tidemill.services.trainer.batch.unexpected_entries import is_unexpected, re
 log = structlog.get_logger(__name__)
 
 CUT_OFF_FILE = "commits.cut-off.jsonl"
-"""Beside it: what was not whole at the start of a trainer, and all behind it."""
+"""File beside the journal: what was not whole when a trainer started, and all behind it."""
 
 
 class CommitJournal:
@@ -54,17 +54,17 @@ class CommitJournal:
 
     @property
     def steps(self) -> range:
-        """Those that it holds."""
+        """The steps that it holds."""
         return range(self._first, self._first + len(self._ends))
 
     def append(self, commit: Commit) -> None:
         """Make a commit durable; replaces one of the same step, and forgets all above it. Raises
         StorageError: the disk is full or read-only. Nothing of it is there; call again."""
         if not self._first <= commit.step <= self.steps.stop:
-            # What lies before a gap could not be given back either; but nobody else may have it.
+            # Commits before a gap could not go back to Redis either; they are kept, perhaps the only copy.
             self._keep_cut_off(0)
             self.cut(0)
-        # What stands from here on is of a history that Redis does not have, and must never come back.
+        # From here on it holds a history that Redis does not have, and that must never come back.
         self.cut(commit.step)
         if not self._ends:
             self._first = commit.step
@@ -74,7 +74,7 @@ class CommitJournal:
         line = json.dumps(document).encode() + b"\n"
         # At `end` and not at the file's own: a failed write may have left bytes that it could not cut off.
         append_durably(self.path, line, "the journal of commits", end)
-        # Only now: a call that failed is made again, and has to find the places as they were.
+        # Only now: a call that failed is made again, and needs `_ends` as it was.
         self._ends.append(end + len(line))
 
     def has(self, commit: Commit) -> bool:
@@ -106,8 +106,8 @@ class CommitJournal:
             del self._ends[keep:]
 
     def _open(self) -> None:
-        """Find the lines, and cut off from the first on that is not whole. What is cut off is kept: whole
-        commits may stand behind, which Redis may lose."""
+        """Find the lines, and cut off from the first one that is not whole. What is cut off is kept: it may
+        have whole commits, which Redis may lose."""
         if not self.path.exists():
             return
         end, problem = 0, ""
@@ -131,7 +131,7 @@ class CommitJournal:
                 left=end,
                 kept=CUT_OFF_FILE,
             )
-            # Kept before it is cut: a crash between the two leaves it twice, and not nowhere.
+            # Copied before it is cut off: a crash between the two leaves two copies, and not none.
             self._keep_cut_off(end)
             with storage_errors("the journal of commits", self.path):
                 os.truncate(self.path, end)
@@ -148,8 +148,8 @@ async def restore_commits(
 ) -> None:
     """Append again what is missing at the end of the commits, of steps below `below`.
 
-    Only for steps that a checkpoint covers: of others, the records they were trained on may be gone. Where
-    the run trims them (`is_trimmed`), an emptied Redis gets the newest back and no more.
+    Only for steps that a checkpoint covers: the records that others were trained on may be gone. Where the
+    run trims commits (`is_trimmed`), an emptied Redis gets only the newest ones back.
 
     Raises:
         TidemillError: some are missing that the journal does not hold: history would have a hole.
@@ -189,8 +189,8 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit, mark: Mark |
         SecondTrainerError: the step has a commit that is not this one.
     """
     entry_id = entry_id_of(commit.step)
-    # Asked again after each refusal: between the question for the last id and the append, Redis may have
-    # restarted without its tail, or another trainer may have committed.
+    # Read again after each refusal: between reading the last id and the append, Redis may have restarted
+    # without its tail, or another trainer may have committed.
     while id_order(last := await last_id(broker, keys.commits)) < id_order(entry_id):
         if commit.step and id_order(last) < id_order(entry_id_of(commit.step - 1)):
             raise LostTailError(f"the commits of run {keys.run_id} end before step {commit.step - 1}")

@@ -1,4 +1,4 @@
-"""Makes room in Redis before it is full, so that nobody waits for memory that trimming could free.
+"""Makes room in Redis before it is full, so that no process waits for memory that trimming could free.
 
 Beyond `CHECKPOINT_SHARE` of maxmemory, between two steps, what may go is archived at once, in files of any
 size. Without an archive, a checkpoint is taken and the streams are trimmed to it. Beyond `FULL_SHARE` that
@@ -21,9 +21,9 @@ from tidemill.services.trainer.durable.checkpointing import Checkpointer
 log = structlog.get_logger(__name__)
 
 CHECKPOINT_SHARE = 0.7
-"""Of maxmemory. A commit frees what its step has trained, so the rest has to hold what one step adds."""
+"""Share of maxmemory. A commit frees what its step has trained: the rest has to hold what one step adds."""
 FULL_SHARE = 0.9
-"""Of maxmemory: writers are about to be refused."""
+"""Share of maxmemory: writers are about to be refused."""
 LOOK_EVERY_S = 2.0
 SAY_EVERY_S = 30.0
 HOLDS_WHAT_IS_NEEDED = (
@@ -47,7 +47,7 @@ HAS_EVICTED = (
 
 
 class MemoryWatch:
-    """Looks at Redis's memory after each step, and every two seconds beside that."""
+    """Checks Redis's memory after each step, and every two seconds beside the steps."""
 
     def __init__(self, context: ServiceContext, checkpointer: Checkpointer) -> None:
         self.context, self.checkpointer = context, checkpointer
@@ -76,10 +76,10 @@ class MemoryWatch:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _watch_evictions(self, policy: str) -> None:
-        """Say that keys go, or may go: nothing that holds for this run holds then."""
+        """Log that Redis evicts keys, or may: the run's guarantees do not hold then."""
         total = int((await self.context.broker.info("stats")).get("evicted_keys", 0))
         before, self._num_evicted = self._num_evicted, total
-        # A new server counts from 0. Keys that went before this process started are not reported.
+        # A new server counts from 0. Keys evicted before this process started are not reported.
         evicted = total if before is None or total < before else total - before
         metrics.REDIS_MAY_EVICT.set(policy != NO_EVICTION)
         if before is not None and evicted:
@@ -92,7 +92,7 @@ class MemoryWatch:
     async def _make_room(self) -> None:
         if self.context.config.streams.trim:
             await self.checkpointer.keep_newest_only()
-        # Looked at again: what was just trimmed may have been enough.
+        # Measured again: what was just trimmed may have been enough.
         use = await self._use()
         if (
             use.policy == NO_EVICTION

@@ -1,4 +1,4 @@
-"""Back to where the run was: the last checkpoint, then the commits after it, from archive and streams.
+"""Recovery: restores the last checkpoint, and replays the commits after it from archive and streams.
 
 Replaying takes the recorded groups in the recorded micro-batches, so on the same hardware in deterministic
 mode the weights come out bit by bit. The digest in each commit shows it; a difference is logged.
@@ -6,8 +6,8 @@ mode the weights come out bit by bit. The digest in each commit shows it; a diff
 The order of a restart (`service.py` calls the parts):
 
 1. Restore the newest whole checkpoint: model, tickets, positions.
-2. Note which server answers, and mark: a commit that the process before sent, and that is still on its way,
-   finds its mark no more.
+2. Note which server answers, and set a mark: a commit that the process before has sent, and that is still on
+   its way, no longer finds its own.
 3. Remove unexpected entries, and have the archive forget what Redis has lost: its ids may be given out again.
 4. Give Redis back the commits that the checkpoint covers, from the journal: the stream takes none behind
    later ones.
@@ -59,7 +59,8 @@ PAUSE_S = 0.2
 
 
 class LostPayloadError(TidemillError):
-    """A sample that a committed step was trained on is in the streams, and what it claims is not."""
+    """A sample that a committed step was trained on is in the streams, but the payload that it claims is
+    lost."""
 
 
 class OtherSamplesError(TidemillError):
@@ -74,7 +75,7 @@ class Replayer:
     ) -> None:
         self.context, self.runner, self.journal = context, runner, journal
         self.version = 0
-        """That the run is at: of the checkpoint, and the commits after it."""
+        """The run's version: that of the checkpoint, plus the commits after it."""
         self.archived = ArchivedHistory(context)
         self._positions: Mapping[StreamName, str] = {}
         """Where a replay begins to read: looked up before the readers move on."""
@@ -94,7 +95,7 @@ class Replayer:
         can_start_over = await self.archived.begins_at_start()
         state = await self.runner.thread.call(self._restore_checkpoint, store, can_start_over)
         version, needed = state.version if state else 0, settled_positions(state)
-        # The answer to which server this is comes before all that is read of it: a later restart shows then.
+        # Which server answers is noted before anything is read from it: a later restart is noticed then.
         await self.reconciler.take_restart()
         self.join.epoch = self.reconciler.epoch
         await self.reconciler.mark()
@@ -115,22 +116,22 @@ class Replayer:
             # Before the readers move on, and while the archive and Redis are known to fit each other.
             self._positions = await self.join.standing_positions()
         for commit in commits:
-            # What it holds already may be there alone, with more behind it: to append would cut that off.
+            # To append what the journal holds would cut off the commits behind it, perhaps their only copy.
             if not self.journal.has(commit):
                 await on_disk(self.context, self.journal.append, commit)
-            # Before the tickets are adopted: a curriculum has drawn them from what these steps came to.
+            # Before the tickets are adopted: a curriculum has drawn them from the outcomes of these steps.
             self.scheduler.prompts.take_commit(commit)
-        # Only now, when nothing can fail any more that an operator could put right with the old journal.
+        # Only now, after everything that can fail and that an operator could repair with the old journal.
         await on_disk(self.context, self.journal.cut, version + len(commits))
         adopted = await self.scheduler.adopt_issued(history)
         self.join.expect(self.scheduler.outstanding.values())
         reported = {ticket for commit in commits for ticket, index, _ in commit.dropped if index == -1}
-        # After the tickets: to adopt one notes what it replaced as unreported, also what a commit has told.
+        # After the tickets: adopting one notes what it replaced as unreported, even if a commit reported it.
         self.scheduler.prompts.forget_reported(reported)
         dropped = state.intake["dropped"] if state else []
         unreported = [(ticket, index, reason) for ticket, index, reason in dropped]
         for ticket in [ticket.replaces for ticket in adopted if ticket.replaces >= 0]:
-            # Open at the checkpoint and replaced after it: what still arrives of it must complete no group.
+            # Open at the checkpoint and replaced after it: what still arrives for it must complete no group.
             self.join.close(ticket)
             unreported.append((ticket, -1, "replaced before a restart"))
         self.pending_drops = [item for item in unreported if item[0] not in reported]
@@ -164,7 +165,7 @@ class Replayer:
     async def _restore_commits(self, version: int) -> None:
         """Give Redis back the commits that the checkpoint of `version` covers."""
         broker, keys = self.context.broker, self.context.keys
-        if (first := self.journal.steps.stop) < version:  # damaged: Redis may have them all
+        if (first := self.journal.steps.stop) < version:  # it is damaged: Redis may have the missing ones
             try:
                 known = await read_commits(self.archived.read(), first)
             except TidemillError as error:
@@ -206,7 +207,7 @@ class Replayer:
 
     async def _replay_one(self, commit: Commit, cursor: GroupCursor) -> None:
         try:
-            # Their payloads may lie in a store that is away: it is waited for, unless the service must stop.
+            # Their payloads may be in a store that is down: wait for it, unless the service must stop.
             groups = await self.context.unless_stopping(pending_groups(cursor, commit))
         except (MissingRecordsError, OtherSamplesError) as error:
             raise TidemillError(
@@ -222,7 +223,7 @@ class Replayer:
         self.runner.thread.release()
 
     def _check_weights(self, commit: Commit, numbers: dict[str, float]) -> None:
-        """Hold the policy's weights against the commit's digest; `numbers` are the metrics of the replay."""
+        """Compare the policy's weights with the commit's digest; `numbers` are the metrics of the replay."""
         policy, config = self.runner.policy, self.context.config.trainer
         digest = policy.digest()
         if digest == commit.digest:
@@ -232,7 +233,7 @@ class Replayer:
         size = weight_difference(policy, self.context.run_dir, commit) or {
             name: f"{commit.metrics[name]:.9g} then, {numbers[name]:.9g} now" for name in sorted(names)
         }
-        # GPUs of another kind add in another order, also in deterministic mode: that would be no fault.
+        # GPUs of another kind add in another order, also in deterministic mode: that is no error.
         is_promised = config.deterministic and pick_device(config.device).type == "cpu"
         say = log.error if is_promised else log.warning
         say(
@@ -257,10 +258,10 @@ def open_cursor(
 
 
 async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, PendingGroup]:
-    """What a committed step was trained on, from the archive and from Redis behind it.
+    """The groups that a committed step was trained on, from the archive and from Redis behind it.
 
     Raises:
-        MissingRecordsError: it is not all there.
+        MissingRecordsError: they are not all there.
         LostPayloadError: a sample has lost its tokens.
         OtherSamplesError: the tokens or rewards are not those that were trained.
     """
@@ -290,12 +291,12 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Pendi
 
 def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str, Any] | None:
     """Greatest and mean absolute difference to the commit's weights on the disk; None without them. In the
-    dtype in which they were written, so that a difference too small for it shows as 0."""
+    dtype in which they were written: a difference that is too small for it counts as 0."""
     try:
         manifest = read_manifest(run_dir, commit.version)
         # Behind the `+` is what is trained and not published, which the manifest's digest does not cover.
         if manifest is None or manifest.digest != commit.digest.partition("+")[0]:
-            return None  # not written yet, or a training that was replayed has written this version since
+            return None  # not written yet, or a replay with other weights has written this version since
         base, *deltas = [verified_files(run_dir, part) for part in read_chain(run_dir, manifest)]
         if not deltas:
             return _difference_to(policy, base[0])

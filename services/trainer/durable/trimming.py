@@ -1,8 +1,8 @@
 """Trims streams, removes the payloads of what is gone, and forgets processes that are gone.
 
-Where the run archives, what no outstanding group needs goes as soon as it is archived and its step committed:
-a restart replays it from the archive. Dead letters go below the oldest kept checkpoint. Without an archive
-all does: an entry goes only when every whole checkpoint on the disk can do without it (`checkpointing.py`).
+Where the run archives, an entry that no outstanding group needs is trimmed as soon as it is archived and its
+step committed: a restart replays it from the archive. Dead letters are trimmed below the oldest kept
+checkpoint. Without an archive that holds for all entries (`checkpointing.py`).
 """
 
 import asyncio
@@ -45,8 +45,8 @@ FORGET_AFTER_S, LOOK_S = 3600.0, 600.0
 class Trimmer:
     """Trims unneeded entries; archived ones only, if archiving is on.
 
-    What may go is decided by the ids of one epoch (`Reconciler.epoch`), and goes in that one only: another
-    server may have given these ids to other entries.
+    What may be trimmed is decided by ids of one epoch (`Reconciler.epoch`), and trimmed in that one only:
+    another server may have given these ids to other entries.
     """
 
     def __init__(self, context: ServiceContext, reconciler: Reconciler) -> None:
@@ -56,21 +56,21 @@ class Trimmer:
         self.requests = ArchiveRequests(context, self._trim_archived)
         self._claims = ClaimStore(context.run_dir, url=context.config.streams.claim_check_url)
         self.first_ticket = 0
-        """Those below were settled at the oldest checkpoint that a trainer may come back to."""
+        """Tickets below it were settled at the oldest checkpoint that a trainer may restore."""
         self._below: dict[StreamName, str] = {}
-        """Entries below these ids may go, and some are still there."""
+        """Entries below these ids may be trimmed, and some are still there."""
         self._decided_in = self._aligned_in = 0
         self._changing = asyncio.Lock()
         self._next_look = 0.0
 
     @property
     def epoch(self) -> int:
-        """That of the ids which are looked up now."""
+        """The epoch of ids that are read now."""
         return self.reconciler.epoch
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something may go that is not archived yet."""
+        """Whether entries that are not archived yet wait to be trimmed."""
         return bool(self._below)
 
     async def release(self, below: Mapping[StreamName, str], epoch: int, is_urgent: bool = False) -> None:
@@ -81,7 +81,7 @@ class Trimmer:
             self._decided_in = epoch
         for stream, entry_id in below.items():
             known = self._below.get(stream, START)
-            # A checkpoint's positions may be told after those of later steps, which lie above them.
+            # A checkpoint's positions may come after those of later steps, which are greater.
             self._below[stream] = max(entry_id, known, key=id_order)
         await self.trim()
         if self._below:
@@ -90,11 +90,11 @@ class Trimmer:
             )
 
     async def trim(self) -> int:
-        """Trim as far as that is allowed by now; returns how many entries went."""
+        """Trim as far as that is allowed by now; returns how many entries were removed."""
         removed = 0
         async with self._changing:
             mark = await self._mark() if self._below else None
-            # Asked again: `_mark` empties it where another server has answered.
+            # Checked again: `_mark` empties it where another server has answered.
             if self._below and not await self._is_aligned():
                 return 0  # the next step, or the archiver that writes just now, calls again
             for stream, wanted in list(self._below.items()):
@@ -120,29 +120,29 @@ class Trimmer:
         return removed
 
     def _held(self, stream: StreamName) -> tuple[str, ...]:
-        """Of tickets, what `trim_before` needs to take them from workers that hold them."""
+        """For the streams of tickets, what `trim_before` needs to take them from workers that hold them."""
         for lane in Lane:
             if stream.key(self.context.keys) == self.context.keys.prompts(lane):
                 return ROLLOUT_GROUP, *self.context.keys.progress_around(lane)
         return ()
 
     async def _trim_archived(self) -> None:
-        """As the archiver gets on, which may be long after the checkpoint that asked for it."""
+        """Trim as the archiver makes progress, which may be long after the checkpoint that requested it."""
         if await self.trim():
             await self.collect_claims()
 
     async def _mark(self) -> Mark:
-        # First the mark, then the question which epoch this is. The other way round, Redis could restart in
-        # between, and the mark would stand on a server that the ids are not of.
+        # First the mark, then the check of the epoch. The other way round, Redis could restart in between,
+        # and the mark would be on a server to which the ids do not belong.
         mark = await self.reconciler.mark(TRIMMING)
         await self.reconciler.check_server()
         if self.epoch != self._decided_in:
-            self._below.clear()  # the next checkpoint will tell what may go
+            self._below.clear()  # the next checkpoint decides again
         return mark
 
     async def _is_aligned(self) -> bool:
-        """Whether the archive is a beginning of what this server holds. Another one may have lost entries,
-        and given their ids to others: those would pass for archived."""
+        """Whether the archive is a prefix of this server's streams. Another server may have lost entries, and
+        given their ids to others: those would be taken for archived."""
         if self.archives and self._aligned_in != self._decided_in:
             try:
                 if await self.archived.align():
@@ -152,7 +152,7 @@ class Trimmer:
         return not self.archives or self._aligned_in == self._decided_in
 
     def _allowed(self, stream: StreamName) -> str | None:
-        """Entries below this id are archived; None where nothing has to be."""
+        """The id below which all entries are archived; None where they need not be."""
         if not self.archives:
             return None
         try:
@@ -163,8 +163,8 @@ class Trimmer:
         return START if last_id == START else id_after(last_id)
 
     async def collect_claims(self) -> None:
-        """Remove the payloads of settled tickets that no entry claims: an entry goes only when it is archived
-        with its payload, or when no checkpoint needs it. Where the store is away they stay for now."""
+        """Remove the payloads of settled tickets that no entry claims: an entry is trimmed only when it is
+        archived with its payload, or when no checkpoint needs it. While the store is down they stay."""
         try:
             settled = await asyncio.to_thread(self._claims.settled, self.first_ticket)
             if settled:
@@ -175,9 +175,9 @@ class Trimmer:
             log.warning("payloads that are no longer needed stay for now", error=str(error))
 
     async def forget_departed(self, after_s: float = FORGET_AFTER_S) -> int:
-        """Remove heartbeats and consumers of processes that were silent for so long, unless this was done
-        lately; returns how many. Where nodes come and go under new names they would grow with the run. What
-        such a process holds stays."""
+        """Remove heartbeats and consumers of processes that were silent for `after_s`, unless this was done
+        lately; returns how many. Where nodes come and go under new names, their number would grow with the
+        run. Messages that such a process holds stay."""
         if time.monotonic() < self._next_look:
             return 0
         self._next_look = time.monotonic() + LOOK_S
@@ -187,13 +187,13 @@ class Trimmer:
             for lane in Lane:
                 num_gone += await forget_consumers(broker, keys.prompts(lane), ROLLOUT_GROUP, after_s)
                 num_gone += await forget_consumers(broker, keys.trajectories(lane), REWARD_GROUP, after_s)
-        except BrokerError as error:  # the users of an older release
+        except BrokerError as error:  # Redis users of an older release lack the right
             log.info("what killed workers left in Redis stays there", reason=str(error))
-            # What this user may not do now it may not do in ten minutes.
+            # Not tried again: this user will not be allowed to in ten minutes either.
             self._next_look = float("inf")
             return 0
         return num_gone
 
     async def close(self) -> None:
-        """Ask for nothing any more; where the run is over, wait for what was asked for."""
+        """Stop archiving; at the end of a run, first wait for what was requested."""
         await self.requests.close()

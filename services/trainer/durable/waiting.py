@@ -1,4 +1,4 @@
-"""Waits for a disk that takes nothing now, and for work that is done beside the steps."""
+"""Waits for a disk that refuses writes for now, and for work beside the steps."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -14,12 +14,12 @@ log = structlog.get_logger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 LOOK_EVERY_S = 2.0
-"""How often a step that waits for background work shows again what that work is at."""
+"""How often a step that waits for background work updates its activity to that of the work."""
 
 T = TypeVar("T")
 
 During = Callable[..., AbstractContextManager[None]]
-"""Says what a process is at, for the length of a block: `Activity.during`, or `BackgroundWork.during`."""
+"""Shows an activity for the length of a block: `Activity.during`, or `BackgroundWork.during`."""
 
 
 async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) -> T:
@@ -47,15 +47,15 @@ async def until_stored(
             log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
             with (during or context.activity.during)("wait:disk", str(error)):
                 await context.unless_stopping(asyncio.sleep(pause_s))
-            # Asked only after a try: what a stopping service saves gets one chance, and no more.
+            # Checked only after a try: a stopping service tries each write once.
             if context.stopping.is_set():
                 raise StoppedError from error
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class BackgroundWork:
-    """At most one piece of work beside the steps. A step that waits for it is at `state`, or at what the work
-    itself says that it is at."""
+    """At most one task beside the steps. While a step waits for it, the activity is `state`, or the one that
+    the task itself shows (`during`)."""
 
     def __init__(self, context: ServiceContext, state: str) -> None:
         self.context = context
@@ -81,7 +81,7 @@ class BackgroundWork:
 
     @contextmanager
     def during(self, state: str, detail: str = "") -> Iterator[None]:
-        """As `Activity.during`, for the work: the activity itself is that of the step."""
+        """Like `Activity.during`, for the task: the process's activity is that of the step."""
         self._now = state, detail
         try:
             yield
@@ -106,7 +106,7 @@ class BackgroundWork:
             raise StoppedError
 
     async def give_up(self, patience_s: float = 0.0) -> None:
-        """End it where it is, unless it ends by itself in time; nothing follows."""
+        """Cancel it, unless it ends within `patience_s`; nothing can be started after that."""
         self._is_over = True
         if (task := self._task) is not None:
             await asyncio.wait({task}, timeout=patience_s)

@@ -1,10 +1,11 @@
-"""Which samples pass through the model together: bins of one forward pass each, and micro-batches of as many
-bins as there are ranks.
+"""Micro-batches, and the bin that each rank gets of one.
 
-Guarantees: every sample is in one bin. Bins follow from the samples alone, with ties by key: neither from the
-order of their arrival, nor from who asks. So a micro-batch that a commit recorded is divided over the ranks
-as it was when it was trained. A bin fits into one tile of its layout (`policy/packing.py`), unless a sample
-alone is larger; the ranks' bins of a micro-batch have like costs.
+A bin is one rank's samples of a micro-batch; ranks that share their forward passes share it. On GPUs it is as
+a rule one forward pass (a tile, `policy/packing.py`), on CPUs it is computed in several smaller ones.
+
+Guarantees: every sample is in one bin. Bins depend on the samples alone, ties are broken by key: so the ranks
+get the same bins when a recorded micro-batch is trained again. A bin fits into one tile of `max_tokens` in
+its layout, unless a sample alone is larger; the bins of a micro-batch have like costs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,15 +28,15 @@ from tidemill.services.trainer.groups.trie import (
 )
 
 Layout = Literal["padded", "tree", "tree_or_padded", "varlen"]
-"""Of what passes through the model together: `policy/packing.py` has what each one is."""
+"""How the samples of a forward pass lie beside each other; `policy/packing.py` describes each layout."""
 DIVISORS = (1.0, 1.25, 1.75, 2.0, 4.0, 8.0)
-"""A bin's size over that of what is kept together: smaller parts leave less of bins empty, and have more of
-what is in common computed twice."""
+"""A bin's size divided by these is the size of the parts it is filled with; all are tried. Smaller parts fill
+bins better, and compute more common tokens twice."""
 
 
 @dataclass(slots=True)
 class Bin:
-    """Samples of one forward pass, by their places in the list that was given.
+    """Samples of a bin, or of a part of one, by their indices in the given list.
 
     `tokens` pass through the model, common beginnings once; `rows` have `row_tokens` together and at most
     `widest` each; `scores` are pairs of a token and one that it attends to.
@@ -49,7 +50,7 @@ class Bin:
     scores: float = 0.0
 
     def joined(self, other: "Bin", shared: int = 0) -> "Bin":
-        """With what another one has; of that, `shared` tokens are here already."""
+        """This bin with the samples of another one, of whose tokens `shared` are here already."""
         return Bin(
             self.members + other.members,
             self.tokens + other.tokens - shared,
@@ -68,7 +69,7 @@ class Bin:
 
 
 class PrefixOrder:
-    """Samples in the order in which those that begin alike are neighbours."""
+    """Samples in an order in which those that begin alike are neighbours."""
 
     def __init__(self, samples: Sequence[Sample], layout: Layout) -> None:
         """Only trees compute common beginnings once."""
@@ -94,7 +95,7 @@ class PrefixOrder:
         )
         tries: dict[int, Trie] = {}
         self._shared = [0] * len(samples)
-        """Tokens that each shares with the one before it in the order, where that is worth while."""
+        """Tokens that each sample shares with the one before it in the order; 0 where they are too few."""
         for i in self._order if is_shared else ():
             trie = tries.setdefault(self._keys[i][0], Trie())
             common = trie.shared(rows[i][0])
@@ -103,14 +104,15 @@ class PrefixOrder:
 
     @property
     def num_tokens(self) -> int:
-        """Of all, common beginnings once."""
+        """Tokens of all samples, common beginnings once."""
         return sum(one.tokens for one in self._alone) - sum(self._shared)
 
     def key_of(self, one: Bin) -> TrajectoryKey:
         return self._keys[one.members[0]]
 
     def cut(self, max_tokens: int) -> list[Bin]:
-        """As many neighbours together as share beginnings and are at most one tile of `max_tokens`."""
+        """Parts of neighbours that share their beginning, each at most one tile of `max_tokens`, unless a
+        sample alone is larger."""
         found: list[Bin] = []
         for i in self._order:
             alone, shared = self._alone[i], self._shared[i]
@@ -135,7 +137,7 @@ class PrefixOrder:
         return bins
 
     def level(self, parts: Iterable[Bin], size: int, max_tokens: int, scores_of_a_token: float) -> list[Bin]:
-        """So many bins of like cost: the most expensive part first, into the cheapest bin that has room for
+        """`size` bins of like cost: the most expensive part first, into the cheapest bin that has room for
         it, else into the cheapest one."""
         bins = [Bin()] * size
         for part in sorted(parts, key=lambda part: (-cost(part, scores_of_a_token), self.key_of(part))):
@@ -151,7 +153,7 @@ class PrefixOrder:
 
 
 def cost(one: Bin, scores_of_a_token: float) -> float:
-    """Of computing a bin, in tokens: attention takes a token's time for so many scores."""
+    """Cost of a bin, in tokens; `scores_of_a_token` attention scores cost as much as a token."""
     return one.tokens + one.scores / scores_of_a_token
 
 
@@ -159,7 +161,7 @@ def form_micro_batches(
     samples: Iterable[Sample], max_tokens: int, num_ranks: int = 1, layout: Layout = "tree"
 ) -> list[MicroBatch]:
     """Distribute samples over micro-batches, each of a bin of at most `max_tokens` for each of `num_ranks`.
-    The longest samples come first, so that the bins of a micro-batch are alike."""
+    The longest samples come first, so that the bins of a micro-batch have like sizes."""
     samples = list(samples)
     order = PrefixOrder(samples, layout)
     filled = [order.fill(order.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
@@ -168,7 +170,7 @@ def form_micro_batches(
     while bins:
         for num_bins in range(min(num_ranks, len(bins)), 0, -1):
             own = tuple(samples[i] for one in bins[:num_bins] for i in one.members)
-            # `split_samples` sees these samples alone, and may find other parts: seldom too large ones.
+            # `split_samples` sees these samples alone, and may cut them so that they do not fit; seldom.
             if num_bins == 1 or _fillings(PrefixOrder(own, layout), num_ranks, max_tokens):
                 break
         batches.append(MicroBatch(own))
@@ -177,8 +179,8 @@ def form_micro_batches(
 
 
 def _time(bins: Sequence[Bin], num_ranks: int) -> float:
-    """What a rank computes and waits for, in tokens: in each micro-batch what the fullest bin has. The last
-    one may have fewer bins, and is divided evenly."""
+    """Time of all bins, in tokens: ranks wait for the fullest bin of each micro-batch. The last micro-batch
+    may have fewer bins, and counts as divided evenly."""
     whole = len(bins) - len(bins) % num_ranks
     full = sum(max(one.tokens for one in bins[n : n + num_ranks]) for n in range(0, whole, num_ranks))
     return full + sum(one.tokens for one in bins[whole:]) / num_ranks
@@ -191,12 +193,12 @@ def split_samples(
     layout: Layout = "tree",
     scores_of_a_token: float = SCORES_OF_A_TOKEN,
 ) -> list[tuple[int, ...]]:
-    """Indices of each rank's samples: bins of like cost, within one tile of `max_tokens` where a micro-batch
-    that was formed for so many ranks allows it."""
+    """Indices of the samples of each of `size` ranks: bins of like cost, each within one tile of `max_tokens`
+    if the micro-batch was formed for as many ranks."""
     order = PrefixOrder(samples, layout)
     cuts = _cuts(order, size, max_tokens)
     tried = [order.level(parts, size, max_tokens, scores_of_a_token) for parts in cuts]
-    # What is nearly full fits in the order in which it was formed, and hardly in another.
+    # Bins that are nearly full fit in the order in which they were formed, and hardly in another.
     tried += _fillings(order, size, max_tokens)
 
     def badness(bins: Sequence[Bin]) -> tuple[int, float]:
@@ -207,14 +209,14 @@ def split_samples(
 
 
 def _cuts(order: PrefixOrder, num_bins: int, max_tokens: int) -> list[list[Bin]]:
-    """Parts of several sizes, for bins and for as much as a rank gets."""
+    """Cuts into parts of several sizes: of a full bin, and of the mean that a rank gets."""
     mean = min(order.num_tokens // num_bins, max_tokens)
     sizes = {int(most / divisor) for most in (max_tokens, mean) for divisor in DIVISORS}
     return [order.cut(size) for size in sorted(sizes)]
 
 
 def _fillings(order: PrefixOrder, size: int, max_tokens: int) -> list[list[Bin]]:
-    """The ways in which so many bins hold all."""
+    """The fillings that need at most `size` bins, with empty bins up to that number."""
     filled = [order.fill(parts, max_tokens) for parts in _cuts(order, size, max_tokens)]
     return [bins + [Bin()] * (size - len(bins)) for bins in filled if len(bins) <= size]
 
@@ -222,8 +224,8 @@ def _fillings(order: PrefixOrder, size: int, max_tokens: int) -> list[list[Bin]]
 def split_groups(
     samples: Sequence[Sample], size: int, max_tokens: int, layout: Layout
 ) -> list[list[tuple[int, ...]]]:
-    """Indices of parts of groups, for each rank, each part to be computed by itself: its samples follow from
-    their group alone, and so does how they are rounded, whichever groups come with it."""
+    """For each rank, parts of groups as indices of samples, each computed by itself. A part depends on its
+    group alone, and so do the bits of its results, whichever groups are in the same call."""
     by_group: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         by_group.setdefault(sample.key[0], []).append(i)
@@ -242,7 +244,7 @@ def split_groups(
 
 
 def _rows_of(sample: Sample) -> Iterator[Int32]:
-    """Prompt and completion of each of its rows, as one, with its routes."""
+    """Prompt and completion of each of the sample's rows, end to end, with their routes."""
     start = 0
     for number, (prompt_ids, num_completion) in enumerate(sample.segments):
         ids = np.concatenate([prompt_ids, sample.completion_ids[start : start + num_completion]])

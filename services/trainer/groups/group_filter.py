@@ -1,4 +1,4 @@
-"""Groups: what has arrived of a ticket, and the filter for staleness and validity. A complete group becomes
+"""Groups: what has arrived for a ticket, and the filter for staleness and validity. A complete group becomes
 training samples, or a reason to replace it.
 
 Every group has exactly one outcome: trained, with the samples that were left out named one by one, or
@@ -31,7 +31,7 @@ BAD_NUMBERS, MISSING_TEACHER = "bad_numbers", "no_teacher_logprobs"
 NO_PAYLOAD, ENVIRONMENT_FAULT, NO_CHOICES = "no_payload", "environment_fault", "no_choices"
 NO_BASELINE = "no_greedy_baseline"
 GREEDY = "greedy_baseline"
-"""Why a sample is left out that was not sampled."""
+"""Reason for leaving out the greedy completion, which is compared with and not trained."""
 
 MAX_REWARD = 1e30
 """Beyond this, sums and squares of rewards could overflow; no reward means such a number."""
@@ -42,24 +42,24 @@ UNKNOWN_VERSION = 2**63
 
 @dataclass(slots=True)
 class PendingGroup(RecordedGroup):
-    """What has arrived of a ticket that is outstanding, or of a step that is trained again."""
+    """What has arrived for a ticket that is outstanding, or that is in a step that is trained again."""
 
     ticket_min_version: int = 0
     started_version: int = -1
     oldest_sampled: int = UNKNOWN_VERSION
-    """Of the tokens that have arrived."""
+    """Oldest weight version among the tokens that have arrived."""
     is_ahead: bool = False
-    """Whether a token came before the version that it names was committed: it is of a lost history."""
+    """Whether a token arrived before its version was committed: that version is of a lost history."""
     is_taken: bool = False
     """Whether the step in progress trains on it."""
     precomputed: dict[int, Precomputed] = field(default_factory=dict)
-    """What was computed of the trajectories while they waited for their scores, by index."""
+    """What was computed for the trajectories while they waited for their scores, by index."""
     precomputed_for: int = -1
-    """The step for which that was done."""
+    """The step for which that was done; -1: none."""
 
     @classmethod
     def of(cls, ticket: Ticket | Trajectory) -> "PendingGroup":
-        """Of a ticket that was issued just now, or of a demonstration."""
+        """An empty group for a ticket that was issued just now, or for a demonstration."""
         size, min_version = ticket.group_size, ticket.min_version
         return cls(ticket.ticket, ticket.step, group_size=size, ticket_min_version=min_version)
 
@@ -91,8 +91,8 @@ class PendingGroup(RecordedGroup):
 
     @property
     def queued_s(self) -> dict[int, float]:
-        """How long each trajectory waited for its reward: ids are times of one server, workers' clocks need
-        not agree. Empty where not known."""
+        """Seconds that each trajectory waited for a reward worker, by index, as far as they are known. Entry
+        ids are times of one server: workers' clocks need not agree."""
         queued_ms = {
             index: id_order(entry_id)[0] - id_order(self.trajectory_ids[index])[0]
             for index, entry_id in self.score_ids.items()
@@ -101,14 +101,14 @@ class PendingGroup(RecordedGroup):
         return {i: max(0.0, between / 1000 - self.scores[i].latency_s) for i, between in queued_ms.items()}
 
     def take(self, entry: Part) -> list[Part]:
-        # Named, for the decorator has made another class of this one.
+        # `super()` alone fails: `dataclass(slots=True)` has replaced the class in which this was defined.
         refused = super(PendingGroup, self).take(entry)
         if (message := self.trajectories.get(entry.message.index)) is entry.message:
             self.oldest_sampled = min(self.oldest_sampled, message.min_version)
         return refused
 
     def forget(self) -> None:
-        """Everything that has arrived, to read it again."""
+        """Drop everything that has arrived, to read it again."""
         for arrived in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids):
             arrived.clear()
         self.other_scores.clear()
@@ -125,7 +125,7 @@ class TrainableGroup:
     rewards: list[float]
     left_out: list[tuple[int, str]] = field(default_factory=list)
     baseline: Sample | None = None
-    """The greedy sample that the others are compared with, where the advantage wants one."""
+    """The greedy sample that the others are compared with, where the advantage needs one."""
 
     @property
     def ticket(self) -> int:
@@ -133,8 +133,8 @@ class TrainableGroup:
 
     @property
     def sampled(self) -> list[Trajectory]:
-        """All completions but the greedy baseline, also those that are not trained; of a sample that has
-        failed, and of a demonstration, there is none."""
+        """All sampled completions, trained or not, without the greedy baseline and samples that have failed;
+        none for a demonstration."""
         every = () if self.source.is_demonstration else self.source.trajectories.values()
         return [one for one in every if not one.is_greedy and not fault_of(one)]
 
@@ -147,7 +147,7 @@ class TrainableGroup:
         return [records[sample.key[1]].token_versions()[sample.mask] for sample in self.samples]
 
     def with_precomputed(self) -> "TrainableGroup":
-        """The group whose samples have what was precomputed of its records."""
+        """The group with what was precomputed for its records added to its samples."""
         if self.source.precomputed_for < 0:
             return self
         found = self.source.precomputed
@@ -163,11 +163,11 @@ class Refusal:
     reason: str
     detail: str = ""
     rewards: tuple[float, ...] = ()
-    """Of a group without variance: they say how hard its prompt is."""
+    """Rewards of a group without variance: they say how hard its prompt is."""
 
 
 class GroupFilter:
-    """Decides what becomes of complete groups; the same group always has the same outcome."""
+    """Decides what becomes of complete groups: by group, config and, for staleness, the step in progress."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.reward, self.trainer = config, config.reward, config.trainer
@@ -176,11 +176,11 @@ class GroupFilter:
         self.masked_sources = config.masked_sources
         self.has_baseline = self.algorithm.advantage_traits.has_greedy_baseline
         self.needs_routes = False
-        """Whether the policy replays them, which the model decides."""
+        """Whether the policy replays routes, which depends on the model."""
 
     def apply(self, group: PendingGroup, step: int) -> TrainableGroup | Refusal:
         """Check the staleness bound for `step`, then `select`."""
-        if group.is_demonstration:  # of no version
+        if group.is_demonstration:  # it has no version
             return self.select(group)
         if step - group.min_version > self.trainer.max_staleness:
             detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
@@ -209,7 +209,7 @@ class GroupFilter:
         rewards, left_out = self._rewards(usable, teacher is not None)
         left_out += [(index, faults[index][0]) for index in sorted(faults)]
         for index, _ in left_out:
-            # A reward of its own policy says so in the score; the others leave it to the run's.
+            # A reward with a failure policy of its own puts it into the score; else the run's holds.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
                 return Refusal(
                     group.ticket, FAILED_SCORE, faults.get(index, ("", group.scores[index].error))[1]
@@ -228,7 +228,7 @@ class GroupFilter:
             return Refusal(group.ticket, FEW_SCORES, detail)
         # Compared exactly, as by the estimators: they give exactly zero where rewards are equal.
         is_constant = len(set(rewards.values())) == 1
-        # Where a teacher counts, samples of one reward teach as well.
+        # With a teacher whose weight is not 0, samples of equal rewards are trained too.
         if self.algorithm.filter_zero_variance and is_constant and not (teacher and teacher[1].weight):
             values = tuple(rewards.values())
             return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}", values)
@@ -238,7 +238,7 @@ class GroupFilter:
         except ValueError as error:
             return Refusal(group.ticket, BAD_NUMBERS, str(error))
         if self.algorithm.normalisation == "prompt":
-            # Of those that are trained: what was left out takes no share of the group's weight.
+            # Only trained samples count: what was left out takes no share of the group's weight.
             num_trained = sum(sample.num_trained for sample in samples)
             samples = [replace(one, group_size=len(samples), group_trained=num_trained) for one in samples]
         baseline = baselines[0] if baselines else None
@@ -246,7 +246,7 @@ class GroupFilter:
         return trainable.with_precomputed()
 
     def _demonstration(self, group: PendingGroup) -> TrainableGroup:
-        """Its sample, with the weight of its source: whoever published it has checked it."""
+        """A demonstration as a group, with its source's weight; it was checked when it was loaded."""
         (trajectory,) = group.trajectories.values()
         sample = make_sample(trajectory)
         weight = self.imitation[trajectory.source]
@@ -262,8 +262,8 @@ class GroupFilter:
     def _rewards(
         self, scores: Mapping[int, Score], is_taught: bool
     ) -> tuple[dict[int, float], list[tuple[int, str]]]:
-        """Reward of each usable sample by index, and the indices left out, with the reason. A value in place
-        of a failed score (a group function's, or the run's) is none in place of a teacher's logprobs."""
+        """Reward of each usable sample by index, and the indices left out, with the reason. A value that a
+        group function or the run gives a failed sample does not replace a teacher's logprobs."""
         rewards: dict[int, float] = {}
         left_out: list[tuple[int, str]] = []
         for index in sorted(scores):
@@ -279,7 +279,7 @@ class GroupFilter:
         return rewards, left_out
 
     def _fault(self, one: Trajectory, is_masked: bool) -> tuple[str, str]:
-        """Why a sample has failed whatever its score says: a reason of ours, and words."""
+        """Why a sample has failed whatever its score says, as (reason, detail); "" as detail: it has not."""
         if fault := fault_of(one):
             is_claimed = one.claim is not None or one.lacks_choices
             return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault

@@ -40,7 +40,7 @@ PER_TOKEN = (
 
 
 class SegmentTokens(NamedTuple):
-    """A segment of a sample: its own prompt, and how many of the sample's completion tokens are its."""
+    """A segment of a sample: its own prompt, and how many of the sample's completion tokens belong to it."""
 
     prompt_ids: Int32
     num_completion: int
@@ -52,11 +52,11 @@ class Routes(NamedTuple):
     experts: NDArray[np.unsignedinteger]
     """[tokens - 1, layers, experts of a token]."""
     keys: Int32
-    """[tokens - 1, 2]: equal where the token's experts are, by a hash of 64 bits."""
+    """[tokens - 1, 2]: a 64-bit hash of each token's experts, as two numbers."""
 
 
 def make_routes(experts: NDArray[np.unsignedinteger]) -> Routes:
-    """Multilinear hashing over 64-bit words, whose multipliers are hashes of their places."""
+    """Hash by multilinear hashing over 64-bit words, whose multipliers are hashes of their places."""
     flat = np.ascontiguousarray(experts).reshape(len(experts), -1).view(np.uint8)
     num_words = -(-flat.shape[1] // 8)
     padded = np.zeros((len(flat), 8 * num_words), dtype=np.uint8)
@@ -75,12 +75,12 @@ class TurnEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Teaching:
-    """What a teacher says of a sample: its logprobs [T], 0 at tokens that the model did not sample."""
+    """A teacher's logprobs of a sample's tokens [T], 0 at tokens that the model did not sample."""
 
     teacher: str
     logprobs: Float32
     weight: float
-    """How much it counts; 0 only measures it."""
+    """Weight of the teacher's term in the loss; 0 only measures it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,9 +100,9 @@ class Sample:
     mask: Bits
     reward: float
     shaped_reward: float = 0.0
+    """The reward less penalties, from which advantages are computed."""
     token_rewards_A: Float64 | None = None
-    """What advantages are computed from: the reward less penalties, as one number (which a sequence without
-    trained tokens has too), and at the A trained tokens while `Advantages.assign` works."""
+    """The same at the A trained tokens, while `Advantages.assign` works."""
     advantage: float | Float64 = 0.0
     """One number, or one for each completion token, [T]; `Advantages.assign` fills it in."""
     returns: Float64 | None = None
@@ -115,28 +115,27 @@ class Sample:
     """[T], the value head's estimates at the start of the step, before each token is chosen."""
     start_logprobs: Float32 | None = None
     entropies: Float32 | None = None
-    """[T], under the weights at the start of the step, for statistics of a mini-batch; gone when they are
-    taken."""
+    """Both [T], under the weights at the step's start, for a mini-batch's statistics; None after that."""
     factors: Float64 | None = None
-    """[T], what the policy's term of each token is multiplied by; None: 1. From a mini-batch's statistics."""
+    """[T], factor of each token's policy term, from a mini-batch's statistics; None: 1."""
     penalised: Float64 | None = None
     """[T], 1 for tokens that kl-cov penalises."""
     forked: tuple[SegmentTokens, ...] = ()
     """All segments in order, where there are several; empty for one, whose prompt is `prompt_ids`."""
     routes: tuple[Routes, ...] = ()
-    """Of each segment; empty where none were recorded."""
+    """Routes of each segment; empty where none were recorded."""
     turns: tuple[TurnEnd, ...] = ()
-    """Of a session, in order; empty for a single turn."""
+    """Turns of a session, in order; empty for a single turn."""
     kept: Rows | None = None
     """[T], the ids that each token was sampled from; an empty row: from all."""
     teaching: Teaching | None = None
-    """Where the sample's data source has a teacher."""
+    """Set where the sample's data source has a teacher."""
     imitation: float = 0.0
-    """Of a demonstration, the weight of its tokens' -logprob, which is all of their loss; 0 of others."""
+    """For a demonstration, the weight of its tokens' -logprob, which is their whole loss; else 0."""
     group_size: int = 1
-    """Samples of its group, itself among them; filled in where `normalisation: prompt` needs it."""
+    """Trained samples of its group, itself among them; filled in where `normalisation: prompt` needs it."""
     group_trained: int = 0
-    """Tokens of those that carry loss."""
+    """Tokens in these samples that carry loss."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -188,7 +187,6 @@ class Sample:
 
     @property
     def has_turn_rewards(self) -> bool:
-        """Whether the environment rewarded single turns."""
         return any(turn.reward for turn in self.turns)
 
     @property
@@ -204,14 +202,14 @@ class Sample:
 
     @property
     def mean_advantage(self) -> float:
-        """The advantage; of one for each token, the mean over the trained tokens (0 without any)."""
+        """The advantage; where each token has its own, the mean over the trained tokens (0 without any)."""
         if not isinstance(self.advantage, np.ndarray):
             return float(self.advantage)
         return float(self.advantage[self.mask].mean()) if self.num_trained else 0.0
 
 
 def make_sample(trajectory: Trajectory, turn_weight: float = 0.0) -> Sample:
-    """The tokens of a trajectory, without its reward; those of turns are multiplied by `turn_weight`.
+    """A trajectory as a sample, its reward still 0; rewards of its turns are multiplied by `turn_weight`.
 
     Raises:
         ValueError: a logprob or a turn's reward is not finite, or a prompt is empty.
@@ -234,7 +232,7 @@ def make_sample(trajectory: Trajectory, turn_weight: float = 0.0) -> Sample:
 
 
 def without_choices(sample: Sample) -> Sample:
-    """What a model scores by its own choices alone: a reference."""
+    """The sample without recorded choices, for a model that makes its own: a reference."""
     return replace(sample, kept=None, routes=())
 
 
@@ -244,7 +242,7 @@ def has_masks(trajectory: Trajectory) -> bool:
 
 
 def missing_mask(trajectory: Trajectory) -> str:
-    """Which token of the model has no sampling mask that it can be of; empty where all have one."""
+    """Which sampled token is not in its sampling mask, as a sentence; empty where all are."""
     kept = trajectory.choices.rows.get(KEPT) if trajectory.choices else None
     if kept is None or kept.offsets is None:
         return "it has no sampling masks, and its tokens were sampled from some ids only"
@@ -266,10 +264,10 @@ def _routes_of(trajectory: Trajectory) -> Iterator[Routes]:
 
 
 def with_teaching(sample: Sample, teacher: str, logprobs_A: Float32, weight: float) -> Sample:
-    """The sample with a teacher's logprobs of its A sampled tokens; before `mask` leaves any of them out.
+    """The sample with a teacher's logprobs of its A sampled tokens, before `mask` leaves any of them out.
 
     Raises:
-        ValueError: there are not A of them: they are of other tokens.
+        ValueError: there are not A of them, so they belong to other tokens.
     """
     if len(logprobs_A) != sample.num_trained:
         raise ValueError(
@@ -282,13 +280,13 @@ def with_teaching(sample: Sample, teacher: str, logprobs_A: Float32, weight: flo
 
 
 def num_sampled(trajectory: Trajectory) -> int:
-    """Completion tokens of the model, over all segments: the length of a completion, in every metric."""
+    """Completion tokens that the model sampled, in all segments: a completion's length, in every metric."""
     return sum(int(np.count_nonzero(segment.mask)) for segment in trajectory.segments)
 
 
 def mask_of_whole_turns(trajectory: Trajectory) -> Bits:
-    """The mask of the sample without turns that a limit has cut, as those of a sub-agent may be in a session
-    that ends well. Shape [T]."""
+    """The sample's mask without turns that a limit has cut: a session that ends well may have such turns of a
+    sub-agent. Shape [T]."""
     # Copies: the record keeps its own masks, by which metrics count sampled tokens.
     masks = [segment.mask.copy() for segment in trajectory.segments]
     for mask, segment in zip(masks, trajectory.segments, strict=True):
@@ -310,13 +308,13 @@ def _turn_ends(segments: Iterable[Segment], weight: float) -> Iterator[TurnEnd]:
 
 
 Precomputed = dict[str, Float32]
-"""What a policy computes of one trajectory before training, [T] each: fields of `Sample`, by name, that the
-algorithm uses."""
+"""What a policy computes for one trajectory before training: arrays [T], by the name of their field in
+`Sample`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Samples whose gradients are accumulated by one call of the policy."""
+    """Samples whose gradients one call of the policy accumulates: a bin for each rank (`bins.py`)."""
 
     samples: tuple[Sample, ...]
 
@@ -335,7 +333,7 @@ class MicroBatch:
 
     @property
     def num_groups(self) -> float:
-        """Each sample counts as its share of its group."""
+        """Groups, of which each sample counts as its share."""
         return sum(1.0 / sample.group_size for sample in self.samples)
 
 

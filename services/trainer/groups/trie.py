@@ -1,8 +1,8 @@
-"""What sequences begin with alike: a trie of token ids, grown sequence by sequence.
+"""Common beginnings of sequences: a trie of token ids, grown sequence by sequence.
 
-Each node is a run of tokens that is there once, in a row of all of them: that of a forward pass
-(`policy/packing.py`), or one that is only counted, where samples are put together. A sequence is its ids [T];
-or what else has to be equal too, a row for each token [T, n]: `with_routes`.
+Each node is a run of tokens that is there once. The tokens of all nodes form one row: that of a forward pass
+(`policy/packing.py`), or one that is only counted, where bins are formed. A sequence is its ids [T], or ids
+with other numbers that have to be equal too [T, n] (`with_routes`).
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from tidemill.common.wire.arrays import Int32
 
 SHORTEST = 8
-"""Tokens of a node that is shared: a shorter one costs attention more than it saves in the other layers."""
+"""Fewest tokens that are split off as a shared node: fewer cost attention more than other layers save."""
 SCORES_OF_A_TOKEN = 1000
-"""Scores of attention that take about as long as a token in all other layers, where these are small."""
+"""Attention scores that take about as long as one token in all other layers, where these are small."""
 MOST_KEYS = 4
-"""Tokens of a tree's rows, for each token that it may have: about so many keys are copied in every layer."""
+"""Most tokens of a tree's rows, as a multiple of its limit of different ones: layers copy their keys."""
 ENOUGH_IN_COMMON = 0.1
-"""The share of tokens from which it is worth while to compute what is in common once."""
+"""Share of common tokens from which it pays to compute them once."""
 
 Indices = NDArray[np.int64]
 
@@ -30,14 +30,14 @@ class Node:
     """A run of tokens, from position `start` to before `end` of each sequence that has it."""
 
     offset: int
-    """Of its first token in the row of all."""
+    """Place of its first token in the row of all nodes."""
     start: int
     end: int
     above: "Node | None"
 
     @property
     def places(self) -> Indices:
-        """Where its tokens are in the row of all."""
+        """Places of its tokens in the row of all nodes."""
         return np.arange(self.offset, self.offset + self.end - self.start)
 
 
@@ -47,7 +47,8 @@ def in_order(ids: Int32) -> bytes:
 
 
 def with_routes(ids: Int32, keys: Int32 | None) -> Int32:
-    """A sequence whose tokens equal others where their routes do. The last one has none."""
+    """A sequence [T, 3] whose tokens are equal only where their routes are too; the ids without `keys`. The
+    last token has no route."""
     if keys is None:
         return ids
     padded = np.zeros((len(ids), 2), dtype=np.int32)
@@ -56,13 +57,12 @@ def with_routes(ids: Int32, keys: Int32 | None) -> Int32:
 
 
 class Trie:
-    """Sequences, best added in the order of `in_order`: each shares what it has in common with the one
-    before."""
+    """Sequences, best added in the order of `in_order`: each shares its beginning with the one before."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.size = 0
-        """Tokens of all nodes."""
+        """Number of tokens in all nodes."""
         self._path: list[Node] = []
         self._ids: Int32 = np.zeros(0, dtype=np.int32)
 
@@ -75,7 +75,7 @@ class Trie:
         return common if common == node.end or common - node.start >= SHORTEST else node.start
 
     def add(self, ids: Int32) -> Indices:
-        """Where its tokens are in the row of all. Shape [tokens]."""
+        """Add a sequence; returns the places of its tokens in the row of all nodes. Shape [T]."""
         common = self.shared(ids)
         path = [node for node in self._path if node.start < common]
         if path and path[-1].end > common:
@@ -102,8 +102,8 @@ def num_common(left: Int32, right: Int32) -> int:
 
 
 def share_in_common(sequences: Iterable[Int32]) -> float:
-    """The share of their tokens that is there more than once; sequences in the order of `in_order`. Less, and
-    below 0, where attention would compute more scores than in a row for each sequence."""
+    """Share of the tokens that a trie saves, for sequences in the order of `in_order`. Lower, also below 0,
+    where attention would compute more scores than with a row for each sequence."""
     trie, total, alone = Trie(), 0, 0.0
     for ids in sequences:
         trie.add(ids)

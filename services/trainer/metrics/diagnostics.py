@@ -1,8 +1,8 @@
 """Watches the numbers of each step and says in plain words what is wrong, since when, and what to do.
 
 A warning begins when a number was outside of its healthy range for `PATIENCE_STEPS` steps in a row, and ends
-when it was inside for as many; each is said once. What is known follows from the steps on record alone, so a
-trainer that resumes goes on with the same warnings.
+when it was inside for as many; each is logged once. Warnings follow from the steps on record alone, so a
+trainer that resumes goes on with the same ones.
 """
 
 import math
@@ -19,9 +19,9 @@ from tidemill.common.telemetry import metrics
 log = structlog.get_logger(__name__)
 
 PATIENCE_STEPS = 3
-"""One step is noise."""
+"""Steps in a row: a single one may be noise."""
 MAX_WARNINGS = 100
-"""Kept for people, the newest; ended ones go first."""
+"""Most warnings that are kept, the newest; ended ones are removed first."""
 
 WAITS = {
     "time/wait_trajectories_s": "generation: add rollout workers or GPUs, or shorten max_tokens",
@@ -49,8 +49,6 @@ class Warned:
 
 @dataclass(slots=True)
 class _Watch:
-    """One check, and what it has seen."""
-
     check: Check
     patience_steps: int
     num_outside: int = 0
@@ -91,11 +89,11 @@ class Diagnostics:
 
     def __init__(self, ranges: Ranges, patience_steps: int = PATIENCE_STEPS) -> None:
         self.warnings: list[Warned] = []
-        """All that were said, oldest first."""
+        """Warnings so far, oldest first."""
         self._watches = [_Watch(check, patience_steps) for check in checks_with(ranges)]
 
     def resume(self, records: Iterable[Record]) -> "Diagnostics":
-        """Itself in the state after the steps on record; says nothing again."""
+        """Take the state after the steps on record, without logging; returns itself."""
         for record in records:
             if record["kind"] == STEP:
                 self._judge(record["step"], record)
@@ -128,7 +126,7 @@ class Diagnostics:
 
 
 def _worse(healthy: HealthyRange, one: float | None, other: float) -> float:
-    """Whichever lies farther outside; what is not a number is the worst."""
+    """The value farther outside of the range; NaN is the worst."""
     if one is None or math.isnan(one) or math.isnan(other):
         return math.nan
     low = -math.inf if healthy.low is None else healthy.low
@@ -149,7 +147,7 @@ def _shown(healthy: HealthyRange) -> str:
 
 
 def time_advice(numbers: Mapping[str, Any]) -> str:
-    """What to do about waiting: about the longest wait of the step."""
+    """Advice about the longest wait of the step."""
     waits = {name: float(numbers.get(name) or 0.0) for name in WAITS}
     longest = max(waits, key=lambda name: waits[name])
     if not waits[longest]:

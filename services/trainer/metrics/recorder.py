@@ -39,12 +39,12 @@ class Recorder:
         evaluations: Iterable[Record] = (),
     ) -> None:
         """`resume_at` is the version that the trainer is at; `commit_of` gives the commit of a step, or None
-        where nobody has it; `evaluations` are those that the run's state knows."""
+        where it is lost; `evaluations` are those in the run's state."""
         self.path = run_dir / METRICS_FILE
         kept = _restored(self.path, resume_at, commit_of, evaluations)
         self._next_step = max((r["step"] + 1 for r in kept if r["kind"] == STEP), default=0)
         self.evaluations = [record for record in kept if record["kind"] == EVALUATION]
-        """Those on record, oldest first."""
+        """Evaluations on record, oldest first."""
         with storage_errors("metrics", self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._senders: list[Sender] = []
@@ -94,7 +94,7 @@ class Recorder:
 
 
 def record_of(head: Record, metrics: Mapping[str, float | None], at: float | None = None) -> Record:
-    """One line: what it is about, when, and the metrics as JSON numbers."""
+    """A record, which is one line: its kind, the time, and the metrics as JSON numbers."""
     record: Record = {**head, "time": round(time.time() if at is None else at, 3)}
     if clash := sorted(record.keys() & metrics.keys()):
         raise ValueError(f"metrics cannot be named {', '.join(clash)}: a record has these fields already")
@@ -119,9 +119,9 @@ def _restored(
     commit_of: Callable[[int], Commit | None],
     evaluations: Iterable[Record],
 ) -> list[Record]:
-    """Leave what version `resume_at` knows, steps below it and evaluations up to it; returns that.
+    """Keep only steps below `resume_at` and evaluations up to it in the file; returns them.
 
-    A crash may have left the file without the newest, and damage without any: steps come back from their
+    After a crash the file may lack its newest records, after damage all: steps are restored from their
     commits, evaluations from the run's state.
     """
     records = read_records(path)

@@ -1,4 +1,4 @@
-"""The numbers of one step, under the names that users of TRL and verl know, and what it tells Prometheus.
+"""The metrics of one step, under the names that users of TRL and verl know, and their report to Prometheus.
 
 Means over tokens are means over the whole step, never means of means.
 """
@@ -25,9 +25,9 @@ from tidemill.services.trainer.step import StepResult
 log = structlog.get_logger(__name__)
 
 BYTES_OF_A_TOKEN = 4
-"""Of an id, and of a logprob."""
+"""Bytes of an id, and of a logprob."""
 ENTRY_BYTES = 500
-"""Of a trajectory and its score besides ids, logprobs and text: field names, times, Redis's own."""
+"""Bytes of a trajectory and its score besides ids, logprobs and text: field names, times, Redis's own."""
 OLDEST_BUCKET = 8
 """The last bucket of the staleness histogram: so many steps or more."""
 
@@ -83,10 +83,10 @@ def _length_metrics(sampled: Sequence[Trajectory]) -> dict[str, float]:
 def stage_metrics(
     trajectories: Sequence[Trajectory], scores: Sequence[Score], queued: Sequence[float] = ()
 ) -> dict[str, float]:
-    """Times and sizes of one step, of samples that were generated; `scores` may be fewer than those.
+    """Times and sizes of one step, over samples that were generated; there may be fewer `scores`.
 
-    `queued` says how long trajectories waited for their rewards, by one clock; a step that is replayed from
-    records alone has none of that.
+    `queued` are the seconds that trajectories waited for their rewards, by one clock; empty for a step that
+    is replayed from records alone.
     """
     failed = {trajectory.key for trajectory in trajectories if trajectory.fault}
     trajectories = [trajectory for trajectory in trajectories if trajectory.key not in failed]
@@ -134,7 +134,7 @@ def usage_metrics(
 
 
 def _record_bytes(trajectory: Trajectory) -> int:
-    """What Redis holds for one trajectory and its score, about."""
+    """About how many bytes Redis holds for one trajectory and its score."""
     ids = sum(len(s.prompt_ids) + 2 * len(s.completion_ids) for s in trajectory.segments)
     text = len(trajectory.text.encode()) + len(trajectory.prompt_text.encode())
     said = len(repr(trajectory.session.messages)) if trajectory.session else 0
@@ -154,7 +154,7 @@ def _busy_s(intervals: Iterable[tuple[str, float, float]]) -> float:
 def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Means over sessions, and shares over all their tokens, calls or prompts; nothing without sessions.
 
-    A share of cached prompt tokens is that of turns of which the engine says it; without any it is not there.
+    The share of cached prompt tokens is over turns whose engine reports it, and left out without any.
     """
     played = [(t, t.session) for t in trajectories if t.session is not None]
     if not played:
@@ -184,8 +184,8 @@ def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
-    """Of each source that the step trained on: groups, means over completions, staleness of trained tokens;
-    of demonstrations the first and the length; a run of one training set without a name has none.
+    """For each source that the step trained on: groups, means over completions, staleness of trained tokens;
+    for demonstrations only groups and length. A run of one training set without a name has none.
 
     A pass rate is the share of rewards of at least `success_threshold`, over the samples that have one.
     """
@@ -213,7 +213,7 @@ def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshol
 
 
 def _staleness(step: int, groups: Sequence[TrainableGroup]) -> NDArray[np.signedinteger]:
-    """Of each trained token of these groups."""
+    """Staleness of each trained token of these groups."""
     versions = [versions for group in groups for versions in group.trained_versions()]
     return step - np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
 
@@ -229,7 +229,7 @@ def staleness_shares(staleness: NDArray[np.signedinteger]) -> dict[str, float]:
 def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
     rewards = np.concatenate([group.rewards for group in groups])
     scores = [score for group in groups for score in group.source.scores.values()]
-    # Where a teacher counts, samples of one reward teach as well.
+    # With a teacher whose weight is not 0, samples of equal rewards are trained too.
     teaches_nothing = [
         len(set(group.rewards)) == 1 and not any(s.teaching and s.teaching.weight for s in group.samples)
         for group in groups
@@ -248,7 +248,7 @@ def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
 
 
 def component_values(scores: Iterable[Score]) -> dict[str, list[float]]:
-    """The values of each component of the reward, of the samples that it applied to."""
+    """The values of each component of the reward, over the samples that it applied to."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.components.items():
@@ -259,7 +259,7 @@ def component_values(scores: Iterable[Score]) -> dict[str, list[float]]:
 
 def _teacher_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """`teacher/<name>/reverse_kl` of each teacher: the mean of log p_rollout - log p_teacher over the trained
-    tokens of its samples, an estimate of KL(rollout || teacher) a token; and how many tokens that were."""
+    tokens of its samples, an estimate of KL(rollout || teacher) a token; and the number of these tokens."""
     gaps: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for sample in samples:
         if sample.teaching is not None:
@@ -273,12 +273,12 @@ def _teacher_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _std(values: Sequence[float] | NDArray[np.float64]) -> float:
-    """Unbiased standard deviation, as TRL logs it; 0 of fewer than two values."""
+    """Unbiased standard deviation, as TRL logs it; 0 for fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def observe_step(commit: Commit, result: StepResult) -> None:
-    """Once for each step, after its commit."""
+    """Report a step to Prometheus and the log; once for each step, after its commit."""
     metrics.COMMITTED_VERSION.set(commit.version)
     metrics.STEP_SECONDS.observe(commit.metrics["step_time_s"])
     for name, number in commit.metrics.items():

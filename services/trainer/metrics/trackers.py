@@ -31,7 +31,7 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker learns of a run."""
+    """What a tracker is given of a run."""
 
     run_id: str
     run_dir: Path
@@ -66,7 +66,7 @@ def open_tensorboard(run: TrackedRun) -> Tracker:
 
 
 def open_wandb(run: TrackedRun) -> Tracker:
-    """With an x-axis of its own, `train/global_step`, so that a resumed run may send in any order."""
+    """Weights & Biases, with `train/global_step` as x-axis, so that a resumed run may send in any order."""
     import wandb
 
     session = wandb.init(
@@ -103,7 +103,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         number = experiment.experiment_id if experiment else client.create_experiment(run.project)
         run.state["run_id"] = client.create_run(number, run_name=run.run_id).info.run_id
         params = [Param(key, str(value)[:500]) for key, value in flatten(run.config).items()]
-        for start in range(0, len(params), 100):  # of one request, at most
+        for start in range(0, len(params), 100):  # the most that one request takes
             client.log_batch(run.state["run_id"], params=params[start : start + 100])
     run_id = run.state["run_id"]
     client.update_run(run_id, status="RUNNING")  # `close` ended it; a resumed one goes on
@@ -130,7 +130,7 @@ def _row(numbers: Numbers, at: int) -> dict[str, float]:
 
 
 CLOSE_S = 20.0
-"""How long the end of a run waits for what is not sent yet."""
+"""How long the end of a run waits for records that are not sent yet."""
 FIELDS_OF_RECORD = frozenset(("kind", "step", "version", "time", "set"))
 
 
@@ -169,7 +169,7 @@ class Sender:
             while not is_last:
                 self._has_more.wait()
                 self._has_more.clear()
-                is_last = self._is_closing  # before the look: `close` comes after the last record
+                is_last = self._is_closing  # read before the records: `close` comes after the last of them
                 self._send_new(tracker)
             tracker.close()
         except Exception as error:

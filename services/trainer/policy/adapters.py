@@ -35,7 +35,7 @@ _NAME = "default"
 
 
 class Adapters:
-    """The adapters of one model. Make it before the model is compiled, split, and before its optimizer. Of a
+    """The adapters of one model. Make it before the model is compiled, split, and before its optimizer. For a
     model whose weights are not read yet, `base_digest` is that of its files."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Adapters:
         self._layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
         scale = config.alpha / (math.sqrt(config.rank) if config.rank_stabilized else config.rank)
         self.identity = f"{base_digest} with adapters of rank {config.rank} times {scale:g}"
-        """What the adapters belong to; those of a checkpoint fit no other."""
+        """The base and scale that the adapters belong to; those of a checkpoint fit no other."""
         self._halve_base(compute_dtype)
 
     def _halve_base(self, compute_dtype: torch.dtype) -> None:
@@ -126,7 +126,7 @@ def _delta(layer: Any) -> Tensor:
 
 
 def _add(delta: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their sum, split as the weight is."""
+    """The sum of weight and delta, split as the weight is."""
     if not isinstance(weight, DTensor):
         # Added in float32 and rounded once: the base may be in bfloat16.
         return (weight.to(delta.dtype) + delta).to(dtype)
@@ -205,8 +205,8 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
 
 @contextmanager
 def _with_placeholders(model: PreTrainedModel) -> Iterator[None]:
-    """PEFT puts adapters where the layer is. Where that is nowhere as yet, they would lose their values: a
-    number in the layer's shape stands in for its weight."""
+    """Within the block, a number expanded to its shape replaces each weight on the meta device: PEFT puts
+    adapters on the device of their layer, and on the meta device they would lose their values."""
     empty = [
         (module, name, weight)
         for module in model.modules()

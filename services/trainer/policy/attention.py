@@ -25,9 +25,9 @@ FLASH = "flash_attention_2"
 VARLEN = "torch_varlen"
 """The name under which transformers finds `attend_varlen`."""
 MAX_HEAD_SIZE = 256
-"""Of the kernels behind `varlen_attn`; a multiple of 8."""
+"""Largest size of a head for the kernels behind `varlen_attn`; sizes are multiples of 8."""
 OLDEST_GPU = (8, 0)
-"""Compute capability that they need: Ampere."""
+"""Compute capability that these kernels need: Ampere."""
 
 
 def choose_attention(
@@ -92,7 +92,7 @@ def layer_configs(config: PreTrainedConfig) -> list[Any]:
 
 
 def head_size(text: Any) -> int:
-    """Of the heads of a layer, as its configuration says."""
+    """Size of a layer's heads, as its configuration says."""
     heads = max(1, int(getattr(text, "num_attention_heads", 1)))
     return int(getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads)
 
@@ -111,7 +111,7 @@ def attend_varlen(
 
     Shapes: query [B, heads, T, D], key [B, key heads, T, D], value [B, key heads, T, E] with E <= D; returns
     [B, T, heads, E]. Boundaries are those of `cu_seq_lens_q`; without it each of the B rows is a sequence.
-    Of a tree with `columns` this rank has some of the T. A window of W is the token itself and the W - 1
+    With a tree's `columns` this rank has some of the T. A window of W is the token itself and the W - 1
     before it.
     """
     tree: Tree | None = kwargs.get(TREE)

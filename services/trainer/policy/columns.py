@@ -27,7 +27,7 @@ class ContextGroup:
 
 
 class Columns:
-    """Which columns of one tile are whose."""
+    """The columns and scored tokens of one tile that each rank has."""
 
     def __init__(self, context: ContextGroup, num_columns: int, sources_N: Tensor) -> None:
         self._context, self._num_columns = context, num_columns
@@ -40,7 +40,7 @@ class Columns:
         self.own_n = self._order_N.split(self._counts)[context.rank]
 
     def cut(self, rows_RT: Tensor, filler: int = 0) -> Tensor:
-        """This rank's columns, of [R, T]; padded with `filler`."""
+        """This rank's columns of [R, T], padded with `filler`. Shape [R, W]."""
         padding = self._width * self._context.size - self._num_columns
         return F.pad(rows_RT, [0, padding], value=filler)[:, self.own]
 
@@ -65,7 +65,7 @@ class Columns:
         return swapped.transpose(0, 1).flatten(1, 2)[None]
 
     def joined(self, values_n: Tensor) -> Tensor:
-        """Of all scored tokens, from each rank's: [n, ...] to [N, ...], with the gradient of this rank's."""
+        """Values of all scored tokens, from each rank's: [n, ...] to [N, ...], with gradient for its own."""
         padded = values_n.new_zeros((max(self._counts), *values_n.shape[1:]))
         padded[: len(values_n)] = values_n.detach()
         parts = [torch.empty_like(padded) for _ in self._counts]

@@ -32,11 +32,11 @@ def compile_model(
     stays as it is.
 
     A small forward and backward pass is tried at once: where the compiler fails, for want of a C++ compiler
-    for instance, the model stays as it was, a warning says why, and the result is False. Of a model whose
+    for instance, the model stays as it was, a warning says why, and the result is False. For a model whose
     weights will be on `device`, and are not yet, a copy of one layer is tried there.
     """
     device = device or model.device
-    # Layers are alike, so that one is compiled for all; and ranks shard them one by one.
+    # All layers have the same code, so that it is compiled once; and ranks shard them one by one.
     parts = layers_of(model) or [model.base_model]
     is_cast = dtype not in (torch.float32, torch.float64)
     if is_cast:
@@ -69,7 +69,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def outermost(module: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """Those of its modules that are meant and that are in no other such module, in the model's order."""
+    """The modules in it for which `is_meant` holds and that are in no other such module, in their order."""
     if is_meant(module):
         return [module]
     return [found for child in module.children() for found in outermost(child, is_meant)]
@@ -83,7 +83,7 @@ def _output_of(model: PreTrainedModel, device: torch.device, **named: Any) -> Te
 
 
 def _try_copy(model: PreTrainedModel, layer: nn.Module, device: torch.device, backend: Backend) -> None:
-    """A copy of the layer, with zeros for weights, called as the model calls it."""
+    """Compile and run a copy of the layer, with zeros for weights, called as the model calls it."""
     args, named = _arguments_of(model, layer)
     copy = deepcopy(layer).to_empty(device=device)
     with torch.no_grad():
@@ -95,7 +95,6 @@ def _try_copy(model: PreTrainedModel, layer: nn.Module, device: torch.device, ba
 
 
 def _zeros(tree: Any, device: torch.device) -> Any:
-    """Zeros on the device for every tensor."""
     return tree_map_only(Tensor, lambda tensor: torch.zeros_like(tensor, device=device), tree)
 
 
@@ -104,8 +103,8 @@ class _Reached(Exception):
 
 
 def _arguments_of(model: PreTrainedModel, layer: nn.Module) -> tuple[Any, Any]:
-    """What the model calls the layer with; found without memory or weights. Raises RuntimeError: that cannot
-    be found out."""
+    """The arguments with which the model calls the layer, found on the meta device. Raises RuntimeError: they
+    cannot be found out."""
     found: list[Any] = []
 
     def stop(_: nn.Module, args: Any, named: Any) -> None:
@@ -113,7 +112,7 @@ def _arguments_of(model: PreTrainedModel, layer: nn.Module) -> tuple[Any, Any]:
         raise _Reached
 
     meta = torch.device("meta")
-    # Where a kernel takes dense masks, transformers looks at values to make one: it gets one that is made.
+    # Where a kernel takes dense masks, transformers reads values to make one: it gets a finished one.
     mask_B1TT = torch.ones((2, 1, 8, 8), dtype=torch.bool, device=meta)
     hook = layer.register_forward_pre_hook(stop, with_kwargs=True)
     reason = "it is not among those that are called"

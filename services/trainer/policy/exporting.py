@@ -1,10 +1,10 @@
-"""How a policy's weights leave it: what is published of them, compared, digested and written.
+"""How a policy's weights leave it: which are published, and how they are compared, digested and written.
 
 The digest covers what engines get, in the dtype in which they get it, so that they can prove it; it needs no
-gather and is the same for any number of ranks. Master weights that differ by less than its rounding are not
-seen at once; a replay that went another way shows as soon as one of all weights rounds differently, and where
-models are exported in float32 at once. What is trained and does not travel (value head, adapters before
-they are merged) has a sum of its own, after a `+`, in commits.
+gather and is the same for any number of ranks. It does not see differences of master weights that this dtype
+rounds away: a replay that diverges is noticed as soon as one weight rounds differently, with float32 at once.
+What is trained and not exported (value head, adapters before they are merged) has a sum of its own, after a
+`+`, in commits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,28 +39,25 @@ class ExportsWeights(SavesState):
     _adapters: Adapters | None
     _parameters: Sequence[tuple[str, nn.Parameter]]
     max_share_changed = 1.0
-    """Where more of the weights changes, nobody wants a delta: `weights.max_share_changed`."""
+    """Where a larger share of the weights changes, no delta is written: `weights.max_share_changed`."""
 
     @cached_property
     def _writer(self) -> ShardWriter:
-        # Their shapes are those of the merged ones, and no rank waits for another.
+        # The base has the shapes of the merged weights, and no rank waits for another.
         tensors = self._adapters.base() if self._adapters else model_tensors(self._model)
         return ShardWriter(self._model, tensors, self._dtype, self.peers, max_share=self.max_share_changed)
 
     def _sources(self) -> dict[str, Tensor]:
-        """What is published, by the model's names: adapters are merged."""
+        """The published weights, by the model's names: adapters are merged."""
         return self._adapters.merged(self._dtype) if self._adapters else model_tensors(self._model)
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, in the configured dtype; tied ones once, adapters
-        merged."""
         # All first, in the model's order: each is a call of all ranks, and none may depend on the conversion.
         whole = {name: whole_tensor(tensor) for name, tensor in self._sources().items()}
         for name, tensor in revert_weight_conversion(self._model, whole).items():
             yield name, tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
 
     def compare_weights(self) -> WeightState:
-        """What the weights are now, and what has changed since the last call."""
         found = self._writer.compare(self._sources())
         has_delta = found.before is not None and self._writer.shadow.is_held
         return WeightState(
@@ -72,23 +69,22 @@ class ExportsWeights(SavesState):
         )
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
-        """Adapters merged, and beside them a folder of the adapters alone."""
+        """Write weights with adapters merged, and beside them a folder of the adapters alone."""
         if self._adapters:
             self._adapters.save(folder / ADAPTER_FOLDER, writes=self.peers.rank == 0)
         return self._writer.begin(self._sources, folder, version, parent)
 
     def finish_writing(self) -> None:
-        """Wait for what is being written, of weights and of a state."""
         self._writer.wait()
         self.finish_saving()
 
     def digest(self) -> str:
-        """Of the weights as they are, as commits have it."""
+        """Digest of the current weights, in the form that commits have."""
         return self._committed(self._writer.measure(self._sources()))
 
     def _committed(self, exported: Digest) -> str:
-        """The digest of what travels, and where something else is trained the sum of that, of which each rank
-        adds its rows."""
+        """The digest of exported weights, and where something else is trained the sum of that, to which each
+        rank adds its rows."""
         own = [(n, p.detach()) for n, p in self._parameters if self._adapters or n.startswith(VALUE_PREFIX)]
         if self._adapters:
             own.append(("base", self._adapters.mark))

@@ -44,7 +44,7 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def find_scaling(model: PreTrainedModel) -> Scaling | None:
-    """What the model makes of `lm_head(base_model(...).last_hidden_state)`; None where that is not known.
+    """How the model scales `lm_head(base_model(...).last_hidden_state)`; None where that is not known.
 
     Replaces the head's output by marked values for one pass. What the model gives back is held against what
     its configuration says.
@@ -77,7 +77,7 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
     if torch.equal(logits.to(marked[0].dtype), marked[0]):
         return PLAIN
     if (configured := configured_scaling(model.config.get_text_config())) == PLAIN:
-        return None  # by how little it may be: rounding is no reason
+        return None  # however small the difference is: rounding does not explain it
     tolerance = 1e-4 if marked[0].dtype.itemsize > 2 else 2e-2
     expected = configured.of(marked[0].float())
     return configured if torch.allclose(logits.float(), expected, rtol=tolerance, atol=tolerance) else None
@@ -93,9 +93,9 @@ def configured_scaling(config: Any) -> Scaling:
 
 
 class TileScores(NamedTuple):
-    """Of a tile's N scored tokens, as `head.Scored`; `hidden_NH`, if asked for, are the last hidden states
-    that predict them, `routing` what the routers made of those positions, and `changed_N` in what share of
-    layers they would not have chosen the experts that they were given."""
+    """Scores of a tile's N scored tokens, like `head.Scored`; `hidden_NH`, if asked for, are the last hidden
+    states that predict them, `routing` the routers' outputs at those positions, and `changed_N` the share of
+    layers whose router would have chosen other experts than it was given."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -106,7 +106,7 @@ class TileScores(NamedTuple):
 
 
 Scores = dict[str, Float32]
-"""Of one sample, [T] each: `logprobs`, and `entropies` and `values` where they are asked for."""
+"""Results for one sample, [T] each: `logprobs`, and `entropies` and `values` where they are asked for."""
 
 
 def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Scores]) -> None:
@@ -154,8 +154,8 @@ class TokenScorer:
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
         """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
-        entropies; routing where there is a gradient and it is wanted. Of a tile that has `columns`, of all
-        its tokens, with the gradients of this rank's; `hidden_NH` are of these alone."""
+        entropies; routing where there is a gradient and it is wanted. A tile with `columns` gives scores of
+        all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's alone."""
         return self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
 
     def _score_routed(self, tile: Tile, *options: Any) -> TileScores:
@@ -170,7 +170,7 @@ class TokenScorer:
                     routing, changed_N = self._routers.at(sources_N), self._routers.changed_at(sources_N)
                     scores = scores._replace(routing=routing, changed_N=changed_N)
                 scores = _of_all(scores, tile)
-        # The sharding follows gradients through tuples of tensors, and of those that are no views.
+        # The sharding hooks the gradients of tensors in a returned tuple; these must not be views.
         return scores if self._root is None else scores._replace(logprobs_N=scores.logprobs_N.clone())
 
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
@@ -201,7 +201,7 @@ class TokenScorer:
             return TileScores(*scores, hidden_NH if keep_hidden else None)
 
     def hidden(self, tile: Tile) -> Tensor:
-        """The last hidden states alone, of those that predict the tile's scored tokens. Shape [N, H]."""
+        """The last hidden states that predict the tile's scored tokens. Shape [N, H]."""
         return self._run(self._hidden, tile)
 
     def _hidden(self, tile: Tile) -> Tensor:
@@ -257,7 +257,7 @@ _OPTIONAL = {
     "factors": "factors_N",
     "penalised": "penalised_N",
 }
-"""Fields of a sample, and what they are called as a tensor."""
+"""Optional fields of `Sample`, and their names in `Tokens`."""
 
 
 def tile_tokens(
@@ -310,7 +310,7 @@ def tile_tokens(
 
 def _teaching(samples: Sequence[Sample], places: Sequence[Int32]) -> dict[str, NDArray[np.floating]]:
     """Logprobs and weights of the teachers at the rows' tokens. Tokens without a teacher have weight 0, so
-    that what stands for its logprobs adds exactly 0. Shapes [N]."""
+    that their placeholder logprobs add exactly 0. Shapes [N]."""
     logprobs, weights = [], []
     for sample, own in zip(samples, places, strict=True):
         teaching = sample.teaching
@@ -320,8 +320,8 @@ def _teaching(samples: Sequence[Sample], places: Sequence[Int32]) -> dict[str, N
 
 
 def _joined(samples: Sequence[Sample], places: Sequence[Int32], field: str) -> NDArray[np.floating] | None:
-    """One field of each row's sample at the row's tokens. Shape [N]; None where they have none; 0 of
-    demonstrations, where the others have some."""
+    """One field of each row's sample at the row's tokens. Shape [N]; None where no sample has it; 0 for
+    demonstrations, where other samples have it."""
     given = [getattr(sample, field) for sample in samples]
     if all(value is None for value in given):
         return None
@@ -337,18 +337,18 @@ def _joined(samples: Sequence[Sample], places: Sequence[Int32], field: str) -> N
 
 
 MAX_DIFFERENCE = 0.1
-"""Of a token's last hidden state, relative to its norm. Rounding in bfloat16 makes 0.01 to 0.03; the first
-token of a sequence that sees its neighbour differs by about 1."""
+"""Limit of the difference of a token's last hidden state, relative to its norm. Rounding in bfloat16 makes
+0.01 to 0.03; the first token of a sequence that sees its neighbour differs by about 1."""
 SHORT = 7
-"""Tokens of the sequence that is looked at."""
+"""Tokens of the short sequence in these trials."""
 
 
 def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, longest: int) -> Layout:
     """The layout of this model's tiles: that of `choose_layout`, if it holds.
 
     Raises:
-        ConfigError: a token's prediction depends on later tokens, or what a sequence's tokens get on the
-            length of those beside it, of up to `longest` tokens, in padded tiles too.
+        ConfigError: a token's prediction depends on later tokens, or, in padded tiles too, on the length of
+            the other sequences (up to `longest` tokens).
     """
     config = model.config.get_text_config()
     if _looks_ahead(scorer, config.vocab_size):
@@ -378,8 +378,8 @@ def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, long
 def _find_leak(
     scorer: TokenScorer, layout: Layout, vocab_size: int, longest: int, window: int | None = None
 ) -> str:
-    """What is wrong with a short sequence behind one of full length, in trees with the first half of its
-    tokens below the half of that; empty where it comes out as it does alone."""
+    """What goes wrong with a short sequence beside one of `longest` tokens; empty where it comes out as it
+    does alone. In trees it begins with the first half of the long one."""
     long, short = (_made_up_row(i, length, vocab_size) for i, length in enumerate((longest, SHORT)))
     if layout.startswith("tree"):
         ids = np.concatenate([long.ids[: max(SHORTEST, longest // 2)], short.ids])
@@ -397,7 +397,7 @@ def _find_leak(
     tree: Tree | None = tile.model_kwargs.get(TREE)
     if tree is not None:
         most = min(most, 3.0 * scorer.rounding**0.5)
-        # A window of more tokens than these shows in no number.
+        # A window of more tokens than these changes no number.
         if window is not None and window not in tree.windows:
             return f"its layers do not say that they attend to {window} tokens"
     difference = float(((beside - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
@@ -425,7 +425,7 @@ def _hidden(scorer: TokenScorer, tile: Tile) -> Tensor:
 
 
 def _made_up_row(sample: int, length: int, vocab_size: int) -> TokenRow:
-    """Other ids in each row; its last `SHORT` tokens are scored."""
+    """A row of made-up ids, other ones for each `sample`; its last `SHORT` tokens are scored."""
     ids = ((np.arange(1, length + 1) + 10 * sample) % vocab_size).astype(np.int32)
     places = np.arange(max(0, length - SHORT), length, dtype=np.int32)
     return TokenRow(sample, ids, places, ids[places], places)

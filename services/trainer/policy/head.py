@@ -37,7 +37,7 @@ class Scaling(NamedTuple):
     cap: float | None = None
 
     def of(self, logits: Tensor) -> Tensor:
-        """Of logits with a gradient."""
+        """The scaled and capped logits, with a gradient."""
         scaled = logits if self.scale == 1.0 else logits * self.scale
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
@@ -46,7 +46,7 @@ PLAIN = Scaling()
 
 
 class Scored(NamedTuple):
-    """Of N tokens; `log_mass_N` is the logarithm of the kept ids' probability, 0 where all are kept."""
+    """Scores of N tokens; `log_mass_N` is the log-probability of the kept ids together, 0 if all are kept."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -54,7 +54,7 @@ class Scored(NamedTuple):
 
 
 class KeptLogits(NamedTuple):
-    """Of C tokens, the ids that each may be of, and their logits or logprobs; K is the most that one has.
+    """The kept ids of each of C tokens, and their logits or logprobs; K is the most that a token has.
 
     Replays top-p, top-k and min-p as the engine applied them: a target's logprob is x[target] -
     logsumexp(x[ids]), with x the logits or the logprobs.
@@ -62,7 +62,7 @@ class KeptLogits(NamedTuple):
 
     ids_CK: Tensor
     values_CK: Tensor
-    """-inf behind a token's last id. Without any, x is the logprob among all ids: the first value is 0."""
+    """-inf behind a token's last id. A token without kept ids has a single 0, so its logsumexp is 0."""
     has_ids_C: Tensor
 
     @classmethod
@@ -81,7 +81,7 @@ class KeptLogits(NamedTuple):
 
 
 def kept_log_mass(logprobs_CV: Tensor, kept: Rows | None) -> Tensor:
-    """The logarithm of the kept ids' probability; 0 of a token without any. Shape [C]."""
+    """The logarithm of the kept ids' probability; 0 for a token without any. Shape [C]."""
     if kept is None:
         return logprobs_CV.new_zeros(len(logprobs_CV))
     return KeptLogits.of(logprobs_CV, kept).values_CK.logsumexp(-1)
@@ -127,11 +127,11 @@ def score_hidden(
     scaling: Scaling = PLAIN,
     kept: Rows | None = None,
 ) -> Scored:
-    """As `score_logits`, from hidden states, with at most `max_elements` logits in memory at once; null takes
-    those of the device.
+    """Like `score_logits`, from hidden states, with at most `max_elements` logits in memory at once; None
+    takes the limit of the device.
 
-    The backward pass computes every chunk's logits again, which costs one more product with the head; see
-    `Options.keeps`.
+    Without `Options.keeps`, the backward pass computes every chunk's logits again, which costs one more
+    product with the head.
     """
 
     def score_chunk(hidden_CH: Tensor, targets_C: Tensor, kept: Rows | None) -> Scored:
@@ -154,7 +154,7 @@ def score_hidden(
         return Scored(*apply(hidden_NH, head.weight, head.bias, targets_N, options))
     if is_one:
         return score_chunk(hidden_NH, targets_N, kept)
-    # A head with adapters, or of a class of its own: by its forward.
+    # A head with adapters, or of a class of its own, is called by its forward.
     score: Callable[[Tensor, Tensor, Rows | None], Scored] = score_chunk
     if torch.is_grad_enabled():
         score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
@@ -166,23 +166,23 @@ def score_hidden(
 class Options(NamedTuple):
     temperature: float
     chunk: int
-    """Tokens."""
+    """Tokens of a chunk."""
     dtype: torch.dtype
-    """Of the products."""
+    """Dtype of the products."""
     entropy_gradient: bool
     scaling: Scaling
     kept: Rows | None = None
-    """Of the tokens that it is about."""
+    """Kept ids of the scored tokens."""
     keeps: bool = False
     """Whether the forward pass keeps the probabilities, which are all that the backward pass needs."""
 
     @property
     def factor(self) -> float:
-        """The gradient of what the head returns, over that of `scale * z / temperature`."""
+        """The gradient of z, which the head returns, over that of `scale * z / temperature`."""
         return self.scaling.scale / self.temperature
 
     def of(self, own: slice) -> "Options":
-        """Those of some tokens."""
+        """The options for some of the tokens."""
         return self._replace(kept=self.kept and self.kept[own])
 
 
@@ -203,7 +203,7 @@ class ChunkedScores(torch.autograd.Function):
         targets_N: Tensor,
         options: Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Scored`."""
+        """The fields of `Scored`."""
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N)
         ctx.options = options
         head = _cast_head(weight_VH, bias_V, options.dtype)
@@ -216,7 +216,7 @@ class ChunkedScores(torch.autograd.Function):
                 parts.append(scored)
                 if options.keeps:
                     ctx.probabilities[start] = p_CV
-                del p_CV  # before the next chunk's
+                del p_CV  # freed before the next chunk's is made
         logprobs_N, entropies_N, log_mass_N = (torch.cat(column) for column in zip(*parts, strict=True))
         constants = [] if options.entropy_gradient else [entropies_N]
         ctx.mark_non_differentiable(log_mass_N, *constants)
@@ -224,7 +224,7 @@ class ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Of hidden states, matrix and bias."""
+        """Gradients of hidden states, matrix and bias."""
         hidden_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
         options: Options = ctx.options
         head = _cast_head(weight_VH, bias_V, options.dtype)
@@ -249,7 +249,7 @@ class ChunkedScores(torch.autograd.Function):
                 add_product(d_weight_VH, d_logits_CV.T, hidden_CH)
             if d_bias_V is not None:
                 d_bias_V += d_logits_CV.sum(0)
-            del d_logits_CV, p_CV  # one tensor, where it was kept; before the next chunk's
+            del d_logits_CV, p_CV  # one tensor, where p was kept; freed before the next chunk's is made
         return (
             d_hidden_NH,
             None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),
@@ -268,7 +268,7 @@ def _cast_head(weight_VH: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> 
 
 
 def _scaled_logits(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Tensor, Tensor | None]:
-    """Of all tokens, over the temperature, and the slope of the cap, where there is one; [C, V] each."""
+    """Logits, scaled, capped and over the temperature, and the slope of the cap, if any; [C, V] each."""
     matrix, bias = head
     wide = torch.promote_types(options.dtype, torch.float32)
     if has_wide_products(hidden_CH.device.type, options.dtype):
@@ -291,7 +291,7 @@ def _scaled_logits(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Ten
 
 
 def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options) -> tuple[Scored, Tensor]:
-    """Also the probabilities of all ids; [C, V]."""
+    """Scores of a chunk, and the probabilities of all ids, [C, V]."""
     logits_CV, _ = _scaled_logits(hidden_CH, head, options)
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
@@ -304,7 +304,7 @@ def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Opti
 def _chunk_gradient(
     hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Options, gradients: Sequence[Tensor]
 ) -> Tensor:
-    """Of what the head returns, in the dtype of the products, see `ChunkedScores`. Shape [C, V]."""
+    """Gradient of what the head returns, in the dtype of the products; see `ChunkedScores`. Shape [C, V]."""
     logits_CV, slope_CV = _scaled_logits(hidden_CH, head, options)
     of_logprobs_C, of_entropies_C = (gradient * options.factor for gradient in gradients)
     of_whole_C, filtered = of_logprobs_C, None
@@ -347,12 +347,12 @@ def has_wide_products(kind: str, dtype: torch.dtype) -> bool:
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """In float32, of matrices of 16 bits: not rounded to these in between."""
+    """The product of matrices of 16 bits in float32, without rounding to 16 bits in between."""
     return torch.mm(left, right, out_dtype=torch.float32)
 
 
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """The same, added where it is."""
+    """Add such a product to `total`, in place."""
     torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 

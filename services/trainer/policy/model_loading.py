@@ -43,8 +43,8 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def use_device(name: str) -> torch.device:
-    """As `pick_device`, and make it this thread's own: what names no device, as torch's stager of
-    checkpoints, waits for that one."""
+    """Like `pick_device`, and make it this thread's current device, for code that names none (torch's stager
+    of checkpoints waits for it)."""
     device = pick_device(name)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
@@ -83,7 +83,7 @@ def prepare_torch(config: TrainerConfig) -> None:
 def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
     """Load `model.path` in float32 onto the device, in eval mode. Raises ConfigError: no model
     there, weights missing, or a context shorter than `model.max_model_len`."""
-    # Read by transformers into the CPU's memory; for a GPU that would be once more than is needed.
+    # transformers reads weights into the CPU's memory; for a GPU that is one copy more than is needed.
     model, weights = open_model(config, device, reads_later=device.type != "cpu")
     if weights is not None:
         give_storage(model, device)
@@ -94,8 +94,8 @@ def load_model(config: ModelConfig, device: torch.device) -> PreTrainedModel:
 def open_model(
     config: ModelConfig, device: torch.device, reads_later: bool = True
 ) -> tuple[PreTrainedModel, PretrainedWeights | None]:
-    """As `load_model`, but without weights, and what fills it with them; or with them, and None, where that
-    is wanted, or where it is not clear which weights the model's are."""
+    """Like `load_model`, but without weights, and the object that fills it. With weights and None if not
+    `reads_later`, or where it is not clear which elements of the files are the model's."""
     try:
         model_config = with_overrides(AutoConfig.from_pretrained(config.path), config)
         model_config = freeze_rope(model_config, config.max_model_len)
@@ -157,7 +157,7 @@ def accelerate_model(
     model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
     """Apply `trainer.liger` and `trainer.compile` to a loaded model, in place; it computes in `dtype`, and
-    `device` is where the weights will be that it has not yet. Raises ConfigError: `liger: on` where Liger
+    `device` is where the weights will be if it has none yet. Raises ConfigError: `liger: on` where Liger
     cannot run."""
     if wants_liger(config, device or model.device):
         _apply_liger(model)

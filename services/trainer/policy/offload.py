@@ -1,7 +1,7 @@
-"""Tensors of the trainer that wait in the host's memory: moments of the optimizer, and in turns all of it.
+"""Tensors of the trainer in host memory: moments of the optimizer, and all tensors while others have the GPU.
 
 Guarantee: every bit is what it would be on the device. AdamW works on each element by itself, so moments can
-pass by in slices; everything else is copied.
+pass over the device in slices; everything else is copied.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SLICE = 1 << 25
 """Elements of a parameter whose moments are on the device at once; a multiple of every vector's width, so
 that a CPU rounds them as it would the whole."""
 PLACES = 2
-"""Slices on the device: one is updated, while the one before leaves and the one after comes."""
+"""Slices on the device: while one is updated, the one before leaves and the one after comes."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -88,11 +88,11 @@ class OffloadedAdamW(AdamW):
 class _Place(NamedTuple):
     buffers: tuple[Tensor, Tensor]
     emptied: Any
-    """An event: what was in the buffers is back on the host."""
+    """The event that the buffers' content is back on the host."""
 
 
 class _Lanes:
-    """The way of moments to the device and back: places in turn, and on a GPU a stream for each direction."""
+    """Copies moments to the device and back, through alternating places, on a GPU with a stream each way."""
 
     def __init__(self, like: Tensor, size: int) -> None:
         self._device = like.device
@@ -144,12 +144,12 @@ class _Lanes:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard; the tensor that a DTensor stands for, not a view of it."""
+    """This rank's shard: a DTensor's local tensor itself, not a view of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """This rank's elements in a row."""
+    """This rank's elements as a vector."""
     own = local(tensor.detach())
     assert own.is_contiguous(), "weights, gradients and moments are dense rows"
     return own.view(-1)
@@ -182,8 +182,8 @@ class LeavesDevice:
         self._move(torch.device("cpu"))
 
     def enter(self) -> None:
-        """Take it again. Raises torch.OutOfMemoryError: what another process has is not free yet; it can be
-        called again."""
+        """Take the device again. Raises torch.OutOfMemoryError: another process has not freed its memory yet;
+        call it again."""
         self._move(self._device)
 
     def _movable(self) -> list[nn.Module]:
@@ -199,7 +199,7 @@ class LeavesDevice:
                 return tensor  # there already: an attempt before this one ended half-way
             return on_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
-        # Of modules and not of tensors: a sharded one has its rows in a buffer of its own.
+        # By module and not by tensor: a sharded module has its rows in a buffer of its own.
         for module in self._movable():
             module._apply(moved)
         if not isinstance(self._optimizer, OffloadedAdamW):
@@ -209,5 +209,5 @@ class LeavesDevice:
             writer.shadow.move(moved)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            # What the allocator keeps is of no use to the process whose turn it is.
+            # Memory that the allocator keeps is of no use to the process that has the GPU now.
             torch.cuda.empty_cache()

@@ -66,7 +66,7 @@ def _mesh(tensor: Tensor) -> DeviceMesh | None:
 
 
 def _meshes(tensors: Sequence[Tensor]) -> list[DeviceMesh | None]:
-    """Those that tensors are split over, each once: torch computes with those of one mesh at a time."""
+    """Meshes that tensors are split over, each once; torch computes with tensors of one mesh at a time."""
     return list(dict.fromkeys(map(_mesh, tensors)))
 
 
@@ -95,7 +95,8 @@ def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_
 
 
 def finish_gradients(parameters: NamedParameters, denominator: float, max_norm: float) -> float:
-    """Divide accumulated gradients by D and scale them down to `max_norm`; return the norm before that.
+    """Divide accumulated gradients by the denominator and scale them down to `max_norm`; return the norm
+    before scaling down.
 
     Division and clipping are one multiplication. A norm that is not finite is returned as it is, and the
     gradients are left alone: the caller must discard them.
@@ -112,7 +113,7 @@ def finish_gradients(parameters: NamedParameters, denominator: float, max_norm: 
 
 
 def _total_norm(gradients: Sequence[Tensor]) -> float:
-    """Of shards each rank has a part: all of them take part here."""
+    """The norm of all gradients; a call of all ranks where they are sharded."""
     usual, *others = sorted(_meshes(gradients), key=lambda mesh: mesh.ndim if mesh else 0)
     total = get_total_norm([gradient for gradient in gradients if _mesh(gradient) == usual])
     norms = [float(total.full_tensor() if isinstance(total, DTensor) else total)]
@@ -136,14 +137,14 @@ def optimizer_tensors(optimizer: AdamW, parameters: NamedParameters) -> dict[str
 
 
 OPTIMIZER = "optimizer."
-"""Before the names of its tensors, in a checkpoint."""
+"""Prefix of the names of its tensors in a checkpoint."""
 
 
 @torch.no_grad()
 def load_optimizer(optimizer: AdamW, parameters: NamedParameters, source: ShardReader) -> None:
-    """Replace the optimizer's state by what `optimizer_tensors` gave: each tensor is read into its place, so
-    that no two of them are beside each other. Raises ConfigError: a tensor belongs to no parameter, or has
-    another shape; nothing is changed."""
+    """Replace the optimizer's state by the result of `optimizer_tensors`: each tensor is read into its place,
+    so that none is in memory twice. Raises ConfigError: a tensor belongs to no parameter, or has another
+    shape; nothing is changed."""
     by_name, shapes = dict(parameters), source.shapes
     owners = {}
     for key in (key for key in shapes if key.startswith(OPTIMIZER)):

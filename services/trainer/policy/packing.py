@@ -6,7 +6,7 @@ leakage), so that packed, padded and row-by-row logprobs are equal up to roundin
 * `padded`: rows of like length, padded on the right, *no* attention mask. A causal model's real tokens
   never see what comes after them, so the mask would change nothing; without it attention takes its
   causal fast path, and it is right for every causal architecture (sliding windows, recurrent layers).
-* `tree`: one row of tokens in which what rows begin with alike is there once (`trees.py`).
+* `tree`: one row of tokens in which common beginnings of rows are there once (`trees.py`).
 * `tree_or_padded`: the same where enough is shared, else padded rows: without a kernel for sequences of
   unlike length these are faster.
 * `varlen`: sequences end to end in one row, nothing shared; flash attention gets their boundaries
@@ -48,7 +48,7 @@ SOFTMAX_ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers, as transformers names them, that kernels can keep apart at boundaries."""
 
 CPU_TILE_TOKENS = 512
-"""Tokens in one forward pass on a CPU. Measured on 256 sequences of 20 to 60 tokens, 1 M parameters, one
+"""Most tokens in one forward pass on a CPU. Measured on 256 sequences of 20 to 60 tokens, 1 M parameters, one
 thread: tiles of 320 to 768 tokens 0.74 to 0.77 s, of 2,048 0.82 s; one padded rectangle of all rows 2.0 s;
 row by row 1.5 s."""
 
@@ -64,16 +64,16 @@ class TokenRow:
     targets: Int32
     places: Int32
     kept: Rows | None = None
-    """Of each target the ids that it was sampled from."""
+    """For each target, the ids that it was sampled from."""
     routes: Routes | None = None
-    """Of at least its own tokens."""
+    """Routes of at least its own tokens."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def branch(self) -> Int32:
-        """What a trie compares."""
+        """The sequence that a trie compares."""
         return with_routes(self.ids, None if self.routes is None else self.routes.keys)
 
 
@@ -90,8 +90,8 @@ class Tile:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     columns: Columns | None = None
     kept: Rows | None = None
-    """Of each scored token, the ids that it was sampled from; a position may predict several, each with ids
-    of its own."""
+    """For each scored token, the ids that it was sampled from; a position may predict several tokens, each
+    with ids of its own."""
     routes: Tensor | None = None
     """[B * T, layers, experts of a token], int16: what the engine chose; -1 at padding."""
 
@@ -102,7 +102,7 @@ class Tile:
 
 
 NO_ROW = TokenRow(0, *(np.zeros(1, dtype=np.int32) for _ in range(4)))  # type: ignore[arg-type]
-"""A row for passes that others make too."""
+"""The row of a rank without rows, in passes that all ranks make."""
 NOTHING = Tile(
     rows=(),
     ids_BT=torch.ones((1, 1), dtype=torch.long),
@@ -151,7 +151,7 @@ def choose_layout(packing: bool, config: PreTrainedConfig, is_recurrent: bool = 
 
 
 def kinds_of_layers(config: PreTrainedConfig) -> set[str]:
-    """What the layers of a text's model are, in transformers' words."""
+    """Kinds of a text model's layers, as transformers names them."""
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return set(getattr(config, "layer_types", None) or [window])
 
@@ -205,7 +205,7 @@ def make_tile(lines: Lines, layout: Layout) -> Tile:
 
 
 def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
-    """This rank's columns of a tree."""
+    """This rank's columns of a tree's tile."""
     columns = Columns(context, tile.ids_BT.shape[1], tile.sources_N)
     tree: Tree = tile.model_kwargs[TREE]
     tree.columns = columns  # for attention
@@ -226,7 +226,7 @@ def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
 
 def _grow(rows: Sequence[TokenRow], max_tokens: int, most_shared: int) -> list[list[TokenRow]]:
     """Rows in their order, in trees of at most `max_tokens` different tokens, or of `most_shared` where the
-    row that comes next has most of its own there already."""
+    next row has most of its tokens in the tree already."""
     trees: list[list[TokenRow]] = []
     trie, num_keys = Trie(), 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""What the trainer needs of the thing it trains, whichever library stands behind it.
+"""`Policy`: what the trainer needs of the model that it trains, whichever library implements it.
 
 A mini-batch is: `accumulate` each micro-batch, then `update` once with their denominator; a step has one
 mini-batch or several. Gradients accumulate unnormalised, so micro-batches may arrive one by one, before the
@@ -54,7 +54,7 @@ class Policy(Protocol):
 
     @property
     def bins(self) -> tuple[int, int]:
-        """Most tokens of a forward pass, and how many passes there are at once: also where `auto` chose."""
+        """Most tokens of a bin, and bins of a micro-batch; also where `auto` chose them."""
 
     @property
     def replays_routes(self) -> bool:
@@ -69,20 +69,18 @@ class Policy(Protocol):
         where the gradient norm is not finite, or where the denominator is 0."""
 
     def coefficients(self) -> Coefficients:
-        """Those that the next micro-batch is trained with."""
+        """The coefficients that the next micro-batch is trained with."""
 
     def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
-        """At the end of a step, by its means over tokens: move the coefficients that the config moves."""
+        """Move the adaptive coefficients at the end of a step, by its KL and entropy (means over tokens)."""
 
     def zero(self) -> None:
         """Discard what has been accumulated."""
 
     def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
-        """What the algorithm needs of samples before they are trained, of the weights at the step's start.
-
-        Those are the weights that are held, else the current ones. Rewards and advantages are not looked at.
-        Samples of a group are neighbours; the bits of its numbers do not depend on the other groups.
-        """
+        """Compute what the algorithm needs of samples before they are trained, under the weights at the start
+        of the step: those that are held, else the current ones. Rewards and advantages are not read. Samples
+        of a group are neighbours; the bits of its numbers do not depend on the other groups."""
 
     def hold_weights(self) -> None:
         """Keep a copy of the current weights for `precompute`, until `release_weights`."""
@@ -97,17 +95,18 @@ class Policy(Protocol):
         """What a checkpoint needs to continue bit by bit. Accumulated gradients are not part of it."""
 
     def stage_state(self) -> None:
-        """Copy `state()` to host memory, once the copy before is written: the policy may change then."""
+        """Copy `state()` to host memory, once the copy before is written. Then the policy may change."""
 
     def begin_saving(self, folder: Path) -> Future[None]:
-        """Start to write what was staged into a folder; again after the result was a StorageError."""
+        """Start to write the staged copy into a folder; it may be called again if the result is a
+        StorageError."""
 
     def load_state(self, folder: Path) -> None:
         """Continue from the state that was saved in a folder; accumulated gradients are discarded.
         Raises ConfigError: the state is of another model or policy."""
 
     def compare_weights(self) -> WeightState:
-        """What the weights are now, and what has changed since the last call; once a step."""
+        """Digest and size of the current weights, and what has changed since the last call; once a step."""
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         """Start to write what the last comparison found into a folder: in full, or as a delta to `parent`
@@ -120,13 +119,13 @@ class Policy(Protocol):
         """Between steps: give the device's memory back, until `enter`. Only states are saved meanwhile."""
 
     def enter(self) -> None:
-        """Take it again, with every bit as it was."""
+        """Take the device's memory again; every bit is as it was."""
 
     def usage(self) -> Usage:
-        """What a step's FLOPs are, and the memory since the last call; once a step."""
+        """FLOPs of the model, and peak memory since the last call; once a step."""
 
     def profile(self, folder: Path | None) -> None:
-        """Profile the calls from here on; with None, write what was seen into that folder, a file a rank."""
+        """Profile the calls from here on; with None, write the profile into that folder, one file a rank."""
 
     def digest(self) -> str:
         """128-bit sum over all weights, as in commits."""
@@ -141,15 +140,15 @@ log = structlog.get_logger(__name__)
 WAIT_DEVICE = ("wait:device", "an engine or a reward model has its turn on the GPU")
 ENTER_AGAIN_S = 1.0
 ENTER_ATTEMPTS = 60
-"""Memory of a process that has died may come back after its lock."""
+"""Memory of a process that has died may be freed later than its lock."""
 
 
 class PolicyThread:
-    """Runs the policy's calls one at a time; where GPUs are shared in turn, in this process's turns.
+    """Runs the policy's calls one at a time; where GPUs are used in turn, while this process has the GPU.
 
     The trainer asks for the GPU with the first call of a step, keeps it until the version is being written
-    (`hold`, `release`), and leaves it when another process wants it. Between these two it waits for nothing
-    that an engine or a reward model has to do: they could not.
+    (`hold`, `release`), and leaves it when another process wants it. Between `hold` and `release` it must not
+    wait for an engine or a reward model: these cannot work then.
     """
 
     def __init__(self) -> None:
@@ -159,12 +158,12 @@ class PolicyThread:
         self._is_held = False
         self._leave: Callable[[], None] | None = None
         self.policy: Policy | None = None
-        """What leaves the GPU at the end of a turn, once it is there."""
+        """The policy, which leaves the GPU when another process wants it; None until it is loaded."""
 
     @asynccontextmanager
     async def taking_turns(self, lock: GpuLock, activity: Activity) -> AsyncIterator[None]:
         """Within the block calls wait for the GPU."""
-        # Others wait until the step is over, so it does not end before that.
+        # `inf`: others wait until the step is over, however long it takes.
         self._gate, self._activity = GpuGate(lock, self._enter, self._exit, math.inf), activity
         self._gate.start()
         try:
@@ -178,8 +177,8 @@ class PolicyThread:
         return self._gate is not None
 
     async def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Run one call to its end, also when the caller is cancelled; in turns, with the GPU. Raises
-        GpuSharingError: the policy could not enter the GPU or leave it."""
+        """Run one call to its end, also when the caller is cancelled; where GPUs are used in turn, with the
+        GPU. Raises GpuSharingError: the policy could not enter the GPU or leave it."""
         if self._gate is None or self._activity is None:
             return await self.call_anywhere(function, *args)
         waiting = nullcontext() if self._gate.is_open else self._activity.during(*WAIT_DEVICE)
@@ -187,18 +186,18 @@ class PolicyThread:
             with waiting:
                 await turn.enter_async_context(self._gate.use())
             if self._is_held and self._leave is None:
-                # Within the turn of this call: at no moment could another process take the GPU.
+                # While this call has the GPU: at no moment can another process take it.
                 self._leave = self._gate.stay()
             return await self.call_anywhere(function, *args)
 
     async def call_anywhere(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """The same for what needs no GPU: saving a state, and what ends the policy."""
+        """Like `call`, for what needs no GPU: saving a state, and closing the policy."""
         return await asyncio.shield(
             asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         )
 
     def submit(self, function: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
-        """The same, for a caller in another thread."""
+        """Like `call_anywhere`, for a caller in another thread."""
         return self._executor.submit(function, *args)
 
     def hold(self) -> None:
@@ -212,7 +211,7 @@ class PolicyThread:
 
     async def _enter(self) -> None:
         if self.policy is None:
-            return  # it is loaded in this turn
+            return  # it is loaded now
         for attempt in range(ENTER_ATTEMPTS):
             try:
                 return await self.call_anywhere(self.policy.enter)

@@ -23,18 +23,18 @@ class RoundsWeights(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        # Nobody computes with a shard; FSDP looks it up to see whether it is still the one it knows.
+        # No computation uses a shard; FSDP reads it to see whether it is still the parameter that it knows.
         if not isinstance(value, nn.Parameter) or isinstance(value, DTensor):
             return value
         if (dtype := autocast_dtype(value)) is None:
             return value
         rounded = value.to(dtype)
-        # Kernels of norms want vectors in the dtype of what they work on.
+        # Kernels of norms want vectors in the dtype of their input.
         return rounded if rounded.ndim > 1 else rounded.float()
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Autocast's, where it is on for the tensor's device; torch knows none of tensors without storage."""
+    """Autocast's dtype where it is on for the tensor's device; None elsewhere and on the meta device."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 

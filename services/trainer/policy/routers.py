@@ -1,12 +1,11 @@
-"""The routers of a mixture model: what they said in a forward pass, and the experts that they are told.
+"""Routers of a mixture of experts: notes what they return in a forward pass, and replays recorded experts.
 
-What makes weights of logits, a softmax or a sigmoid, is found by comparing the two.
+Whether a router's weights are the softmax or the sigmoid of its logits is found by comparing them.
 
-A replay gives a router the experts that the engine chose, and takes from it what it makes of them: it runs
-once more, and its own top k of one number for each expert is replaced by theirs. So weights are those of the
-live logits at these experts, with their gradient, in the model's own arithmetic. Guarantees, tried on every
-router when the model is loaded: with the experts of its own choice a router returns the same bits, and with
-others these.
+For a replay a router runs once more, and the result of its top k over experts is replaced by the experts that
+the engine chose. So weights are those of the live logits at these experts, with their gradient, in the
+model's own arithmetic. Guarantees, tried on every router when the model is loaded: with the experts of its
+own choice a router returns the same bits, and with others it returns these.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from tidemill.services.trainer.algorithm.losses.routing import AFFINITIES, Layer
 from tidemill.services.trainer.policy.trees import rows_at
 
 MAX_DEVIATION = 0.05
-"""Of a chosen expert's weight from what it should be, relative: bfloat16 makes 0.004."""
+"""Largest relative deviation of a chosen expert's weight from the expected one: bfloat16 makes 0.004."""
 
 
 class GivenExperts(TorchFunctionMode):
@@ -42,7 +41,7 @@ class GivenExperts(TorchFunctionMode):
         num_tokens, num_chosen = self._chosen_NK.shape
         if func in (torch.topk, Tensor.topk):
             scores, k = args[0], kwargs.get("k", args[1] if len(args) > 1 else None)
-            # Not those among groups of experts, which some models choose first.
+            # Not a choice among groups of experts, which some models make first.
             is_of_experts = scores.shape[-1] == self._num_experts
             if k == num_chosen and is_of_experts and scores.numel() == num_tokens * self._num_experts:
                 chosen = self._chosen_NK.view(*scores.shape[:-1], k)
@@ -86,19 +85,19 @@ class Routers:
             parts = parts_of(output)
             assert parts is not None, "it was tried"
             given_NK, own_NK = self._routes[:, number].to(parts[2].dtype), parts[2]
-            # Padding has none.
+            # Padding has no routes.
             chosen_NK = torch.where(given_NK < 0, own_NK, given_NK)
             if self._seen is not None:
                 self._changed.append((chosen_NK.sort(-1).values != own_NK.sort(-1).values).any(-1))
             output = again(chosen_NK)
-        # Layers that are run again for their gradient are not noted twice: nobody records then.
+        # Layers that are run again for their gradient are not noted twice: `_seen` is None by then.
         if self._seen is not None:
             self._seen.append((router, output))
         return output
 
     @torch.no_grad()
     def _try(self, again: Callable[[Tensor], Any], output: Any) -> None:
-        """Raises ConfigError: the router cannot be told its experts."""
+        """Try a replay. Raises ConfigError: the router cannot be given its experts."""
         if (parts := parts_of(output)) is None:
             raise self._no_replay("one does not return logits, weights and experts")
         own, other = parts[2], (parts[2] + 1) % parts[0].shape[-1]
@@ -134,7 +133,7 @@ class Routers:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Passes in which it is found out what routers can do. Raises ConfigError: not what is wanted."""
+        """Within the block, passes find out what routers can do. Raises ConfigError: not what is wanted."""
         self._is_trial = True
         try:
             with self.passing():
@@ -171,7 +170,7 @@ class Routers:
         )
 
     def at(self, sources_N: Tensor) -> tuple[LayerRouting, ...]:
-        """What was noted of these flat positions, layer by layer."""
+        """What routers returned at these flat positions, layer by layer."""
         if not self._measures:
             return ()
         assert self._seen is not None and len(self._seen) == len(self._affinities), "every router was heard"
@@ -205,5 +204,5 @@ def _deviation(affinities_NE: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> 
     ratios_NK = weights_NK / affinities_NE.gather(1, chosen_NK)
     means = ratios_NK.mean(-1, keepdim=True) if ratios_NK.shape[-1] > 1 else ratios_NK.mean()
     deviation = float((ratios_NK / means - 1.0).abs().max())
-    # NaN is neither greater nor smaller: `min` could choose it.
+    # NaN compares as neither greater nor smaller: `min` could choose it.
     return deviation if deviation == deviation else float("inf")

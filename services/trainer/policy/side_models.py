@@ -20,10 +20,10 @@ from tidemill.services.trainer.policy.packing import Tile
 from tidemill.services.trainer.weights.store import model_tensors
 
 REFERENCE_PREFIX = "reference."
-"""Of its weights' names, in a checkpoint."""
+"""Prefix of its weights' names in a checkpoint."""
 
 MakeScorer = Callable[[PreTrainedModel], TokenScorer]
-"""For a model that may be split over ranks."""
+"""Makes the scorer of a model, which may be split over ranks."""
 
 
 class ReferenceModel:
@@ -57,14 +57,14 @@ class ReferenceModel:
 
 
 VALUE_PREFIX = "value_head."
-"""Of its parameters' names, among those of the policy."""
+"""Prefix of its parameters' names among those of the policy."""
 
 
 class ValueHead(nn.Module):
     """One linear layer in the dtype of the master weights. `detach`: no gradient to the hidden states."""
 
     reads_policy = True
-    """Whether it sits on the policy's hidden states."""
+    """Whether its input is the policy's hidden states."""
 
     def __init__(self, model: PreTrainedModel, detach: bool, device: torch.device) -> None:
         super().__init__()
@@ -101,18 +101,18 @@ class Critic(ValueHead):
         self.model = copy.deepcopy(model)
         if (head := self.model.get_output_embeddings()) is not None:
             embeddings = self.model.get_input_embeddings()
-            # Its logits are never asked for; a matrix that is also the embeddings' goes on learning.
+            # Its logits are never computed; a matrix that is also the embeddings' goes on learning.
             head.requires_grad_(head.weight is embeddings.weight)
         self._scorer = make_scorer(self.model)
 
     def forward(self, tile: Tile, hidden_NH: Tensor | None) -> Tensor:
-        """As of the head; the policy's hidden states are not looked at."""
+        """Like the head's; the policy's hidden states are not used."""
         return super().forward(tile, self._scorer.hidden(tile))
 
     def modules_to_move(self) -> list[nn.Module]:
         return [self.layer, self._scorer.module]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of the head, and of the model whatever is trained."""
+        """The head's parameters, and those of the model that are trained."""
         own = [(f"{VALUE_PREFIX}model.{name}", weight) for name, weight in self.model.named_parameters()]
         return [*super().named(), *((name, weight) for name, weight in own if weight.requires_grad)]

@@ -59,7 +59,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         time.sleep(self._trainer.simulated.group_s * len(batch.samples) / self._trainer.group_size)
         for sample in batch.samples:
             self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
-            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # of each token, or one
+            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # one, or one a token
         self._pending.append(b"|")
         normalisation, num_trained = self._trainer.algorithm.normalisation, batch.num_trained
         counted = count_batch(batch, normalisation, self._max_completion_tokens)
@@ -77,7 +77,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         self._pending.clear()
 
     def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
-        """Take `prepare_s` for each `group_size` samples; all three models agree with every engine."""
+        """Take `prepare_s` for each `group_size` samples; logprobs of all models are those of the rollout."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
         algorithm = self._trainer.algorithm
         factors = {
@@ -91,10 +91,10 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         return [{name: f * sample.rollout_logprobs for name, f in wanted.items()} for sample in samples]
 
     def hold_weights(self) -> None:
-        """There are none."""
+        """Nothing to do: there are no weights."""
 
     def release_weights(self) -> None:
-        """There are none."""
+        """Nothing to do: there are no weights."""
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         """One tensor with the digest and the number of updates, to tell versions apart; one that never
@@ -120,7 +120,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         self.zero()
 
     def compare_weights(self) -> WeightState:
-        """The end of the chain, which no worker can prove; what changed are numbers of one small tensor."""
+        """The digest is the end of the chain, which no worker can prove; only one small tensor changes."""
         digest, now = self.digest(), np.array([self._num_updates, *self._chain], dtype=np.int64)
         before, held = self._compared
         self._compared, self._changed = (digest, now), np.flatnonzero(now != held) if before else now[:0]
@@ -148,7 +148,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         return Usage()
 
     def leave(self) -> None:
-        """It has nothing on a device."""
+        """Nothing to do: there is nothing on a device."""
 
     enter = leave
 

@@ -2,8 +2,8 @@
 one file or one of each rank.
 
 One rank alone writes `policy.safetensors`. Of several, each writes `policy-00000-of-00002.safetensors` with
-its rows of every sharded tensor; where they belong is in the file's own metadata. Of most, rank r of n holds
-rows [r * c, (r + 1) * c) with c = ceil(rows / n), as FSDP2 does. Any number of ranks can read either again.
+its rows of every sharded tensor; where they belong is in the file's own metadata. Of most tensors, rank r of
+n holds rows [r * c, (r + 1) * c) with c = ceil(rows / n), as FSDP2 does. Any number of ranks can read either.
 """
 
 import json
@@ -37,7 +37,7 @@ class Shard:
     rank: int
     size: int
     first_rows: dict[str, int]
-    """Of the tensors of which it has its rows alone."""
+    """First row of each tensor of which it has only some rows."""
 
     @property
     def file(self) -> str:
@@ -50,7 +50,7 @@ class Shard:
 
 class _Piece(NamedTuple):
     first: int
-    """Row of the whole tensor."""
+    """Its first row in the whole tensor."""
     file: Any
     shape: tuple[int, ...]
 
@@ -76,7 +76,7 @@ class ShardReader:
 
     @property
     def values(self) -> dict[str, Any]:
-        """See `PolicyState`. Raises ConfigError: the folder holds none that are readable."""
+        """`PolicyState.values`. Raises ConfigError: the folder holds none that are readable."""
         try:
             values: dict[str, Any] = json.loads((self._folder / VALUES_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ class ShardReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, whole, by name."""
+        """Shapes of all whole tensors, by name."""
         lasts = {name: pieces[-1] for name, pieces in sorted(self._pieces.items())}
         return {
             name: (last.first + last.shape[0], *last.shape[1:]) if last.shape else ()
@@ -105,14 +105,14 @@ class ShardReader:
                 high = max(low, end if stop is None else min(stop, end))
                 if low < high:
                     parts.append(file.get_slice(name)[low - first : high - first])
-            if not parts:  # slices of no rows are refused at an end
+            if not parts:  # safetensors refuses a slice of no rows at a tensor's end
                 nothing: Tensor = file.get_slice(name)[:0] if shape[0] else file.get_tensor(name)
                 return nothing
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def fill(tensor: Tensor, source: ShardReader, name: str) -> Tensor:
-    """The tensor, with what this process holds of it read from a state: all, or its rows."""
+    """Read this process's part of a tensor (all, or its rows) from a state into it; returns the tensor."""
     if isinstance(tensor, DTensor):
         tensor.to_local().copy_(source.read(name, *held_rows(tensor)))
     else:
@@ -128,13 +128,13 @@ _NO_STATE = "{} holds no state of a policy: {}; resume from another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """All of a policy that a checkpoint keeps. No pickle: `tensors` as safetensors, `values` as JSON. Tensors
+    """What a checkpoint keeps of a policy. No pickle: `tensors` as safetensors, `values` as JSON. Tensors
     share memory with the policy: write them before the next update."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)
     shard: Shard | None = None
-    """None of a whole one."""
+    """None for a whole state."""
 
     def write(self, folder: Path) -> None:
         """Write tensors and values, where there are any; the same state gives the same bytes. Tensors are on
@@ -205,7 +205,7 @@ class SavesState:
         """Copy the state to host memory, after the one before is written."""
         # The buffers are filled in place, and the write before reads them.
         self.finish_saving()
-        self._staged = None  # where tensors have moved since, its buffers are not those that are filled now
+        self._staged = None  # frees its buffers where the stager makes others, because tensors have moved
         state = self.own_state()
         tensors = self._stager.stage(state.tensors)
         assert isinstance(tensors, dict), "not a future: staged here and now"

@@ -68,15 +68,15 @@ from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
 
 ROWS_PER_COMPARED = 64
-"""Rows of an update's first micro-batch, for each one that is scored without routes too."""
+"""Samples of an update's first micro-batch, for each row that is scored without routes too."""
 
 T = TypeVar("T")
 Parts = Sequence[Sequence[Sample]]
-"""Samples that may share a forward pass, and no other with them."""
+"""Lists of samples; only samples of the same list may share a forward pass."""
 
 
 def by_group(samples: Sequence[Sample]) -> Parts:
-    """Neighbours of one group."""
+    """A list for each group, whose samples are neighbours."""
     return [list(own) for _, own in groupby(samples, key=lambda sample: sample.key[0])]
 
 
@@ -94,8 +94,8 @@ def load_policy(config: RunConfig) -> "TransformersPolicy":
 def policy_options(
     config: RunConfig, model: PreTrainedModel, device: torch.device, base_digest: str = ""
 ) -> dict[str, Any]:
-    """What a policy is made of beside its model, which gets adapters, kernels and compiled layers where they
-    are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
+    """A policy's arguments besides model and config. The model gets adapters, kernels and compiled layers
+    where they are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
     trainer, dtype = config.trainer, compute_dtype(config.model)
     adapters = Adapters(model, trainer.lora, dtype, config.seed, base_digest) if trainer.lora else None
     accelerate_model(model, trainer, dtype, device)
@@ -125,7 +125,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         max_model_len: int = 64,
         device: torch.device | None = None,
     ) -> None:
-        """`device` is where the weights will be, of a model that has none yet."""
+        """`device` is where the weights will be, if the model has none yet."""
         self._model, self._adapters, self._device = model, adapters, device or model.device
         self._config = config
         self._dtype = dtype
@@ -135,7 +135,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
         self._reference: ReferenceModel | None = None
-        """With adapters there is none: the reference is the model with its adapters off."""
+        """None with adapters: the reference is the model with its adapters off."""
         if algorithm.needs_reference and adapters is None:
             self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
@@ -147,7 +147,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
-        # A critic's gradients have a bound of their own: they say nothing about the policy's.
+        # A critic's gradients are clipped by themselves: they have nothing to do with the policy's.
         self._bounded = (
             [trained, head_parameters] if isinstance(self._value_head, Critic) else [self._parameters]
         )
@@ -161,10 +161,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self._held: dict[str, Tensor] | None = None
         self.layout = pick_layout(model, self._scorer, config.packing, max_model_len)
         self.bins = config.bin_tokens, config.num_bins
-        # What looks at a whole sequence needs all segments of a session in one forward pass.
+        # Losses over whole sequences need all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
         self._tile_tokens = config.bin_tokens
-        """Of one forward pass."""
+        """Most tokens of one forward pass."""
         if model.device.type == "cpu":
             self._tile_tokens = min(CPU_TILE_TOKENS, config.bin_tokens)
         if config.gradient_checkpointing is True:  # and not `auto`: then nothing has chosen yet
@@ -193,12 +193,12 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
 
     def _num_missing(self, plan: Sequence[Lines]) -> int:
-        """How many forward passes fewer than another rank this one has."""
+        """How many forward passes this rank has fewer than the one with the most."""
         most: int = max(unpack(part) for part in self.peers.gather(pack(len(plan))))
         return most - len(plan)
 
     def _plan_scored(self, parts: Parts) -> list[Lines]:
-        """Tiles with every completion token, trained or not; none with samples of two parts."""
+        """Tiles with every completion token, trained or not; no tile has samples of two parts."""
         tiles: list[Lines] = []
         first = 0
         for part in parts:
@@ -234,8 +234,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     @torch.no_grad()
     def _compare_routes(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
-        """How far logprobs of some rows are from the engine's with its routes, and if routers chose again:
-        two passes, which the other ranks make too."""
+        """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
+        choice: two passes, which the other ranks make too."""
         if not self.replays_routes:
             return MicroBatchMetrics()
         rows = [row for line in (plan[0] if plan else [[NO_ROW]]) for row in line]
@@ -278,7 +278,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return result
 
     def _sum_held(self) -> None:
-        """Ranks sum what each of them holds, once for all micro-batches of an update."""
+        """For ranks: sum the gradients that each of them holds, once for all micro-batches of an update."""
 
     def _update(self, denominator: float) -> UpdateResult:
         self._sum_held()
@@ -287,7 +287,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         )
         # Counted also where it is skipped: the rate follows the steps of the run.
         self._num_updates += 1
-        # Masked sequences count in some denominators, so the denominator alone does not tell.
+        # Masked sequences count in some denominators: the denominator may be positive without any gradient.
         if not denominator > 0.0 or all(p.grad is None for _, p in self._parameters):
             self.zero()
             return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
@@ -306,7 +306,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
     def zero(self) -> None:
         self._sum_held()
         self._begins_update = True
-        # None and not zeros: `_update` tells by it that nothing was trained.
+        # None and not zeros: by it `_update` recognises that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
 
     def hold_weights(self) -> None:
@@ -340,7 +340,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 one |= {field: scores[name] for field, name in needed.items()}
         if algorithm.needs_reference:
             scorer = self._reference.scorer if self._reference else self._scorer
-            # A reference chooses by itself.
+            # A reference makes its own choices.
             own_choices = [[without_choices(sample) for sample in part] for part in parts]
             with self._adapters.off() if self._adapters else nullcontext():
                 scored = self._score_all(own_choices, scorer, self._temperature)
@@ -349,11 +349,11 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return self._join(found, order)
 
     def _deal_groups(self, samples: Sequence[Sample]) -> tuple[Parts, list[int]]:
-        """What this process scores of the samples, and in which order the indices of all are scored."""
+        """The samples that this process scores, and the indices of all samples in the order of scoring."""
         return by_group(samples), list(range(len(samples)))
 
     def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
-        """What was found of all samples, in their own order."""
+        """The results of all samples, in the order of the samples."""
         return list(found)
 
     @contextmanager
@@ -382,9 +382,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         temperature: float,
         head: ValueHead | None = None,
     ) -> list[Scores]:
-        """Of all completion tokens; values where a head is given. float32; float64 for a model of that
-        precision. In the order of the parts."""
-        # So that comparisons of gradients are not rounded.
+        """Scores of all completion tokens, in the order of the parts; values where a head is given. float32,
+        or float64 for a model of that precision."""
+        # float64, so that comparisons of gradients are not rounded.
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
         names += ["values"] * (head is not None)
@@ -441,7 +441,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         if self._device.type == "cuda" and "rng.cuda" in state.shapes:
             torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self._device)
         self.zero()
-        # Here for as long as it takes: in the next call on GPUs a rank whose disk is slow would be given up.
+        # Wait here, without a limit: a rank with a slow disk would exceed that of the next call on GPUs.
         self.peers.gather(b"")
 
     def _check_state(

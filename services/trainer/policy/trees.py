@@ -1,4 +1,4 @@
-"""What the rows of a tile have in common passes through the model once.
+"""Trees: common beginnings of a tile's rows pass through the model once.
 
 Rows that begin alike share a path from the root of a trie of token ids; each node is a run of tokens. A token
 attends to the nodes above its own and, in its own, to itself and what is before it: to what it would attend
@@ -29,14 +29,14 @@ from tidemill.services.trainer.policy.precision import autocast_dtype
 TREE = "tree"
 """The name under which attention gets a tile's `Tree`."""
 CHANGES_OF_SCORES = ("softcap", "s_aux", "position_bias")
-"""Arguments of attention that our kernels know nothing of."""
+"""Arguments of attention that our kernels do not support."""
 SLACK = 1 << 14
-"""Scores that a bucket may compute in vain, beside half of those it needs: about what one more call costs."""
+"""Unneeded scores that a bucket may have beyond half of those it needs: about as costly as one more call."""
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """What a model gets for a tree's mask. Of four dimensions, so that transformers takes it for finished and
-    makes none; empty, so that a model which reads it fails."""
+    """The mask that a model gets with a tree. It has four dimensions, so that transformers takes it as it is
+    and makes none; it is empty, so that a model which reads it fails."""
     return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
 
 
@@ -50,7 +50,7 @@ def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
 
 
 class Boundaries(NamedTuple):
-    """What `varlen_attn` takes. `keys` are the places of all keys; null: the tile's tokens, in order."""
+    """Arguments of `varlen_attn`. `keys` are the places of all keys; None: the tile's tokens, in order."""
 
     keys: Tensor | None
     queries_at: Tensor
@@ -65,7 +65,7 @@ class Bucket(NamedTuple):
     queries_nQ: Tensor
     keys_nK: Tensor
     mask: Tensor | None
-    """What is added to scores, [n or 1, 1, Q, K]. Null: each query sees the keys up to its own number."""
+    """Added to scores, [n or 1, 1, Q, K]. None: each query sees the keys up to its own number."""
 
 
 class Tree:
@@ -74,15 +74,15 @@ class Tree:
     def __init__(self, trie: Trie) -> None:
         self._nodes = sorted(trie.nodes, key=lambda node: node.offset)
         paths: dict[int, Indices] = {}
-        for node in sorted(self._nodes, key=lambda node: node.start):  # what is above, first
+        for node in sorted(self._nodes, key=lambda node: node.start):  # parents first
             above = [] if node.above is None else [paths[id(node.above)]]
             paths[id(node)] = np.concatenate([*above, node.places])
         self._paths = [paths[id(node)] for node in self._nodes]
         self._made: dict[Any, Any] = {}
         self.windows: set[int | None] = set()
-        """What layers have asked for."""
+        """Sliding windows that layers have asked for."""
         self.columns: Columns | None = None
-        """Where this rank has only some columns of the tile."""
+        """Set where this rank has only some columns of the tile."""
 
     @property
     def positions_T(self) -> Indices:
@@ -107,7 +107,7 @@ class Tree:
     def spread(
         self, key: Tensor, value: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-        """What `varlen_attn` takes after the queries. Shapes: key and value [T, heads, D]."""
+        """The arguments of `varlen_attn` after the queries. Shapes: key and value [T, heads, D]."""
         self.windows.add(window)
         places, *boundaries = self.boundaries(key.device)
         if places is not None:
@@ -154,8 +154,7 @@ class Tree:
         return buckets, torch.from_numpy(back_T).to(device)
 
     def _alike(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Nodes with so little between their shapes that one call for a group of them computes little in
-        vain."""
+        """Groups of nodes of so similar shapes that one call for a group computes few unneeded scores."""
         groups: list[list[int]] = []
         widest = longest = needed = 0
         for i in sorted(numbers, key=lambda i: (-self._nodes[i].end, self._nodes[i].start)):
@@ -174,7 +173,7 @@ def _mask(nodes: Sequence[Node], widest: int, longest: int, window: int | None) 
     if window is None and len({node.start for node in nodes}) == 1:
         nodes = [max(nodes, key=lambda node: node.end)]
     starts, ends = (np.array([getattr(n, name) for n in nodes])[:, None] for name in ("start", "end"))
-    # What only fills up is the last token once more: a query that sees nothing gives NaN.
+    # Padding repeats the last token: a query that sees nothing gives NaN.
     places_nQ = np.minimum(starts + np.arange(widest), ends - 1)[:, None, :, None]
     keys_K = np.arange(longest)
     mask: NDArray[np.bool_] = keys_K <= places_nQ
@@ -231,5 +230,5 @@ def _attend_buckets(
     return rows_at(torch.cat(outputs), back_T)[None]
 
 
-# Under the name that models know, so that those which cannot use it keep what they have.
+# Under sdpa's name: models that do not support it keep their own attention.
 AttentionInterface.register("sdpa", attend_sdpa)

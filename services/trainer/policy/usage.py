@@ -1,5 +1,5 @@
-"""How much of its devices a policy uses: FLOPs of the model, what a device can do, memory; and what torch's
-profiler sees. All of it only watches: what is computed has the same bits."""
+"""How much of its devices a policy uses: FLOPs of the model, peak FLOP/s of a device, memory, and profiles.
+None of it changes a bit of what is computed."""
 
 import os
 import resource
@@ -30,35 +30,35 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-"""Dense bf16 with float32 sums, by part of the device's name; the first that fits counts."""
+"""FLOP/s of dense bf16 products with float32 sums, by part of the device's name; the first match counts."""
 
 
 def peak_flops() -> float:
-    """Of this process's device; 0 where it is not known."""
+    """Peak FLOP/s of this process's device; 0 where it is not known."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((flops for part, flops in PEAK_FLOPS.items() if part in device), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Of forward and backward pass; what is recomputed counts once (arXiv 2204.02311, appendix B)."""
+    """FLOPs of forward and backward pass; what is recomputed counts once (arXiv 2204.02311, appendix B)."""
 
     token: float = 0.0
-    """6 for each weight of a matrix, 4 for one that is not trained; of experts those that a token uses."""
+    """A token: 6 for each weight of a matrix, 4 for one that is not trained; only experts that it uses."""
     score: float = 0.0
-    """The output head, of a token that is scored."""
+    """A scored token: the output head."""
     pair: float = 0.0
-    """12 * heads * size of a head * layers, of two tokens of which one attends to the other."""
+    """A token and one that it attends to: 12 * heads * size of a head * layers."""
 
     def of(self, sums: MicroBatchMetrics) -> float:
-        """Of micro-batches: without padding, and what rows share once; pairs by the same share."""
+        """FLOPs of micro-batches: without padding, shared tokens once, pairs reduced by the same share."""
         tokens = min(sums.positions, sums.row_tokens)
         pairs = sums.row_pairs * tokens / max(sums.row_tokens, 1)
         return self.token * tokens + self.score * sums.tokens + self.pair * pairs
 
 
 def count_flops(model: PreTrainedModel) -> ModelFlops:
-    """Of a model, which may be on the meta device, or split over ranks."""
+    """FLOPs of a model, which may be on the meta device, or split over ranks."""
     text, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
     token = sum(
@@ -75,17 +75,15 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of all ranks."""
-
     flops: ModelFlops = field(default_factory=ModelFlops)
     peak_flops: float = 0.0
-    """What one rank's device can do in a second; 0 where that is not known."""
+    """Peak FLOP/s of one rank's device; 0 where it is not known."""
     peak_bytes: tuple[int, ...] = ()
-    """The most memory of each rank since the last look: allocated on its GPU, or of its process."""
+    """Peak memory of each rank: on its GPU since the last call, or without one since the process began."""
 
 
 class Measured:
-    """The part of `TransformersPolicy` that says what it uses."""
+    """The part of `TransformersPolicy` that measures what it uses."""
 
     _model: PreTrainedModel
     peers: Peers
@@ -100,7 +98,7 @@ class Measured:
 
 
 def take_peak_bytes() -> int:
-    """The peak of this process; on a GPU a new one begins."""
+    """Peak memory of this process in bytes; on a GPU the measurement begins again."""
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     peak = torch.cuda.max_memory_allocated()
@@ -109,7 +107,7 @@ def take_peak_bytes() -> int:
 
 
 class Profiled:
-    """The part of a policy that is profiled; where several ranks train, all make the call."""
+    """The part of a policy that profiles its calls; where several ranks train, all make the call."""
 
     _profiler: profile | None = None
 
@@ -135,6 +133,6 @@ class Profiled:
             torch.cuda.synchronize()  # kernels that still run would be cut off
         profiler.stop()
         name = f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json.gz"
-        part = self._folder / f".part-{name}"  # torch compresses by the suffix
+        part = self._folder / f".part-{name}"  # with the same suffix: by it torch compresses
         profiler.export_chrome_trace(str(part))
         os.replace(part, self._folder / name)

@@ -1,1 +1,1 @@
-"""Trains committed steps of a run again, beside the run and without touching it, to look at what happened."""
+"""Trains committed steps of a run again without touching the run, to compare them with the record."""

@@ -35,7 +35,7 @@ async def check_committed(history: History, steps: Sequence[int]) -> None:
 
 
 def main() -> int:
-    """Replay, and tell how it went; returns the exit code."""
+    """Replay and print the results; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tidemill.services.trainer.replay", description=__doc__)
     parser.add_argument("--run", required=True, metavar="RUN_ID")
     parser.add_argument("--run-dir", required=True, type=Path, help="the run's folder")

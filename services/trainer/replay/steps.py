@@ -1,4 +1,4 @@
-"""`tidemill replay`: what was recorded of steps against what comes out when they are trained again.
+"""`tidemill replay`: trains committed steps again, and compares the results with the record.
 
 Goes through a run's commits, from the nearest checkpoint. Guarantees: nothing of the run is written, neither
 files nor streams; what is trained, and in which order and micro-batches, is what the commits say; memory
@@ -53,10 +53,10 @@ class StepReplay:
         say: Say,
     ) -> None:
         """Args:
-        history, config, run_dir: of the run.
-        policy: at the starting model; it is trained.
-        thread: where its calls are made.
-        say: gets an event for each start and step.
+        history, config, run_dir: the run's.
+        policy: the policy at the starting model; it is trained.
+        thread: makes its calls.
+        say: is called with an event for each start and step.
         """
         self.history, self.config, self.run_dir = history, config, run_dir
         self.policy, self.thread, self.say = policy, thread, say
@@ -67,8 +67,8 @@ class StepReplay:
         self._cursor: GroupCursor | None = None
 
     async def results(self, wanted: Sequence[int]) -> AsyncIterator[dict[str, Any]]:
-        """What came out of each wanted step, ascending. Raises TidemillError: its streams do not hold what it
-        was trained on, or the config has changed."""
+        """The comparison for each wanted step, ascending. Raises TidemillError: the streams do not hold what
+        a step was trained on, or the config has changed."""
         async with AsyncExitStack() as stack:
             for step in sorted(set(wanted)):
                 if (cursor := await self._restore(step)) is not None:
@@ -86,8 +86,8 @@ class StepReplay:
                 yield found
 
     async def _restore(self, step: int) -> GroupCursor | None:
-        """Take the newest checkpoint up to `step`, where that is nearer than what the policy holds. Returns a
-        reader from where it needs the streams, or from their start; None to go on with the one before."""
+        """Restore the newest checkpoint up to `step`, where that is nearer than the policy's version. Returns
+        a reader from where it needs the streams, or from their start; None: go on with the one before."""
         found = await asyncio.to_thread(read_checkpoint, self.run_dir, step)
         if found is None or found.state.version <= self.version:
             return open_cursor(self.history, self.config) if self._cursor is None else None
@@ -181,7 +181,7 @@ def _compare_step(commit: Commit, result: StepResult, digest: str, config: RunCo
 
 
 def _compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
-    """Of every sample; `first` is the first one that differs."""
+    """Compares every sample's advantage; `first` is the first one that differs."""
     found: dict[str, Any] = {"equal": True, "num_different": 0, "first": None}
     for group in result.groups:
         recorded = commit.advantages.get(str(group.ticket), [])
@@ -202,16 +202,16 @@ def _compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
 
 
 def _is_same(one: float, other: float) -> bool:
-    """The same number, or both none."""
+    """Whether both are the same number, or both NaN."""
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
 async def replay_steps(
     history: History, config: RunConfig, run_dir: Path, steps: Sequence[int], say: Say
 ) -> bool:
-    """Replay the steps and say what came out, event by event; returns whether all came out as recorded."""
+    """Replay the steps and report events by `say`; returns whether all results are as recorded."""
     thread = PolicyThread()
-    # Not what this GPU would choose, but what the run has found out, if it has.
+    # With the sizes of passes that the run has chosen, if any: this GPU could choose others.
     known = run_dir if (run_dir / PASSES_FILE).exists() else None
     policy = await thread.call(open_policy, config, known)
     replay = StepReplay(history, config, run_dir, policy, thread, say)

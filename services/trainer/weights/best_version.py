@@ -1,10 +1,10 @@
 """The best evaluated version: its weights are never pruned, and `best.json` says which it is.
 
-Only what is alike is compared: evaluations over as many samples of the same sets (where a resumed run takes
-others, the best starts again), of which hardly any has failed (`MAX_FAILED_SHARE`).
+Only like evaluations are compared: over the same sets and as many samples (where a resumed run has others,
+the comparison starts again), of which hardly any has failed (`MAX_FAILED_SHARE`).
 
-What is best follows from the evaluations on record and the weights on the disk, so nothing is lost with a
-process: a trainer that resumes finds the same version, and `best.json` is written for people and tools.
+The best version follows from the evaluations on record and the weights on the disk, so a trainer that resumes
+finds the same one; `best.json` is written for people and tools.
 """
 
 import json
@@ -25,7 +25,7 @@ from tidemill.common.run.weight_files import WEIGHTS_FOLDER, folder_versions, ve
 log = structlog.get_logger(__name__)
 
 MAX_FAILED_SHARE = 0.02
-"""A set of which more samples have no score has a mean over other samples than those it is compared with."""
+"""With more samples without a score, a set's mean is over other samples than those it is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class BestVersion:
     """Follows one run's evaluations. Without a metric it keeps nothing."""
 
     def __init__(self, run_dir: Path, metric: str, records: Iterable[Record]) -> None:
-        """`records` are those that a resume has left; of their versions, only those with weights count."""
+        """`records` are those that are left after a resume; only versions whose weights are there count."""
         self.path, self.metric = run_dir / BEST_FILE, metric
         self._sizes: dict[str, float] = {}
-        """Samples of each set in the evaluation of the best."""
+        """Samples of each set in the best version's evaluation."""
         self.best: Best | None = None
         there = set(folder_versions(run_dir / WEIGHTS_FOLDER))
         by_version: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
@@ -71,8 +71,8 @@ class BestVersion:
         return asdict(self.best) if self.best else None
 
     def _consider(self, version: int, results: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Returns whether it is the best by now. `METRIC` is the mean over datasets, `DATASET/METRIC` that of
-        one; an evaluation without a number is none."""
+        """Returns whether it is the best so far. `METRIC` is the mean over datasets, `DATASET/METRIC` that of
+        one; an evaluation that lacks a number is ignored."""
         dataset, _, metric = self.metric.rpartition("/")
         wanted = {name: row for name, row in results.items() if dataset in ("", name)}
         values = [row.get(metric) for row in wanted.values()]

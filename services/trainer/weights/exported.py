@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tidemill.common.weights.bits import TORCH_NAMES, TensorInfo
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
-"""By safetensors' names."""
+"""torch's dtypes by safetensors' names."""
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -74,12 +74,12 @@ def plan_export(model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: to
     slices += _probed(model, _uncovered(shapes, slices), converted) if converted else []
     known = {part.info.name for part in slices}
     left = tuple(info for info in converted if info.name not in known)
-    # What a conversion reads together is not known from outside: it gets all that slices do not stand for.
+    # What a conversion reads together is not known: it gets all tensors that slices do not cover.
     return ExportPlan(tuple(slices), left, frozenset(_uncovered(shapes, slices)) if left else frozenset())
 
 
 def _uncovered(tensors: dict[str, Tensor], slices: list[Slice]) -> dict[str, Tensor]:
-    """The tensors of which slices do not stand for every element."""
+    """The tensors that slices do not cover completely."""
     counts: Counter[str] = Counter()
     for part in slices:
         counts[part.source] += part.info.num_elements
@@ -97,7 +97,7 @@ def _probed(model: PreTrainedModel, sources: dict[str, Tensor], infos: list[Tens
         firsts[name], end = end, end + count
     try:
         out = revert_weight_conversion(model, dict(probes))
-    except (RuntimeError, ValueError):  # its shapes must be what they are
+    except (RuntimeError, ValueError):  # the conversion needs the real shapes
         return []
     names, starts, slices = list(firsts), list(firsts.values()), []
     for info in infos:

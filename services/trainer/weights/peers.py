@@ -11,7 +11,7 @@ import numpy as np
 from tidemill.common.files import StorageError, storage_errors
 
 Thread = Literal["policy", "weights", "states"]
-"""Of a rank: the policy's own, and those that write weights and checkpoints beside it."""
+"""A rank's threads: the policy's own, and those that write weights and checkpoints beside it."""
 
 
 class Peers(Protocol):
@@ -45,7 +45,7 @@ def write_together(
         with storage_errors(what, folder):
             receipt = [write()]
     except StorageError as error:
-        # Not raised before all have told: others wait in `gather` for this rank's receipt.
+        # Not raised before all ranks have reported: others wait in `gather` for this rank's receipt.
         receipt = [error.errno, error.reason]
     receipts = [unpack(part) for part in peers.gather(pack(receipt), thread)]
     for rank, (first, *reason) in enumerate(receipts):
@@ -76,7 +76,7 @@ def unpack(payload: bytes, *kinds: type) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """What msgpack has no type for."""
+    """A value of a type that msgpack lacks, in types that it has."""
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "shape": value.shape, "data": value.tobytes()}
     if isinstance(value, np.generic):

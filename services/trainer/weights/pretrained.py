@@ -2,9 +2,9 @@
 
 A model is made without storage, as transformers would load it: it gets stand-ins for the tensors of the
 files, which note what is read of them. `exported.py` says which elements of a model's tensors are which
-elements of its published ones; read the other way round that fills each shard from slices of the files.
-Guarantee: the weights are those of `from_pretrained`, bit for bit. Where the two do not agree on what is
-read, there is an UnclearError, and nothing is filled. Beside its shards a rank holds `CHUNK` elements.
+elements of its published ones; the other way round, that fills each shard from slices of the files.
+Guarantee: the weights are those of `from_pretrained`, bit for bit. Where transformers reads other tensors
+than the export has, UnclearError is raised. Beside its shards a rank holds `CHUNK` elements.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ class TensorInFile:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-        """What becomes of it in a model without storage."""
+        """The tensor in a model without storage: on the meta device."""
         self.is_read = True
         return torch.empty(self.info.shape, dtype=dtype, device="meta")
 
@@ -108,7 +108,7 @@ def open_pretrained(
     path: str, config: PreTrainedConfig, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any], PretrainedWeights]:
     """The model without its weights, what transformers says of loading it, and where its weights are.
-    Buffers that are no weights are there. Raises UnclearError."""
+    Buffers that are not in the files have their values. Raises UnclearError."""
     if getattr(config, "quantization_config", None) is not None:
         raise UnclearError("its weights are quantised")
     files = _find_tensors(path, config)
@@ -129,7 +129,7 @@ def open_pretrained(
 
 
 def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, TensorInFile]:
-    """Of the safetensors files that transformers would read, by name."""
+    """The tensors of the safetensors files that transformers would read, by name."""
 
     def find(name: str) -> str | None:
         found: str | None = cached_file(
@@ -182,8 +182,8 @@ def _locate(model: PreTrainedModel, files: Mapping[str, TensorInFile]) -> dict[s
 
 
 def give_storage(root: nn.Module, device: torch.device) -> None:
-    """Make room for the weights on the device: of what is sharded, for this rank's rows. Tied weights stay
-    tied, buffers with values keep them."""
+    """Allocate the weights on the device; of sharded ones this rank's rows. Tied weights stay tied, buffers
+    with values keep them."""
     places = defaultdict(list)
     for module in root.modules():
         for name, weight in module._parameters.items():

@@ -1,8 +1,8 @@
-"""What the version before held, on each rank for its own shard, in the dtype of the export.
+"""The shadow: weights of the version before, on each rank for its own shard, in the dtype of the export.
 
 After an update the shadow is compared with the weights bit by bit: NaN equals itself, 0.0 and -0.0 differ.
-What changed is kept until it is written, and the digest follows from it. A shadow is a version: nothing but
-`compare` changes it, so files can be written from it while the weights move on.
+What changed is kept until it is written, and the digest follows from it. A shadow is a version: only
+`compare` changes it, so files can be written from it while the weights change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,18 +36,17 @@ class HostCopies:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """What is read from now on is what the work that is enqueued now leaves in these tensors. Called by
-        the thread that enqueues that work."""
+        """Have later reads wait for the work on these tensors that is enqueued by now. Called by the thread
+        that has enqueued it."""
         for device in {tensor.device for tensor in tensors if _is_on_device(tensor)}:
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def read(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The flat tensors in host memory, in their order; each stays as it is until the next is asked
-        for."""
+        """The flat tensors in host memory, in their order; each is valid until the next one is read."""
         arrived: Callable[[], Tensor] | None = None
         for number, tensor in enumerate(tensors):
-            # Before the one ahead is handed out: it is copied while that one is used.
+            # Begun before the one ahead is handed out: it is copied while that one is used.
             coming = self._begin(tensor, number % NUM_BUFFERS)
             if arrived is not None:
                 yield arrived()
@@ -67,7 +66,7 @@ class HostCopies:
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
             event = self._stream.record_event()
-        # With the source, until it has been read: its memory would go to whoever asks next on another stream.
+        # Keeps the source until it has been read: else its memory could be given to another stream.
         return partial(_after, event, host, tensor)
 
 
@@ -80,20 +79,20 @@ CHUNK, DEVICE_CHUNK = 1 << 20, 1 << 24
 """Elements compared at once: what is converted for it stays in a CPU's cache; a GPU is waited for once a
 chunk, for the number of changes."""
 DENSE_SHARE = 0.4
-"""Of a chunk: where more has changed, its values are written as they stand, without positions."""
+"""Share of a chunk: where more has changed, all its values are written, without positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a version is, and what became of the one before; over the parts of one rank, or of all."""
+    """A version compared with the one before, over the parts of one rank, or of all."""
 
     digest: Digest
     before: Digest | None
-    """The shadow's digest before; None of the first comparison of a process."""
+    """The shadow's digest before; None for the first comparison of a process."""
     num_changed: int
     num_elements: int
     num_bytes: int
-    """Of the version in full, without its header."""
+    """Bytes of the version in full, without its header."""
 
     @property
     def share_changed(self) -> float:
@@ -114,7 +113,7 @@ class ShardPart:
     start: int
     source: str
     first: int
-    """In the flat shard of `source`, where they begin."""
+    """Where they begin in the flat shard of `source`."""
     count: int
 
 
@@ -131,9 +130,9 @@ class Change:
 
 @dataclass(slots=True)
 class Shadow:
-    """One rank's. Weights of two bytes are held; wider ones are measured again each time, and written in
-    full. `max_share`: where more has changed since the last comparison the version will be full, so no more
-    is kept of what changed."""
+    """One rank's shadow. Weights of two bytes are held; wider ones are measured again each time, and written
+    in full. `max_share`: where more has changed since the last comparison the version will be full, so that
+    further changes are not kept."""
 
     plan: ExportPlan
     dtype: torch.dtype
@@ -144,7 +143,7 @@ class Shadow:
     _held: dict[str, Tensor] = field(default_factory=dict)
     _digest: Digest | None = None
     _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    """For the weights of a chunk in the dtype of the export: fresh memory each time would cost more."""
+    """Memory for the weights of a chunk in the dtype of the export, made once."""
     _changes: list[Change] = field(default_factory=list)
     _copies: HostCopies = field(default_factory=HostCopies)
 
@@ -154,8 +153,8 @@ class Shadow:
         return self.dtype.itemsize == 2
 
     def compare(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> Comparison:
-        """Take in the weights as they are: `tensors` by the names of the model, local or sharded by rows, and
-        on rank 0 the published tensors that no slice stands for."""
+        """Take in the current weights: `tensors` by the names of the model, local or sharded by rows, and on
+        rank 0 the published tensors that are no slices (`converted`)."""
         self._changes, self.num_changed, before = [], 0, self._digest
         if before is None or not self.is_held:
             digest, self.num_changed = self.measure(tensors, converted), self._num_elements
@@ -175,7 +174,7 @@ class Shadow:
         return Comparison(digest, before, self.num_changed, self._num_elements, num_bytes)
 
     def measure(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> Digest:
-        """The digest of the weights as they are, of what this rank holds; the shadow stays as it is."""
+        """The digest of this rank's part of the current weights; the shadow stays as it is."""
         if not self.parts:
             self._begin(tensors)
         flats, total = _flats(tensors, converted), DigestSum()
@@ -223,7 +222,7 @@ class Shadow:
         return sum(part.count for part in self.parts)
 
     def hold(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
-        """Write these weights themselves, of which no copy is held: they must not change meanwhile."""
+        """Have these weights written without a copy: they must not change meanwhile."""
         flats = _flats(tensors, converted).items()
         self._held = {name: flat.to(exported_dtype(flat, self.dtype)) for name, flat in flats}
 
@@ -233,7 +232,7 @@ class Shadow:
             self._held[name] = moved(self._held[name])
 
     def follow(self) -> None:
-        """What is written from now on is what was taken in; called by the thread that took it in."""
+        """Have later writes wait for the last `compare`; called by the thread that called it."""
         self._copies.follow(self._held.values())
 
     def write_changes(self, writer: DeltaWriter) -> None:
@@ -247,8 +246,8 @@ class Shadow:
                 writer.add(info, change.positions.astype(np.int64) + start, change.values)
 
     def runs(self) -> Iterator[tuple[TensorInfo, int, Bits]]:
-        """All that this rank holds, chunk by chunk: tensor, first position, values, which stay as they are
-        until the next are asked for."""
+        """All that this rank holds, chunk by chunk: tensor, first position, values, which are valid until the
+        next chunk is read."""
         chunks = [
             (part, offset, min(DEVICE_CHUNK, part.count - offset))
             for part in self.parts
@@ -259,7 +258,7 @@ class Shadow:
             yield part.info, part.start + offset, _numpy(found, part.info)
 
     def _begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Find out what of the published tensors this rank holds."""
+        """Find out which elements of the published tensors this rank holds."""
         for piece in self.plan.slices:
             low, high = owned_range(tensors[piece.source], self.is_leader)
             begin, end = max(low, piece.first), min(high, piece.end)
@@ -286,27 +285,27 @@ def _chunks(part: ShardPart, flat: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _unlike(now: Tensor, held: Tensor) -> Tensor:
-    """Where they differ, ascending. In the CPU's memory numpy finds it in half the time."""
+    """Positions where they differ, ascending. In the CPU's memory numpy takes half of torch's time."""
     if _is_on_device(now):
         return torch.nonzero(now != held).squeeze(1)
     return torch.from_numpy(np.flatnonzero(now.numpy() != held.numpy()))
 
 
 def _own_name(name: str) -> str:
-    """Under which a converted tensor is held: beside sources, which may have the same name."""
+    """The name under which a converted tensor is held, because a source may have its own name."""
     return f"exported:{name}"
 
 
 def _flats(tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's elements of each, in their order."""
+    """This rank's elements of each tensor as a vector."""
     named = dict(tensors) | {_own_name(name): tensor for name, tensor in converted.items()}
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in named.items()}
     return {name: tensor.detach().contiguous().reshape(-1) for name, tensor in local.items()}
 
 
 def owned_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
-    """Which flat elements of the whole tensor this rank holds; of what all have, rank 0 is the owner, and of
-    several copies of the model the first."""
+    """Which flat elements of the whole tensor this rank owns: of a tensor that all ranks have, rank 0 is the
+    owner, and of several copies of the model the first."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.numel() if is_leader else 0
     axes = enumerate(tensor.placements)
@@ -324,8 +323,8 @@ def held_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def held_rows(tensor: DTensor) -> tuple[int, int]:
-    """Its first row in this process, and the row after its last. Along the last axis of the mesh all rows are
-    divided, along the one before it each of these shares, and so on; copies of the model have the same."""
+    """The tensor's first row in this process, and the row after its last. The last axis of the mesh divides
+    all rows, the one before it each of these shares, and so on; copies of the model have the same rows."""
     mesh, first, end = tensor.device_mesh, 0, tensor.shape[0]
     for axis in reversed(range(mesh.ndim)):
         if not tensor.placements[axis].is_replicate():

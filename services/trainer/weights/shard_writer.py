@@ -29,7 +29,7 @@ from tidemill.services.trainer.weights.store import WEIGHTS_FILE, list_files, wh
 
 
 def sum_over_ranks(own: Digest, peers: Peers) -> Digest:
-    """Of each rank's part. A call of all ranks."""
+    """The sum of all ranks' parts. A call of all ranks."""
     return sum((unpack(part, Digest) for part in peers.gather(pack(own))), Digest())
 
 
@@ -50,7 +50,7 @@ class ShardWriter:
         self._pending: Future[tuple[WeightFile, ...]] | None = None
 
     def compare(self, tensors: Mapping[str, Tensor]) -> Comparison:
-        """What changed, over all ranks. Waits for what is being written: it is written from the shadow."""
+        """The comparison over all ranks. First waits for a write in progress, which reads the shadow."""
         self.wait()
         own = self.shadow.compare(tensors, self._converted(tensors))
         parts: list[Comparison] = [unpack(part, Comparison, Digest) for part in self._peers.gather(pack(own))]
@@ -64,10 +64,10 @@ class ShardWriter:
         self, sources: Callable[[], Mapping[str, Tensor]], folder: Path, version: int, parent: int
     ) -> Future[tuple[WeightFile, ...]]:
         """Start to write what the last comparison took in, as a delta to `parent`, or in full where that is
-        -1. Wide weights, of which no copy is held, are those of `sources`, written when this returns: they
-        may change then.
+        -1. Wide weights, of which no copy is held, are read from `sources` and written when this returns:
+        they may change then.
 
-        The result, on rank 0, are the files; it raises StorageError where a rank's disk did not take its own.
+        The result on rank 0 is the files; it raises StorageError where a rank's disk did not take its own.
         """
         self.wait()
         if not self.shadow.is_held:
@@ -88,7 +88,7 @@ class ShardWriter:
         write = partial(self._write_full if parent < 0 else self._write_delta, folder)
         written = write_together(self._peers, "weights", f"the weights of version {version}", folder, write)
         if parent < 0:
-            # Nobody has seen all of its bytes: rank 0 reads them once more for the checksum.
+            # No rank has written all of its bytes: rank 0 reads them once more for the checksum.
             return list_files(folder) if self._peers.rank == 0 else ()
         return tuple(WeightFile.model_validate(file) for file in written)
 
@@ -110,9 +110,9 @@ class ShardWriter:
                 _write_at(file, values.data.cast("B"), offsets[info.name] + start * values.dtype.itemsize)
 
     def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What no slice stands for: gathered by all, converted and held by rank 0."""
+        """The published tensors that are no slices: gathered by all, converted and held by rank 0."""
         plan = self.shadow.plan
-        # Sorted: a set of names has another order in each process, and all ranks must gather alike.
+        # Sorted: a set of names has another order in each process, and all ranks must gather in the same one.
         whole = {name: whole_tensor(tensors[name].detach()) for name in sorted(plan.sources_of_converted)}
         if not whole or self._peers.rank:
             return {}

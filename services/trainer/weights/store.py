@@ -59,21 +59,21 @@ log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class WeightState:
     digest: str
-    """Of what travels to engines."""
+    """Digest of the exported weights."""
     committed: str
-    """For the commit: also of what does not travel."""
+    """Digest for the commit: also of trained weights that are not exported."""
     before: str = ""
     """The digest of the state before, which the policy can write a delta to; empty where it cannot."""
     share_changed: float = -1.0
     num_bytes: int = 0
-    """In full."""
+    """Size of a full version."""
 
 
 class WeightSource(Protocol):
     """What the store needs of a policy."""
 
     def compare_weights(self) -> WeightState:
-        """What the weights are now, and what has changed since the last call."""
+        """State of the current weights, and what has changed since the last call."""
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         """Start to write the weights of the last comparison into an existing folder, in full or, where
@@ -85,7 +85,7 @@ class ObjectPublisher:
 
     That is the end of part 6 of a step (`trainer.py`): after the files are on the disk, because a crash in
     between publishes them again from there, and before part 7, because workers start to download when they
-    hear of it. Publishing again does no harm: what is there already stays.
+    read the manifest. Publishing again does no harm: what is there already stays.
     """
 
     def __init__(self, url: str, run_id: str) -> None:
@@ -97,7 +97,7 @@ class ObjectPublisher:
         try:
             if self._published(target) == (manifest.digest, manifest.files):
                 return
-            # Of a history that is lost: its manifest must not stay beside new files.
+            # What is there is of a lost history: its manifest must not stay beside new files.
             self._store.remove(target)
             for file in manifest.files:
                 self._store.write(f"{target}/{file.name}", folder / file.name)
@@ -108,7 +108,7 @@ class ObjectPublisher:
             raise StorageError(what, Path(self._url), errno.ETIMEDOUT, str(error)) from error
 
     def remove(self, version: int) -> None:
-        """Remove a version that nobody needs. What cannot be removed now stays, and costs space alone."""
+        """Remove a version that is no longer needed. What cannot be removed stays, and costs space alone."""
         try:
             self._store.remove(f"{WEIGHTS_FOLDER}/{version_name(version)}")
         except WeightsError as error:
@@ -124,7 +124,7 @@ class ObjectPublisher:
 
 
 def build_publisher(url: str, run_id: str) -> ObjectPublisher | None:
-    """What the address asks for, or that of the environment, which wins; None where workers fetch themselves.
+    """The publisher for an object store's address, where the environment's takes precedence; None without.
 
     Raises:
         ConfigError: the store cannot be opened.
@@ -184,13 +184,13 @@ class WeightStore:
             with storage_errors(what, target):
                 files = policy.begin_writing(aside, version, parent.version if parent else -1)
         except BaseException:
-            # Also where it is interrupted: gigabytes would lie there until the next start.
+            # Also where it is interrupted: gigabytes would stay there until the next start.
             remove_folder(aside)
             raise
         return BegunVersion(state, version, parent, aside, files, time.monotonic())
 
     def distrust(self) -> None:
-        """Write the next version in full: something of what this one is made of is damaged."""
+        """Write the next version in full: a file that the last one needs is damaged."""
         self.last = None
 
     def begin_again(self, manifest: WeightManifest, policy: WeightSource) -> BegunVersion:
@@ -337,14 +337,14 @@ PIECE_BYTES = 1 << 26
 
 
 def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """32 hexadecimal digits for whole `(name, tensor)` pairs given in any order: what adapters know their
-    base by."""
+    """32 hexadecimal digits for whole `(name, tensor)` pairs given in any order; identifies the base of
+    adapters."""
     ordered = sorted(parameters, key=lambda pair: pair[0])
     return digest_in_order(whole_tensor(tensor.detach()) for _, tensor in ordered)
 
 
 def digest_in_order(tensors: Iterable[Tensor]) -> str:
-    """The same of tensors, or pieces of them, one after the other."""
+    """The same digest for tensors, or pieces of them, one after the other."""
     hasher = xxhash.xxh3_128()
     for tensor in tensors:
         for piece in tensor.contiguous().reshape(-1).view(torch.uint8).split(PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""Advantages as pure functions: relative to the group, scaled by something of the whole mini-batch,
+"""Advantages as pure functions: relative to the group, scaled by a statistic of the whole mini-batch,
 REINFORCE++, and generalised advantage estimation.
 
 Group-relative advantages sum to zero up to rounding; equal rewards give exactly zero, not rounding noise
@@ -20,7 +20,7 @@ from tidemill.common.wire.arrays import Float64
 Rewards = Sequence[float | None] | NDArray[np.floating]
 RewardGroups = Sequence[Sequence[float]]
 Discount = float | Float64
-"""One for all tokens of a sequence, or one for each, [A]."""
+"""One discount for all tokens of a sequence, or one for each, [A]."""
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation; TRL's value."""
@@ -98,7 +98,7 @@ def opo(rewards: Rewards, lengths: Sequence[int]) -> Float64:
 
     OPO, arXiv 2505.23585: the baseline of least variance where a gradient's norm grows with the completion's
     length. Rewards 1, 0, 0 of lengths 2, 1, 1 have the baseline 2/4: 0.5, -0.5, -0.5. Where no completion has
-    a trained token, lengths count alike.
+    a trained token, all lengths count as 1.
 
     Raises:
         ValueError: a reward is not finite, or there is no length for it.
@@ -146,7 +146,7 @@ def dr_grpo_passk(rewards: Rewards) -> Float64:
 
 
 def grpo_passk(rewards: Rewards) -> Float64:
-    """`dr_grpo_passk` / (std(r) + 1e-4), the deviation as of `grpo`. Shape [G], float64.
+    """`dr_grpo_passk` / (std(r) + 1e-4), with the deviation of `grpo`. Shape [G], float64.
 
     Rewards 3, 1, 0 have the variance 7/3: 2 / (1.52753 + 1e-4) = 1.30922, 0, 0.
     """
@@ -257,7 +257,7 @@ def reinforce_plus_plus_baseline(
 
 
 def returns(rewards_A: Float64, gamma: Discount) -> Float64:
-    """Discounted sums of a token's reward and all later ones. Shape [A]. `gamma` as of `gae`.
+    """Discounted sums of a token's reward and all later ones. Shape [A]. `gamma` as in `gae`.
 
     Without a discount, rewards 0, 0, 1 give exactly 1, 1, 1.
     """
@@ -305,10 +305,11 @@ def gpg(groups: RewardGroups) -> Float64:
 def gdpo(groups: Sequence[Sequence[Sequence[float | None]]], weights: Sequence[float]) -> Float64:
     """whiten(sum over rewards of w_k * grpo(r_k in the group)). Shape [N].
 
-    GDPO, arXiv 2601.05242, eq. 4 to 6: `groups` has the K rewards of each completion. Each reward is compared
-    within its group by itself, so that none drowns in another's spread; the weighted sums x are then brought
-    to (x - mean) / (std + 1e-4) over the mini-batch. A reward that does not apply to a completion (None) is
-    left out of its sum and of the group's mean and deviation, as in TRL; a completion without any gets 0.
+    GDPO, arXiv 2601.05242, eq. 4 to 6: `groups` has the K rewards of each completion. Each reward is
+    normalised within its group by itself, so that one with a large spread does not hide the others; the
+    weighted sums x are then brought to (x - mean) / (std + 1e-4) over the mini-batch. A reward that does not
+    apply to a completion (None) is left out of its sum and of the group's mean and deviation, as in TRL; a
+    completion without any gets 0.
 
     One group, two completions with rewards (1, 0) and (0, 0), weights 1 and 2: the first reward gives
     +-0.70701, the second 0; mean 0, deviation 0.99986: +-0.70704.
@@ -330,7 +331,7 @@ def _weighted(rewards: Sequence[Sequence[float | None]], weights: Sequence[float
     for k, weight in enumerate(weights):
         column = [(place, one) for place, parts in enumerate(rewards) if (one := parts[k]) is not None]
         if column:
-            # A reward of one completion alone gives 0 here: `grpo` has nothing to compare it with.
+            # A reward that only one completion has gives 0 here: `grpo` has nothing to compare it with.
             total_G[[place for place, _ in column]] += weight * grpo([one for _, one in column])
     return total_G
 

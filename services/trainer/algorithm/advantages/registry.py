@@ -35,15 +35,15 @@ ADVANTAGE_FIELD = "trainer.algorithm.advantage"
 ADVANTAGE_ARGUMENTS = ("rewards", "tickets", "samples")
 
 Groups = Sequence[TrainableGroup]
-"""With shaped rewards."""
+"""Groups with shaped rewards."""
 Values = list[float | Float64]
-"""Of each sample one number, or one for each of its A trained tokens."""
+"""For each sample one number, or one for each of its A trained tokens."""
 Scope = Literal["group", "batch"]
 Estimator = Callable[[Groups, AlgorithmConfig], Values]
 
 
 def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
-    """The advantage that the config names, and what one call of it has to be given.
+    """The advantage that the config names, and whether one call needs a group or a whole mini-batch.
 
     Raises:
         ConfigError: a user's own cannot be loaded or does not take what it will be given.
@@ -114,7 +114,7 @@ def _values(sample: Sample) -> Float64:
 
 
 def _of_groups(function: Callable[[TrainableGroup, AlgorithmConfig], Float64]) -> Estimator:
-    """A function of one group, which gives one number for each of its samples."""
+    """An estimator from a function of one group that gives one number for each of its samples."""
     return lambda groups, algorithm: [
         float(value) for group in groups for value in function(group, algorithm)
     ]
@@ -125,7 +125,7 @@ def _of_rewards(function: Callable[[list[float]], Float64]) -> Estimator:
 
 
 def _of_batch(function: Callable[[list[list[float]]], Float64]) -> Estimator:
-    """A function of the rewards of all groups of a mini-batch, which gives one number for each."""
+    """An estimator from a function of the rewards of all groups of a mini-batch, one number for each."""
     return lambda groups, _: list(map(float, function([_rewards(group.samples) for group in groups])))
 
 
@@ -170,7 +170,7 @@ def _gae(groups: Groups, algorithm: AlgorithmConfig) -> Values:
 
 
 def _gdpo(groups: Groups, _: AlgorithmConfig, weights: dict[str, float] | None = None) -> Values:
-    """`weights` of the rewards by their names; each is read from the scores, before any shaping."""
+    """`weights` by the names of rewards, which are read from the scores, before any shaping."""
     weights = weights or {}
 
     def components(group: TrainableGroup, sample: Sample) -> list[float | None]:
@@ -199,7 +199,7 @@ _ESTIMATORS: dict[str, Estimator] = {
     "gdpo": _gdpo,
     "remax": _of_groups(_remax),
 }
-"""By the names of `tidemill.common.config.algorithm_table`."""
+"""Estimators by the names of `tidemill.common.config.algorithm_table`."""
 
 
 class Advantages:

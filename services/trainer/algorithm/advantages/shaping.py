@@ -37,8 +37,8 @@ def with_shaped_reward(
 
 
 def overlong_reward(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> float:
-    """The score, less the overlong punishment for the tokens that the model wrote: what an environment says
-    is not the model's, and where a history was split into segments changes nothing."""
+    """The score, less the overlong punishment for the tokens that the model wrote: an environment's tokens do
+    not count, and how a history was split into segments changes nothing."""
     overlong, num_tokens = algorithm.overlong, sample.num_trained
     buffer_tokens = overlong.buffer_share * max_tokens
     return sample.reward + overlong_penalty(num_tokens, max_tokens, buffer_tokens, overlong.penalty)
@@ -59,7 +59,7 @@ def length_penalties(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> l
     """What is taken off the reward of each sample of a group for its length, relative to the group's longest.
 
     weight * pass rate * length / longest, for tokens and for turns; the pass rate is the share of scores of
-    at least `success_threshold`. Nobody pays where nothing was solved, so exploring stays free. Scores 1, 1,
+    at least `success_threshold`. Without a success there is no penalty, so exploring stays free. Scores 1, 1,
     0, 0 of 10, 5, 20, 20 tokens and a weight of 0.2: 0.05, 0.025, 0.1, 0.1.
     """
     penalty = algorithm.length_penalty
@@ -76,8 +76,8 @@ def length_penalties(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> l
 
 
 def discounts(sample: Sample, algorithm: AlgorithmConfig) -> Discount:
-    """What the step from each token to the next is discounted by: `gamma`, or where that is per turn, 1
-    within a turn and `gamma` from its last token on. One number, or [A]."""
+    """Discount of the step from each token to the next: `gamma`, or where that is per turn, 1 within a turn
+    and `gamma` from its last token to the next one. One number, or [A]."""
     if algorithm.gamma_per == "token" or algorithm.gamma == 1.0:
         return algorithm.gamma
     turn_A = sample.turn_A
@@ -101,8 +101,8 @@ def with_teacher(sample: Sample, config: TeacherTermConfig) -> Sample:
     r_t = -clip(log p_rollout(x_t) - log p_teacher(x_t), -clip, clip) and R_t = r_t + gamma R_{t+1} over the
     trained tokens; gamma 0 looks at the token alone. The gradient of the expected r_t is that of the negative
     reverse KL of this token's distribution (GKD, arXiv 2306.13649, with the reverse KL and the policy's own
-    samples alone; "On-policy distillation", Thinking Machines, 2025). It stands beside what rewards say: no
-    group's mean is taken off it, and nothing is divided by a deviation.
+    samples alone; "On-policy distillation", Thinking Machines, 2025). It is added to the advantage as it is:
+    no group's mean is subtracted from it, and it is not divided by a deviation.
 
     Rollout probabilities 0.5, 0.2, teacher's 0.25, 0.4, weight 2: gaps log 2, -log 2; -1.386, 1.386 is added;
     with gamma 0.5 -0.693, 1.386.
@@ -118,8 +118,8 @@ def with_teacher(sample: Sample, config: TeacherTermConfig) -> Sample:
 
 
 def _placed(sample: Sample, score: float) -> Float64:
-    """The score at the sample's trained tokens: each turn's reward at its last one (of a turn without any, at
-    the last one before it), and the rest at the last of all. Shape [A], A > 0; the sum is the score."""
+    """The score at the sample's trained tokens: each turn's reward at its last one (if it has none, at the
+    last one before it), and the rest at the last of all. Shape [A], A > 0; the sum is the score."""
     placed_A = np.zeros(sample.num_trained)
     rest = score
     if sample.has_turn_rewards:

@@ -40,18 +40,18 @@ from tidemill.services.trainer.algorithm.losses.tokens import (
 def importance_weights(
     log_ratio_N: Tensor, sequence_N: Tensor, num_sequences: int, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights w of the tokens from log(old / rollout), bounded as `algorithm.importance` says; what they are
-    without bounds, also where they are off; and which of them a bound has changed. Shapes [N], no gradient.
+    """Weights w of the tokens from log(old / rollout), bounded as `algorithm.importance` says; the weights
+    without bounds, also with mode `off`; and which of them a bound has changed. Shapes [N], no gradient.
 
-    Of each token (`level: token`), of its sequence as the product over tokens (`sequence`) or as their
-    geometric mean (`geometric`):
+    A weight is that of the token (`level: token`) or of its sequence: the product over tokens (`sequence`) or
+    their geometric mean (`geometric`):
 
     * `truncate`: clip(w, low, high). Truncated importance sampling (Yao et al. 2025, "Your efficient RL
       framework secretly brings you off-policy RL training"); the behaviour weight of decoupled PPO (AReaL,
       arXiv 2505.24298, eq. 5). A little bias for bounded variance.
     * `mask`: w where it lies in [low, high], else 0. Masked importance sampling; on tokens with bounds on
-      both sides it is IcePop (Ring-1T, arXiv 2510.18855: low 0.5, high 5). What is masked still counts
-      in D.
+      both sides it is IcePop (Ring-1T, arXiv 2510.18855: low 0.5, high 5). Masked tokens still count in
+      the denominator.
     * `off`: 1.
     """
     importance, mode = algorithm.importance, algorithm.importance_mode
@@ -132,9 +132,9 @@ def with_slope(value_N: Tensor, slope_N: Tensor, logprobs_N: Tensor) -> Tensor:
 def teacher_kl(logprobs_N: Tensor, teacher_logprobs_N: Tensor, term: TeacherTermConfig) -> Tensor:
     """An estimate of KL(policy || teacher) at each token of the policy's own. Shape [N].
 
-    As `kl_penalty`, with d = logprob - teacher's brought into [-clip, clip]: the gradient of k1 and k2 is in
-    expectation that of the reverse KL, of k3 that of KL(teacher || policy). A token at the bound keeps the
-    gradient of the bound, for it has most to learn.
+    Like `kl_penalty`, with d = logprob - teacher's brought into [-clip, clip]: in expectation the gradient of
+    k1 and k2 is that of the reverse KL, and of k3 that of KL(teacher || policy). A token at the bound keeps
+    the gradient of the bound: it is where the two differ most.
 
     p = 0.5, teacher's 0.25: d = log 2; k2 has value 0.2402, gradient 0.6931, k3 0.5 - 1 + 0.6931 = 0.1931
     and 0.5. Of p = 0.25 against 0.5: 0.2402, -0.6931; 2 - 1 - 0.6931 = 0.3069, -1.
@@ -170,7 +170,7 @@ def rejected_tokens(
       sum, mean or largest.
 
     Each criterion that is set has to hold, whatever the weights of `importance` are; `veto` rejects a
-    sequence with a token whose r is below it. As verl's rollout correction, except that bounds of k1 are of
+    sequence with a token whose r is below it. Like verl's rollout correction, except that bounds of k1 are of
     r, not of 1 / r. A rejected token is in no term of the loss.
 
     Ratios 0.5 and 3 in one sequence: product 1.5, geometric mean 1.2247, k2 0.2402 and 0.6035, k3 0.1931 and
@@ -195,7 +195,7 @@ def rejected_tokens(
 
 
 def kept_weights(tokens: Tokens, is_rejected_N: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """The weights of tokens without those of rejected ones. Shape [N].
+    """The weights of tokens, 0 for rejected ones. Shape [N].
 
     With `denominator: kept` and `normalisation: sequence` a sequence's mean is over its kept tokens: of 4
     tokens with weights 1/4 of which one is rejected, the others have 1/3.
@@ -229,12 +229,12 @@ def _is_outside(values: Tensor, bound: float | tuple[float, float]) -> Tensor:
 
 
 def _log(number: float, like: Tensor) -> Tensor:
-    """In the dtype of what it bounds, so that a ratio at its bound is inside."""
+    """The logarithm in the dtype of what it bounds, so that a ratio at its bound is inside."""
     return torch.tensor(number, dtype=like.dtype, device=like.device).log()
 
 
 def _sequence_maxima(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Largest of each sequence, of values that are at least 0. Shape [S]."""
+    """Largest value of each sequence; values are at least 0. Shape [S]."""
     return values_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, values_N, "amax")
 
 

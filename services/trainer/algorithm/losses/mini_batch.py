@@ -2,8 +2,8 @@
 
 A quantile, a mean or a selection over all trained tokens of a mini-batch cannot be computed within a
 micro-batch without depending on the split. So the mini-batch waits for its last group, the statistics are
-taken of logprobs and entropies under the weights at the start of the step, which are precomputed
-(`batch/precompute`), and every token gets its share as a constant:
+computed from logprobs and entropies under the weights at the start of the step (`Policy.precompute`), and
+every token gets its share as a constant:
 
 * `factors` multiply the policy's term: 0 for tokens that an entropy quantile or clip-cov leaves out, and 1 /
   (mean weight) where importance weights are normalised;
@@ -33,11 +33,11 @@ def needs_statistics(algorithm: AlgorithmConfig) -> bool:
 
 
 def with_statistics(groups: Sequence[TrainableGroup], algorithm: AlgorithmConfig) -> list[TrainableGroup]:
-    """The groups of one optimizer update, in any order, with what their samples need; advantages and
-    precomputed tokens are there."""
+    """The groups of one optimizer update, in any order, with the statistics that their samples need; they
+    have advantages and precomputed values already."""
     if not needs_statistics(algorithm):
         return list(groups)
-    # By key: sums, quantiles and ties come out alike, whatever the order of arrival.
+    # By key: sums, quantiles and ties are the same, whatever the order of arrival.
     samples = sorted((sample for group in groups for sample in group.samples), key=lambda s: s.key)
     factors_N, penalised_N = np.ones(sum(sample.num_trained for sample in samples)), None
     if algorithm.top_entropy_quantile < 1.0:
@@ -127,7 +127,7 @@ def clip_cov_tokens(
 def kl_cov_tokens(covariances_N: Float64, algorithm: AlgorithmConfig) -> Bits:
     """Tokens that kl-cov penalises, of N: the share with the largest covariances, at least one.
 
-    KL-Cov of arXiv 2505.22617. Of equal ones the first by key and place.
+    KL-Cov of arXiv 2505.22617. Ties go to the first by key and place.
     """
     chosen_N = np.zeros(len(covariances_N), dtype=np.bool_)
     order = np.argsort(-covariances_N, kind="stable")

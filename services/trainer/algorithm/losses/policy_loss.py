@@ -4,7 +4,7 @@
                                  - c_H * entropy + c_V * value loss + routers' losses),
     with p now and q at the rollout
 
-or, of a demonstration's token, weight * imitation * -logprob and none of these: the loss of supervised
+or, for a demonstration's token, weight * imitation * -logprob and none of these: the loss of supervised
 fine-tuning.
 
 Every term is weighted and divided alike (`tokens.py`), so none depends on how an update is split into
@@ -32,8 +32,8 @@ from tidemill.services.trainer.algorithm.losses.surrogates import SurrogateFunct
 from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
 
 Sums = dict[str, Tensor]
-"""Detached, by the names of `MicroBatchMetrics`: sums over tokens, and largest values (`*_max`). Tokens of
-each expert are in `expert_counts/<layer>`, [E]."""
+"""Detached tensors by the names of `MicroBatchMetrics`: sums over tokens, and largest values (`*_max`).
+Tokens of each expert are in `expert_counts/<layer>`, [E]."""
 
 
 def policy_loss(
@@ -81,7 +81,7 @@ def policy_loss(
     if algorithm.off_policy_threshold is not None:
         is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
         loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()
-    # The terms from here on hold for tokens that were left out above too: those lose the policy's term alone.
+    # Tokens that were left out above have the terms from here on all the same: they lose the policy's alone.
     if tokens.reference_logprobs_N is not None:
         kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
@@ -112,7 +112,7 @@ def policy_loss(
 
 
 def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
-    """The loss of each token, with that of demonstrations in its place there; their sums go into `sums`.
+    """The loss of each token, for demonstrations their imitation loss, whose sums go into `sums`.
 
     Logprobs -0.5 and -2 of demonstrations with a weight of 0.1: 0.05 and 0.2.
     """
@@ -154,7 +154,7 @@ def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tenso
 
 
 def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
-    """The routers' weighted losses of each token; what they are, as means over layers, goes into `sums`."""
+    """The routers' weighted losses of each token; their unweighted means over layers go into `sums`."""
     sequences = tokens.sequence_N, tokens.num_sequences
     balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
     sums["balance_sum"] = balance_N.detach().sum() / len(tokens.routing)

@@ -19,11 +19,11 @@ AFFINITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "given": lambda logits_NE: logits_NE,
 }
-"""What a router makes of its logits before it chooses; `given` is for one that returns it instead of them."""
+"""What a router makes of its logits before it chooses; `given`: it returns the result in place of logits."""
 
 
 class LayerRouting(NamedTuple):
-    """What a layer's router made of N tokens: `logits_NE` with gradient, and the experts that it chose."""
+    """What a layer's router returned for N tokens: `logits_NE` with gradient, and the experts it chose."""
 
     affinity: str
     """A name of `AFFINITIES`."""
@@ -38,7 +38,7 @@ def sequence_balance(
 
     DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20 without alpha: P_i is the mean share of expert i in a token's
     affinities, and f_i = E / (K T) times the number of tokens for which it is among the K largest, without
-    gradient. 1 where experts are used alike, at most E / K. As there, biases of the choice do not count.
+    gradient. 1 where experts are used equally, at most E / K. As there, biases of the choice do not count.
     Affinities (3, 1) and (5, 3) with K = 1: P = (0.6875, 0.3125), f = (2, 0), so 1.375.
     """
     num_experts = affinities_NE.shape[-1]
@@ -79,8 +79,8 @@ def router_terms(
 
 
 def rerouted(changed_N: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens, of the share of layers in which a router would have chosen otherwise: that, and the
-    tokens with such a layer."""
+    """Sums over tokens: those with a layer whose router would have chosen otherwise, and the share of such
+    layers."""
     return {"changed_tokens": (changed_N > 0).sum(), "changed_layers": changed_N.sum()}
 
 

@@ -31,7 +31,7 @@ from tidemill.services.trainer.algorithm.users_function import contained, load_u
 def ppo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     """The clipped objective of each token by its own ratio.
 
-    Of clip-cov too (arXiv 2505.22617): the tokens that it holds back have the factor 0 (`mini_batch.py`).
+    Also for clip-cov (arXiv 2505.22617): the tokens that it leaves out have the factor 0 (`mini_batch.py`).
     """
     return clipped_surrogate(ratio.ratio_N, ratio.advantages_N, algorithm)
 
@@ -127,7 +127,7 @@ def sapo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
 
 
 LEAST_REST = 1e-8
-"""Probability of all other tokens, at least: its logarithm stays finite."""
+"""Lower bound of the probability of all other tokens, so that its logarithm stays finite."""
 
 
 def dppo_tv(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
@@ -150,7 +150,7 @@ def dppo_kl(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     """r A, or no gradient where q log(q / p) + (1 - q) log((1 - q) / (1 - p)) exceeds its bound on the side
     that A pushes to: the binary KL.
 
-    verl's `dppo_kl`; else as `dppo_tv`. p = 0.5, q = 0.2: 0.2 log 0.4 + 0.8 log 1.6 = 0.1927.
+    verl's `dppo_kl`; otherwise like `dppo_tv`. p = 0.5, q = 0.2: 0.2 log 0.4 + 0.8 log 1.6 = 0.1927.
     """
     log_N, old_N = ratio.log_N.detach(), ratio.old_logprobs_N
     divergence_N = -old_N.exp() * log_N + _rest(old_N) * (
@@ -169,7 +169,7 @@ def _rest(logprobs_N: Tensor) -> Tensor:
 def _masked(
     ratio: Ratio, algorithm: AlgorithmConfig, is_too_high_N: Tensor, is_too_low_N: Tensor
 ) -> Surrogate:
-    """r A where the token is inside. The weight r stops at `dppo.max_ratio`, the token keeps its gradient."""
+    """r A where the token is inside its bounds. r stops at `dppo.max_ratio`; the token keeps its gradient."""
     ratio_N, bound = ratio.ratio_N.detach(), algorithm.dppo.max_ratio
     weight_N = ratio_N if bound is None else ratio_N.clamp(max=bound)
     is_high_N = is_too_high_N & (ratio.advantages_N > 0)
@@ -182,7 +182,7 @@ def _masked(
 
 
 LEAST_LOG_WEIGHT = math.log(1e-8)
-"""Of a sequence's ratio in VESPO, as in TRL: below it the weight is nothing."""
+"""Lower bound of the logarithm of a sequence's ratio in VESPO, as in TRL."""
 
 
 def gmpo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
@@ -240,7 +240,7 @@ _BY_NAME: dict[str, SurrogateFunction] = {
     "gmpo": gmpo,
     "vespo": vespo,
 }
-"""By the names of `tidemill.common.config.algorithm_table`."""
+"""Losses by the names of `tidemill.common.config.algorithm_table`."""
 
 
 def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:

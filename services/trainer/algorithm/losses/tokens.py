@@ -1,4 +1,4 @@
-"""What a loss is computed from, and what a surrogate objective returns.
+"""The inputs of a loss, and what a surrogate objective returns.
 
 Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
 """
@@ -36,25 +36,26 @@ class Tokens:
     num_sequences: int
     entropies_N: Tensor
     log_mass_N: Tensor | None = None
-    """What logprobs over all ids are less by than those over the ones that sampling kept; None: nothing."""
+    """Logarithm of the probability of the ids that sampling kept, to be added to a logprob over these for
+    that over all ids; None: all were kept."""
     proximal_logprobs_N: Tensor | None = None
-    """Under the policy at the step's start; None where that is the current one."""
+    """Logprobs under the policy at the step's start; None where that is the current one."""
     reference_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
     old_values_N: Tensor | None = None
     """The value head's estimates at the step's start."""
     returns_N: Tensor | None = None
     factors_N: Tensor | None = None
-    """What the policy's term of each token is multiplied by, from statistics of the mini-batch."""
+    """Factor of each token's policy term, from statistics of the mini-batch."""
     penalised_N: Tensor | None = None
     """1 for the tokens that kl-cov penalises."""
     teacher_logprobs_N: Tensor | None = None
     teacher_weights_N: Tensor | None = None
-    """How much each token's teacher counts; 0 without one. They come together."""
+    """Weight of each token's teacher; 0 without one. Both fields are None, or neither is."""
     imitation_N: Tensor | None = None
-    """Of demonstrations, the weight of -logprob, which is all of their loss; 0 of the other tokens."""
+    """For demonstrations, the weight of -logprob, which is their whole loss; 0 for the other tokens."""
     routing: tuple[LayerRouting, ...] = ()
-    """Of each mixture layer, where it is wanted; with gradient."""
+    """Routing of each mixture layer, where it is wanted; with gradient."""
 
     def floored(self) -> "Tokens":
         """The same with logprobs of at least `LOGPROB_FLOOR`.
@@ -110,7 +111,7 @@ class Ratio:
 
     @property
     def old_logprobs_N(self) -> Tensor:
-        """What the ratio compares with, without gradient."""
+        """Logprobs under the old policy, without gradient."""
         return (self.logprobs_N - self.log_N).detach()
 
 
@@ -153,7 +154,7 @@ def denominator(
     max_completion_tokens: int,
     num_groups: float = 0.0,
 ) -> float:
-    """What these sequences and tokens add to D; the denominator of an update is the sum over its parts.
+    """What these sequences and tokens add to the denominator of an update, which is the sum over its parts.
 
     `num_groups` counts a sequence as its share of its group: of 4 completions, one is 0.25.
     """

@@ -25,11 +25,11 @@ class MicroBatchMetrics:
     denominator: float = 0.0
     """What these samples add to the denominator of `update`."""
     positions: int = 0
-    """Of forward passes that were trained on, with padding."""
+    """Positions of the forward passes that were trained on, with padding."""
     row_tokens: int = 0
-    """What these would be with a row for each sample or segment, without padding."""
+    """Their tokens with a row for each sample or segment, without padding."""
     row_pairs: int = 0
-    """Of tokens in these rows, of which one attends to the other or to itself."""
+    """Pairs of a token in these rows and one that it attends to, itself included."""
     loss_sum: float = 0.0
     entropy_sum: float = 0.0
     kl_sum: float = 0.0
@@ -47,7 +47,7 @@ class MicroBatchMetrics:
     """Tokens whose importance weight was truncated or masked."""
     raw_weight_sum: float = 0.0
     raw_weight_square_sum: float = 0.0
-    """Importance weights before that; their effective sample size is sum^2 / sum of squares."""
+    """Importance weights before any bound; their effective sample size is sum^2 / sum of squares."""
     rejected: float = 0.0
     """Tokens that `rejection` left out of the loss."""
     off_policy: float = 0.0
@@ -63,14 +63,14 @@ class MicroBatchMetrics:
     """Estimate of KL(current || teacher) where that is in the loss, over `teacher_tokens` tokens."""
     teacher_tokens: float = 0.0
     imitation_sum: float = 0.0
-    """-logprob of demonstrations, over `imitation_tokens` tokens; of the other sums, these are in that of the
-    loss alone."""
+    """-logprob of demonstrations, over `imitation_tokens` tokens; of the other sums, only `loss_sum` contains
+    these tokens."""
     imitation_tokens: float = 0.0
     value_loss_sum: float = 0.0
     value_square_error_sum: float = 0.0
     return_sum: float = 0.0
     return_square_sum: float = 0.0
-    """Of the value head: its loss, (value at the step's start - return)^2, and the returns."""
+    """The value head's loss, (value at the step's start - return)^2, and the returns."""
     balance_sum: float = 0.0
     router_z_sum: float = 0.0
     """The routers' balance loss and z-loss, means over layers."""
@@ -81,9 +81,9 @@ class MicroBatchMetrics:
     compared_tokens: int = 0
     replayed_gap_sum: float = 0.0
     unreplayed_gap_sum: float = 0.0
-    """`mismatch` of some tokens, as they are trained and if routes were not replayed."""
+    """`mismatch` of some tokens, with replayed routes as they are trained, and without."""
     expert_counts: tuple[tuple[int, ...], ...] = ()
-    """Of each mixture layer, where it is wanted: tokens that each of its experts got."""
+    """Tokens that each expert of each mixture layer got, where it is wanted."""
 
     @property
     def sampled_tokens(self) -> float:
@@ -103,7 +103,7 @@ class MicroBatchMetrics:
 def count_batch(
     batch: MicroBatch, normalisation: Normalisation, max_completion_tokens: int
 ) -> MicroBatchMetrics:
-    """What is known of a micro-batch before it is trained."""
+    """The counts of a micro-batch that are known before it is trained."""
     sequences, tokens = len(batch.samples), batch.num_trained
     share = denominator(normalisation, sequences, tokens, max_completion_tokens, batch.num_groups)
     return MicroBatchMetrics(sequences, tokens, share)
@@ -209,7 +209,7 @@ def _route_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
 
 
 def _expert_metrics(sums: MicroBatchMetrics, tokens: float) -> dict[str, float]:
-    """How evenly the step's tokens used the experts, where it was asked for.
+    """How evenly the step's tokens used the experts, where they were counted.
 
     `max_load` is the busiest expert's tokens over the mean's, in the worst layer: 1 + MaxVio of arXiv
     2408.15664. Counts (3, 1) and (2, 2): 1.5; idle 0; entropy (0.811 + 1) / 2.

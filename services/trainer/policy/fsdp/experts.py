@@ -1,9 +1,9 @@
 """Experts of a layer on several ranks: each keeps some of them, and tokens go where their experts are.
 
-transformers sends each token to the ranks of its experts, and what these make of it back (all to all). So no
-rank gathers all experts of a layer: it has its own, of which it gathers what it shares with the ranks that
-keep the same. Their gradients are sums over the tokens of all ranks, as those of all weights. Guarantee: a
-rank's part of a tensor of experts is consecutive rows (`weights/shadow.held_rows`).
+transformers sends each token to the ranks of its experts, and their outputs back (all to all). So no rank
+gathers all experts of a layer, but only its own, which may be sharded over the ranks that keep the same ones.
+Their gradients are sums over the tokens of all ranks, like those of all weights. Guarantee: a rank's part of
+a tensor of experts is consecutive rows (`weights/shadow.held_rows`).
 """
 
 from collections.abc import Callable

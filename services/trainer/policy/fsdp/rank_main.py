@@ -26,8 +26,8 @@ def run_rank(ranks: Ranks) -> None:
 
 def main(parent: int | None = None) -> int:
     """Run one rank to its end; returns the exit code. `parent` is the process that started it, where that is
-    rank 0: it takes this one along when it dies, for a collective call on a GPU would wait for it."""
-    hide_memory()  # its variables are the trainer's
+    rank 0: this one ends when it dies, because a collective call on a GPU would wait for it."""
+    hide_memory()  # its environment is the trainer's, which may hold secrets
     if parent is not None:
         end_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT):

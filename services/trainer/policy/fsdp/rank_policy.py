@@ -53,17 +53,17 @@ from tidemill.services.trainer.weights.shadow import held_rows
 from tidemill.services.trainer.weights.store import model_tensors
 
 SAMPLE_KINDS = (Routes, Rows, Sample, SegmentTokens, Teaching, TurnEnd)
-"""Classes in what rank 0 deals out."""
+"""Classes in the payloads that rank 0 sends to other ranks."""
 SCORES_PER_WIDTH = 4
-"""Of attention, that take as long as all else that a layer computes of a token, for each number of its hidden
-state: 6 by their products (4 H for a score, 24 H^2 for a token), whose kernels are slower."""
+"""Attention scores that take as long as all else that a layer computes for a token, for each element of its
+hidden state: 6 by FLOPs (4 H for a score, 24 H^2 for a token), fewer because other kernels are slower."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def take_share(device: torch.device, num_ranks: int, environment: Mapping[str, str] = os.environ) -> None:
     """Bind this thread, and those that it starts, to the cores beside the GPU, so that page-locked memory is
     there too; and set torch's number of threads, unless OMP_NUM_THREADS has."""
-    # Before it is narrowed below: a rank's share is one of the host, not of a NUMA node.
+    # Read before it is narrowed below: a rank's share is one of the host, not of a NUMA node.
     cores = os.sched_getaffinity(0)
     if "OMP_NUM_THREADS" not in environment:
         local = int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
@@ -71,13 +71,13 @@ def take_share(device: torch.device, num_ranks: int, environment: Mapping[str, s
     if device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(device)
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        # Of a container's cores, none may be beside the GPU: nothing is bound then.
+        # In a container perhaps no core is beside the GPU: nothing is bound then.
         if beside := cores_beside(address) & cores:
             os.sched_setaffinity(0, beside)
 
 
 def cores_beside(address: str, devices: Path = PCI_DEVICES) -> set[int]:
-    """Those of the GPU's NUMA node; none where the system does not tell."""
+    """The cores of the GPU's NUMA node; none where the system does not say."""
     try:
         listed = (devices / address / "local_cpulist").read_text(encoding="ascii").strip()
     except OSError:
@@ -109,7 +109,7 @@ class ShardedModel(nn.Module):
 
 
 def sum_gradients(root: nn.Module) -> None:
-    """Sums, as on one rank: what they are divided by is known when the mini-batch is complete."""
+    """Have FSDP sum gradients, not average them: the denominator is known when the mini-batch is complete."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -134,7 +134,7 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     model, weights = open_model(config.model, ranks.device)
     digest = ""
     if config.trainer.lora and weights is not None:
-        # One rank reads all, for the checkpoints of any number of ranks.
+        # One rank reads the whole base: the digest in checkpoints is the same for any number of ranks.
         own = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
         digest = ranks.broadcast(own).decode()
     options = policy_options(config, model, ranks.device, digest)
@@ -154,19 +154,19 @@ class RankPolicy(TransformersPolicy):
         weights: PretrainedWeights | None = None,
         **options: Any,
     ) -> None:
-        """`weights` are those of a model that has none yet; models beside it start with them too."""
+        """`weights` fill a model that has none yet, and the models beside it."""
         self._ranks, self.peers, self._pretrained = ranks, ranks, weights
         self._roots: list[FSDPModule] = []
-        """Of what is trained."""
+        """Sharded modules that are trained."""
         self._holds_gradients = False
-        """Each rank has gradients of its own that are not summed yet."""
+        """Whether each rank has gradients of its own that are not summed yet."""
         self._reduces_once = reduces_once(model, config, ranks)
         self._width = int(getattr(model.config.get_text_config(), "hidden_size", 0))
         self._context = ranks.context
         if self._context is not None:
             check_heads(model.config, self._context.size)
         super().__init__(model, config, device=ranks.device, **options)
-        self._pretrained = None  # with its open files
+        self._pretrained = None  # closes its files
         if self._context is not None:
             self.layout = shareable(self.layout, model)
 
@@ -193,7 +193,7 @@ class RankPolicy(TransformersPolicy):
             self._roots.append(root)
 
     def accumulate(self, batch: MicroBatch | None) -> MicroBatchMetrics:
-        """This rank's share of what rank 0 has; the metrics are those of all shares."""
+        """Train this rank's share of the micro-batch that rank 0 has; the metrics are those of all shares."""
         (samples,), _ = self._deal(batch.samples if batch else (), self._split)
         own = MicroBatch(tuple(samples))
         plan = self._plan(own.samples)
@@ -205,7 +205,7 @@ class RankPolicy(TransformersPolicy):
             self._pass_nothing()
         self._holds_gradients = self._reduces_once
         num_alike = self._config.context_size
-        # Those that share tiles have found the same, but for positions: each counts its own columns.
+        # Ranks that share tiles have the same metrics, except positions: each counts its own columns.
         parts = self._ranks.gather(pack(metrics))[::num_alike]
         total = sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
         return replace(total, positions=total.positions * num_alike)
@@ -235,13 +235,12 @@ class RankPolicy(TransformersPolicy):
         indices = split(samples)
         shares = [[[samples[i] for i in part] for part in parts] for parts in indices]
         payloads = [payload for payload in map(pack, shares) for _ in range(self._config.context_size)]
-        # Its own it has already.
+        # Rank 0 has its own already.
         self._ranks.deal([b"", *payloads[1:]])
         return shares[0], [i for parts in indices for part in parts for i in part]
 
     def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
-        """What all ranks have found of their samples, in the order in which rank 0 has these; on the others
-        nothing."""
+        """The results of all ranks in rank 0's order of the samples; nothing on the others."""
         is_first = self._context is None or self._context.rank == 0
         joined = [
             one for part in self._ranks.collect(pack(found if is_first else ())) for one in unpack(part)
@@ -255,7 +254,7 @@ class RankPolicy(TransformersPolicy):
             root.set_requires_gradient_sync(wanted)
 
     def _pass_nothing(self) -> None:
-        """A forward and backward pass that adds nothing: takes part in what others gather and sum."""
+        """A forward and backward pass that adds nothing, but takes part in what others gather and sum."""
         head = self._value_head
         scores = self._scorer.score(
             NOTHING, self._temperature, keep_hidden=head is not None and head.reads_policy

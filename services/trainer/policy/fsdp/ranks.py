@@ -34,11 +34,12 @@ from tidemill.services.trainer.weights.peers import Thread
 log = structlog.get_logger(__name__)
 
 GRACE_S = 10.0
-"""For the call that is under way to raise, and the trainer to end as it does after errors."""
+"""Time for the call under way to raise, and for the trainer to end as it does after errors."""
 EXPLANATION_S = 2.0
-"""A broken connection may be noticed before the process that broke it."""
+"""A broken connection may be noticed before the process whose end broke it."""
 BEAT_S, SILENT_S = 2.0, 60.0
-"""Between two counts, and after how long without one a rank is lost: loading may hold up all threads."""
+"""Time between two heartbeats, and the time without one after which a rank is lost: loading may block all
+threads of a process."""
 SHUTDOWN_TIMEOUT_S = 60.0
 EXIT_CODE = 1
 
@@ -48,9 +49,9 @@ class RankWatch:
 
     Notices within seconds that another rank has ended, names it, and ends this one. Collective calls on GPUs
     do not notice: they wait for minutes. So rank 0 watches the processes that it has started. Between hosts,
-    where torchrun starts them, each rank counts in the store that they met in: rank 0 looks at all others,
-    and they at rank 0. Who has lost a rank kills those that it started, and ends: by the error that the call
-    under way raises, or, where that call waits on, without it.
+    where torchrun starts them, each rank counts up in torch's store: rank 0 looks at all others, and they at
+    rank 0. A process that has lost a rank kills those that it started, and ends: by the error that the call
+    under way raises, or, where that call goes on waiting, without it.
     """
 
     def __init__(self, started: Mapping[int, "subprocess.Popen[bytes]"] | None = None) -> None:
@@ -63,7 +64,7 @@ class RankWatch:
             self._run(self._wait_for, rank)
 
     def follow(self, beats: "Heartbeats") -> None:
-        """Count, and look whether others do."""
+        """Send heartbeats, and watch those of the others."""
         self._explains = True
         self._run(self._count, beats)
         self._run(self._guard, beats)
@@ -75,7 +76,7 @@ class RankWatch:
         return self._reason, self._exit_code
 
     def stop(self) -> None:
-        """The run is over: who ends from now on is not lost."""
+        """The run is over: a rank that ends from now on is not lost."""
         self._is_over.set()
 
     def join(self) -> None:
@@ -106,7 +107,7 @@ class RankWatch:
             self._lose(reason)
 
     def _guard(self, beats: "Heartbeats") -> None:
-        """A host without power does not even refuse: a count would wait for it."""
+        """Notices a host without power, which refuses no connection: `_count` waits for it."""
         while not self._is_over.wait(BEAT_S):
             if beats.is_stuck():
                 self._lose(f"the host of rank 0 has not answered for {SILENT_S:.0f} s")
@@ -114,7 +115,7 @@ class RankWatch:
 
     def _lose(self, reason: str, code: int = EXIT_CODE) -> None:
         with self._lock:
-            # The first loss is the cause: ranks that it takes along are not named.
+            # The first loss is the cause: ranks that end because of it are not reported.
             if self._is_over.is_set() or self._lost.is_set():
                 return
             # A rank that was killed has a negative code, which no process can exit with.
@@ -130,7 +131,7 @@ class RankWatch:
 
 
 class Heartbeats:
-    """What one rank counts in torch's store, and whose numbers it looks at."""
+    """Counters in torch's store: a rank counts up its own, and looks at those of others."""
 
     def __init__(self, store: Any, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._rank, self._clock = store, rank, clock
@@ -155,15 +156,15 @@ class Heartbeats:
         return ""
 
     def is_stuck(self) -> bool:
-        """Whether a look takes too long."""
+        """Whether `look` has taken too long."""
         return self._clock() - self._looked_at > SILENT_S
 
 
 PATIENCE = timedelta(days=365)
 NCCL_TIMEOUT = timedelta(minutes=5)
-"""For ranks that live and hang: within one collective call they wait for each other's compute alone."""
+"""Limit of a collective call on GPUs, in which ranks wait for each other's compute alone: else one hangs."""
 JOIN_TIMEOUT = timedelta(hours=1)
-"""For all to come: rank 0 reads its data first, and an engine may have to leave its GPU."""
+"""Time for all ranks to join: rank 0 reads its data first, and an engine may have to leave its GPU."""
 
 
 class RankLostError(TidemillError):
@@ -182,22 +183,22 @@ class Ranks:
     shard: int
     """Which copy this rank holds a part of, and which part."""
     context: ContextGroup | None = None
-    """Those that share this rank's tiles, where they do."""
+    """The ranks that share this rank's tiles; None where none do."""
     expert_mesh: DeviceMesh | None = None
-    """Copies of the model, shards of the same experts, and other experts, where ranks have different ones."""
+    """Axes: copies of the model, shards of the same experts, other experts. None where all have the same."""
 
     def __init__(self, rank: int, size: int, device: torch.device, watch: RankWatch | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._watch = watch or RankWatch()
-        # One for each thread: in a group, all ranks make their calls in the same order.
+        # One group for each thread: within a group, all ranks have to make their calls in the same order.
         self._groups = {
             thread: dist.new_group(backend="gloo", timeout=PATIENCE) for thread in get_args(Thread)
         }
 
     def lay_out(self, shard_size: int | None, context_size: int = 1, expert_size: int = 1) -> None:
-        """Let each `shard_size` ranks hold a copy of the model, or all of them one, each `context_size` share
-        tiles, and each `expert_size` have the experts of a layer among them. A call of all ranks."""
-        # Neighbours: these speak most, and are on one machine where it can be.
+        """Let each `shard_size` ranks (None: all) hold a copy of the model, each `context_size` ranks share
+        tiles, and each `expert_size` ranks divide the experts of a layer. A call of all ranks."""
+        # Neighbours: these exchange most, and are on one machine if possible.
         ranks_DC = torch.arange(self.size).view(-1, context_size).tolist()
         if context_size > 1:
             group, _ = dist.new_subgroups_by_enumeration(ranks_DC, timeout=_timeout(self.device))
@@ -214,7 +215,7 @@ class Ranks:
             self.expert_mesh = self._make_mesh(copies | shards)
 
     def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
-        """Axes by name, from ranks that are far apart to neighbours."""
+        """A mesh of axes by name, from ranks that are far apart to neighbours."""
         kind, names = self.device.type, tuple(sizes)
         if len(sizes) == 1:
             return init_device_mesh(kind, (self.size,), mesh_dim_names=names)
@@ -236,7 +237,7 @@ class Ranks:
         return self.deal([payload] * self.size if self.is_leader else ())
 
     def deal(self, payloads: Sequence[bytes]) -> bytes:
-        """This rank's of the bytes that rank 0 has for each. Raises RankLostError: another rank has ended."""
+        """The bytes that rank 0 has for this rank. Raises RankLostError: another rank has ended."""
         group = self._groups["policy"]
         with self._naming_lost_ranks():
             length = torch.empty(1, dtype=torch.int64)
@@ -245,7 +246,7 @@ class Ranks:
             if not self.is_leader:
                 return self._receive(int(length), 0)
             sent = {rank: _tensor_of(payload) for rank, payload in enumerate(payloads) if rank and payload}
-            # All at once, and kept until they are gone.
+            # All at once; `sent` keeps the tensors until they are sent.
             for work in [dist.isend(data, rank, group=group) for rank, data in sent.items()]:
                 assert work is not None, "all ranks are in the group"
                 work.wait()
@@ -311,7 +312,7 @@ class Ranks:
 
 
 def _timeout(device: torch.device) -> timedelta | None:
-    """Of a collective call; None is torch's own."""
+    """Limit of a collective call; None is torch's own."""
     return NCCL_TIMEOUT if device.type == "cuda" else None
 
 
@@ -340,7 +341,7 @@ def join_ranks(
         torch.cuda.set_device(device)
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     watch = RankWatch(started)
-    # A store of our own: the one that torch would make waits no longer for ranks than they do in a call.
+    # A store of our own: torch's would wait for ranks to join only as long as a collective call may take.
     store, *_ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=JOIN_TIMEOUT))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -380,9 +381,9 @@ def lead_ranks(config: TrainerConfig) -> Ranks | None:
 
 
 def variables_of_ranks(size: int) -> list[dict[str, str]]:
-    """By which each of so many ranks on this machine meets the others, as torchrun sets them."""
+    """Environment variables with which each of `size` ranks on this machine joins, as torchrun sets them."""
     with socket.socket() as probe:
-        # Another process may take it before the store does: the start fails then, and can be tried again.
+        # Another process may take the port before the store: the start fails then, and can be tried again.
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}

@@ -20,8 +20,8 @@ STOP = "stop"
 OF_SAMPLES = ("accumulate", "precompute")
 """Calls whose first argument only rank 0 has."""
 OF_RANK_0 = ("coefficients", "state")
-"""What rank 0 asks of its own shard alone: coefficients outside of the policy's thread, beside whatever that
-does, and its part of the state; `begin_saving` writes those of all."""
+"""Calls that rank 0 makes on its own shard alone: `coefficients`, also from other threads than the policy's,
+and `state`, its own part; `begin_saving` writes the parts of all ranks."""
 
 
 class ShardedPolicy:
@@ -32,7 +32,7 @@ class ShardedPolicy:
         self._own, self._ranks = own, ranks
 
     def __getattr__(self, name: str) -> Any:
-        # Whatever looks for an optional method (`copy`, say) must not start a call of all ranks.
+        # Code that looks for an optional method (`copy`, say) must not start a call of all ranks.
         if name not in Policy.__dict__:
             raise AttributeError(name)
         if name in OF_RANK_0 or isinstance(Policy.__dict__[name], property):

@@ -19,15 +19,15 @@ from tidemill.services.trainer.policy.offload import PLACES, SLICE
 
 GIB = float(1 << 30)
 CONTEXT_BYTES = 1.0 * GIB
-"""Of a GPU: CUDA's context and libraries."""
+"""CUDA's context and libraries on a GPU."""
 FRAGMENTED = 0.05
 """Share of a GPU's memory that an allocator cannot hand out at a peak, and collectives keep."""
 ENGINE_WORK_BYTES = 1.5 * GIB
-"""Of an engine: activations of a prefill, graphs."""
+"""Activations of a prefill, and graphs, of an engine."""
 ASLEEP_BYTES = 2.0 * GIB
-"""Of an engine that sleeps: its context, and graphs."""
+"""Context and graphs of an engine that sleeps."""
 PINNED = 4.0 / 3.0
-"""What torch takes of a host for a pinned tensor, on average: sizes are rounded up to powers of two."""
+"""Host memory for a pinned tensor, as a mean multiple of its size: torch rounds up to powers of two."""
 
 Parts = Mapping[str, float]
 
@@ -54,12 +54,12 @@ def _total(parts: Parts) -> float:
 
 
 def usable(gpu_bytes: float) -> float:
-    """What a process can count on, of a GPU's memory."""
+    """Bytes of a GPU's memory that a process can use."""
     return gpu_bytes * (1.0 - FRAGMENTED) - CONTEXT_BYTES
 
 
 def element_bytes(config: RunConfig) -> int:
-    """Of a weight in the dtype of the products."""
+    """Bytes of a weight in the dtype of the products."""
     return 2 if config.model.dtype == "bfloat16" else 4
 
 
@@ -91,15 +91,15 @@ def held(config: RunConfig, sizes: ModelSizes) -> float:
 
 
 def others_experts(config: RunConfig, experts: int) -> float:
-    """Of so many parameters of experts, those that a rank never has whole."""
+    """Of `experts` parameters of experts, how many a rank never gathers."""
     return experts * (1 - 1 / config.trainer.expert_size)
 
 
 def trainer_take(
     config: RunConfig, sizes: ModelSizes, gpu_bytes: float, num_tokens: int, recomputed: bool
 ) -> Take:
-    """A GPU of the trainer with `num_tokens` in a forward pass, or its part of the longest sequence where
-    that is more."""
+    """What a GPU of the trainer takes with `num_tokens` in a forward pass, or with its part of the longest
+    sequence where that is more."""
     trainer, shards, copies = config.trainer, num_shards(config), 1 + has_critic(config)
     num_tokens = max(num_tokens, longest_part(config))
     states = _states(config, sizes, gpu_bytes)
@@ -173,7 +173,7 @@ def _working_weights(config: RunConfig, sizes: ModelSizes, copies: int) -> dict[
 
 
 def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
-    """As `head.py` states it: chunks, the head's matrix, hidden states and their gradient."""
+    """Bytes, as `head.py` states them: chunks, the head's matrix, hidden states and their gradient."""
     elements = min(num_tokens * sizes.vocabulary, GPU_ELEMENTS)
     each = 16 if sizes.has_capped_logits else 12
     return float(
@@ -183,20 +183,18 @@ def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineTake:
-    """A GPU of an engine."""
-
     parts: Parts
     """Without the KV cache."""
     room: float
-    """For the KV cache, within `gpu_memory_utilization`."""
+    """Left for the KV cache, within `gpu_memory_utilization`."""
     sequence: float
     """KV cache of a sequence of `max_model_len`."""
     num_sequences: int
-    """Of that length that fit at once."""
+    """Sequences of that length that fit at once."""
 
 
 def engine_take(config: RunConfig, sizes: ModelSizes, gpu_bytes: float, ways: int) -> EngineTake:
-    """A GPU of a vLLM engine that `ways` GPUs hold together."""
+    """What a GPU of a vLLM engine takes that `ways` GPUs hold together."""
     vllm, width = config.rollout.vllm, element_bytes(config)
     parts = {
         "weights": float(width * sizes.parameters) / ways,
@@ -209,8 +207,8 @@ def engine_take(config: RunConfig, sizes: ModelSizes, gpu_bytes: float, ways: in
 
 
 def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
-    """Of a sequence, on each of `ways` GPUs. Keys and values of each head; the compressed ones of MLA; layers
-    with a window keep that much; recurrent layers keep nothing that grows."""
+    """KV cache of a sequence, on each of `ways` GPUs: keys and values of each head, or the compressed ones of
+    MLA; layers with a window keep that much; recurrent layers keep nothing that grows."""
     text = config.get_text_config()
     num_layers = int(text.num_hidden_layers)
     window = getattr(text, "sliding_window", None) or length
@@ -229,7 +227,7 @@ def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
 
 
 def _key_bytes(text: Any, width: int, ways: int) -> int:
-    """Of a position in one layer."""
+    """KV cache of one token in one layer."""
     if (rank := getattr(text, "kv_lora_rank", None)) is not None:
         return int(width * (rank + text.qk_rope_head_dim))
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
@@ -239,7 +237,7 @@ def _key_bytes(text: Any, width: int, ways: int) -> int:
 def host_take(
     config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, takes_turns: bool = False
 ) -> Take:
-    """A host with so many ranks of the trainer and engines; in turns it holds who has not the GPU."""
+    """What a host with so many ranks and engines takes; with GPUs in turn, also for those that wait."""
     count, trained, shards = sizes.parameters, num_trained(config, sizes), num_shards(config)
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
     training, starting = {}, {}

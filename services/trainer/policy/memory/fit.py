@@ -55,8 +55,8 @@ Settings = dict[str, Any]
 TOKENS, RECOMPUTES = "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"
 CONTEXT, EXPERTS = "trainer.context_ranks", "trainer.expert_ranks"
 PASSES_FILE = "passes.json"
-"""In the run's folder: what was chosen of passes when the run started. Another GPU would choose others, and
-sum gradients in another order: a replay there would not give the recorded bits."""
+"""File in the run's folder with the sizes of passes that the run started with. Another GPU would choose
+others, and sum gradients in another order: a replay there would not give the recorded bits."""
 
 
 def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunConfig:
@@ -103,7 +103,7 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
 SMALLEST_TILE = 1024
 """Tokens of a forward pass below which a GPU has too little to do."""
 ENOUGH_SEQUENCES = 16
-"""Of full length in an engine's KV cache: with fewer, more GPUs hold an engine together."""
+"""Sequences of full length in an engine's KV cache: with fewer, more GPUs hold an engine together."""
 WAYS = (1, 2, 4, 8)
 CONTEXT_SIZES = (2, 4, 8, 16, 32)
 """Ranks that share passes; more than a host has only where nothing else fits."""
@@ -112,13 +112,13 @@ GPUS_OF_A_HOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run is to be held against."""
+    """The hardware that a run has to fit on."""
 
     gpus: int
-    """Of the whole run, over all hosts."""
+    """GPUs of the whole run, over all hosts."""
     gpu_bytes: float
     host_bytes: float | None = None
-    """Of each host; null compares nothing."""
+    """Memory of each host; None: not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Fit:
     recomputed: bool
     context: int
     experts: int
-    """Ranks that share passes, and that divide experts."""
+    """Ranks that share passes (`context`), and that divide experts."""
     trainer: Take | None
     """None where no model is trained."""
     engine: EngineTake | None
@@ -142,11 +142,11 @@ class Fit:
     """Trainer and engines have GPUs in turn."""
     problems: tuple[str, ...]
     settings: Settings
-    """What to set, where that helps."""
+    """Settings with which the run fits, where some were found."""
 
 
 def trainer_room(config: RunConfig, gpu_bytes: float, takes_turns: bool, is_shared: bool) -> float:
-    """What the trainer can count on, of a GPU that it may have in turn with an engine, or share with one."""
+    """Bytes of a GPU that the trainer can use, where it may use it in turn with an engine, or share it."""
     if takes_turns:
         return usable(gpu_bytes) - ASLEEP_BYTES
     return usable(gpu_bytes) - (config.rollout.vllm.gpu_memory_utilization * gpu_bytes if is_shared else 0.0)
@@ -168,8 +168,8 @@ def choose_passes(
 def choose_ranks(
     config: RunConfig, sizes: ModelSizes, gpu_bytes: float, room: float, width: int
 ) -> RunConfig:
-    """`auto` of ranks that share a pass replaced by the fewest with which one fits into `room`, else by 1; of
-    those that divide experts by `experts_apart`, where there are several hosts of `width` ranks."""
+    """Replace `auto`: of ranks that share a pass by the fewest with which one fits into `room`, else by 1; of
+    ranks that divide experts by `experts_apart` over several hosts of `width` ranks, else by 1."""
     trainer = config.trainer
     if trainer.expert_ranks == "auto":
         size = experts_apart(config, sizes, width) if trainer.num_ranks > width else 1
@@ -188,7 +188,8 @@ def experts_apart(config: RunConfig, sizes: ModelSizes, width: int) -> int:
 
 
 def _choices(config: RunConfig, sizes: ModelSizes) -> list[tuple[int, bool]]:
-    """From fast to small. A pass holds a rank's part of the longest sequence anyway."""
+    """Tokens of a pass, and whether layers are computed again, from fast to small. A pass holds a rank's part
+    of the longest sequence in any case."""
     tokens, recomputed = config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing
     if isinstance(tokens, int):
         tiles = [tokens]
@@ -308,19 +309,19 @@ def takes_turns(config: RunConfig, has_one: bool) -> bool:
 
 
 def trains_on_gpus(config: RunConfig) -> bool:
-    """Whether the trainer has a model, and is not told to train it on the CPU."""
+    """Whether the trainer has a model, and does not have to train it on the CPU."""
     return config.trainer.policy == "transformers" and not config.trainer.device.startswith("cpu")
 
 
 def num_engines(config: RunConfig) -> int:
-    """Of those that hold memory of GPUs."""
+    """Number of engines that reserve GPU memory."""
     return config.rollout.workers if config.rollout.engine_traits.reserves_gpu_memory else 0
 
 
 def _fullest_host(
     config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, ways: int, turns: bool
 ) -> Take:
-    """Of the first host, which has ranks and on its other GPUs engines, and one that has engines alone."""
+    """What the fuller of two hosts takes: the first, with ranks and engines, and one with engines alone."""
     own = min(ranks, GPUS_OF_A_HOST)
     beside = min(engines, (GPUS_OF_A_HOST - (0 if turns else own)) // ways)
     hosts = [(own, beside), (0, min(engines - beside, GPUS_OF_A_HOST // ways))]
@@ -328,8 +329,8 @@ def _fullest_host(
 
 
 def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
-    """From what costs least to what changes the training: nothing but passes, experts that ranks divide,
-    moments on the host, passes that ranks share, the reference's dtype, adapters."""
+    """Settings to try, from what costs least to what changes the training: passes alone, experts that ranks
+    divide, moments on the host, passes that ranks share, the reference's dtype, adapters."""
     trainer, reference = config.trainer, config.trainer.algorithm.reference
     offload: Settings = {"trainer.offload_optimizer": True}
     divides = sizes.num_experts > 1 and trainer.expert_size == 1
@@ -347,7 +348,7 @@ def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
 
 
 def _context_sizes(config: RunConfig, sizes: ModelSizes) -> list[int]:
-    """Of ranks that could share passes over the model's longest sequences, and leave enough to each."""
+    """Numbers of ranks that could share passes over the longest sequences, with enough tokens for each."""
     text = sizes.config.get_text_config()
     is_packed = config.trainer.packing and kinds_of_layers(text) <= SOFTMAX_ATTENTION
     if not is_packed or has_capped_attention(text):
@@ -392,7 +393,7 @@ def _ways(config: RunConfig, sizes: ModelSizes, machine: Machine) -> int:
 
 
 def _changed(section: Any, settings: Settings) -> Any:
-    """The section with fields replaced, unchecked: they are estimated, not run."""
+    """The section with fields replaced, not validated: it is only used for estimates."""
     for path, value in settings.items():
         name, _, rest = path.partition(".")
         if rest:

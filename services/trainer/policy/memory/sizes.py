@@ -38,45 +38,45 @@ class ModelSizes:
     """Numbers of elements, unless they say bytes."""
 
     parameters: int
-    """All; shared ones once."""
+    """All parameters; shared ones once."""
     layer: int
-    """Of the largest layer."""
+    """Parameters of the largest layer."""
     root: int
-    """Outside of the layers: embeddings, last norm, output head."""
+    """Parameters outside of the layers: embeddings, last norm, output head."""
     vocabulary: int
     hidden: int
     """Rows and columns of the output head's matrix."""
     linears: int
     """Matrices of linear layers that are not the embeddings."""
     adapters_per_rank: int
-    """Of LoRA adapters of rank 1."""
+    """Parameters of LoRA adapters of rank 1."""
     can_recompute: bool
     """Whether transformers marks layers of it for gradient checkpointing."""
     has_capped_logits: bool
     layers_bytes: float
-    """Kept of a token for the backward pass, in all layers."""
+    """Kept for the backward pass for each token, in all layers."""
     layer_bytes: float
     """The same in the layer that keeps the most."""
     num_layers: int
     copied_bytes: float
     """Kept whatever the number of tokens: weights in the dtype of the products."""
     router_logits: int = 0
-    """Of a token: experts, summed over layers."""
+    """For each token: experts, summed over layers."""
     experts: int = 0
-    """Of those that ranks can divide (`trainer.expert_ranks`), in all layers."""
+    """Parameters of experts that ranks can divide (`trainer.expert_ranks`), in all layers."""
     layer_experts: int = 0
-    """In the largest layer."""
+    """The same in the largest layer."""
     num_experts: int = 0
-    """That a layer has; where layers differ, what divides all."""
+    """Such experts of a layer; where layers differ, the greatest common divisor."""
     is_read_whole: bool = False
     """Whether every rank reads the whole model before it is split: it is not clear which elements of its
     files a rank's shard is (`weights/pretrained.py`)."""
     config: Any = None
-    """What they were counted of."""
+    """The model's configuration."""
 
     def kept_bytes(self, num_tokens: int, recomputed: bool) -> float:
-        """At the beginning of the backward pass, without copies; with `recomputed` layers, of which only
-        their inputs are kept, when the first of them has been computed again."""
+        """Bytes kept at the beginning of the backward pass, without `copied_bytes`. With `recomputed` layers,
+        whose inputs alone are kept, that is when the first of them has been computed again."""
         inputs, last_norm = float(WIDE * self.num_layers * self.hidden), 2.0 * WIDE * self.hidden
         layers = inputs + self.layer_bytes if recomputed else self.layers_bytes
         return num_tokens * (layers + last_norm)
@@ -86,7 +86,7 @@ def read_model(config: RunConfig) -> ModelSizes:
     """The sizes of `model.path`, of which config.json alone is read.
 
     Raises:
-        ConfigError: there is none, or it is of no model whose sizes can be known.
+        ConfigError: there is no config.json, or it is of no model whose sizes can be known.
     """
     try:
         found = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
@@ -116,7 +116,7 @@ def build_on_meta(config: PreTrainedConfig, attention: Any = None) -> PreTrained
 
 
 def attention_on_gpus(config: PreTrainedConfig) -> Any:
-    """What `choose_attention` takes on a GPU of today; both kernels keep the same."""
+    """What `choose_attention` takes on a `USUAL_GPU`; both kernels keep the same."""
     if why_no_flash(config) or why_no_varlen(config, USUAL_GPU):
         return exact_attention(config)
     return VARLEN if config.get_text_config() is config else {"text_config": VARLEN}
@@ -190,7 +190,7 @@ def _count(parameters: Iterable[Tensor]) -> int:
 
 
 def _kept(module: nn.Module, text: Any, width: int) -> float:
-    """Bytes of a token that one module of a layer keeps for its children."""
+    """Bytes for each token that one module of a layer keeps for its children."""
     linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
     norms = {name: child for name, child in module.named_children() if "norm" in type(child).__name__.lower()}
     kept = float(width * _matrix_elements(list(linears.values()), module, width))
@@ -198,7 +198,7 @@ def _kept(module: nn.Module, text: Any, width: int) -> float:
         size = next((p.numel() for p in norm.parameters(recurse=False)), int(text.hidden_size))
         prefix = name.replace("layernorm", "").replace("norm", "").rstrip("_")
         of_heads = [linear.out_features for other, linear in linears.items() if other.startswith(prefix)]
-        if prefix and of_heads:  # `q_norm`, of what `q_proj` gives
+        if prefix and of_heads:  # such as `q_norm`, over the output of `q_proj`
             kept += (WIDE + width) * max(size, of_heads[0])
         else:  # input and normalised values; in float32 the matrices behind it keep the output
             kept += WIDE * size * (1 if isinstance(norm, nn.LayerNorm) else 2) + (width // WIDE) * WIDE * size
@@ -206,21 +206,22 @@ def _kept(module: nn.Module, text: Any, width: int) -> float:
 
 
 def _matrix_elements(linears: Sequence[nn.Linear], module: nn.Module, width: int) -> int:
-    """What linear layers get and give. What a module's last one gives goes into the residual stream, and the
-    next norm keeps that. In half precision each casts a norm's float32 for itself, else they share it."""
+    """Elements for each token of inputs and outputs of linear layers. The output of a module's last one goes
+    into the residual stream, which the next norm keeps. In half precision each casts a norm's float32 output
+    for itself, else they share it."""
     if not linears:
         return 0
     *first, last = linears
     given = sum(linear.out_features for linear in first)
-    # Of a gated product the activation is kept beside both factors.
+    # For a gated product the activation is kept beside both factors.
     is_gated = given >= 2 * last.in_features and "Attention" not in type(module).__name__
     read = sum(linear.in_features for linear in first) if width < WIDE else 0
     return read + given + last.in_features * (2 if is_gated else 1)
 
 
 def _experts(module: nn.Module, text: Any, width: int) -> float:
-    """Of grouped experts: rows of the chosen ones in and out, both factors, activation and product; and the
-    router's input and probabilities."""
+    """Bytes for each token of grouped experts: rows of the chosen ones in and out, both factors, activation
+    and product; and the router's input and probabilities."""
     shapes = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3]
     if not shapes:
         return 0.0
@@ -231,7 +232,7 @@ def _experts(module: nn.Module, text: Any, width: int) -> float:
 
 
 def _scores(text: Any, width: int, row_tokens: int) -> float:
-    """Of attention beside queries, keys and values: a sum for each head, or dense scores."""
+    """Bytes for each token of attention beside queries, keys and values: a sum a head, or dense scores."""
     heads = int(getattr(text, "num_attention_heads", None) or 0)
     if text._attn_implementation != "eager":
         return float(WIDE * heads)
