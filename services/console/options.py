@@ -59,8 +59,8 @@ def _field(info: Any, default: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
-    """Make a class a frozen dataclass, and a command. Where the run is an argument, a hidden `--run` names it
-    too: people write it after every command.
+    """Make a class a frozen dataclass, and a command. Where the run is an argument, a hidden `--run` is
+    accepted too, as users expect it of every command.
 
     Args:
         name: name of the command; of two words, the first is its group

@@ -68,7 +68,7 @@ class RunReading:
 
     snapshot: RunSnapshot = field(default_factory=lambda: RunSnapshot("", 0, 0))
     gauges: Sequence[Reading] = ()
-    """Of Redis and its streams."""
+    """Values of Redis's memory and of the run's streams."""
     roles: tuple[str, ...] = ROLES
 
 

@@ -46,15 +46,15 @@ class LiveView:
 
 
 class News(NamedTuple):
-    """Something that a snapshot tells."""
+    """An item of a snapshot that is shown once."""
 
     place: tuple[float, int]
-    """Among the others."""
+    """Sort key."""
     what: tuple[object, ...]
-    """Its kind, and which one it is."""
+    """Its identity; its kind comes first."""
     line: Callable[[], str]
     record: dict[str, Any] | None = None
-    """Of a step or an evaluation, as metrics.jsonl has it."""
+    """The record of a step or an evaluation, as in metrics.jsonl."""
 
 
 def _news(snapshot: RunSnapshot) -> Iterator[News]:
@@ -84,7 +84,7 @@ class PlainView:
         """Tell what is new since the last call; what a resumed run did before is not new."""
         news = sorted(_news(snapshot), key=lambda item: item.place)
         if self._shown is None:
-            # What blocks is no history: it blocks now, and is said to who resumes, too.
+            # What blocks the run blocks it now: it is printed after a resume, too.
             self._shown = {item.what for item in news if item.what[0] != "blocked"}
         for item in news:
             if item.what not in self._shown:

@@ -99,7 +99,7 @@ class RewardGateway:
         """By lane, the id of the newest trajectory that is known to be appended."""
         self._server = ""
         self._maybe_lost: list[_Waiting] = []
-        """What Redis may have lost, as another server has answered since."""
+        """Samples that Redis may have lost, since another server process has answered."""
         self._bytes_since_archive = 0
 
     async def score(self, samples: Sequence[SampleIn], num_bytes: int) -> list[ScoreOut]:
@@ -256,7 +256,7 @@ class RewardGateway:
             await self._reserve()
             self._maybe_lost = [one for waiting in self._waiting.values() for one in waiting.values()]
         left = [one for one in self._maybe_lost if not one.score.done()]
-        # Those that are just being appended are looked for at the next look: their first half may be lost.
+        # Samples that are just being appended are checked the next time: a part of them may be lost.
         self._maybe_lost = [one for one in left if not one.entry_id]
         sent = [one for one in left if one.entry_id]
         looks = [("XRANGE", self._keys.trajectories(one.lane), one.entry_id, one.entry_id) for one in sent]

@@ -108,7 +108,8 @@ async def summarise(
     rollout_idle: float | None,
 ) -> dict[str, Any]:
     """The tree of summary.json, from a run's commits, wherever they are, and its state. `wall_s` is how long
-    `tidemill up` has run, 0 where nothing watched; `rollout_idle` what the rollout workers last said."""
+    `tidemill up` has run, 0 where nothing watched; `rollout_idle` the share that
+    the rollout workers last reported."""
     state, totals = await read_state(broker, keys), CommitTotals(keys.run_id, config.trainer.group_size)
     async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
         totals.add(commit)
@@ -133,7 +134,7 @@ class CommitTotals:
         self._dropped: Counter[str] = Counter()
         self._outcomes = TicketOutcomes()
         self._sums: defaultdict[str, float] = defaultdict(float)
-        """Of metrics over steps, and `session_steps`: how many have those of sessions."""
+        """Sums of metrics over steps, and `session_steps`, the number of steps with metrics of sessions."""
         self._began_at, self._ended_at = math.inf, 0.0
 
     def add(self, commit: Commit) -> None:

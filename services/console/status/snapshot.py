@@ -84,7 +84,7 @@ class RunSnapshot:
     jobs: dict[str, dict[str, int]] = field(default_factory=dict)
     """Numbers of RQ's jobs by queue and state; only queues that hold any."""
     memory: MemoryUse = field(default_factory=lambda: MemoryUse(0, 0))
-    """Of Redis; nothing of nothing where it is not asked."""
+    """Memory of Redis; 0 of 0 where it was not read."""
 
     @property
     def version(self) -> int:

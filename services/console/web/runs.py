@@ -70,7 +70,7 @@ class WatchedRun:
         self.has_looked = asyncio.Event()
         """Set when a reading has ended, also by an error; cleared when the history was released."""
         self.opened_at = 0.0
-        """When it was begun to be read, on the clock of `time.monotonic`."""
+        """When reading began, by `time.monotonic`."""
         self._asked_at = 0.0
         self._texts: TokenTexts | None = None
         self._folder_changed_at = -1.0
