@@ -84,6 +84,10 @@ def test_beside_demonstrations_other_samples_are_trained_and_measured_as_without
         sums = accumulate_all(policy, [one_batch(batch)])
         parts.append((gradients_of(policy), loss_metrics(sums)))
     (alone, numbers), (imitated, _), (both, measured) = parts
+    apart = moved_policy(algorithm=algorithm, micro_batch_tokens=16)
+    assert loss_metrics(accumulate_all(apart, [one_batch(together)])) == pytest.approx(
+        measured | {"forward/positions": pytest.approx(measured["forward/positions"], rel=1.0)}
+    )
     assert_alike(both, alone + imitated)
     assert measured["imitation/token_share"] == pytest.approx(
         sum(s.num_trained for s in demonstrations) / sum(s.num_trained for s in together)
