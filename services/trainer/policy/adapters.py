@@ -199,7 +199,10 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
     with forked, _with_placeholders(model):
         # In a fork of the generator: the run's own random numbers are the same with adapters and without.
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
+        try:
+            peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
+        except ValueError as error:  # of layers whose kernels would pass by an adapter
+            raise ConfigError(f"trainer.lora.target_modules: {error}") from None
     return peft_config
 
 

@@ -151,8 +151,9 @@ def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tens
     """The routers' weighted losses of each token; what they are, as means over layers, goes into `sums`."""
     sequences = tokens.sequence_N, tokens.num_sequences
     balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
-    sums["balance_sum"] = balance_N.detach().sum() / len(tokens.routing)
-    sums["router_z_sum"] = z_N.detach().sum() / len(tokens.routing)
+    is_sampled_N = 1.0 if tokens.imitation_N is None else tokens.imitation_N == 0
+    sums["balance_sum"] = (balance_N.detach() * is_sampled_N).sum() / len(tokens.routing)
+    sums["router_z_sum"] = (z_N.detach() * is_sampled_N).sum() / len(tokens.routing)
     return algorithm.router.balance * balance_N + algorithm.router.z * z_N
 
 

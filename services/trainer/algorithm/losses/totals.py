@@ -118,21 +118,25 @@ def _added(mine: ExpertCounts, theirs: ExpertCounts) -> tuple[tuple[int, ...], .
 
 
 def total_metrics(parts: Sequence[Sums]) -> MicroBatchMetrics:
-    """Join the sums of tiles, which differ where tiles have other kinds of samples; the only point where the
+    """Join the sums of tiles, of which one with demonstrations alone lacks some; the only point where the
     host waits for the device."""
     if not parts:
         return MicroBatchMetrics()
-    totals: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        # In float64: float32 counts exactly up to 2^24 only, and sums of squares lose their digits.
-        tiles = torch.stack([part[name].double().flatten() for part in parts if name in part])
-        totals[name] = tiles.amax(0) if name.endswith("_max") else tiles.sum(0)
-    numbers = iter(torch.cat([*totals.values()]).tolist())
-    found = {name: [next(numbers) for _ in range(total.numel())] for name, total in totals.items()}
-    is_count = {name: name.startswith("expert_counts/") for name in found}
-    values = {name: one for name, (one, *_) in found.items() if not is_count[name]}
-    counts = tuple(tuple(map(int, found[name])) for name in found if is_count[name])
-    return MicroBatchMetrics(**values, expert_counts=counts)  # type: ignore[arg-type]
+    every = {name: sums for part in parts for name, sums in part.items()}
+    nothing = {name: torch.zeros_like(sums) for name, sums in every.items()}
+    rows = [(nothing | part).values() for part in parts]
+    # In float64: float32 counts exactly up to 2^24 only, and sums of squares lose their digits.
+    tiles = torch.stack([torch.cat([sums.double().flatten() for sums in row]) for row in rows])
+    totals, largest = iter(tiles.sum(0).tolist()), iter(tiles.amax(0).tolist())
+    values: dict[str, float] = {}
+    counts: list[tuple[int, ...]] = []
+    for name, sums in nothing.items():
+        pairs = [(next(totals), next(largest)) for _ in range(sums.numel())]
+        if name.startswith("expert_counts/"):
+            counts.append(tuple(int(total) for total, _ in pairs))
+        else:
+            values[name] = pairs[0][1] if name.endswith("_max") else pairs[0][0]
+    return MicroBatchMetrics(**values, expert_counts=tuple(counts))  # type: ignore[arg-type]
 
 
 def loss_metrics(sums: MicroBatchMetrics) -> dict[str, float]:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from tests.support.architectures import make_model
 from tests.support.late_imports import late
 from tests.support.models import (
     assert_all_close,
@@ -250,6 +251,12 @@ def test_unknown_target_modules_are_refused_with_those_that_exist():
         make_policy(lora={"target_modules": ["q_proj", "query"]})
     with pytest.raises(ConfigError, match="lm_head shares its weights with the embedding"):
         make_policy(lora={"target_modules": ["lm_head"]})
+
+
+def test_layers_that_take_no_adapter_are_named():
+    with pytest.raises(ConfigError, match=r"target_modules: .*out_proj"):
+        make_policy(model=make_model("Mamba"), lora={})
+    make_policy(model=make_model("Mamba"), lora={"target_modules": ["in_proj", "x_proj"]})
 
 
 @pytest.mark.parametrize(
