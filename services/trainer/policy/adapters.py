@@ -196,14 +196,31 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     forked = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
-    with forked, _with_placeholders(model):
+    with forked, _with_placeholders(model), _with_names_as_given():
         # In a fork of the generator: the run's own random numbers are the same with adapters and without.
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
         except ValueError as error:  # of layers whose kernels would pass by an adapter
             raise ConfigError(f"trainer.lora.target_modules: {error}") from None
+    for name, layer in model.named_modules():
+        if _is_adapted(layer) and not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
+            raise ConfigError(f"trainer.lora: this release of peft adapts {name}; install that of the lock file")
     return peft_config
+
+
+@contextmanager
+def _with_names_as_given() -> Iterator[None]:
+    """PEFT takes names of linear layers, as of shared experts, for those that experts had in older releases
+    of transformers: it would adapt the tensors of all experts in their place."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
 
 
 @contextmanager

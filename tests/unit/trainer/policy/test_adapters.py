@@ -253,6 +253,16 @@ def test_unknown_target_modules_are_refused_with_those_that_exist():
         make_policy(lora={"target_modules": ["lm_head"]})
 
 
+def test_linear_layers_beside_experts_have_adapters_and_the_experts_have_none():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = make_model("Glm4Moe", **experts, first_k_dense_replace=1)
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert any("shared_experts" in name for name in linears)
+    adapters = make_policy(model=model, lora={})._adapters
+    assert adapters._layers.keys() == linears - {"lm_head"}
+    assert adapters.merged(torch.float32).keys() == adapters.base().keys()
+
+
 def test_layers_that_take_no_adapter_are_named():
     with pytest.raises(ConfigError, match=r"target_modules: .*out_proj"):
         make_policy(model=make_model("Mamba"), lora={})
