@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.forward import output_head
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
@@ -156,8 +157,11 @@ def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Last parts of the names of the layers that get an adapter. Raises ConfigError: a name fits no linear
     layer, or the layer shares its weights with the embedding."""
     head = output_head(model)
+    routers = [router for _, router in find_routers(model)]  # some are linear layers that return a tuple
     linears = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module not in routers
     }
     known = sorted({name.rpartition(".")[2] for name in linears})
     if config.target_modules == "all-linear":

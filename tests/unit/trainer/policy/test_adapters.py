@@ -263,6 +263,11 @@ def test_linear_layers_beside_experts_have_adapters_and_the_experts_have_none():
     assert adapters.merged(torch.float32).keys() == adapters.base().keys()
 
 
+def test_a_router_that_is_a_linear_layer_has_no_adapter():
+    layers = make_policy(model=make_model("Phimoe"), lora={})._adapters._layers
+    assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 def test_layers_that_take_no_adapter_are_named():
     with pytest.raises(ConfigError, match=r"target_modules: .*out_proj"):
         make_policy(model=make_model("Mamba"), lora={})
