@@ -209,7 +209,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
             raise ConfigError(f"trainer.lora.target_modules: {error}") from None
     for name, layer in model.named_modules():
         if _is_adapted(layer) and not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
-            raise ConfigError(f"trainer.lora: this release of peft adapts {name}; install that of the lock file")
+            raise ConfigError(f"trainer.lora: this release of peft adapts {name}; install the locked one")
     return peft_config
 
 

@@ -173,14 +173,14 @@ class TestMasks:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_a_group_with_a_logprob_that_is_no_number_is_refused_and_not_a_crash(number):
-    group = group_of(1.0, 0.0, 0.0, 1.0)
-    bad = group.trajectories[2]
-    logprobs = np.full(bad.num_tokens, number, dtype=np.float32)
-    kept = Rows.of_lists([[token] for token in bad.completion_ids.tolist()])
+    kept = Rows.of_lists([[token] for token in make_trajectory().completion_ids.tolist()])
     for choices in (None, Choices(rows={KEPT: kept})):
-        fields = {"logprobs": logprobs, "choices": choices}
-        group.trajectories |= {i: t.model_copy(update={"choices": choices}) for i, t in group.trajectories.items()}
-        group.trajectories[2] = bad.model_copy(update=fields)
+        group = group_of(1.0, 0.0, 0.0, 1.0)
+        for index, one in group.trajectories.items():
+            group.trajectories[index] = one.model_copy(update={"choices": choices})
+        bad = group.trajectories[2]
+        logprobs = np.full(bad.num_tokens, number, dtype=np.float32)
+        group.trajectories[2] = bad.model_copy(update={"logprobs": logprobs})
         assert refused(filtered(config_of(), group)).reason == BAD_NUMBERS
 
 
