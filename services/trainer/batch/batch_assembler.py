@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import structlog
@@ -110,10 +111,11 @@ def _num_tokens(group: PendingGroup) -> int:
 
 
 def _samples_of(trajectories: Mapping[int, Trajectory]) -> dict[int, Sample]:
-    try:
-        return {index: make_sample(one) for index, one in trajectories.items()}
-    except ValueError:
-        return {}  # numbers that are not finite: the filter will refuse the group
+    samples = {}
+    for index, one in trajectories.items():
+        with suppress(ValueError):  # not finite: the filter leaves it out, or refuses the group
+            samples[index] = make_sample(one)
+    return samples
 
 
 def select_groups(

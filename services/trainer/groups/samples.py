@@ -246,10 +246,10 @@ def missing_mask(trajectory: Trajectory) -> str:
     kept = trajectory.choices.rows.get(KEPT) if trajectory.choices else None
     if kept is None or kept.offsets is None:
         return "it has no sampling masks, and its tokens were sampled from some ids only"
-    sample = make_sample(trajectory)
+    completion_ids = _joined([segment.completion_ids for segment in trajectory.segments])
     row_of_value = np.repeat(np.arange(len(kept)), np.diff(kept.offsets))
-    is_missing = sample.mask.copy()
-    is_missing[row_of_value[kept.values == sample.completion_ids[row_of_value]]] = False
+    is_missing = _joined([segment.mask for segment in trajectory.segments]).copy()
+    is_missing[row_of_value[kept.values == completion_ids[row_of_value]]] = False
     return f"token {np.argmax(is_missing)} is not in its sampling mask" if is_missing.any() else ""
 
 

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.forward import output_head
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
@@ -156,8 +157,11 @@ def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Last parts of the names of the layers that get an adapter. Raises ConfigError: a name fits no linear
     layer, or the layer shares its weights with the embedding."""
     head = output_head(model)
+    routers = [router for _, router in find_routers(model)]  # some are linear layers that return a tuple
     linears = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module not in routers
     }
     known = sorted({name.rpartition(".")[2] for name in linears})
     if config.target_modules == "all-linear":
@@ -196,11 +200,31 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     forked = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
-    with forked, _with_placeholders(model):
+    with forked, _with_placeholders(model), _with_names_as_given():
         # In a fork of the generator: the run's own random numbers are the same with adapters and without.
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
+        try:
+            peft.inject_adapter_in_model(peft_config, model, adapter_name=_NAME)
+        except ValueError as error:  # of layers whose kernels would pass by an adapter
+            raise ConfigError(f"trainer.lora.target_modules: {error}") from None
+    for name, layer in model.named_modules():
+        if _is_adapted(layer) and not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
+            raise ConfigError(f"trainer.lora: this release of peft adapts {name}; install the locked one")
     return peft_config
+
+
+@contextmanager
+def _with_names_as_given() -> Iterator[None]:
+    """PEFT takes names of linear layers, as of shared experts, for those that experts had in older releases
+    of transformers: it would adapt the tensors of all experts in their place."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
 
 
 @contextmanager

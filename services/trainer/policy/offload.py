@@ -197,7 +197,8 @@ class LeavesDevice:
                 tensor.is_cuda and device.type == "cuda"
             ):
                 return tensor  # there already: an attempt before this one ended half-way
-            return on_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
+            # Not enqueued alone: the thread that writes weights reads on a stream of its own.
+            return on_host(tensor) if device.type == "cpu" else tensor.to(device)
 
         # By module and not by tensor: a sharded module has its rows in a buffer of its own.
         for module in self._movable():

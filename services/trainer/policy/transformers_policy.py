@@ -238,17 +238,18 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         choice: two passes, which the other ranks make too."""
         if not self.replays_routes:
             return MicroBatchMetrics()
-        rows = [row for line in (plan[0] if plan else [[NO_ROW]]) for row in line]
+        # Without demonstrations: no engine has chosen for them, nor said a logprob.
+        rows = [row for lines in plan[:1] for line in lines for row in line if row.routes is not None]
         rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
         sums = []
         for given in (rows, [replace(row, routes=None) for row in rows]):
-            tile = self._make_tile(plan_tiles(given, self.layout, self._tile_tokens)[0])
+            tile = self._make_tile(plan_tiles(given or [NO_ROW], self.layout, self._tile_tokens)[0])
             logprobs_N = self._scorer.score(tile, self._temperature).logprobs_N.double().cpu().numpy()
-            own = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows if plan]
+            own = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows if rows]
             sums.append(float(np.abs(logprobs_N - np.concatenate(own)).sum()) if own else 0.0)
         with_routes, without = sums
         return MicroBatchMetrics(
-            compared_tokens=sum(len(row.targets) for row in tile.rows) if plan else 0,
+            compared_tokens=sum(len(row.targets) for row in tile.rows) if rows else 0,
             replayed_gap_sum=with_routes,
             unreplayed_gap_sum=without,
         )

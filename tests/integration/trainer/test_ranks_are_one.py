@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from tests.support.architectures import make_model
-from tests.support.models import logprobs_of, make_relatives, make_samples, tiny_llama
+from tests.support.models import logprobs_of, make_relatives, make_samples, masked, tiny_llama
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
@@ -117,6 +117,19 @@ def test_two_ranks_are_one(name, of_two):
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_four_ranks_are_one(name, of_four):
     assert_same_outcome(of_four[name], alone(name))
+
+
+def train_and_mask(ranks: Ranks | None, model: PreTrainedModel) -> list[bool]:
+    """Whether an update was skipped: of some samples, and then of the same without a token to train on."""
+    config = config_of("", num_ranks=ranks.size if ranks else 1, algorithm={"normalisation": "sequence"})
+    policy, samples = policy_on(ranks, model, config), make_samples(8)
+    return [update(policy, given)[1].skipped for given in (samples, list(map(masked, samples)))]
+
+
+def test_ranks_without_any_token_skip_the_update_as_one_does(tmp_path):
+    model = tiny_llama().double()
+    alone = train_and_mask(None, copy.deepcopy(model))
+    assert on_ranks(2, partial(train_and_mask, model=model), tmp_path) == alone == [False, True]
 
 
 def count_collectives(ranks: Ranks, model: PreTrainedModel) -> list[tuple[str, str]]:

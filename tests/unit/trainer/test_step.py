@@ -391,3 +391,16 @@ async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
     await runner.precompute.compute([group], 0)
     assert runner.precompute.is_ready(group, 0)
     assert not runner.precompute.is_ready(group, 1)
+
+
+async def test_beside_a_sample_that_fails_for_its_numbers_the_others_are_precomputed():
+    config = config_of(1, reference={"model": "frozen"})
+    runner, group = runner_of(config, policy_of(config)), group_of(0)
+    logprobs = np.full(group.trajectories[1].num_tokens, np.nan, np.float32)
+    bad = {"index": SIZE, "logprobs": logprobs}
+    group.trajectories[SIZE] = group.trajectories[1].model_copy(update=bad)
+    group.scores[SIZE] = make_score(0, SIZE, None, error="no answer")
+    await runner.precompute.compute([group], 0)
+    found = runner.group_filter.apply(group, 0)
+    assert isinstance(found, TrainableGroup) and len(found.samples) == SIZE
+    assert all(sample.reference_logprobs is not None for sample in found.samples)

@@ -118,8 +118,6 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
     """
     weights_N = tokens.imitation_N
     if weights_N is None:
-        # The same sums in every tile: `total_metrics` stacks them by their places.
-        sums["imitation_sum"] = sums["imitation_tokens"] = torch.zeros_like(loss_N[0].detach())
         return loss_N
     is_shown_N = weights_N > 0
     sums["imitation_sum"] = -(tokens.logprobs_N.detach() * is_shown_N).sum()
@@ -128,13 +126,9 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
 
 
 def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
-    """weight * KL(policy || teacher) of each token; its sums go into `sums`, also where no token of this
-    forward pass has a teacher."""
+    """weight * KL(policy || teacher) of each token; its sums go into `sums`."""
     if tokens.teacher_logprobs_N is None or tokens.teacher_weights_N is None:
-        # The same sums in every tile: `total_metrics` stacks them by their places.
-        nothing_N = torch.zeros_like(tokens.weights_N)
-        sums["teacher_kl_sum"] = sums["teacher_tokens"] = nothing_N.sum()
-        return nothing_N
+        return torch.zeros_like(tokens.weights_N)
     kl_N = teacher_kl(tokens.logprobs_N, tokens.teacher_logprobs_N, algorithm.teacher)
     has_teacher_N = tokens.teacher_weights_N > 0
     sums["teacher_kl_sum"] = (kl_N.detach() * has_teacher_N).sum()
@@ -157,8 +151,9 @@ def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tens
     """The routers' weighted losses of each token; their unweighted means over layers go into `sums`."""
     sequences = tokens.sequence_N, tokens.num_sequences
     balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
-    sums["balance_sum"] = balance_N.detach().sum() / len(tokens.routing)
-    sums["router_z_sum"] = z_N.detach().sum() / len(tokens.routing)
+    is_sampled_N = 1.0 if tokens.imitation_N is None else tokens.imitation_N == 0
+    sums["balance_sum"] = (balance_N.detach() * is_sampled_N).sum() / len(tokens.routing)
+    sums["router_z_sum"] = (z_N.detach() * is_sampled_N).sum() / len(tokens.routing)
     return algorithm.router.balance * balance_N + algorithm.router.z * z_N
 
 

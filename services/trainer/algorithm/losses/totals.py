@@ -118,15 +118,19 @@ def _added(mine: ExpertCounts, theirs: ExpertCounts) -> tuple[tuple[int, ...], .
 
 
 def total_metrics(parts: Sequence[Sums]) -> MicroBatchMetrics:
-    """Join the sums of tiles; the only point where the host waits for the device."""
+    """Join the sums of tiles, of which one with demonstrations alone lacks some; the only point where the
+    host waits for the device."""
     if not parts:
         return MicroBatchMetrics()
+    every = {name: sums for part in parts for name, sums in part.items()}
+    nothing = {name: torch.zeros_like(sums) for name, sums in every.items()}
+    rows = [(nothing | part).values() for part in parts]
     # In float64: float32 counts exactly up to 2^24 only, and sums of squares lose their digits.
-    tiles = torch.stack([torch.cat([sums.double().flatten() for sums in part.values()]) for part in parts])
+    tiles = torch.stack([torch.cat([sums.double().flatten() for sums in row]) for row in rows])
     totals, largest = iter(tiles.sum(0).tolist()), iter(tiles.amax(0).tolist())
     values: dict[str, float] = {}
     counts: list[tuple[int, ...]] = []
-    for name, sums in parts[0].items():
+    for name, sums in nothing.items():
         pairs = [(next(totals), next(largest)) for _ in range(sums.numel())]
         if name.startswith("expert_counts/"):
             counts.append(tuple(int(total) for total, _ in pairs))

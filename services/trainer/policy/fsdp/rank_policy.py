@@ -203,7 +203,8 @@ class RankPolicy(TransformersPolicy):
         metrics = self._accumulate(own, plan)
         for _ in range(num_missing):
             self._pass_nothing()
-        self._holds_gradients = self._reduces_once
+        # Where no rank had a token there is none to sum: the update is skipped, as on one rank.
+        self._holds_gradients |= self._reduces_once and len(plan) + num_missing > 0
         num_alike = self._config.context_size
         # Ranks that share tiles have the same metrics, except positions: each counts its own columns.
         parts = self._ranks.gather(pack(metrics))[::num_alike]

@@ -9,7 +9,7 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
-from tidemill.common.wire.choices import ROUTES, Rows
+from tidemill.common.wire.choices import KEPT, ROUTES, Rows
 from tidemill.common.wire.messages import Choices
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.groups.group_filter import (
@@ -173,11 +173,15 @@ class TestMasks:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_a_group_with_a_logprob_that_is_no_number_is_refused_and_not_a_crash(number):
-    group = group_of(1.0, 0.0, 0.0, 1.0)
-    bad = group.trajectories[2]
-    logprobs = np.full(bad.num_tokens, number, dtype=np.float32)
-    group.trajectories[2] = bad.model_copy(update={"logprobs": logprobs})
-    assert refused(filtered(config_of(), group)).reason == BAD_NUMBERS
+    kept = Rows.of_lists([[token] for token in make_trajectory().completion_ids.tolist()])
+    for choices in (None, Choices(rows={KEPT: kept})):
+        group = group_of(1.0, 0.0, 0.0, 1.0)
+        for index, one in group.trajectories.items():
+            group.trajectories[index] = one.model_copy(update={"choices": choices})
+        bad = group.trajectories[2]
+        logprobs = np.full(bad.num_tokens, number, dtype=np.float32)
+        group.trajectories[2] = bad.model_copy(update={"logprobs": logprobs})
+        assert refused(filtered(config_of(), group)).reason == BAD_NUMBERS
 
 
 class TestPoliciesOfSingleRewards:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from tests.support.architectures import make_model
 from tests.support.late_imports import late
 from tests.support.models import (
     assert_all_close,
@@ -250,6 +251,27 @@ def test_unknown_target_modules_are_refused_with_those_that_exist():
         make_policy(lora={"target_modules": ["q_proj", "query"]})
     with pytest.raises(ConfigError, match="lm_head shares its weights with the embedding"):
         make_policy(lora={"target_modules": ["lm_head"]})
+
+
+def test_linear_layers_beside_experts_have_adapters_and_the_experts_have_none():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = make_model("Glm4Moe", **experts, first_k_dense_replace=1)
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert any("shared_experts" in name for name in linears)
+    adapters = make_policy(model=model, lora={})._adapters
+    assert adapters._layers.keys() == linears - {"lm_head"}
+    assert adapters.merged(torch.float32).keys() == adapters.base().keys()
+
+
+def test_a_router_that_is_a_linear_layer_has_no_adapter():
+    layers = make_policy(model=make_model("Phimoe"), lora={})._adapters._layers
+    assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_layers_that_take_no_adapter_are_named():
+    with pytest.raises(ConfigError, match=r"target_modules: .*out_proj"):
+        make_policy(model=make_model("Mamba"), lora={})
+    make_policy(model=make_model("Mamba"), lora={"target_modules": ["in_proj", "x_proj"]})
 
 
 @pytest.mark.parametrize(

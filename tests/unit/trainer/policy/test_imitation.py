@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.architectures import make_model
 from tests.support.models import (
     accumulate_all,
     gradients_of,
@@ -14,6 +15,7 @@ from tests.support.models import (
     one_batch,
     tiny_llama,
 )
+from tests.support.routes import with_foreign
 from tests.unit.trainer.policy.test_policy_algorithms import ALGORITHMS, moved_policy, prepared, taught
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
@@ -84,9 +86,27 @@ def test_beside_demonstrations_other_samples_are_trained_and_measured_as_without
         sums = accumulate_all(policy, [one_batch(batch)])
         parts.append((gradients_of(policy), loss_metrics(sums)))
     (alone, numbers), (imitated, _), (both, measured) = parts
+    apart = moved_policy(algorithm=algorithm, micro_batch_tokens=16)
+    assert loss_metrics(accumulate_all(apart, [one_batch(together)])) == pytest.approx(
+        measured | {"forward/positions": pytest.approx(measured["forward/positions"], rel=1.0)}
+    )
     assert_alike(both, alone + imitated)
     assert measured["imitation/token_share"] == pytest.approx(
         sum(s.num_trained for s in demonstrations) / sum(s.num_trained for s in together)
     )
     for metric in numbers.keys() - OF_ALL:
         assert measured[metric] == pytest.approx(numbers[metric]), metric
+
+
+def test_what_is_measured_of_experts_is_of_sampled_tokens():
+    """Also beside demonstrations, for which no engine has chosen experts."""
+    samples, numbers = with_foreign(make_samples(6), experts=3), []
+    for batch in (samples, [*shown(6), *samples]):
+        router = {"router": {"balance": 0.1, "z": 0.1}}
+        policy = make_policy(model=make_model("Mixtral"), replays_routes=True, algorithm=router)
+        numbers.append(loss_metrics(accumulate_all(policy, [one_batch(batch)])))
+    alone, beside = numbers
+    for name in ("balance_loss", "z_loss"):
+        assert beside[f"experts/{name}"] == pytest.approx(alone[f"experts/{name}"], rel=1e-4)
+    for name in ("changed_tokens", "changed_layers", "logprob_gap_with", "logprob_gap_without"):
+        assert beside[f"routes/{name}"] == pytest.approx(alone[f"routes/{name}"], rel=1e-4)

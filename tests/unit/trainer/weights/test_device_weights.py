@@ -83,3 +83,20 @@ def test_copies_wait_for_training_once_and_run_ahead_of_who_writes(events: list[
         ("arrived", 2),
         ("written", 2),
     ]
+
+
+def test_weights_are_back_on_the_device_when_the_thread_that_writes_them_may_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It reads on a stream of its own, which does not wait for copies that are only enqueued."""
+    policy, is_enqueued, to = make_policy(dtype=torch.bfloat16), list[bool](), torch.Tensor.to
+    policy.compare_weights()
+    policy._device = torch.device("meta")
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        is_enqueued.append(kwargs.get("non_blocking", False))
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    policy.enter()
+    assert is_enqueued and not any(is_enqueued)
