@@ -141,7 +141,7 @@ async def test_what_a_request_brings_and_json_cannot_hold_is_sent_back_as_it_cam
     odd: dict[str, Any] = {"instructions": "half \ud83d", "tools": [tool]}
     async with opened("four") as run:
         body = json.dumps({"model": "m", "input": "2 + 2?", **odd})
-        answer = await run.post("/responses", content=body)
+        answer = await run.post("responses", content=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["instructions"] == odd["instructions"] and answer.json()["tools"] == odd["tools"]
         run.check_ids()
