@@ -42,7 +42,7 @@ class EnvironmentConfig(Section):
     max_segments: int = Field(32, ge=1, le=10_000)
     """Histories after which an agent's session is truncated."""
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
-    """A longer answer of the environment is cut in its middle; 0: no limit."""
+    """A longer answer of the environment is cut in its middle; 0: one longer than `model.max_model_len`."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
     """Longest call of the environment, and silence of an agent after its first answer; longer is `late`. A
     late opening or reset is a fault."""

@@ -37,7 +37,8 @@ async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: the service refused the request, or was away for too long.
     """
-    body = json.dumps({"samples": samples}, default=_plain).encode()
+    # Lone surrogates are no JSON to the service.
+    body = json.dumps({"samples": samples}, default=_plain, ensure_ascii=False).encode(errors="replace")
     deadline, pause_s = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
     while True:
         try:
@@ -122,8 +123,10 @@ async def reward_async(
     before, group = None, -1
     for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         row = {name: column[place] for name, column in columns.items()}
-        if (prompt, row) != before:
-            before, group = (prompt, row), group + 1
+        # Floats as text: a NaN equals no other one.
+        now = prompt, {name: repr(item) if isinstance(item, float) else item for name, item in row.items()}
+        if now != before:
+            before, group = now, group + 1
         extra = {name: value for name, value in row.items() if name not in ("data_source", truth)}
         sample = {
             "prompt": prompt,

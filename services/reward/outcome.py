@@ -27,6 +27,8 @@ MAX_DETAIL_CHARS = 10_000
 MAX_KEYS = 256
 """Most keys of a returned dict, at any depth."""
 MAX_DEPTH = 8
+MAX_ITEMS = 1 << 16
+"""Most elements of all lists and dicts in one `detail`. Readers refuse a message with more than 2**20."""
 
 EXPECTED = "expected a finite number, or a dict with such a number under 'score'"
 
@@ -158,8 +160,8 @@ def interpret(returned: Any, where: str = "") -> RewardOutcome:
         AttemptError: there is no finite number where the reward should be. It is never read as 0.
     """
     if isinstance(returned, tuple) and returned:
-        notes = [_plain(note, MAX_DEPTH) for note in returned[1:]]
-        return RewardOutcome(_finite(returned[0], f"{where}the first element is"), detail={"notes": notes})
+        _, notes = _sort_out({"notes": returned[1:]})
+        return RewardOutcome(_finite(returned[0], f"{where}the first element is"), detail=notes)
     if not isinstance(returned, dict):
         return RewardOutcome(_finite(returned, f"{where}returned"))
     if "score" not in returned:
@@ -270,26 +272,29 @@ def _sort_out(extra: dict[Any, Any]) -> tuple[dict[str, float | None], Detail]:
     """Split further keys into numbers (None, also for NaN and infinity: not applicable) and the rest."""
     components: dict[str, float | None] = {}
     detail: Detail = {}
+    room = iter(range(MAX_ITEMS))
     for key, value in list(extra.items())[:MAX_KEYS]:
         number = _number(value)
         if number is not None or value is None:
             components[_text(key)] = number if number is not None and math.isfinite(number) else None
         else:
-            detail[_text(key)] = _plain(value, MAX_DEPTH)
+            detail[_text(key)] = _plain(value, MAX_DEPTH, room)
     return components, detail
 
 
-def _plain(value: Any, depth: int) -> Any:
-    """The value as numbers, text, lists and maps with text keys, cut to a bounded size."""
+def _plain(value: Any, depth: int, room: Iterator[int]) -> Any:
+    """The value as numbers, text, lists and maps with text keys, cut to a bounded size. Each element of a
+    list or map takes an item of `room`."""
     if value is None or isinstance(value, bool | float):
         return value
     if isinstance(value, int):
         # Within int64, which every msgpack library reads as an integer.
         return value if -(2**63) <= value < 2**63 else str(value)
     if isinstance(value, dict) and depth:
-        return {_text(key): _plain(item, depth - 1) for key, item in list(value.items())[:MAX_KEYS]}
+        pairs = zip(list(value.items())[:MAX_KEYS], room, strict=False)
+        return {_text(key): _plain(item, depth - 1, room) for (key, item), _ in pairs}
     if isinstance(value, list | tuple) and depth:
-        return [_plain(item, depth - 1) for item in value[:MAX_KEYS]]
+        return [_plain(item, depth - 1, room) for item, _ in zip(value[:MAX_KEYS], room, strict=False)]
     return _text(value)
 
 

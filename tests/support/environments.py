@@ -211,6 +211,29 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
+def repeat(count: int) -> str:
+    """
+    Say it over and over.
+
+    Args:
+        count: How often.
+    """
+    return "ha " * count
+
+
+def nest(depth: int) -> list[Any]:
+    """
+    Put lists into each other.
+
+    Args:
+        depth: How many.
+    """
+    nested: list[Any] = []
+    for _ in range(depth):
+        nested = [nested]
+    return nested
+
+
 def hang(seconds: int) -> str:
     """
     Do nothing for a while.

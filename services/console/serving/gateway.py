@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import structlog
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest
@@ -25,6 +25,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.streams import OffsetReader, append, id_after, id_before, id_order, last_id, trim_before
 from tidemill.common.streams.entries import START, Entry
+from tidemill.common.wire.codec import pack
 from tidemill.common.wire.keys import StreamName
 from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Session
@@ -61,6 +62,15 @@ class SampleIn(BaseModel):
     )
     step: int = Field(0, ge=0, description="of the trainer, for records")
     evaluation: bool = Field(False, description="scored before training, by the rewards of that lane")
+
+    @field_validator("completion", "prompt", "ground_truth", "extra_info")
+    @classmethod
+    def _can_be_sent(cls, value: Any) -> Any:
+        try:
+            pack(value)
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"write numbers of more than 64 bits as text, and nest less: {error}") from None
+        return value
 
 
 class ScoreOut(BaseModel):
@@ -306,8 +316,10 @@ class RewardGateway:
 
 def _trajectory(sample: SampleIn, ticket: int, index: int, group_size: int) -> Trajectory:
     ids = np.asarray(sample.completion_ids, dtype=np.int32)
-    chat = sample.prompt if isinstance(sample.prompt, list) else None
-    said = sample.completion if isinstance(sample.completion, list) else None
+    chat, said = (
+        [_with_text(message) for message in given] if isinstance(given, list) else None
+        for given in (sample.prompt, sample.completion)
+    )
     answers = [
         str(message.get("content") or "") for message in said or () if message.get("role") == "assistant"
     ]
@@ -335,3 +347,11 @@ def _trajectory(sample: SampleIn, ticket: int, index: int, group_size: int) -> T
         # More than one message is a session: calls of tools and their results.
         session=Session(environment="", messages=tuple(said)) if said is not None and len(said) > 1 else None,
     )
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the text of its parts as content, where it has parts."""
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    texts = (str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    return {**message, "content": "".join(texts)}

@@ -79,8 +79,11 @@ def make_cases(code: str, tests: Any, max_cases: int) -> list[Case]:
         raise TestsError(
             f"the ground truth is {str(tests)[:80]!r}; expected a map with tests, see the README"
         )
-    if tests.get("assert_case"):
-        return [_assertion(code, str(test)) for test in tests["assert_case"][:max_cases]]
+    if asserts := tests.get("assert_case"):
+        asserts = [asserts] if isinstance(asserts, str) else asserts
+        if not isinstance(asserts, list):
+            raise TestsError(f"assert_case is {str(asserts)[:80]!r}; expected a list of statements")
+        return [_assertion(code, str(test)) for test in asserts[:max_cases]]
     if tests.get("test"):
         call = f"\ncheck({tests['entry_point']})" if tests.get("entry_point") else ""
         return [_assertion(code, f"{tests['test']}{call}")]
@@ -118,6 +121,8 @@ def _assertion(code: str, test: str) -> Case:
 
 
 def _call(code: str, name: str, given: Any, expected: Any) -> Case:
+    if not isinstance(given, str | list):
+        raise TestsError(f"an input of {name} is {str(given)[:80]!r}; expected a list of its arguments")
     proof = secrets.token_hex(16)
     stdin = given if isinstance(given, str) else "\n".join(json.dumps(value) for value in given)
     source = CALL.format(code=code, name=name, proof=proof)

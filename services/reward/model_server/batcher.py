@@ -165,9 +165,14 @@ class Batcher:
             if not scores.done():
                 scores.set_exception(ComputeError(text))
             return
-        for (_, scores), score in zip(batch, found, strict=True):
-            if not scores.done():  # a client that left has cancelled it
+        for (row, scores), score in zip(batch, found, strict=True):
+            if scores.done():  # a client that left has cancelled it
+                continue
+            if score.isfinite().all():
                 scores.set_result(score)
+            else:
+                what = f"a sequence of {len(row.token_ids)} tokens"
+                scores.set_exception(ComputeError(f"the model's scores of {what} are not finite"))
         self._observe(rows, started, time.monotonic())
 
     def _observe(self, batch: list[QueuedRow], started: float, finished: float) -> None:

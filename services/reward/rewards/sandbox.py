@@ -16,7 +16,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     TypeAdapter,
-    ValidationError,
 )
 from redis import exceptions as redis_errors
 from rq import Queue, Retry
@@ -28,6 +27,7 @@ from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.telemetry import metrics
+from tidemill.common.wire.codec import pack
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.sample import RewardSample
@@ -76,7 +76,8 @@ def _read(raw: bytes) -> dict[str, Any]:
     """A sandbox worker's result, validated: untrusted code runs on its machine."""
     try:
         result = RESULT.validate_json(raw)
-    except ValidationError:
+        pack(result.model_dump())  # it goes into a score
+    except (ValueError, OverflowError):  # a ValidationError is a ValueError
         return UNREADABLE
     if isinstance(result, _Ran) and result.passed > result.total:
         return UNREADABLE

@@ -10,6 +10,7 @@ otherwise the score fails, and says whether only the sample or its whole group i
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections import Counter
@@ -195,10 +196,11 @@ class WeightedSum:
                 total.error = "; ".join(f"{named.name}: {parts[named.name].error}" for named in failed)
                 is_group_lost = any(named.config.on_failure == "drop_group" for named in failed)
                 total.on_failure = "drop_group" if is_group_lost else "drop_sample"
-        elif has_value:
+        elif has_value and math.isfinite(value):
             total.value = value
         else:
-            total.status, total.error = ScoreStatus.FAILED, NONE_APPLIES
+            problem = f"the weighted sum of the rewards is {value}; expected a finite number"
+            total.status, total.error = ScoreStatus.FAILED, problem if has_value else NONE_APPLIES
         return total
 
     def failures(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ class ToolBox(Environment):
         from pydantic import ValidationError
 
         try:
-            returned = await finished(self._functions[name](**arguments))
+            text = result_text(await finished(self._functions[name](**arguments)))
         except ValidationError as error:
             wrong = "; ".join(
                 f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:5]
@@ -77,7 +77,7 @@ class ToolBox(Environment):
             return invalid_call(f"{name}: {wrong}")
         except (Exception, SystemExit) as error:  # a tool must not end the worker that it runs in
             return invalid_call(complaint(error))
-        return Act([{"content": result_text(returned)}])
+        return Act([{"content": text}])
 
 
 def tools_design(config: EnvironmentConfig) -> Design:

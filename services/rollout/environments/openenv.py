@@ -19,7 +19,7 @@ from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.run.dataset import PROMPT
 from tidemill.services.rollout.environments.environment import Act, Environment, Kind, Opening, Row
-from tidemill.services.rollout.environments.users_code import number_of
+from tidemill.services.rollout.environments.users_code import MAX_CHARS, number_of
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -172,11 +172,14 @@ class OpenEnvEnvironment(Environment):
             raise EnvironmentFaultError(
                 f"{self._url}: {kind} took longer than {self._timeout_s:g} s (call_timeout_s)", "timeout"
             ) from None
-        except (OSError, WebSocketException, ValueError) as error:
+        except (OSError, WebSocketException, ValueError, RecursionError) as error:
             raise EnvironmentFaultError(f"{self._url}: {kind} failed: {error}", kind) from None
-        found: Frame = frame.get("data") or {}
+        found: Any = (frame.get("data") or {}) if isinstance(frame, dict) else None
+        if not isinstance(found, dict):
+            said = f"{str(frame)[:MAX_CHARS]}; expected an object with type and data"
+            raise EnvironmentFaultError(f"{self._url}: {kind} was answered by {said}", kind)
         if frame.get("type") == "observation":
-            return found
+            return dict(found)
         code, message = str(found.get("code")), str(found.get("message"))
         if code == CAPACITY:
             raise _FullError(message)

@@ -252,10 +252,12 @@ class Play:
         if self._late:
             return "timeout"
         self._answers = [dict(message) for act in acts for message in act.messages]
-        if limit := self._section.max_result_tokens:  # a long answer loses its middle
-            for message in self._answers:
-                if isinstance(message.get("content"), str):
-                    message["content"] = self._chat.shorten(message["content"], limit)
+        # A long answer loses its middle. Without a limit, what the model could never read: the model decides
+        # what its tools write, and a sample that is too large to be sent would end its whole group.
+        limit = self._section.max_result_tokens or self._max_model_len
+        for message in self._answers:
+            if isinstance(message.get("content"), str):
+                message["content"] = self._chat.shorten(message["content"], limit)
         self._messages += self._answers
         if is_cut:
             return "max_tokens"

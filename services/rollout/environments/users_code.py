@@ -135,7 +135,7 @@ def _finite(value: Any) -> float:
     """A number, or a tensor of one; NaN for anything else."""
     try:
         number = float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: a tensor of several
         return math.nan
     return number if math.isfinite(number) and not isinstance(value, str) else math.nan
 

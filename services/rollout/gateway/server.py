@@ -150,7 +150,9 @@ class Gateway:
         retry_count = request.headers.get(RETRY_COUNT)
         answer = await session.answer(question, None if retry_count is None else retry_count != "0")
         if not body.get("stream"):
-            return JSONResponse(api.answer_of(answer, self.model, body))
+            # Not a JSONResponse: what is sent back of a request may have lone surrogates, NaN and infinities.
+            made = json.dumps(api.answer_of(answer, self.model, body))
+            return Response(made, media_type="application/json")
         lines = []
         for event in api.events_of(answer, self.model, body):
             named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.wire.codec import pack
+from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
 from tidemill.services.rollout.sessions.chat import (
     Call,
@@ -27,6 +27,8 @@ from tidemill.services.rollout.sessions.chat import (
 
 MARK = "MODELSTURN"
 """Stands for what the model said. No template changes a plain word."""
+MOST_CHARS_PER_TOKEN = 16
+"""Far more than text has."""
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
 
@@ -52,10 +54,10 @@ class TemplateChat:
         self._ending = lru_cache(maxsize=256)(self._ending_of)
 
     def encode(self, text: str) -> list[int]:
-        # The template has written the special tokens; the tokenizer would add another BOS.
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)[
-            "input_ids"
-        ]
+        # The template has written the special tokens; the tokenizer would add another BOS. It takes no
+        # lone surrogates, which JSON of clients and servers may hold.
+        encoded = self._tokenizer(sendable(text), add_special_tokens=False, return_attention_mask=False)
+        ids: list[int] = encoded["input_ids"]
         return ids
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
@@ -101,6 +103,13 @@ class TemplateChat:
         return Parsed(_message(text, thought, calls), calls)
 
     def shorten(self, text: str, max_tokens: int) -> str:
+        if len(text.encode(errors="replace")) <= max_tokens:  # a token has a byte at least
+            return text
+        # To tokenize all of a very long one would hold up every session.
+        most_chars = MOST_CHARS_PER_TOKEN * max_tokens
+        if is_huge := len(text) > most_chars:
+            mark = f"\n[{len(text) - most_chars} characters left out]\n"
+            text = text[: most_chars // 2] + mark + text[-(most_chars // 2) :]
         ids = self.encode(text)
         if len(ids) <= max_tokens:
             return text
@@ -109,7 +118,7 @@ class TemplateChat:
             str(self._tokenizer.decode(part, clean_up_tokenization_spaces=False))
             for part in (ids[:head], ids[len(ids) - tail :])
         )
-        return f"{first}\n[{len(ids) - max_tokens} tokens left out]\n{last}"
+        return f"{first}\n[{'more than ' * is_huge}{len(ids) - max_tokens} tokens left out]\n{last}"
 
     def _split_thought(self, text: str) -> tuple[str, str]:
         """Thinking and the rest. A call within thinking is no call; a template may have opened it."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
@@ -24,6 +25,7 @@ from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.serving import gateway as module
 from tidemill.services.console.serving.gateway import RewardGateway, SampleIn, ScoreOut
+from tidemill.services.reward.sample import RewardSample
 
 Start = Callable[..., Any]
 
@@ -90,6 +92,25 @@ async def test_the_first_score_of_a_key_counts_and_answers_keep_their_order(
             broker, keys.scores(), ok(2, value=2.0), ok(2, value=9.0), ok(7), ok(1), ok(0, value=0.5)
         )
         assert await values(asked) == [0.5, 1.0, 2.0]
+
+
+async def test_messages_in_parts_are_scored_by_their_text(start: Start, broker: Broker, keys: Keys) -> None:
+    def said(role: str, *texts: str) -> list[dict[str, Any]]:
+        return [{"role": role, "content": [{"type": "text", "text": text} for text in texts]}]
+
+    one = SampleIn(prompt=said("user", "1 + ", "1?"), completion=said("assistant", "two"))
+    async with start() as gateway:
+        asked = asyncio.create_task(gateway.score([one], 0))
+        ((found,),) = [[entry.message for entry in await appended(broker, keys, 1)]]
+        await append(broker, keys.scores(), ok(0))
+        await asked
+    sample = RewardSample(found)
+    assert (sample.prompt, sample.trajectory.text) == ("1 + 1?", "two")
+
+
+def test_numbers_that_no_message_holds_are_refused_with_their_field() -> None:
+    with pytest.raises(ValidationError, match="64 bits"):
+        SampleIn(completion="x", ground_truth=2**70)
 
 
 async def test_a_dead_trajectory_fails_with_its_reason_and_so_does_what_waits_of_its_group(

@@ -124,7 +124,15 @@ RAN = {"passed": 1, "total": 1, "outcomes": ["done"], "wall_s": 0.1, "first_fail
 @pytest.mark.parametrize(
     "written",
     [b"garbage", b"\xff", b"[" * 100_000, b"[1]", b"{}"]
-    + [json.dumps(RAN | change).encode() for change in ({"passed": 2}, {"total": 0}, {"wall_s": math.nan})],
+    + [
+        json.dumps(RAN | change).encode()
+        for change in (
+            {"passed": 2},
+            {"total": 0},
+            {"wall_s": math.nan},
+            {"first_failure": {"code": 1 << 64}},
+        )
+    ],
 )
 async def test_a_result_that_cannot_be_read_fails_one_attempt_and_no_other(
     make: MakeReward, redis: str, written: bytes

@@ -245,6 +245,19 @@ async def test_a_row_the_device_cannot_compute_fails_alone(model: ScoringModel, 
     assert len(standing.batches[0]) == 5  # they were one batch
 
 
+async def test_a_score_that_is_no_number_fails_in_words(model: ScoringModel, path: Path) -> None:
+    class Overflowing(StandingModel):
+        def score(self, rows: list[list[int]]) -> list[Tensor]:
+            scores = [model.score([row])[0] for row in rows]
+            return [
+                one * float("nan") if len(row) == 7 else one for one, row in zip(scores, rows, strict=True)
+            ]
+
+    async with batching(Overflowing(model)) as batcher, client_of(model, path, batcher) as client:
+        bad, good = [await client.post("/classify", json={"input": [5] * length}) for length in (7, 6)]
+    assert (bad.status_code, good.status_code) == (500, 200) and "7 tokens" in bad.json()["error"]["message"]
+
+
 async def test_a_lone_row_is_computed_at_once(model: ScoringModel) -> None:
     async with batching(model, flush_ms=3_600_000.0) as batcher, asyncio.timeout(120):
         await batcher.score([[5, 6]])

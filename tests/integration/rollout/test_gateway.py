@@ -136,6 +136,17 @@ async def test_a_history_that_grows_is_extended_whatever_the_client_does_to_its_
         run.check_ids()
 
 
+async def test_what_a_request_brings_and_json_cannot_hold_is_sent_back_as_it_came() -> None:
+    tool = {**ADD, "type": "function", "parameters": {"default": float("inf")}}
+    odd: dict[str, Any] = {"instructions": "half \ud83d", "tools": [tool]}
+    async with opened("four") as run:
+        body = json.dumps({"model": "m", "input": "2 + 2?", **odd})
+        answer = await run.post("responses", content=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["instructions"] == odd["instructions"] and answer.json()["tools"] == odd["tools"]
+        run.check_ids()
+
+
 async def test_other_histories_are_segments_of_their_own_and_each_is_found_again() -> None:
     async with opened("a1", "b1", "a2", "b2", "short") as run:
         main, sub = [USER], [{"role": "system", "content": "You are another."}, USER]

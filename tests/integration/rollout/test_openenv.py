@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from tests.support.models import run_config
 from tests.support.playing import CHAT, make_ticket
@@ -104,6 +105,18 @@ async def test_a_server_that_stays_full_is_a_fault_in_words(use: str) -> None:
         await OpenEnvStage(section).open({})
     for environment in others:
         await environment.close()
+
+
+@pytest.mark.parametrize("said", ["[]", '"down"', '{"type": "observation", "data": [1]}', "[" * 100_000])
+async def test_a_server_that_says_no_frame_is_a_fault(said: str) -> None:
+    async def answer(connection: ServerConnection) -> None:
+        await connection.recv()
+        await connection.send(said)
+
+    async with serve(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EnvironmentFaultError, match="reset"):
+            await play(f"openenv:http://127.0.0.1:{port}", "x")
 
 
 async def test_a_server_that_is_not_there_is_a_fault() -> None:

@@ -1,10 +1,12 @@
 """Whatever code writes is judged: an answer that stops its judge would be left out instead of scored 0."""
 
+import json
 from typing import Any
 
 import pytest
 
-from tidemill.services.jobs.sandbox.job import make_cases
+from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.services.jobs.sandbox.job import make_cases, run_tests
 
 
 def passed(expected: Any, written: str) -> bool:
@@ -32,3 +34,21 @@ def test_odd_answers_are_wrong(expected: Any, written: str) -> None:
 def test_large_whole_numbers_are_compared_as_they_are() -> None:
     assert passed(10**400, "1" + "0" * 400)
     assert not passed(10**400, "1.5")
+
+
+def test_one_statement_needs_no_list() -> None:
+    (case,) = make_cases("", {"assert_case": "assert f(1) == 1"}, 5)
+    assert json.loads(case.stdin)["test"] == "assert f(1) == 1"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"fn_name": "f", "inputs": [1], "outputs": [1]},
+        {"fn_name": "f", "inputs": [{"a": 1}], "outputs": [1]},
+        {"assert_case": {"a": 1}},
+    ],
+)
+def test_tests_of_another_form_are_a_failure_in_words_and_not_of_the_sandbox(tests: Any) -> None:
+    result = run_tests("", tests, SandboxConfig())
+    assert result["is_final"] and "expected" in result["error"]

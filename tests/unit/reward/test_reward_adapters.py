@@ -1,10 +1,12 @@
 """Which samples of another trainer share a request to `tidemill serve-rewards`."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
+from tidemill.services.console.serving.server import ScoringRequest
 from tidemill.services.reward import adapters
 
 
@@ -54,3 +56,28 @@ async def test_a_request_that_is_refused_is_so_for_all_of_it(requests: list[int]
 def test_loops_of_several_threads_share_nothing(requests: list[int]) -> None:
     assert [adapters.compute_score_plain("", "answer", n) for n in (1, 2)] == [1.0, 2.0]
     assert requests == [1, 1]
+
+
+async def test_neighbours_with_the_same_row_are_a_group_also_where_a_column_has_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups: list[int] = []
+
+    async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        groups.extend(sample["group"] for sample in samples)
+        return [{"value": 1.0} for _ in samples]
+
+    monkeypatch.setattr(adapters, "scores_of", scores_of)
+    level = [float("nan") for _ in range(4)]
+    await adapters.reward_async(["a", "a", "b", "b"], ["x"] * 4, level=level)
+    assert groups == [0, 0, 1, 1]
+
+
+async def test_half_a_character_can_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def post(body: bytes) -> tuple[int, bytes]:
+        (sample,) = ScoringRequest.model_validate_json(body).samples
+        return 200, json.dumps({"scores": [{"value": float(len(str(sample.completion)))}]}).encode()
+
+    monkeypatch.setattr(adapters, "_post", post)
+    monkeypatch.setattr(adapters, "PATIENCE_S", 0.0)
+    assert await adapters.compute_score("", "ab\ud83d", "") == 3.0

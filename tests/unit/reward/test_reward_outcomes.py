@@ -11,6 +11,8 @@ import msgpack
 import numpy as np
 import pytest
 
+from tidemill.common.wire.codec import decode_payload, encode_payload
+from tidemill.common.wire.messages import Score
 from tidemill.services.reward.outcome import MAX_DETAIL_CHARS, AttemptError, contained, interpret, users_own
 
 
@@ -122,6 +124,13 @@ def test_detail_can_always_be_sent_and_stays_bounded() -> None:
     assert len(outcome.detail["text"]) == MAX_DETAIL_CHARS
     assert outcome.detail["list"] == [str(2**70), {"1": "{2}"}]
     json.dumps(outcome.detail)
+
+
+def test_detail_holds_no_more_than_readers_take_of_a_message() -> None:
+    deep = [[[0.5] * 200 for _ in range(100)] for _ in range(100)]
+    outcome = interpret({"score": 1.0, "deep": deep, "wide": {n: deep for n in range(100)}, "last": "word"})
+    payload = encode_payload(Score(ticket=0, index=0, status="ok", value=1.0, detail=outcome.detail))
+    assert decode_payload(payload, Score).detail["deep"][0] == [[0.5] * 200] * 100
 
 
 @pytest.mark.parametrize("error", [ValueError("no\nluck"), SystemExit(3), RecursionError("deep")])

@@ -12,7 +12,7 @@ from tidemill.common.config import NamedRewardConfig, RewardConfig, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import ScoreStatus
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
-from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES
+from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES, score_of
 from tidemill.services.reward.sample import RewardSample
 
 
@@ -203,3 +203,9 @@ async def test_a_reward_of_one_lane_is_left_out_of_the_other() -> None:
 def test_each_lane_needs_a_reward(lanes: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_config(reward={"rewards": {"only": {"function": "gsm8k", "lanes": lanes}}})
+
+
+async def test_a_sum_that_no_float_can_hold_is_a_failure_and_ends_no_worker() -> None:
+    made = await total(rule=(Fixed(1e308), {"weight": 100.0}))
+    score = score_of(made, make_sample((0, 0), False, "", "", ""), "w", 0.0)
+    assert (score.status, score.value) == (ScoreStatus.FAILED, None) and "inf" in score.error

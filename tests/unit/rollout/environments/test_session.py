@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.environments import THIS
 from tests.support.models import run_config
@@ -14,6 +15,7 @@ from tests.support.waiting import wait_until
 from tests.unit.rollout.sessions.test_template_chat import tokenizer_of
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.wire.codec import payload_of
 from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
 from tidemill.common.wire.segments import Session
 from tidemill.services.rollout.engines.engine import Generation
@@ -21,7 +23,7 @@ from tidemill.services.rollout.environments import load, player
 from tidemill.services.rollout.environments.environment import Design
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
 from tidemill.services.rollout.environments.stages import LocalStage
-from tidemill.services.rollout.environments.users_code import observed
+from tidemill.services.rollout.environments.users_code import metrics_of, observed
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import TemplateChat
 
@@ -152,6 +154,10 @@ def test_what_an_environment_says_and_no_message_can_hold_is_its_fault(value: An
         observed([{"role": "assistant", "content": "", "tool_calls": [call]}], "step")
 
 
+def test_metrics_that_are_no_single_number_are_left_out() -> None:
+    assert metrics_of({"one": torch.tensor([1.0]), "two": torch.tensor([1.0, 2.0])}) == {"one": 1.0}
+
+
 async def test_trls_class_plays_unchanged() -> None:
     lines = call("add", amount=9), call("add", amount=9), call("add", amount=1), "done"
     played, session = await play(Script(*lines), use=f"{THIS}:Counter", ground_truth=18)
@@ -271,6 +277,22 @@ async def test_a_play_that_is_cancelled_closes_its_environment() -> None:
 async def test_a_long_answer_loses_its_middle() -> None:
     played, _ = await play(Script("3", "7"), use=f"{THIS}:Guess", max_result_tokens=4)
     assert "hi\n[2 tokens left out]\ner" in QWEN.decode(played.first.completion_ids)
+
+
+async def test_a_result_that_cannot_be_shown_is_an_observation_and_no_fault() -> None:
+    script = Script(call("nest", depth=1) + call("nest", depth=100_000), "done")
+    _, session = await play(script, use="tools", tools=(f"{THIS}:nest",))
+    shown, deep = answers_of_tools(session)
+    assert shown == "[[]]" and deep.startswith("error:") and session.num_faults == 0
+
+
+async def test_an_answer_longer_than_the_model_reads_truncates_the_session_and_can_be_sent() -> None:
+    """The model decides what its tools write: it must not end its siblings by it."""
+    use, script = {"use": "tools", "tools": (f"{THIS}:repeat",)}, Script(call("repeat", count=1_000_000))
+    played, session = await play(script, **use)
+    assert (session.end, len(session.turns)) == ("max_tokens", 1)
+    sample = Trajectory(ticket=1, index=0, step=1, group_size=2, **played.fields())
+    assert "tokens left out" in answers_of_tools(session)[0] and payload_of(sample, 100_000)
 
 
 @pytest.mark.parametrize(
