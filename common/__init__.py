@@ -1,4 +1,4 @@
-"""What every Tidemill service shares: words, wire format, streams, configuration, lifecycle.
+"""Code that all Tidemill services share: wire format, streams, configuration, lifecycle.
 
 Imports neither torch nor vllm at import time, so that command lines answer at once and reward
 consumers stay small.

@@ -16,7 +16,7 @@ class ConfigError(TidemillError):
 
     exit_code = 2
     unknown_fields: tuple[str, ...] = ()
-    """Dotted names in a config file that are no fields."""
+    """Dotted names in the config file that match no field."""
 
 
 class BrokerError(TidemillError):
@@ -26,11 +26,11 @@ class BrokerError(TidemillError):
 
 
 class UnreachableError(BrokerError):
-    """Redis does not answer, which may pass."""
+    """Redis does not answer; this may be temporary."""
 
 
 class OutageError(UnreachableError):
-    """Redis stayed away from a service that was asked to stop: it ends without handing anything back."""
+    """Redis stayed unreachable while a service was stopping, which ends without handing messages back."""
 
     exit_code = 1
 
@@ -48,7 +48,7 @@ class WeightsError(TidemillError):
 
 
 class DamagedWeightsError(WeightsError):
-    """Bytes of a version are not those that were announced: it has to be written again."""
+    """The bytes of a version differ from those that were announced: it has to be written again."""
 
 
 class WeightsMismatchError(WeightsError):
@@ -56,11 +56,11 @@ class WeightsMismatchError(WeightsError):
 
 
 class StoreError(TidemillError):
-    """An object store has not got an object, does not answer, or refuses."""
+    """A store of objects or payloads lacks one, does not answer, or refuses the request."""
 
 
 class UnreadableError(StoreError):
-    """The store gives others and not this one."""
+    """A payload cannot be read, though others in the same store can."""
 
 
 class ArchiveError(TidemillError):
@@ -72,9 +72,9 @@ class EngineError(TidemillError):
 
 
 class EnvironmentFaultError(TidemillError):
-    """An environment could not start, did not answer in time, or died: no fault of the model's.
+    """An environment could not start, did not answer in time, or died; the model is not at fault.
 
-    `kind` says in a word what failed, for counts: start, reset, step, reward, close, timeout, program, died.
+    `kind`, a metric's label, says what failed: start, reset, step, reward, close, timeout, program, died.
     """
 
     def __init__(self, message: str, kind: str = "step") -> None:

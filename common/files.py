@@ -62,7 +62,7 @@ class StorageError(TidemillError):
 def storage_errors(what: str, path: Path) -> Iterator[None]:
     """Turn the errors of writing, Python's and those of safetensors, into one `StorageError`.
 
-    Blocks nest: the outermost says what was being written, which is what people know it by.
+    Blocks may nest: the message names what the outermost one was writing.
     """
     try:
         yield
@@ -88,7 +88,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
             with open(aside, "xb") as file:
                 file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
-                # Before the rename: after a power failure the name must not stand for bytes that never came.
+                # Before the rename: after a power failure the name must not refer to bytes that were lost.
                 os.fsync(file.fileno())
             os.replace(aside, path)
         except BaseException:
@@ -99,28 +99,28 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def append_durably(path: Path, data: bytes, what: str = "a file", end: int | None = None) -> None:
-    """Append to the file at `path`, or create it; with `end`, there, and what lies behind goes.
+    """Append to the file at `path`, or create it; with `end`, cut it to so many bytes first. Flushes.
 
     Raises:
-        StorageError: the disk is full, read-only, or not there. The file is as it was.
+        StorageError: the disk is full, read-only, or not there. Nothing was appended.
     """
     with storage_errors(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: closing a buffered file writes what a full disk has not taken, behind the cut.
+        # Unbuffered: closing a buffered file would write the rest after `append_whole` has cut the file.
         with open(path, "ab", buffering=0) as file:
             append_whole(file, data, end, is_durable=True)
 
 
 def append_whole(file: FileIO, data: bytes, end: int | None = None, is_durable: bool = False) -> None:
-    """Append all of `data` to a file that is not buffered, or nothing. Raises OSError."""
+    """Append all of `data` to an unbuffered file, or nothing; see `append_durably`. Raises OSError."""
     size = os.fstat(file.fileno()).st_size
-    # Never behind the end, where `ftruncate` would fill up with zeros.
+    # Never beyond the end of the file: `ftruncate` would fill the gap with zeros.
     end = size if end is None else min(end, size)
     try:
         if size > end:
             os.ftruncate(file.fileno(), end)
         rest = memoryview(data)
-        while rest:  # a write may take a part only; the next one takes more, or says why not
+        while rest:  # one write may take only a part; the next one goes on, or raises
             rest = rest[file.write(rest) :]
         if is_durable:
             os.fsync(file.fileno())
@@ -132,7 +132,7 @@ def append_whole(file: FileIO, data: bytes, end: int | None = None, is_durable: 
 
 @contextmanager
 def aside_file(target: Path, what: str = "a file") -> Iterator[Path]:
-    """Yield a path beside `target` to write and then `publish_file`; unpublished, it is removed.
+    """Yield a path beside `target`: write it, then call `publish_file`. If not published, it is removed.
 
     Raises:
         StorageError: writing failed, inside the block or around it. `target` is as it was.
@@ -156,7 +156,7 @@ def publish_file(aside: Path, target: Path) -> None:
 
 @contextmanager
 def aside_folder(target: Path, what: str = "a folder") -> Iterator[Path]:
-    """Yield an empty folder beside `target` to fill and then `publish_folder`; unpublished, it is removed.
+    """Yield an empty folder beside `target`: fill it, then call `publish_folder`, or it is removed.
 
     Raises:
         StorageError: writing failed, inside the block or around it. `target` is as it was.
@@ -170,7 +170,7 @@ def aside_folder(target: Path, what: str = "a folder") -> Iterator[Path]:
 
 
 def begin_folder(target: Path, what: str = "a folder") -> Path:
-    """An empty folder beside `target`, to fill and then `publish_folder`, or `remove_folder`.
+    """Create an empty folder beside `target`: fill it, then call `publish_folder` or `remove_folder`.
 
     Raises:
         StorageError: it cannot be made.
@@ -185,13 +185,13 @@ def begin_folder(target: Path, what: str = "a folder") -> Path:
 def publish_folder(aside: Path, target: Path) -> None:
     """Flush everything below `aside` and rename it to `target`.
 
-    A folder that is at `target` already is replaced. It gives way only once the new one is complete and
-    flushed; a crash between the two renames is put right by `clear_aside`.
+    A folder that exists at `target` is replaced, only once the new one is complete and flushed;
+    `clear_aside` repairs a crash between the two renames.
     """
     _fsync_tree(aside)  # first, as in `write_atomically`: the old folder still has its name
     replaced = target.with_name(f".{target.name}.replaced")
     if target.exists():
-        # What a crash behind the swap has left.
+        # Left over by a crash after the swap.
         remove_folder(replaced)
         os.rename(target, replaced)  # a folder cannot be renamed over one that is not empty
     try:
@@ -206,8 +206,8 @@ def publish_folder(aside: Path, target: Path) -> None:
 
 
 def clear_aside(folder: Path, others: Collection[str] = ()) -> list[str]:
-    """Remove what a crash left in `folder`; returns the names. Call only while no one else writes there, but
-    for files of the names in `others`, which are left alone."""
+    """Remove what a crash left in `folder`; returns the names. Call only while no other process writes
+    there; files named in `others` are left alone and may be written."""
     with storage_errors("folder names", folder):
         folder.mkdir(parents=True, exist_ok=True)
         found = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.match(path.name))]
@@ -252,7 +252,7 @@ def locked(path: Path, otherwise: str) -> Iterator[int]:
     """
     with storage_errors("a lock", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w")  # noqa: SIM115 (closed below; an error of the block is none of the lock's)
+        file = open(path, "w")  # noqa: SIM115 (closed below; errors of the block are not errors of the lock)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,7 +264,7 @@ def locked(path: Path, otherwise: str) -> Iterator[int]:
 def file_checksum(path: Path) -> str:
     """xxh3-128 of the file's bytes, 32 hexadecimal digits, read in chunks.
 
-    Detects torn and damaged files; it is no protection against someone who wants to deceive.
+    Detects torn and damaged files, not deliberate changes.
     """
     digest = xxhash.xxh3_128()
     buffer = bytearray(CHUNK_BYTES)
@@ -301,7 +301,7 @@ def _aside_name(path: Path) -> Path:
 
 
 def _fsync_tree(folder: Path) -> None:
-    """Flush every file and folder below, innermost first, and open them to those who may read the run."""
+    """Flush all files and folders below, innermost first; files get the folder's read and write modes."""
     # safetensors creates its files readable by their owner only; a rollout worker in another container may
     # be another user.
     mode = folder.stat().st_mode & 0o666

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 ARCHIVE_FOLDER = "archive"
-"""Below a run's folder."""
+"""Name of the archive in a run's folder."""
 LOCK_FILE = ".lock"
-"""Held by whoever writes: one process at a time."""
+"""Locked by the process that writes the archive, one at a time."""
 WHOLE_FILE = ".whole"
-"""There while the run is over and the archive has all that it wrote: then its Redis need not be read."""
+"""Exists while the run is over and its archive is complete: then its Redis need not be read."""
 
 
 def archive_folder(run_dir: Path) -> Path:
@@ -30,10 +30,10 @@ def is_whole(run_dir: Path) -> bool:
 
 
 def mark_whole(run_dir: Path, is_whole: bool) -> None:
-    """Say so when the rest of a run that is over was archived, and no longer when the run goes on."""
+    """Create `WHOLE_FILE` once a run that is over was archived, or remove it when the run goes on."""
     mark = archive_folder(run_dir) / WHOLE_FILE
     if is_whole:
-        with suppress(OSError):  # without it, readers look into what Redis left as well
+        with suppress(OSError):  # without the file, readers also read Redis
             mark.touch()
     else:
         mark.unlink(missing_ok=True)

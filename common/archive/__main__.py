@@ -1,7 +1,7 @@
-"""Streams of a run to its archive: `python -m tidemill.common.archive RUN_ID RUN_DIR`.
+"""Archives a run's streams: `python -m tidemill.common.archive RUN_ID RUN_DIR`.
 
-Started by the trainer, which trims what is archived. Whether one runs, or two, or one was killed half-way:
-each entry is archived once. It takes only processor time that nobody else wants.
+The trainer starts it, and trims what is archived. Each entry is archived once, also with two such processes
+or after a kill. Runs at low CPU priority.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NICENESS = 10
 async def archive(
     keys: Keys, run_dir: Path, until: dict[StreamName, str], is_last: bool = False
 ) -> dict[StreamName, int]:
-    """Archive streams up to ids; `is_last` also what does not fill a file.
+    """Archive each stream up to its id in `until`; with `is_last` also what does not fill a file.
 
     Returns how many entries of each stream were new.
     """
@@ -36,7 +36,7 @@ async def archive(
         broker.max_bytes, config = streams.max_message_mb << 20, streams.archive
         return await archive_run(broker, keys, run_dir, config, until, is_last=is_last)
     except LockedError:
-        return {}  # whoever holds the lock does the same work, and is asked again if that was not enough
+        return {}  # the process with the lock does the same work; the caller starts one again if needed
     finally:
         await broker.close()
 
@@ -50,7 +50,7 @@ def main() -> int:
     given = parser.parse_args()
     ends = (item.split("=", 1) for item in given.until)
     until = {StreamName(name): last for name, last in ends} or dict.fromkeys(StreamName, "+")
-    hide_memory()  # it has the password of Redis
+    hide_memory()  # it holds the password of Redis
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     try:

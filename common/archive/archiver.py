@@ -1,7 +1,7 @@
 """Archives a run's streams, and removes what is beyond the run's retention.
 
-Guarantees: each entry is archived once, wherever this is killed. A segment's file is complete and flushed
-before it gets its name. One process at a time writes. Memory is bounded by a row group.
+Guarantees: each entry is archived once, wherever the process is killed. A segment's file is complete and
+flushed before it gets its name. One process at a time writes. Memory is bounded by a row group.
 """
 
 import asyncio
@@ -58,12 +58,12 @@ MIB, GIB = 1 << 20, 1 << 30
 DAY_S = 86400.0
 POLL_S = 0.2
 PATIENCE_S = 60.0
-"""How long another process that archives the run is waited for."""
+"""Longest wait for another process that archives the run."""
 ROW_GROUP_BYTES = 4 << 20
-"""Payload of a row group: what a lookup reads at least, and what a writer holds beside one message."""
+"""Payload of a row group: the least that a lookup reads, and, plus one message, what a writer buffers."""
 ROW_GROUP_ROWS = 4096
 READ_BYTES = 2 << 20
-"""Payload asked for at once; the number of entries is adapted to their size."""
+"""Payload of one read from Redis; the number of entries is adapted to their size."""
 MAX_READ_COUNT = 1024
 COMPRESSION_LEVEL = 3
 
@@ -80,17 +80,17 @@ async def archive_run(
     """Archive streams up to ids, without `until` all of them, then apply retention.
 
     Args:
-        broker, keys, run_dir, config: Of the run.
-        until: Streams, and the last entry of each to archive.
-        is_last: Write what does not fill a segment too.
+        broker, keys, run_dir, config: Those of the run.
+        until: Stream -> id of the last entry to archive.
+        is_last: Also write what does not fill a segment.
 
     Returns:
-        How many entries of each stream.
+        Number of archived entries of each stream that had any.
 
     Raises:
         LockedError: another process archives this run, for longer than `PATIENCE_S`.
     """
-    # What the run refuses for being too large must not come whole out of its archive.
+    # A payload above the run's limit on messages must not get into the archive.
     broker.claims = broker.claims or ClaimStore(run_dir, max_bytes=broker.max_bytes)
     ends = dict.fromkeys(StreamName, "+") if until is None else until
     deadline = time.monotonic() + PATIENCE_S
@@ -111,10 +111,10 @@ async def archive_run(
 
 @contextmanager
 def writing(run_dir: Path) -> Iterator[None]:
-    """Be the one who writes into the run's archive.
+    """Hold the lock for writing the run's archive.
 
     Raises:
-        LockedError: another process is.
+        LockedError: another process holds it.
     """
     with locked(archive_folder(run_dir) / LOCK_FILE, f"the archive of {run_dir.name} is being written"):
         yield
@@ -134,11 +134,11 @@ async def archive_stream(
     What does not fill a segment is left for later, unless `is_last`. Call within `writing`.
     """
     folder, total, segment_bytes = stream_folder(run_dir, stream), 0, int(config.segment_mb * MIB)
-    # Before the last id is read: half a file of a killed writer must count for nothing.
+    # Before the last id is read: a killed writer's unfinished file must not count.
     manifest = sweep(folder)
     last_id = manifest.last_id
     while True:
-        # What is trimmed already and not archived is a gap: the segment says so for good.
+        # Entries that were trimmed and never archived are a gap, which the segment's footer records.
         building = SegmentFile(stream.message_type, max(last_id, trimmed_up_to(folder), key=id_order))
         with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
             async for entry in _entries(broker, stream.key(keys), last_id, until, config.keep_choices):
@@ -154,7 +154,7 @@ async def archive_stream(
 
 
 def sweep(folder: Path) -> Manifest:
-    """Remove what a killed writer left in a stream's folder; returns what is there."""
+    """Remove what a killed writer left in a stream's folder; returns the manifest of the rest."""
     if not folder.is_dir():
         return Manifest(folder)
     clear_aside(folder, others=NOTES)  # the trainer may be writing one
@@ -168,7 +168,7 @@ def sweep(folder: Path) -> Manifest:
 async def _entries(
     broker: Broker, key: str, after: str, until: str, keep_choices: bool
 ) -> AsyncIterator[RawEntry]:
-    """What the stream holds after an entry, some at a time by their size."""
+    """The stream's entries after `after` up to `until`, with their claimed payloads, read in batches."""
     first, count = "-" if after == START else f"({after}", 16
     while found := await read_raw(broker, key, first, until, count):
         num_bytes, wholes = 1, await _wholes(broker.claims, found, keep_choices)
@@ -184,8 +184,7 @@ async def _entries(
 async def _wholes(
     store: ClaimStore | None, entries: Sequence[RawEntry], keep_choices: bool
 ) -> dict[str, RawEntry]:
-    """Id -> entry of those that claim a payload, with it, as they would have come through the stream; without
-    what is missing or wrong.
+    """Id -> entry with its claimed payload, as if sent through the stream; without missing or wrong ones.
 
     Raises:
         StoreError: the store of payloads is away. The entries stay in Redis, to be archived later.
@@ -198,14 +197,14 @@ async def _wholes(
     wholes = {}
     for (entry_id, sample), whole in zip(claims, found, strict=True):
         if not has_claim(whole) and whole is not sample:
-            # Who reads it looks for what is missing again, and says so then.
+            # Not the fault of this read: a reader of the archive looks for missing choices again.
             whole = whole.model_copy(update={"fault": sample.fault})
             wholes[entry_id] = (entry_id, codec.encode(whole))
     return wholes
 
 
 def _claiming(entry: RawEntry) -> tuple[str, Trajectory | None]:
-    """The entry's id, and its message where that claims something."""
+    """The entry's id, and its message if that claims a payload, else None."""
     if NAMES_A_CLAIM not in entry[1].get(PAYLOAD_FIELD, b""):
         return entry[0], None
     record = decoded(entry[0].encode(), entry[1], Trajectory)
@@ -218,7 +217,7 @@ def payload_bytes(entry: RawEntry) -> int:
 
 
 class SegmentFile:
-    """A Parquet file that grows by row groups, and what is known of its entries."""
+    """A Parquet file that is written a row group at a time, with ids, sizes and bounds of its entries."""
 
     def __init__(self, message_type: type[Message], previous_id: str) -> None:
         self.message_type, self.previous_id = message_type, previous_id
@@ -230,7 +229,7 @@ class SegmentFile:
         self._file: pq.ParquetWriter | None = None
 
     def add(self, entry: RawEntry, path: Path) -> None:
-        """Take one more entry; `path` is where the file is written."""
+        """Add an entry; `path` is where the file is written."""
         if not self.entries:
             self.first_id = entry[0]
         assert id_order(entry[0]) > id_order(self.last_id), "entries come in the order of their stream"
@@ -243,12 +242,12 @@ class SegmentFile:
             self._flush(path)
 
     def publish(self, path: Path, folder: Path) -> ArchiveSegment:
-        """Complete the file and give it its name in the folder: from then on it counts."""
+        """Complete the file and give it its name in `folder`: from then on its entries are archived."""
         self._flush(path)
         assert self._file is not None, "a segment has entries"
         details = Details(self.previous_id, self.payload_bytes, time.time(), self._bounds)
         self._file.add_key_value_metadata({DETAILS.decode(): json.dumps(asdict(details))})
-        # Closing writes the footer, the checksum covers it, and both are there before the file has a name.
+        # In this order: closing writes the footer, which the checksum covers, which the file's name has.
         self.close()
         checksum = file_checksum(path)
         target = folder / segment_name(self.first_id, self.last_id, self.entries, checksum)
@@ -286,7 +285,7 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
     """
     gone = [s for s in Manifest.load(folder).segments if id_order(s.last_id) > id_order(last_id)]
     num_lost = sum(segment.entries for segment in gone)
-    # From the end, so that what a crash leaves is always a beginning of the stream.
+    # From the end, so that a crash always leaves a prefix of the stream.
     for segment in reversed(gone[1:]):
         segment.path.unlink()
     if gone:
@@ -297,7 +296,7 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
                     building.add(entry, aside)
             if building.entries:
                 building.publish(aside, folder)
-        # After the shorter file is there: of both `Manifest.load` takes that one, and none would be a loss.
+        # After the shorter file exists: of both, `Manifest.load` takes that one; without both, data is lost.
         gone[0].path.unlink()
         num_lost -= building.entries
     take_back_trim(folder, id_after(last_id))
@@ -322,7 +321,7 @@ def retain(run_dir: Path, config: ArchiveConfig) -> int:
 
 
 def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[ArchiveSegment]:
-    """What is beyond the limits, the oldest first. Commits and weights are small, and explain the rest."""
+    """Segments beyond the limits, oldest first; none of commits and weights: small, and explain the rest."""
     kept = {str(StreamName.COMMITS), str(StreamName.WEIGHTS)}
     candidates = [segment for m in manifests if m.folder.name not in kept for segment in m.segments]
     oldest = time.time() - config.keep_days * DAY_S if config.keep_days is not None else float("-inf")
@@ -336,7 +335,7 @@ def _too_much(manifests: Sequence[Manifest], config: ArchiveConfig) -> Iterator[
 
 
 def _newest(segment: ArchiveSegment) -> float:
-    """When the newest entry was made; where entries do not tell, when they were archived."""
+    """Time of the newest entry, in seconds since 1970; of archiving, if entries carry no time."""
     bounds = segment.details.bounds or {}
     return bounds.get("time", (0.0, segment.details.archived_at))[1]
 
@@ -350,7 +349,7 @@ class Damage:
 
 
 def check(run_dir: Path) -> list[Damage]:
-    """Files that are damaged, and entries that no file has; reads all files."""
+    """Damaged files and missing entries of a run's archive; reads all files."""
     damages = []
     for folder in (stream_folder(run_dir, stream) for stream in StreamName):
         try:

@@ -1,7 +1,7 @@
-"""Completions of another run, as rows of demonstrations: what its archive holds, by the rewards they had.
+"""Rows of demonstrations from the archive of another run, selected by reward.
 
-Ids are those that the run sampled, never rendered again, with the mask of what its model said; a session of
-several segments is as many rows.
+Token ids are those that the run sampled, never tokenized again, with the mask of its model's tokens. Each
+segment of a session is a row.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ M = TypeVar("M", Score, Trajectory)
 
 
 def opener_of(source: "SourceConfig") -> Opener:
-    """Opens files, and for demonstrations also runs, by the folder of a run that has an archive."""
+    """An opener of data files; for demonstrations also of the folder of a run that has an archive."""
 
     def opened(path: str, is_streamed: bool) -> Iterable[Located]:
         if not source.is_imitated or not archive_folder(Path(path)).is_dir():
@@ -66,7 +66,7 @@ def _rows(origin: str, sample: Trajectory) -> Iterator[Located]:
         if not segment.mask.any():
             continue  # no token of the model, as in an empty completion
         columns = {
-            "prompt": "" if number else sample.prompt_text,  # a fork's is another
+            "prompt": "" if number else sample.prompt_text,  # later segments have another
             "prompt_ids": segment.prompt_ids,
             "completion_ids": segment.completion_ids,
             "loss_mask": segment.mask,

@@ -1,8 +1,8 @@
 """Which segments a stream's archive has, and what is missing.
 
 A segment is a Parquet file that counts from the moment it has its name: it is complete and flushed before.
-The name says which entries it has, how many, and the checksum of its bytes; the footer, what a search needs.
-No entry is in two segments. Removed segments leave behind how far they went, and are never written again.
+The name has first and last id, number of entries, and checksum of its bytes; the footer, what a search needs.
+No entry is in two segments. A file notes how far retention has removed them, so they are not archived again.
 """
 
 import json
@@ -23,19 +23,19 @@ SUFFIX = ".parquet"
 DETAILS = b"tidemill.segment"
 """Key of a segment's `Details`, as JSON, in its footer."""
 OLD_MANIFEST = "_manifest.jsonl"
-"""In archives of releases before. They are refused, never converted and never written to."""
+"""File in archives of older releases, which are refused: never converted and never written to."""
 
 _NAME = re.compile(r"(?P<first>\d{20}-\d+)_(?P<last>\d{20}-\d+)_(?P<entries>\d+)_(?P<checksum>[0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a segment's footer says. The default is of one that cannot be read: its checksum differs, too."""
+    """Contents of a segment's footer. The defaults stand for one that cannot be read."""
 
     previous_id: str = ""
     """The stream's last entry before this file, archived or trimmed; empty where that is not known."""
     payload_bytes: int = 0
-    """What the entries took on the wire, before columns and compression."""
+    """Size of the entries on the wire, before columns and compression."""
     archived_at: float = 0.0
     bounds: Mapping[str, Sequence[float]] | None = None
     """Least and greatest `ticket`, `step`, `version` and `time` of the entries, as far as they have them."""
@@ -43,7 +43,7 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveSegment:
-    """One file: the entries of its stream from `first_id` to `last_id`, all that there were."""
+    """One file: all entries of its stream from `first_id` to `last_id`."""
 
     path: Path
     first_id: str
@@ -54,7 +54,7 @@ class ArchiveSegment:
 
     @classmethod
     def named(cls, path: Path) -> Self:
-        """What a file's name says. Raises ArchiveError: it is no name of a segment."""
+        """The segment that a file's name describes. Raises ArchiveError: it is no name of a segment."""
         match = _NAME.fullmatch(path.name.removesuffix(SUFFIX))
         if match is None:
             raise ArchiveError(f"{path} is not a file of this release's archives; move it away")
@@ -94,18 +94,18 @@ def _details(path: Path) -> Details:
 
 REMOVED_FILE = "_removed.json"
 TRIMMED_FILE = "_trimmed"
-"""The id below which the stream has no entries any more."""
+"""File with the id below which Redis has no entries any more."""
 NEEDED_FILE = "_needed"
-"""The id from which on a restarted trainer replays. Retention leaves it alone."""
+"""File with the first id that a restarted trainer replays. Retention keeps all from there on."""
 NOTES = (TRIMMED_FILE, NEEDED_FILE)
-"""Written by the trainer, also while a process archives."""
+"""Files that the trainer writes, also while another process archives."""
 CONSECUTIVE = (StreamName.PROMPTS, StreamName.COMMITS)
 """Streams whose entries have the ids 1-0, 2-0, 3-0, ... without a gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What retention has removed from the beginning."""
+    """What retention has removed from the beginning of a stream's archive."""
 
     last_id: str = START
     entries: int = 0
@@ -114,7 +114,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The segments of one stream that there are, in order."""
+    """The segments of one stream's archive, in order."""
 
     folder: Path
     segments: tuple[ArchiveSegment, ...] = ()
@@ -122,7 +122,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """What the folder holds now; nothing where there is none.
+        """The segments in the folder now; none where there is no folder.
 
         Raises:
             ArchiveError: it holds something else than an archive, or one of a release with another format.
@@ -133,14 +133,14 @@ class Manifest:
                 f"that release, or move {folder.parent} away"
             )
         files = list(folder.glob(f"*{SUFFIX}"))
-        try:  # after the files: what was removed before it was noted here cannot be among them
+        try:  # after listing the files: a removal is noted first, so the note covers what the list lacks
             removed = Removed(**json.loads((folder / REMOVED_FILE).read_bytes()))
         except FileNotFoundError:
             removed = Removed()
         except (ValueError, TypeError) as error:
             raise ArchiveError(f"{folder / REMOVED_FILE} cannot be read: {error}") from None
         found = sorted(map(ArchiveSegment.named, files), key=lambda segment: segment.order)
-        # Of two that begin alike, the shorter one is what `cut_back` has left of the other.
+        # Of two with the same first entry, the shorter one is what `cut_back` has left of the other.
         firsts = {segment.first_id: segment for segment in reversed(found)}
         kept = (s for s in reversed(firsts.values()) if id_order(s.last_id) > id_order(removed.last_id))
         return cls(folder, tuple(kept), removed)
@@ -165,7 +165,7 @@ class Manifest:
             self.removed.entries + sum(segment.entries for segment in gone),
             self.removed.num_bytes + sum(segment.num_bytes for segment in gone),
         )
-        # Durable before the files go: what a crash leaves of them `load` leaves out, and `sweep` removes.
+        # Durable before the files go: those that a crash leaves are ignored by `load`, removed by `sweep`.
         write_atomically(self.folder / REMOVED_FILE, json.dumps(asdict(removed)))
         for segment in gone:
             segment.path.unlink(missing_ok=True)
@@ -178,7 +178,7 @@ def note_trim(folder: Path, first_id: str) -> None:
 
 
 def take_back_trim(folder: Path, first_id: str) -> None:
-    """Entries from `first_id` on have not left Redis: it has lost the trim, or the entries themselves."""
+    """Lower the note of `note_trim`: Redis has lost the trim of entries from `first_id` on, or these."""
     if id_order(first_id) < id_order(_noted(folder, TRIMMED_FILE)):
         write_atomically(folder / TRIMMED_FILE, first_id + "\n")
 
@@ -203,13 +203,13 @@ def trimmed_up_to(folder: Path) -> str:
 
 
 def last_below(stream: str, entry_id: str) -> str:
-    """The last entry of a stream that can lie below an id."""
+    """The largest id below `entry_id` that an entry of the stream can have."""
     before = id_before(entry_id)
     return f"{id_order(before)[0]}-0" if stream in CONSECUTIVE else before
 
 
 def gaps(manifest: Manifest) -> Iterator[str]:
-    """What is missing of a stream's archive."""
+    """Describes each gap of a stream's archive, for people."""
     trimmed = trimmed_up_to(manifest.folder)
     # Read again, because the run may have archived and trimmed meanwhile.
     known = (manifest, Manifest.load(manifest.folder))
@@ -228,11 +228,11 @@ def gaps(manifest: Manifest) -> Iterator[str]:
 
 
 def missing_after(manifest: Manifest, position: str, trimmed: str) -> Iterator[str]:
-    """Which entries after a position, of those that Redis had or has trimmed up to an id, no segment has."""
+    """Describes entries after `position` that no segment has; up to `trimmed`, Redis lacks them, too."""
     last = max(position, manifest.removed.last_id, key=id_order)
     for segment in manifest.segments:
         previous = segment.details.previous_id or START
-        # Also a lower one: then the file before it is not the one that it was written behind.
+        # A lower one, too: then the file before is not the one that preceded this one when it was written.
         if previous != last and id_order(previous) > id_order(position):
             yield f"entries after {last} up to {previous} are missing before {segment.path.name}"
         last = max(last, segment.last_id, key=id_order)

@@ -1,8 +1,8 @@
-"""Reads the archive of one stream, opening only what can hold what is asked for.
+"""Reads the archive of one stream, opening only files that can hold selected entries.
 
 Guarantees: selected entries come in the order of the stream, or in the reverse of it; never more than one row
-group is in memory. Segments are skipped by their footers and rows by their index columns; what remains is
-decided by the messages themselves.
+group is in memory. Segments are skipped by their footers and rows by their index columns; the rest is decided
+by the messages themselves.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from tidemill.common.streams.entries import id_order
 from tidemill.common.streams.selection import Range, Selection, StreamName, overlap
 
 PART_ROWS = 256
-"""Rows decoded at once: a reader that wants the first one waits for no more."""
+"""Rows decoded at once; few, so that the first selected one comes soon."""
 
 
 def select(
     manifest: Manifest, stream: StreamName, selection: Selection, backwards: bool = False
 ) -> Iterator[list[ArchivedRecord]]:
-    """The selected entries of an archive, some at a time.
+    """The selected entries of an archive, in batches.
 
     Raises:
         ArchiveError: a file is missing or damaged.
@@ -38,7 +38,7 @@ def select(
             if isinstance(error, FileNotFoundError) and id_order(segment.last_id) <= id_order(
                 removed.last_id
             ):
-                continue  # by the run's retention, while we read
+                continue  # the run's retention removed it during this read
             raise ArchiveError(
                 f"{segment.path} cannot be read: {error}. `tidemill archive --check` says what is whole"
             ) from None
@@ -61,13 +61,13 @@ def _select_in(
 
 
 def _ranges(selection: Selection) -> dict[str, Range | None]:
-    """What is asked of columns that footers have the bounds of."""
+    """Selected ranges by index column, for the columns whose bounds are in the footers."""
     asked = (selection.tickets, selection.steps, selection.versions, selection.times)
     return {name: wanted for name, wanted in zip(BOUNDED, asked, strict=True) if wanted is not None}
 
 
 def _may_hold(segment: ArchiveSegment, selection: Selection) -> bool:
-    """Whether name and footer leave the possibility that a segment holds a selected entry."""
+    """Whether a segment can hold a selected entry, judged by its name and footer."""
     is_before = id_order(segment.last_id) < id_order(selection.first_id)
     if is_before or id_order(segment.first_id) > id_order(selection.last_id):
         return False
@@ -76,7 +76,7 @@ def _may_hold(segment: ArchiveSegment, selection: Selection) -> bool:
 
 
 def _places(file: pq.ParquetFile, group: int, selection: Selection) -> list[int]:
-    """The rows of a row group that may be selected, by their index columns."""
+    """Numbers of the rows in a row group that may be selected, judged by their index columns."""
     # Compared in Python: pyarrow's scalars and masks import pandas where there is one, and that takes longer
     # than a lookup.
     found = _ranges(selection) | {"value": selection.rewards}

@@ -2,7 +2,7 @@
 
 Guarantees: what is read from a row is what was written into it, byte for byte. No field of a message is known
 here, so none can be lost: readers decode the payload as they decode an entry of Redis. The index columns only
-narrow a search; null is what a message does not have.
+narrow a search; null means that the message has no such field.
 """
 
 import math
@@ -21,7 +21,7 @@ ArchivedRecord = Entry[Message] | Garbled
 
 ID = "id"
 SCHEMA_VERSION, PAYLOAD, OTHERS = "schema", "payload", "other_fields"
-"""The fields `v` and `p` of the entry, and any other that it had, which no release writes."""
+"""Columns of the entry's fields `v` and `p`, and of any others, which no release writes."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 _INTEGERS = ("ticket", "last_ticket", "index", "step", "version", "last_version")
@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
     ]
 )
 BOUNDED = {"ticket": "last_ticket", "step": "step", "version": "last_version", "time": "time"}
-"""What a segment's footer has the least and greatest value of: the columns of both."""
+"""Quantities with bounds in a segment's footer: column of the least value -> column of the greatest."""
 
 
 def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> pa.Table:
@@ -59,7 +59,7 @@ def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> pa
 
 
 def raw_entries_of(table: pa.Table, places: Iterable[int] | None = None) -> Iterator[RawEntry]:
-    """The entries as they were in the stream; of all rows, or of some.
+    """The entries as they were in the stream, of all rows or those at `places`.
 
     Raises:
         KeyError: the file is not of this form.
@@ -79,10 +79,10 @@ def records_of(
 
 
 def widen(bounds: MutableMapping[str, tuple[float, float]], table: pa.Table) -> None:
-    """Let the bounds hold these rows too."""
+    """Extend `bounds`, column -> (least, greatest), to these rows."""
     for name, last in BOUNDED.items():
         values = [*table[name].to_pylist(), *table[last].to_pylist(), *bounds.get(name, ())]
-        # NaN and infinity say nothing: bounds that hold one would hide other rows, or none.
+        # Without NaN and infinity: bounds with one would exclude rows that match, or none.
         if finite := [value for value in values if value is not None and math.isfinite(value)]:
             bounds[name] = (min(finite), max(finite))
 
@@ -97,6 +97,6 @@ def _index_of(record: ArchivedRecord) -> Mapping[str, Any]:
         "version": min(versions_of(message), default=None),
         "last_version": max(versions_of(message), default=None),
     } | {name: vars(message).get(name) for name in ("index", "step", "value", "worker", "status")}
-    # Beyond 64 bits the nearest number: the payload has the exact one.
+    # Values beyond 64 bits are clamped: the payload has the exact one.
     clamped = {n: min(max(v, INT64_MIN), INT64_MAX) for n in _INTEGERS if (v := index[n]) is not None}
     return index | clamped | {"time": time_of(message)}

@@ -1,6 +1,6 @@
 """The `trainer.algorithm` section: advantages, loss, and what corrects and regularises them.
 
-Every combination that would train on something else than it says is refused here, with the reason. The papers
+Every combination of options that would not do what it says is refused here, with the reason. The papers
 and equations stand beside the functions, in services/trainer/algorithm/advantages and
 services/trainer/algorithm/losses; docs/algorithms.md says which to choose.
 """
@@ -40,7 +40,7 @@ from tidemill.common.config.algorithm_table import (
 from tidemill.common.config.section import PathText, Rules, Section
 
 DUAL_CLIP = 3.0
-"""What `dual_clip: auto` bounds the ratio at."""
+"""Bound of the ratio with `dual_clip: auto`."""
 
 _USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
 
@@ -51,7 +51,7 @@ def is_users_own(name: str) -> bool:
 
 
 def _known(names: Collection[str]) -> AfterValidator:
-    """The type of a field that names one of these, or a function of the user's own."""
+    """Validator of a field that holds one of `names`, or names a function of the user's own."""
 
     def check(name: str) -> str:
         if name in names or is_users_own(name):
@@ -74,7 +74,7 @@ class AlgorithmConfig(Section):
     loss: Annotated[PathText, _known(LOSSES)] = "ppo"
     """Objective of each token: a built-in name, or `path.py:name`."""
     normalisation: Literal["sequence", "token", "constant", "prompt", "sequence_sum"] = "token"
-    """What sums over tokens are divided by: GRPO, DAPO, Dr. GRPO, ScaleRL, LUSPO in this order."""
+    """Divisor of sums over tokens: as in GRPO, DAPO, Dr. GRPO, ScaleRL, LUSPO, in this order."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
     """The ratio is clipped at 1 - clip_low; dppo and gmpo bound other measures with it."""
     clip_high: float = Field(0.28, ge=0.0, le=100.0)
@@ -109,11 +109,11 @@ class AlgorithmConfig(Section):
     router: RouterConfig = RouterConfig()
     value: ValueConfig = ValueConfig()
     gamma: float = Field(1.0, gt=0.0, le=1.0)
-    """Discount of later rewards, of `gae` and `reinforce_plus_plus`."""
+    """Discount of later rewards; for `gae` and `reinforce_plus_plus`."""
     gamma_per: Literal["token", "turn"] = "token"
     """`gamma` discounts every later token, or every later turn."""
     gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
-    """1: the rewards alone, 0: the next value alone."""
+    """Lambda of GAE. 1: later rewards count alone; 0: the next value in their place."""
     pass_k: int = Field(4, ge=1, le=4096)
     """k of `pass_at_k`."""
     success_threshold: float = Field(0.5, ge=-1e6, le=1e6)
@@ -169,7 +169,7 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference model's logprobs are wanted for every trained token."""
+        """Whether the reference model's logprobs are needed for every trained token."""
         return self.reference.model != "off"
 
     @property
@@ -188,7 +188,7 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_start_logprobs(self) -> bool:
-        """Whether statistics of a mini-batch are taken of logprobs at the start of the step."""
+        """Whether statistics over a mini-batch need logprobs from the start of the step."""
         return self.importance.normalise or self.loss_traits.has_covariance
 
     @property
@@ -206,7 +206,7 @@ class AlgorithmConfig(Section):
         return self.advantage_traits.needs_values
 
     def _ratio_rules(self) -> Rules:
-        """The loss, the ratio and its corrections belong together."""
+        """Checks that loss, ratio and corrections fit together."""
         old, loss, is_sequence = self.old_logprobs, self.loss_traits, self.loss_traits.level == "sequence"
         yield (
             loss.weighs_by_rollout and old != "rollout",
@@ -245,7 +245,7 @@ class AlgorithmConfig(Section):
             )
 
     def _loss_rules(self) -> Rules:
-        """What leaves out tokens fits the loss; options are those of the loss that is named."""
+        """Checks that what leaves out tokens, and advantages of single tokens, fit the loss."""
         rejection, is_sequence = self.rejection, self.loss_traits.level == "sequence"
         yield (
             self.top_entropy_quantile < 1.0 and is_sequence,
@@ -271,7 +271,7 @@ class AlgorithmConfig(Section):
         )
 
     def _part_rules(self) -> Rules:
-        """KL, reference, teacher, value head and advantage belong together."""
+        """Checks that KL, reference, teacher, entropy control and advantage fit together."""
         teacher, entropy = self.teacher, self.entropy_control
         yield (
             bool(teacher.gamma) and teacher.place == "loss",
@@ -300,7 +300,7 @@ class AlgorithmConfig(Section):
         )
 
     def _shaping_rules(self) -> Rules:
-        """What shapes rewards fits the advantage that compares them."""
+        """Checks that reward shaping fits the advantage."""
         traits, has_length = self.advantage_traits, self.length_penalty.is_on
         for name, is_set in (
             ("overlong.penalty shapes the sum", self.overlong.penalty > 0),

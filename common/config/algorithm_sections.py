@@ -9,13 +9,13 @@ from tidemill.common.config.section import OFF, Rules, Section
 
 
 class ImportanceConfig(Section):
-    """Weights for tokens that another policy than the old one sampled."""
+    """Importance weights, for tokens that another policy than the old one sampled."""
 
     mode: Annotated[Literal["auto", "truncate", "mask", "off"], OFF] = "auto"
     """`truncate` bounds weights to [low, high], `mask` leaves others out. `auto`: `truncate`, or `off` with
     `old_logprobs: rollout`."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """A weight for each token, or a sequence: the product over its tokens, or their geometric mean."""
+    """One weight for each token, or sequence: the product of its tokens' ratios, or their geometric mean."""
     low: float = Field(0.0, ge=0.0, le=1.0)
     """Smallest weight."""
     high: float = Field(2.0, ge=1.0, le=1000.0)
@@ -37,21 +37,21 @@ Criterion = Literal[
     "seq_max_k2",
     "seq_max_k3",
 ]
-"""As verl's `rollout_rs` names them: of single tokens, or of a sequence's sum, mean or largest."""
+"""Criteria named as in verl's `rollout_rs`: on single tokens, or on a sequence's sum, mean or maximum."""
 
 MAX_BOUND = 1e9
 
 
 class RejectionConfig(Section):
-    """Leaves out where old policy and rollout differ too much. With r = old / rollout: k1 is r, k2 = log(r)^2
-    / 2, k3 = r - 1 - log r."""
+    """Leaves out tokens or sequences on which old policy and rollout differ too much. With r = old / rollout:
+    k1 is r, k2 = log(r)^2 / 2, k3 = r - 1 - log r."""
 
     bounds: dict[Criterion, float | tuple[float, float]] = Field(default_factory=dict)
-    """Each has to hold. k1: lowest and highest ratio (x is 1 / x and x); k2, k3: a largest value."""
+    """All have to hold. k1: lowest and highest ratio (x is 1 / x and x); k2, k3: largest value."""
     veto: float | None = Field(None, gt=0.0, lt=1.0)
-    """Least r of a token; else its sequence is left out, such as 1e-4."""
+    """A sequence with a token whose r is below this is left out; for example 1e-4."""
     denominator: Literal["all", "kept"] = "all"
-    """Whether rejected tokens count in what sums are divided by."""
+    """Whether rejected tokens count in the divisor of sums."""
 
     @field_validator("bounds")
     @classmethod
@@ -96,7 +96,7 @@ class CovarianceConfig(Section):
     """clip-cov and kl-cov (arXiv 2505.22617)."""
 
     share: float = Field(2e-4, gt=0.0, le=1.0)
-    """Of a mini-batch's tokens, at least one (verl's `clip_cov_ratio`, `kl_cov_ratio`)."""
+    """Share of a mini-batch's tokens, at least one (verl's `clip_cov_ratio`, `kl_cov_ratio`)."""
     low: float = Field(1.0, ge=-1e9, le=1e9)
     """Lowest covariance of tokens that `clip_cov` chooses."""
     high: float = Field(5.0, ge=-1e9, le=1e9)
@@ -137,7 +137,7 @@ class KlConfig(Section):
 
 
 class TeacherTermConfig(Section):
-    """What is made of a teacher's logprobs, times its `weight`."""
+    """How a teacher's logprobs enter training, times its `weight`."""
 
     place: Literal["reward", "loss"] = "reward"
     """`reward` adds the difference to the token's advantage, `loss` an estimate of KL(policy, teacher) to its
@@ -160,11 +160,11 @@ class ReferenceConfig(Section):
     mixup: float = Field(1.0, gt=0.0, le=1.0)
     """Share of the trained model in an update (TR-DPO, arXiv 2404.09656)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """How its weights are kept."""
+    """Precision in which its weights are kept."""
 
 
 class RouterConfig(Section):
-    """Losses of a mixture model's routers, summed over layers."""
+    """Losses of the routers of a mixture of experts, summed over layers."""
 
     balance: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of DeepSeek-V3's balance loss of each sequence (arXiv 2412.19437, eq. 17 to 20; there
@@ -172,7 +172,7 @@ class RouterConfig(Section):
     z: float = Field(0.0, ge=0.0, le=100.0)
     """Weight of ST-MoE's z-loss of each position (arXiv 2202.08906, eq. 5; there 0.001)."""
     measure: bool = False
-    """Record `experts/*` also without a loss."""
+    """Record the metrics `experts/*` also without a loss."""
 
     @property
     def is_on(self) -> bool:
@@ -183,9 +183,9 @@ class KlControlConfig(Section):
     """Moves `kl.coefficient` towards a target (arXiv 1909.08593, eq. 2; verl's `kl_ctrl.type=adaptive`)."""
 
     target: float | None = Field(None, gt=0.0, le=1e6)
-    """`kl`, in nats a token; null is off."""
+    """Target of `kl`, in nats a token; null is off."""
     horizon: float = Field(10_000.0, gt=0.0, le=1e12)
-    """Samples over which the coefficient moves by its whole error, at most 20%."""
+    """Samples over which the coefficient changes by the relative error, at most 20%."""
 
 
 class EntropyControlConfig(Section):
@@ -193,7 +193,7 @@ class EntropyControlConfig(Section):
     `use_adaptive_entropy`)."""
 
     target: float | None = Field(None, gt=0.0, le=100.0)
-    """`entropy`, in nats a token, at or below which the coefficient rises and is used; null is off."""
+    """Target of `entropy`, in nats a token; at or below it the coefficient rises and is used. Null is off."""
     delta: float = Field(0.005, gt=0.0, le=100.0)
     """Change of the coefficient after each step."""
     low: float = Field(0.0, ge=0.0, le=100.0)
@@ -212,7 +212,7 @@ class ValueConfig(Section):
     """The value head of `advantage: gae`."""
 
     model: Literal["policy", "own"] = "policy"
-    """On the policy's last hidden state, or on a critic of its own, which begins as a copy."""
+    """Where it sits: on the policy's last hidden state, or on a critic of its own, which begins as a copy."""
     lr: float | None = Field(None, gt=0.0, le=1.0)
     """Its peak learning rate; null takes the policy's."""
     coefficient: float = Field(0.5, gt=0.0, le=100.0)
@@ -243,7 +243,7 @@ class LengthPenaltyConfig(Section):
     turns: float = Field(0.0, ge=0.0, le=1e6)
     """Weight of a session's turns; 0 is off."""
     of: Literal["all", "successes"] = "all"
-    """Whether completions below `success_threshold` pay too."""
+    """Whether completions below `success_threshold` are penalised too."""
 
     @property
     def is_on(self) -> bool:

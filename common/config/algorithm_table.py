@@ -18,9 +18,9 @@ class AdvantageTraits:
     """Computed for one group, or for all groups of an optimizer update, which then waits for its last
     group."""
     compares_siblings: bool = True
-    """Compares a completion with its siblings: a group of one teaches nothing."""
+    """Compares a completion with the others of its group: in a group of one, the advantage is 0."""
     has_discount: bool = False
-    """Knows rewards of single tokens, so that `gamma` has a meaning."""
+    """Uses rewards of single tokens, so that `gamma` has a meaning."""
     has_greedy_baseline: bool = False
     """The first sample of a group is greedy: the others are compared with it, and it is not trained."""
     compares_rewards: bool = False
@@ -28,7 +28,7 @@ class AdvantageTraits:
     is_binary: bool = False
     """Only asks whether rewards reach `success_threshold`, in sets of `pass_k`."""
     needs_values: bool = False
-    """Reads a value head; with `value.whiten: false` it takes group by group."""
+    """Needs a value head; with `value.whiten: false` its scope is the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LossTraits:
     level: Literal["token", "sequence"] = "token"
     """One ratio for each token, or one for a sequence."""
     has_ratio: bool = True
-    """Compares with old logprobs."""
+    """Uses the ratio to the old logprobs."""
     has_dual_clip: bool = False
     is_idle_at_one: bool = False
     """Only bounds the ratio: useless where that is always 1."""
@@ -87,7 +87,7 @@ LOSSES: dict[str, LossTraits] = {
 PRESETS: dict[str, dict[str, Any]] = read_table("presets")
 """Defaults of published algorithms for the fields of `trainer.algorithm`."""
 CORRECTIONS: dict[str, dict[str, Any]] = read_table("corrections")
-"""The same of verl's rollout correction, for the fields about ratios."""
+"""Defaults by the names of verl's rollout correction, for the fields about ratios."""
 
 if TYPE_CHECKING:
     Preset = str

@@ -23,13 +23,13 @@ class SourceConfig(Section):
     kind: Literal["prompts", "demonstrations"] = "prompts"
     """Prompts to sample completions for, or demonstrations, which are trained as they are."""
     path: PathText | list[PathText]
-    """As `data.train`; of demonstrations also folders of runs (`runs/NAME`)."""
+    """Like `data.train`; for demonstrations also folders of runs (`runs/NAME`)."""
     weight: float = Field(1.0, gt=0.0, le=1e6)
     """Its share of the groups, relative to other sources."""
     epochs: int | None = Field(None, ge=1, le=1_000_000)
-    """Most passes over its rows; then the others share its place."""
+    """Most passes over its rows; after them the other sources take its share."""
     columns: Columns = Field(default_factory=dict)
-    """As `data.columns`, which is the default."""
+    """Like `data.columns`, which is the default."""
     data_source: str = ""
     """The `data_source` of rows that have none; empty: the source's name."""
     environment: str = ""
@@ -39,9 +39,9 @@ class SourceConfig(Section):
     sampling: dict[Literal["max_tokens", "top_p", "top_k", "min_p"], float] = Field(default_factory=dict)
     """Fields of `rollout.sampling` that differ; not the temperature."""
     imitation: float = Field(1.0, gt=0.0, le=1e6)
-    """Of demonstrations: weight of each token in the loss."""
+    """For demonstrations: weight of each token in the loss."""
     min_reward: float | None = Field(None, ge=-1e6, le=1e6)
-    """Of folders of runs: least reward of an imitated completion."""
+    """For folders of runs: least reward of an imitated completion."""
 
     @property
     def is_imitated(self) -> bool:
@@ -82,7 +82,7 @@ class CurriculumConfig(Section):
 
 
 FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
-"""What `data.train` can be."""
+"""Tags of the forms that `data.train` can have."""
 
 
 def _kind_of_train(given: Any) -> str:
@@ -118,9 +118,9 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, le=1 << 20)
     """Longest prompt; see `overlong_prompts`."""
     overlong_prompts: Literal["error", "drop", "left", "right", "middle"] = "error"
-    """What is done with longer ones: refuse the data, leave them out, or cut at that place."""
+    """Treatment of longer prompts: refuse the data, leave them out, or cut at that place."""
     max_rows: int | None = Field(None, ge=1)
-    """First rows to take of the training set, or of each source."""
+    """Number of rows to use, from the beginning of the training set or of each source."""
     shuffle: bool = True
     """New seeded order in each epoch."""
     stream: bool = False
@@ -132,11 +132,11 @@ class DataConfig(Section):
 
     @property
     def needs_truth(self) -> bool:
-        """Whether a reward of the run may look at a row's truth: not where the environment alone rewards."""
+        """Whether a reward of the run may need a row's ground truth: not if only the environment rewards."""
         return self._needs_truth
 
     def without_truth(self) -> None:
-        """Rows need none. Called once, by the config that this is a section of."""
+        """Note that rows need no ground truth. Called once, by the `RunConfig`."""
         self._needs_truth = False
 
     @property
@@ -148,12 +148,12 @@ class DataConfig(Section):
 
     @property
     def prompt_sources(self) -> tuple[SourceConfig, ...]:
-        """Those of them whose completions are sampled."""
+        """The sources whose completions are sampled."""
         return tuple(source for source in self.sources if not source.is_imitated)
 
     @property
     def demonstrations(self) -> tuple[SourceConfig, ...]:
-        """Those of them that are trained as they are."""
+        """The sources whose rows are trained on as they are."""
         return tuple(source for source in self.sources if source.is_imitated)
 
     @property
@@ -164,7 +164,7 @@ class DataConfig(Section):
         return [item for item in self.train if isinstance(item, str)]
 
     def of_source(self, source: SourceConfig) -> "DataConfig":
-        """The section as it is for one source, which has files and may have columns of its own."""
+        """This section with the files of one source, and its columns if it has any."""
         return self.model_copy(update={"train": source.path, "columns": source.columns or self.columns})
 
     def rules(self) -> Rules:

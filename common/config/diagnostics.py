@@ -1,4 +1,4 @@
-"""The checks of a step's numbers: healthy range, what it means to leave it, and what to do then."""
+"""The checks of a step's metrics: healthy range, meaning of a value outside of it, and advice."""
 
 from typing import Annotated
 
@@ -22,23 +22,23 @@ class HealthyRange(Section):
         )
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is healthy; what is not a number never is, where there is a bound at all."""
+        """Whether `value` is healthy; NaN is healthy only where there is no bound."""
         if self.low is None and self.high is None:
             return True
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
 class Check(Section):
-    """One number that is watched. `name` stands in `trainer.diagnostics` and in Prometheus."""
+    """One metric that is watched. `name` is used in `trainer.diagnostics` and in Prometheus."""
 
     name: str
     metric: str
     healthy: HealthyRange
     problem: str
-    """What it means when the number is too high, or too low where it can only be that."""
+    """Meaning of a number that is too high, or too low where there is no `problem_low`."""
     advice: str = ""
     problem_low: str = ""
-    """Where the number can leave at both ends: what it means when it is too low."""
+    """Meaning of a number that is too low, where it can also be too high."""
     advice_low: str = ""
 
 
@@ -53,9 +53,9 @@ def _are_checks(ranges: dict[str, HealthyRange]) -> dict[str, HealthyRange]:
 
 
 Ranges = Annotated[dict[str, HealthyRange], AfterValidator(_are_checks)]
-"""By the name of a check: the healthy range in place of its own."""
+"""Name of a check -> the healthy range that replaces its own."""
 
 
 def checks_with(ranges: Ranges) -> list[Check]:
-    """All checks, some of them with other ranges."""
+    """All checks, with the ranges that `ranges` replaces."""
     return [c.model_copy(update={"healthy": ranges.get(name, c.healthy)}) for name, c in CHECKS.items()]

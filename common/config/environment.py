@@ -40,7 +40,7 @@ class EnvironmentConfig(Section):
     """Completion tokens, the environment's included, after which a session is truncated. 0: by
     `model.max_model_len`."""
     max_segments: int = Field(32, ge=1, le=10_000)
-    """Histories after which an agent's session is truncated."""
+    """Segments (rewritten histories) after which an agent's session is truncated."""
     max_result_tokens: int = Field(0, ge=0, le=1 << 20)
     """A longer answer of the environment is cut in its middle; 0: one longer than `model.max_model_len`."""
     call_timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
@@ -52,7 +52,7 @@ class EnvironmentConfig(Section):
     session_timeout_s: float = Field(1800.0, gt=0.0, le=864_000.0)
     """Time after which a session is truncated."""
     attempts: int = Field(6, ge=1, le=100)
-    """Plays of a session with faults, before another worker gets the ticket."""
+    """Tries of a session that ends in faults, before another worker gets the ticket."""
     max_faults: int = Field(200, ge=0, le=1_000_000)
     """Tickets in a row that a worker hands on for such faults, after which the run stops; 0: never."""
     processes: int = Field(8, ge=1, le=1024)
@@ -60,17 +60,17 @@ class EnvironmentConfig(Section):
 
     @property
     def program_error_value(self) -> float | None:
-        """The own reward of a session whose program failed; None where it has none."""
+        """Reward of a session whose agent's program failed; None where `on_program_error` is no number."""
         return self.on_program_error if isinstance(self.on_program_error, float) else None
 
     @property
     def truncates_late(self) -> bool:
-        """Whether a session with a call that is late is truncated; else that is a fault."""
+        """Whether a late call truncates its session; otherwise it is a fault."""
         return self.late == "truncate" or (self.late == "auto" and not self.use.startswith(OPENENV))
 
     @property
     def is_single_turn(self) -> bool:
-        """Whether there is nothing that answers the model."""
+        """Whether nothing answers the model: a completion is one turn."""
         return self.use == SINGLE_TURN
 
     def rules(self) -> Rules:

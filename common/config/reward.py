@@ -18,7 +18,7 @@ KINDS = ("function", "judge", "model", "sandbox", "environment", "teacher")
 
 
 class RewardLimits(Section):
-    """How often and how long a reward is tried, and what it means when all attempts have failed."""
+    """How often and how long a reward is tried, and what happens when all attempts have failed."""
 
     timeout_s: float = Field(60.0, gt=0.0, le=86_400.0)
     """Longest attempt."""
@@ -36,16 +36,16 @@ class RewardLimits(Section):
 
 
 class FunctionConfig(Section):
-    """What says how a reward function is called."""
+    """How a reward function is called."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the function, or of a class's constructor."""
     style: Literal["auto", "verl", "verl_batch", "trl", "verifiers", "class"] = "auto"
     """Whose conventions the function follows; `auto` looks at its signature."""
     per: Literal["sample", "group"] = "sample"
-    """What a function that takes lists gets at once."""
+    """What a function that takes lists gets in one call: one sample, or a whole group."""
     tokenizer: PathText = ""
-    """Folder or hub name of the argument `reward_model_tokenizer`."""
+    """Folder or hub name of the tokenizer for the argument `reward_model_tokenizer`."""
     router: str = ""
     """Name of the servers behind the argument `reward_router_address`."""
 
@@ -54,7 +54,7 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
     """Exactly one of `function`, `judge`, `model`, `sandbox`, `environment` and `teacher` is given."""
 
     weight: float = Field(1.0, ge=-1e6, le=1e6)
-    """Factor in the sum; 0 only logs it. Of a teacher: coefficient of its reverse KL."""
+    """Factor in the sum; 0 only logs it. For a teacher: coefficient of its reverse KL."""
     applies_to: list[str] = Field(default_factory=list)
     """Values of `data_source` that it scores; empty means all."""
     sources: list[str] = Field(default_factory=list)
@@ -121,7 +121,7 @@ Delay = Annotated[float, Field(ge=0.0, le=3600.0)]
 
 
 class RewardConfig(RewardLimits, FunctionConfig):
-    """From trajectories to scores."""
+    """How trajectories are scored."""
 
     function: PathText | None = None
     """`gsm8k` (the default), `math`, `exact_match`, `path.py:name`, or `package.module:name`."""
@@ -141,11 +141,11 @@ class RewardConfig(RewardLimits, FunctionConfig):
     processes: int = Field(2, ge=1, le=256)
     """Processes of a worker for plain (not async) functions."""
     threads: int = Field(16, ge=1, le=256)
-    """Most calls at once in each, where the function mostly waits."""
+    """Most calls at once in each process, for functions that mostly wait."""
     min_group_size: int = Field(2, ge=1, le=4096)
     """With `drop_sample`: groups with fewer scored samples are replaced."""
     delay_s: tuple[Delay, Delay] | None = None
-    """Benchmarks only: sleep so many seconds before scoring."""
+    """Benchmarks only: range of a random delay before scoring, in seconds."""
 
     @property
     def named(self) -> dict[str, NamedRewardConfig]:
@@ -167,7 +167,7 @@ class RewardConfig(RewardLimits, FunctionConfig):
 
     @property
     def distils_alone(self) -> bool:
-        """Whether nothing but teachers counts in training: all that is learned is theirs."""
+        """Whether only teachers count in training."""
         counted = [reward for reward in self.rewards.values() if "train" in reward.lanes and reward.weight]
         return bool(counted) and all(reward.teacher for reward in counted)
 
@@ -223,7 +223,7 @@ class RewardConfig(RewardLimits, FunctionConfig):
 
 
 def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> Rules:
-    """There is what rewards name, and one server can do what they want of it."""
+    """Checks that the servers which rewards name exist, and suit all rewards that ask them."""
     for name, reward in config.named.items():
         wanted = reward.servers or reward.router
         field = f"{reward.kind}.servers" if reward.servers else "router"

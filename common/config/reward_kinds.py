@@ -9,7 +9,7 @@ from tidemill.common.config.section import PathText, Range, Rules, Section, Temp
 
 Label = Annotated[str, StringConstraints(pattern=r"\S")]
 SCORE = "score"
-"""Name of the group in a verdict's regular expression, and of what a verdict is called in errors."""
+"""Name of the group in a verdict's regular expression, and of the verdict in errors."""
 
 
 class VerdictConfig(Section):
@@ -64,13 +64,13 @@ class JudgeConfig(AskingConfig):
     system: str = ""
     """Jinja template of the system message of `chat`; empty sends none."""
     temperature: float = Field(0.0, ge=0.0, le=100.0)
-    """Of its sampling."""
+    """Sampling temperature."""
     max_tokens: int = Field(512, ge=1, le=1_000_000)
     """Most tokens of an answer."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of requests, such as {seed: 0} or vLLM's own."""
     verdict: VerdictConfig = VerdictConfig()
-    """From the judge's words to a number."""
+    """How the judge's answer becomes a number."""
 
 
 class RewardModelConfig(AskingConfig):
@@ -91,7 +91,7 @@ class RewardModelConfig(AskingConfig):
     normalise: Literal["none", "sigmoid", "standardise"] = "none"
     """`sigmoid` maps to 0 to 1; `standardise` subtracts `mean` and divides by `std`."""
     mean: float = Field(0.0, ge=-1e9, le=1e9)
-    """With `standardise`: mean of raw scores, of data of yours."""
+    """With `standardise`: mean of the raw scores on your data."""
     std: float = Field(1.0, gt=0.0, le=1e9)
     """With `standardise`: their standard deviation."""
     clip: Range | None = None
@@ -114,7 +114,7 @@ class TeacherConfig(AskingConfig):
     prompt_column: str = ""
     """Column with the teacher's own prompt (self-distillation, arXiv 2601.19897)."""
     template: Template = ""
-    """Or a Jinja template of it, as a judge's."""
+    """Or a Jinja template of that prompt, like a judge's."""
     chat: bool = False
     """Put it into the teacher's chat template, as the user's message."""
 

@@ -28,7 +28,7 @@ ENGINES = {
     "transformers": EngineTraits("transformers:TransformersEngine", leaves_gpu=False),
     "simulated": EngineTraits("simulated:SimulatedEngine", loads_model=False),
 }
-"""By `rollout.engine`. Nothing else compares with these names: a new engine is its file and its row."""
+"""Engines by `rollout.engine`. No other code compares these names: a new engine is a file and a row."""
 
 
 def _known(name: str) -> str:
@@ -89,7 +89,7 @@ class SimulatedConfig(Section):
 
 
 class RolloutConfig(Section):
-    """From tickets to trajectories."""
+    """How tickets become trajectories."""
 
     engine: Annotated[str, AfterValidator(_known)] = "vllm"
     """What generates: `vllm`, `transformers` (needs no GPU), or `simulated` (delays)."""

@@ -70,7 +70,7 @@ class ArchiveConfig(Section):
 
 
 class StreamsConfig(Section):
-    """Messages: held, retried, kept."""
+    """How messages are leased, retried, trimmed and archived."""
 
     lease_s: float = Field(30.0, ge=0.2, le=3600.0)
     """A message whose holder is silent so long is taken over; renewed at a third of it."""
@@ -89,7 +89,7 @@ class StreamsConfig(Section):
     trim: bool = True
     """Trim what is archived and not in flight; without an archive, what no kept checkpoint needs."""
     archive: ArchiveConfig = ArchiveConfig()
-    """Files of what was in the streams."""
+    """Parquet files with the entries of the streams."""
 
     @property
     def trims_commits(self) -> bool:
@@ -98,7 +98,7 @@ class StreamsConfig(Section):
 
 
 class ExpectConfig(Section):
-    """What must hold at the end; else `tidemill up` exits with 1."""
+    """Conditions at the end of the run; where one fails, `tidemill up` exits with 1."""
 
     eval_gain: float | None = Field(None, ge=-1e6, le=1e6)
     """Least gain from the first to the last evaluation."""
@@ -169,7 +169,7 @@ class RunConfig(Section):
         return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
 
     def turn_reward_weight(self, data_source: str, source: str = "") -> float:
-        """What the environment's rewards of single turns count in training, by the weights of `reward`."""
+        """Weight of the environment's rewards of single turns in training: the sum over its rewards here."""
         return sum(
             reward.weight
             for reward in self.reward.named.values()
@@ -178,7 +178,7 @@ class RunConfig(Section):
 
     @property
     def shared_turn_s(self) -> float | None:
-        """Longest turn of an engine on GPUs that it has in turn with others; None where there are none."""
+        """Longest time, in seconds, that an engine keeps GPUs which others share; None without such GPUs."""
         is_shared = self.rollout.trainer_gpus == "turns" or self._shares_gpus()
         return self.rollout.gpu_turn_s if is_shared else None
 
@@ -186,7 +186,7 @@ class RunConfig(Section):
         return any(one.local and one.local.shares_rollout_gpus for one in self.servers.values())
 
     def _group_sizes(self) -> dict[str, int]:
-        """Every size that groups have, by the field that says so."""
+        """All group sizes of the run, by the field that sets them."""
         sources = self.data.prompt_sources
         own = {f"group_size of source {one.name!r}": one.group_size for one in sources if one.group_size}
         needs_common = not self.data.sources or len(own) < len(sources)
@@ -304,7 +304,7 @@ class RunConfig(Section):
                 )
 
     def _demonstration_rules(self) -> Rules:
-        """What fits an imitation loss, of which each step has its share."""
+        """Checks that settings fit demonstrations, of which each step has a fixed share."""
         if not self.data.demonstrations:
             return
         trainer, temperature = self.trainer, self.rollout.sampling.temperature
@@ -346,7 +346,7 @@ class RunConfig(Section):
         )
 
     def _comparison_rules(self) -> Rules:
-        """What fits an advantage that compares each reward by itself."""
+        """Checks for an advantage that compares each reward by itself."""
         if not self.trainer.algorithm.advantage_traits.compares_rewards:
             return
         rewards = self.reward.rewards
@@ -401,7 +401,7 @@ class RunConfig(Section):
         return frozenset(n for n, own in by_source.items() if self.rollout.sampling_masks and own.is_filtered)
 
     def _filter_rules(self) -> Rules:
-        """What takes the gap of filtered sampling for a policy that has moved."""
+        """Refuses options that would take the effect of filtered sampling for a change of the policy."""
         if not self._is_sampling_filtered():
             return
         algorithm = self.trainer.algorithm

@@ -14,7 +14,7 @@ OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
 
 Rules = Iterator[tuple[object, str]]
-"""What fields have to fit: what is truthy where they do not, and the reason."""
+"""Checks of fields, as pairs: a value that is truthy where the check fails, and the reason."""
 
 
 class Section(BaseModel):
@@ -23,7 +23,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def rules(self) -> Rules:
-        """What has to hold between fields, checked when all of them are right by themselves."""
+        """Checks between fields, made when each field is valid by itself."""
         yield from ()
 
     @model_validator(mode="after")
@@ -50,8 +50,8 @@ def resolved(value: str, info: ValidationInfo) -> str:
 
 
 def _read_template(value: str, info: ValidationInfo) -> str:
-    """The template itself, for workers elsewhere: a text without a field would show nothing of the sample, so
-    it names a file."""
+    """The template's text, because workers elsewhere may lack the file. A value without `{` and newlines
+    would show nothing of the sample: it is the name of a file."""
     base: Path | None = (info.context or {}).get("base")
     if base is None or not value or any(sign in value for sign in "{\n"):
         return value
@@ -78,9 +78,9 @@ Range = Annotated[tuple[float, float], AfterValidator(_ascends)]
 
 
 def read_table(name: str) -> dict[str, Any]:
-    """A table that stands beside the code, by names."""
+    """The table in `NAME.yml` beside this file."""
     text = resources.files(__package__).joinpath(f"{name}.yml").read_text(encoding="utf-8")
-    # As `safe_load`, which is pure Python: every process reads these tables as it starts.
+    # Like `safe_load`, which is pure Python and slow: every process reads these tables as it starts.
     table: dict[str, Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
     return table
 

@@ -23,9 +23,9 @@ class PricesConfig(Section):
     """What the servers charge, in any currency."""
 
     prompt: float = Field(0.0, ge=0.0, le=1e6)
-    """A million tokens of prompts."""
+    """Price of a million tokens of prompts."""
     completion: float = Field(0.0, ge=0.0, le=1e6)
-    """A million tokens of answers."""
+    """Price of a million tokens of answers."""
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
@@ -35,7 +35,7 @@ class LocalServersConfig(Section):
     """Servers that `tidemill up` starts on this machine and keeps alive."""
 
     count: int = Field(1, ge=1, le=64)
-    """How many."""
+    """Number of servers."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """`vllm`, or `transformers` (this project's model server); `auto` takes that for reward models."""
     command: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class LocalServersConfig(Section):
     args: tuple[str, ...] = ()
     """Further arguments of the server, such as [--enforce-eager]."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables; `{index}` is its number."""
+    """Environment variables; `{index}` is the server's number."""
     gpus: tuple[int, ...] = ()
     """GPUs of this machine; empty takes free ones."""
     shares_rollout_gpus: bool = False
@@ -72,7 +72,7 @@ class ServersConfig(Section):
     patience_s: float = Field(300.0, ge=0.0, le=86_400.0)
     """How long a sample waits for a usable server."""
     limits: LimitsConfig = LimitsConfig()
-    """Over all reward workers of the run."""
+    """Limits of all reward workers of the run together."""
     prices: PricesConfig = PricesConfig()
     """For `tidemill_remote_cost_total`: what they have cost so far."""
     local: LocalServersConfig | None = None
@@ -96,7 +96,7 @@ class ServersConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _local_model_is_a_path(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Only where they are local: others may call their model as a folder here is called."""
+        """Resolve `model` as a path, for local servers only: others may use a name that is a folder here."""
         if not isinstance(tree, dict) or tree.get("local") is None or not isinstance(tree.get("model"), str):
             return tree
         return {**tree, "model": resolved(tree["model"], info)}

@@ -23,7 +23,7 @@ class LoraConfig(Section):
 
 
 BEST_METRICS = ("score", "accuracy", "pass_at_k")
-"""Of an evaluation; more is better."""
+"""Metrics of an evaluation that can choose the best version; more is better."""
 PASS_K = (2, 4, 8, 10, 16, 32, 64, 100, 128, 256, 512)
 
 
@@ -58,13 +58,13 @@ class EvaluationConfig(Section):
     temperature: float = Field(0.0, ge=0.0, le=10.0)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """As in `rollout.sampling`, of evaluation alone."""
+    """Like `rollout.sampling.top_p`, for evaluation alone."""
     top_k: int = Field(0, ge=0, le=1 << 20)
-    """As there."""
+    """Like `rollout.sampling.top_k`."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """As there."""
+    """Like `rollout.sampling.min_p`."""
     max_prompts: int | None = Field(None, ge=1)
-    """First rows to take of each set."""
+    """Number of rows to use, from the beginning of each set."""
     keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")
     """The best version by this metric keeps its weights: over all sets, or `SET/METRIC`. Empty keeps none."""
 
@@ -88,17 +88,17 @@ class SimulatedPolicyConfig(Section):
     group_s: float = Field(0.0, ge=0.0, le=3600.0)
     """Time to train on one group, in seconds."""
     prepare_s: float = Field(0.0, ge=0.0, le=3600.0)
-    """Time of the forward passes over one group that several updates a step need."""
+    """Time of the further forward passes over one group, in seconds, with several updates a step."""
     update_s: float = Field(0.0, ge=0.0, le=3600.0)
     """Time of one optimizer update, in seconds."""
 
 
 DEFAULT_TILE_TOKENS = 16_384
-"""What `micro_batch_tokens: auto` begins with."""
+"""First value of `micro_batch_tokens: auto`."""
 
 
 class TrainerConfig(Section):
-    """What the trainer does, and what it keeps."""
+    """Schedule, algorithm and resources of training, and what is kept."""
 
     steps: int = Field(100, ge=1)
     """Steps of the run."""
@@ -113,7 +113,7 @@ class TrainerConfig(Section):
     group_size: int = Field(8, ge=1, le=4096)
     """Completions of each group (verl's `rollout.n`, TRL's `num_generations`)."""
     max_staleness: int = Field(1, ge=0, le=1024)
-    """0 is on-policy, 1 one step off-policy, more asynchronous."""
+    """Largest staleness of a token, in steps. 0 is on-policy, 1 one step off-policy, more asynchronous."""
     batch_order: Literal["in_order", "as_ready"] = "in_order"
     """`in_order` is reproducible; `as_ready` takes the first complete groups."""
     start_early: bool = True
@@ -143,7 +143,7 @@ class TrainerConfig(Section):
     heads. `auto`: as few as fit, on CPUs one."""
     expert_ranks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 1
     """Ranks that divide the experts of each layer, and send each other tokens. Divides the experts, and the
-    ranks of one copy of the model. `auto`: over several hosts those of one."""
+    ranks of one copy of the model. `auto`: with several hosts, ranks of one host; else 1."""
     sum_gradients: Literal["auto", "update", "micro_batch"] = "auto"
     """Sum gradients once an `update`, or with every `micro_batch`, which saves 4 bytes a parameter."""
     offload_optimizer: bool = False
@@ -171,7 +171,7 @@ class TrainerConfig(Section):
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Trackers of all metrics (`pip install 'tidemill[wandb]'` and so on)."""
     logger_project: str = Field("tidemill", min_length=1, max_length=128)
-    """Project (MLflow: experiment)."""
+    """Name of the trackers' project (MLflow: experiment)."""
 
     def rules(self) -> Rules:
         is_simulated = self.policy == "simulated"
@@ -218,7 +218,7 @@ class TrainerConfig(Section):
         )
 
     def _ratio_rules(self) -> Rules:
-        """What follows from how often a step moves the policy."""
+        """Checks that loss and corrections fit the number of updates in a step."""
         algorithm, has_ratio = self.algorithm, self.algorithm.loss_traits.has_ratio
         yield (
             algorithm.importance.normalise and self.updates_per_step > 1 and not has_ratio,
@@ -246,17 +246,17 @@ class TrainerConfig(Section):
 
     @property
     def tile_tokens(self) -> int:
-        """`micro_batch_tokens`, where nothing has chosen yet."""
+        """`micro_batch_tokens`, or its first value while `auto` is undecided."""
         return DEFAULT_TILE_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property
     def context_size(self) -> int:
-        """`context_ranks`, where nothing has chosen yet."""
+        """`context_ranks`, or 1 while `auto` is undecided."""
         return 1 if self.context_ranks == "auto" else self.context_ranks
 
     @property
     def expert_size(self) -> int:
-        """`expert_ranks`, where nothing has chosen yet."""
+        """`expert_ranks`, or 1 while `auto` is undecided."""
         return 1 if self.expert_ranks == "auto" else self.expert_ranks
 
     @property
@@ -266,7 +266,7 @@ class TrainerConfig(Section):
 
     @property
     def num_bins(self) -> int:
-        """Forward passes that run beside each other."""
+        """Number of forward passes that run in parallel."""
         return self.num_ranks // self.context_size
 
     @property
@@ -276,8 +276,7 @@ class TrainerConfig(Section):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether logprobs under the policy at the step's start are wanted: with one update, they are its
-        own."""
+        """Whether logprobs under the policy at the step's start need forward passes beside the updates'."""
         algorithm = self.algorithm
         return (
             self.updates_per_step > 1

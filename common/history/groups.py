@@ -1,8 +1,8 @@
-"""Groups as the trainer found them, one step after another, from streams that may be larger than memory.
+"""Reads groups back as the trainer found them, step after step, from streams that may be larger than memory.
 
-Guarantees: the first entry of a key wins, and a group's trajectories and scores come in the order in which
-the streams have them, as the trainer took them in; every entry is read once; what is held is what the
-admission gate let in, until it is closed.
+Guarantees: the first entry of a key wins, and a group's trajectories and scores come in the order of their
+streams, as the trainer took them in; every entry is read once; open groups are bounded by what admission
+allowed, until `close`.
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from tidemill.common.wire.messages import (
 )
 
 SPARE_TICKETS = 256
-"""May be open beyond twice what admission allows: a resumed run may have had other limits."""
+"""Groups that may be open beyond twice what admission allows: a resumed run may have had other limits."""
 
 
 class MissingRecordsError(TidemillError):
@@ -43,23 +43,23 @@ Part = Entry[Trajectory] | Entry[Score]
 
 @dataclass(slots=True)
 class RecordedGroup:
-    """What has been read of one ticket, by index: as it arrives, or as a replay finds it recorded."""
+    """Trajectories and scores of one ticket, by index: as they arrive, or as a replay reads them."""
 
     ticket: int
     step: int = -1
-    """Of the ticket; -1: not known."""
+    """Step that the ticket was issued for; -1: not known."""
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
     group_size: int = 0
     trajectory_ids: dict[int, str] = field(default_factory=dict)
     score_ids: dict[int, str] = field(default_factory=dict)
-    """Of their entries; empty where a committed step is trained again."""
+    """Ids of their entries; both are empty where a committed step is trained again."""
     other_scores: list[Entry[Score]] = field(default_factory=list)
-    """Of keys that have a score already, which is of other tokens: the trajectory will tell which counts."""
+    """Further scores of keys without a trajectory, of other tokens than the first: the trajectory decides."""
 
     @property
     def is_demonstration(self) -> bool:
-        """Whether it is trained as it is: it has no score, and no version produced it."""
+        """Whether the group is trained on as it is: it has no scores, and no version produced it."""
         return is_demonstration(self.ticket)
 
     def take(self, entry: Part) -> list[Part]:
@@ -69,7 +69,7 @@ class RecordedGroup:
         ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
         if isinstance(message, Score):
             made, first = self.trajectories.get(index), self.scores.get(index)
-            # A demonstration is complete without one, and must not become so twice.
+            # A demonstration is complete without a score, and must not become complete twice.
             if self.is_demonstration or self.is_of_other_tokens(message):
                 return [entry]
             is_of_others = made is None and first is not None and not message.is_of(first.tokens_digest)
@@ -86,7 +86,7 @@ class RecordedGroup:
         return self._choose_score(message)
 
     def is_of_other_tokens(self, message: Trajectory | Score) -> bool:
-        """Whether it is the score of a trajectory that Redis has lost; the one that is there has its key."""
+        """Whether it is a score of other tokens than the key's trajectory, as after Redis lost the first."""
         made = self.trajectories.get(message.index)
         return isinstance(message, Score) and made is not None and not message.is_of(made.tokens_digest)
 
@@ -117,8 +117,8 @@ class GroupCursor:
         positions: Mapping[StreamName, str] | None = None,
         is_wanted: Callable[[int], bool] = lambda _: True,
     ) -> None:
-        """No group has more samples than `group_size`; `max_tickets` are outstanding at most; `positions` are
-        the ids after which reading starts."""
+        """No group has more samples than `group_size`; at most `max_tickets` are outstanding; reading starts
+        after the ids in `positions`."""
         self.group_size, self.is_wanted = group_size, is_wanted
         self.most_open = 2 * max_tickets + SPARE_TICKETS
         self.open: dict[int, RecordedGroup] = {}
@@ -194,7 +194,7 @@ def _follow(
     history: History, stream: StreamName, positions: Mapping[StreamName, str]
 ) -> AsyncGenerator[Record, None]:
     records = history.scan(stream, Selection(first_id=id_after(positions.get(stream, START))))
-    # A scan is an async generator; only its type says less.
+    # `scan` returns an async generator, though its annotation says less.
     return cast(AsyncGenerator[Record, None], records)
 
 
@@ -228,12 +228,12 @@ def advantages_of(commit: Commit, ticket: int) -> dict[int, float]:
 
 @dataclass(slots=True)
 class TicketOutcomes:
-    """The ends that tickets of training have come to, by number."""
+    """How tickets of training ended, by number."""
 
     trained: dict[int, int] = field(default_factory=dict)
     """Ticket -> step that trained its group."""
     dropped: dict[int, int] = field(default_factory=dict)
-    """Ticket -> step whose commit tells that it was replaced."""
+    """Ticket -> step whose commit says that it was replaced."""
     replaced_by: dict[int, int] = field(default_factory=dict)
     """Ticket -> the ticket that was issued in its place."""
 

@@ -1,8 +1,8 @@
-"""Reads a run's streams as one history, without saying where an entry is kept.
+"""Reads a run's streams as one history, wherever an entry is kept.
 
 Guarantees: an entry comes once and in the order of its stream, also while the run writes, archives and trims;
-what cannot be decoded comes as `Garbled`; a gap is said, once; reading changes nothing. The archive is read
-first, then what Redis holds beyond it; only files that can hold what is asked for are opened. Commits that
+what cannot be decoded comes as `Garbled`; a gap is logged once; reading changes nothing. The archive is read
+first, then what Redis holds beyond it; only files that can hold selected entries are opened. Commits that
 were trimmed and never archived come from the journal in the run's folder.
 """
 
@@ -26,16 +26,16 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
 
 log = logging.getLogger(__name__)
-"""Of the standard library: commands read histories too, and their output is not for logs."""
+"""A standard library logger: commands read histories too, and their output must not contain logs."""
 
 Record = Entry[Message] | Garbled
 M = TypeVar("M", bound=Message)
 
 READ_COUNT = 256
 JOURNAL_STEPS = 64
-"""So many commits of the journal are held at once."""
+"""Commits of the journal in memory at once."""
 NEAR_STEPS = 8
-"""So far from the step that a ticket was issued for its commit is looked up, before all are searched."""
+"""Steps around a ticket's own step in which its commit is looked up, before all are searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class StreamSummary:
     name: StreamName
     redis_entries: int = 0
     redis_bytes: int = 0
-    """Of Redis's memory, as it estimates it."""
+    """Memory in Redis, as Redis estimates it."""
     archived_entries: int = 0
     archived_bytes: int = 0
-    """On the disk."""
+    """Size on disk."""
     segments: int = 0
     removed_entries: int = 0
-    """Archived once, and gone by the run's retention."""
+    """Archived entries that the run's retention has removed."""
     entries: int = 0
-    """In the archive, in Redis, or in both, each once; an entry that is in both counts for the archive."""
+    """Entries in archive and Redis together, each counted once."""
     first_id: str = ""
     last_id: str = ""
     first_time: float | None = None
@@ -88,7 +88,7 @@ class History:
     async def scan(
         self, stream: StreamName, selection: Selection = ALL, newest_first: bool = False
     ) -> AsyncIterator[Record]:
-        """Selected entries, oldest first unless `newest_first`, while they are found.
+        """Selected entries, oldest first unless `newest_first`, as they are found.
 
         `selection.steps` of a stream whose messages carry no step (scores) selects by the steps of tickets.
         Garbled entries come where the selection asks for nothing but ids.
@@ -134,11 +134,10 @@ class History:
         return await self._first(StreamName.COMMITS, Commit, selection)
 
     async def summary(self, streams: Iterable[StreamName] = StreamName) -> list[StreamSummary]:
-        """What there is of each stream, in Redis and in the archive."""
         return [await self._summary_of(stream) for stream in streams]
 
     async def _summary_of(self, stream: StreamName) -> StreamSummary:
-        """From the names of its segments and the ends of what Redis holds."""
+        """Made from its segments' names and footers, and from the first and last entry in Redis."""
         manifest = self._manifest(stream)
         segments = manifest.segments
         first: Record | None = None
@@ -175,7 +174,7 @@ class History:
         return count
 
     async def _by_tickets(self, stream: StreamName, selection: Selection) -> Selection:
-        """The selection with steps given as a range of tickets, for streams that know no steps."""
+        """The selection with steps turned into a range of tickets, for messages that have no step."""
         if selection.steps is None or "step" in stream.message_type.model_fields:
             return selection
         wanted = Selection(steps=selection.steps)
@@ -209,7 +208,7 @@ class History:
                 position = manifest.last_id
             rest = selection.beyond(position)
             entries = await self._read(stream, rest)
-            # Looked at after Redis: entries are trimmed once they are archived, so what it lacked is here.
+            # Read after Redis: entries are trimmed only once archived, so what Redis lacked is here.
             if id_order(self._manifest(stream).last_id) > id_order(position):
                 continue
             end = entries[0].entry_id if entries else await self._first_in_redis(stream)
@@ -235,7 +234,7 @@ class History:
             if not entries:
                 break
             rest = replace(rest, last_id=id_before(entries[-1].entry_id))
-        # Looked at again: what was trimmed while Redis was read is in the archive by now.
+        # Read again: what was trimmed while Redis was read is in the archive by now.
         manifest = self._manifest(stream)
         async for record in self._archived(manifest, stream, rest, backwards=True):
             yield record
@@ -245,7 +244,7 @@ class History:
             yield record
 
     async def _first_in_redis(self, stream: StreamName) -> str:
-        """The oldest entry of the commits; `START` where there is none, and of other streams."""
+        """Id of the oldest commit in Redis; `START` where there is none, and for other streams."""
         if self.broker is None or stream is not StreamName.COMMITS:
             return START
         entries = await read_raw(self.broker, stream.key(self.keys), count=1)
@@ -295,7 +294,7 @@ class History:
     async def _archived(
         self, manifest: Manifest, stream: StreamName, selection: Selection, backwards: bool = False
     ) -> AsyncIterator[Record]:
-        """Selected entries of the archive, read on a thread: the loop serves others meanwhile."""
+        """Selected entries of the archive, read on a thread so that the event loop is not blocked."""
         if not manifest.segments:
             return
         from tidemill.common.archive.reader import select

@@ -1,7 +1,7 @@
-"""The commits in a run's folder, for readers of steps that Redis has trimmed.
+"""Reads the journal of commits in a run's folder, for steps that Redis has trimmed.
 
-The trainer writes the file (`commits.jsonl`): a line for each step, consecutive, each with a checksum. Its
-last steps may not be in Redis, and then they were never committed: a reader takes none beyond what Redis has.
+The trainer writes the file (`commits.jsonl`): a line for each step, consecutive, each with a checksum. Last
+steps that are not in Redis were never committed: a reader takes none beyond what Redis has.
 """
 
 import json
@@ -18,11 +18,11 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Commit
 
 JOURNAL_FILE = "commits.jsonl"
-"""Below the run's folder: a line for each step."""
+"""Name of the journal in the run's folder."""
 
 
 def document_of(line: bytes) -> dict[str, Any]:
-    """What a line says. Raises ValueError, KeyError or TypeError where it is not whole."""
+    """A line, decoded. Raises ValueError, KeyError or TypeError where it is not whole."""
     document: dict[str, Any] = json.loads(line)
     if not line.endswith(b"\n") or document["checksum"] != xxhash.xxh3_128_hexdigest(
         document["commit"].encode()
@@ -61,9 +61,9 @@ def newest_below(run_dir: Path, step: int) -> int:
 
 
 def _place_of(file: BinaryIO, step: int) -> tuple[int, int]:
-    """Where the first line begins whose step is not below this one, and the step of the line before it.
+    """Offset of the first line whose step is at least `step`, and the step of the line before it (-1: none).
 
-    Steps ascend, so each line that is looked at rules out half of what is left.
+    A binary search: steps ascend.
     """
     low, high, before = 0, os.fstat(file.fileno()).st_size, -1
     while low < high:
@@ -73,21 +73,21 @@ def _place_of(file: BinaryIO, step: int) -> tuple[int, int]:
         if found is None or found >= step:
             high = middle
         else:
-            # The next line begins behind this: `_next_line` reads on from the byte before.
+            # Any offset in this line: `_next_line` then finds the line after it.
             low, before = begin + 1, found
     return _next_line(file, low), before
 
 
 def _next_line(file: BinaryIO, offset: int) -> int:
-    """Go to the first line that begins at `offset` or behind it; returns where that is."""
+    """Seek to the first line that begins at `offset` or later; returns its offset."""
     file.seek(max(0, offset - 1))
     if offset:
-        file.readline()  # the rest of a line that begins before; of the byte before a line, its end alone
+        file.readline()  # the rest of the line before; only its newline where a line begins at `offset`
     return file.tell()
 
 
 def _step_of(line: bytes) -> int | None:
-    """None where the line is not whole, as at the end, where the trainer writes."""
+    """The line's step; None where the line is not whole, as one that the trainer is writing."""
     try:
         return int(document_of(line)["step"])
     except (ValueError, KeyError, TypeError):

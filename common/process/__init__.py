@@ -1,1 +1,1 @@
-"""What every process of a run has: lifecycle, heartbeat, activity, HTTP."""
+"""Parts of every process of a run: lifecycle, heartbeat, activity, HTTP."""

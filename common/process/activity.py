@@ -1,10 +1,10 @@
-"""Where the time of a service goes: working, or waiting, and for what.
+"""Measures how a service spends its time: working, or waiting, and for what.
 
 A service is in exactly one state at a time; states that mean waiting begin with `wait:` and name the
-cause. Shares are taken over a sliding window, so that they say what is true now.
+cause. Shares are taken over a sliding window, so that they describe the present.
 
-A process that has nothing to do while a Redis command is under way waits for Redis, whatever it would wait
-for next: that time is booked on `wait:redis`, on its own account.
+Time in which a process waits while a Redis command is under way counts as `wait:redis`, whatever state the
+process is in.
 """
 
 import re
@@ -25,11 +25,11 @@ WAIT_REDIS = "wait:redis"
 WAIT_ENVIRONMENT = "wait:environment"
 """A rollout worker holds sessions, and each of them waits for its environment: the engine has no request."""
 BOOKKEEPING = "bookkeeping"
-"""Between two pieces of work: settling, announcing. Next to nothing but Redis takes time in it."""
+"""Settling and announcing, between two pieces of work. Nearly all of its time is spent waiting for Redis."""
 
 
 def times_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step by the trainer's state: `time/wait_scores_s` is that of `wait:scores`."""
+    """Seconds of a step by state of the trainer: the metric `time/wait_scores_s` becomes `wait:scores`."""
     times = {name[5:-2]: value for name, value in metrics.items() if re.fullmatch("time/.+_s", name)}
     return {re.sub("^wait_", WAIT, name): seconds for name, seconds in times.items()}
 
@@ -74,7 +74,7 @@ class Activity:
         return dict(self.seconds)
 
     def reset(self) -> None:
-        """Forget the past: what comes after warm-up counts."""
+        """Start counting again, as after warm-up."""
         self._settle()
         self.seconds.clear()
         self._recent.clear()
@@ -95,12 +95,12 @@ class Activity:
         return waiting / (sum(totals.values()) or 1.0)
 
     def _settle(self) -> None:
-        """Book the time since the last change on the current state, less what of it was waiting for Redis."""
+        """Count the time since the last change for the current state, less the time of waiting for Redis."""
         now, redis_s = time.monotonic(), self._redis_s()
         length, self._since = now - self._since, now
         waited, self._redis_since_s = redis_s - self._redis_since_s, redis_s
         if waited > 0 and (self.state.startswith(WAIT) or self.state == BOOKKEEPING):
-            # Two clocks, read one after the other: no state may come to less than nothing.
+            # Two clocks, read one after the other: no state may get negative time.
             waited = min(waited, length)
             self._book(now, WAIT_REDIS, waited)
             length -= waited
@@ -110,7 +110,7 @@ class Activity:
 
     def _book(self, now: float, state: str, length: float) -> None:
         self.seconds[state] = self.seconds.get(state, 0.0) + length
-        if (counter := self._counters.get(state)) is None:  # `labels` would be the most of what this costs
+        if (counter := self._counters.get(state)) is None:  # cached: `labels` would be most of the cost
             counter = self._counters[state] = metrics.ACTIVITY_SECONDS.labels(self.role, state)
         counter.inc(length)
         self._recent.append((now, state, length))

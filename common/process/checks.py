@@ -1,4 +1,4 @@
-"""Has a service's own process check what is the user's code, which is never imported into this one."""
+"""Checks of users' code by a process of the service that uses it; this process never imports such code."""
 
 import importlib.util
 import json
@@ -15,17 +15,17 @@ from tidemill.common.process.programs import Program, run_own
 from tidemill.common.run.dataset import Row
 
 TIMEOUT_S = 300.0
-"""Importing torch on a busy machine takes its time."""
+"""Limit on a check; importing torch on a busy machine may take minutes."""
 MACHINE_TIMEOUT_S = 120.0
 ANSWER = "tidemill-answer: "
-"""Begins the line with a program's answer; a user's module may print others."""
+"""Prefix of the line with a program's answer; a user's module may print other lines."""
 
 Answer = dict[str, Any]
 
 
 def answer_check(answer: Callable[[Any], Answer]) -> int:
-    """What a checking program does: its argument is a request in JSON, the answer a line of its output, and a
-    ConfigError the last line on stderr. Returns the exit code."""
+    """Main function of a checking program: reads a request in JSON from its argument, prints the answer as a
+    line, a ConfigError to stderr. Returns the exit code."""
     try:
         print(ANSWER + json.dumps(answer(json.loads(sys.argv[1]))))
     except ConfigError as error:
@@ -49,9 +49,9 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False) -> Answer:
     """Have a process of the reward service load every reward, as its workers will.
 
-    With a row, `reads` is what judges and reward models would read of it, by their names; with `calls` too,
-    every reward that is a function is called once, with that row and an empty completion, and `called` is
-    what came of it, a line each.
+    With a row, the answer's `reads` has what judges and reward models would read of it, by their names; with
+    `calls` too, every reward that is a function is called once, with that row and an empty completion, and
+    `called` has a line on each result.
 
     Raises:
         ConfigError: one cannot be imported, or does not take what it will be given.
@@ -63,7 +63,7 @@ def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False)
 
 def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
     """Have a process of the rollout service load the environment, as its workers will, and with a row play
-    one session with a script in place of the model; returns what came of it, a line each.
+    one session with a script in place of the model; returns lines that describe it.
 
     Raises:
         ConfigError: it cannot be imported or used, or it fails.
@@ -79,9 +79,9 @@ def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
 def compute_memory(
     config: RunConfig, machines: Sequence[Mapping[str, Any]], finds: bool = False
 ) -> list[dict[str, Any]]:
-    """Have a process of the trainer compute what the run takes of machines (`gpus`, `gpu_bytes`,
-    `host_bytes`), from the model's config.json alone: a map for each. With `finds`, settings that fit take
-    the place of the config's.
+    """Have a process of the trainer compute the run's memory on each of `machines` (`gpus`, `gpu_bytes`,
+    `host_bytes`), from the model's config.json alone: a map for each. With `finds`, settings that fit
+    replace the config's.
 
     Raises:
         ConfigError: the model cannot be measured.
@@ -95,7 +95,7 @@ def gib(value: float) -> str:
 
 
 def listed(parts: Mapping[str, float]) -> str:
-    """In GiB, the largest first; what is below a hundredth of all is left out."""
+    """Sizes in GiB, the largest first; those below a hundredth of the sum are left out."""
     total = sum(parts.values())
     shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
     return ", ".join(f"{name} {gib(value)}" for value, name in shown)
@@ -134,11 +134,7 @@ def _ask(program: Program, request: Any, what: str, timeout_s: float = TIMEOUT_S
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Say which are missing and how to install them.
-
-    Raises:
-        ConfigError: at least one is not installed.
-    """
+    """Raises ConfigError: a tracker is not installed; the message says which, and how to install it."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

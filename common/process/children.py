@@ -1,4 +1,4 @@
-"""Processes that run users' code for a service: started, talked to in frames, killed with all they started.
+"""Processes that run users' code for a service, exchange frames with it, and are killed with their children.
 
 A frame is a length and a map in msgpack. The child ends when its parent closes the socket or dies.
 """
@@ -29,7 +29,7 @@ LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
 PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_", "TIDEMILL_WEIGHTS_TOKEN")
-"""Beginnings of variables that lead to the run's Redis and weights: no business of what a service starts."""
+"""Prefixes of variables for access to the run's Redis and weights: users' code never gets these."""
 PASS_VARIABLE = "TIDEMILL_PASS_ENV"
 """Names of further variables for users' code, with commas between them; `SERPER_*` stands for several."""
 HANDED_ON = (
@@ -39,10 +39,10 @@ HANDED_ON = (
     "OPENBLAS_*", "NUMEXPR_*", "MALLOC_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ROCM_*", "TORCH*",
     "TRITON_*", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "COVERAGE_*", "COV_*", "TIDEMILL_*",
 )  # fmt: skip
-"""What programs need of a machine. All else stays with the service: any variable may hold a key."""
+"""Variables that programs need. No others are handed on: any variable may hold a key."""
 _SECRET = re.compile("KEY|TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH")
 
-# The child imports from where its parent does, without a variable that would reach what it starts in turn.
+# The child gets its parent's import path by arguments: a variable would be inherited by what it starts.
 _BOOTSTRAP = (
     "import sys; fd, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]; "
     "sys.path[:] = sys.argv[4:]; import tidemill; del sys.path[0]; "
@@ -57,7 +57,7 @@ def spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
     # Closed here: while this process holds its copy, the child's end would never look closed to us.
     with theirs:
         command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), child.value]
-        command += [str(ROOT), *sys.path]  # our own first, until they are there
+        command += [str(ROOT), *sys.path]  # ROOT first, only until tidemill is imported
         # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
         process = subprocess.Popen(
             command,
@@ -84,8 +84,8 @@ def _is_for_users(name: str, named: Sequence[str]) -> bool:
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user from reading this one's memory and variables, where passwords are:
-    what it starts may run code that a model wrote. Programs that it starts are not hidden."""
+    """Keep other processes of this user from reading this one's memory and variables, which hold passwords:
+    its children may run code that a model wrote. Programs that it starts are not hidden."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
 
@@ -108,21 +108,21 @@ def content_of(body: bytes) -> dict[str, Any]:
 
 
 async def receive(reader: StreamReader) -> dict[str, Any]:
-    """The next frame. Raises IncompleteReadError: the other side is gone."""
+    """The next frame. Raises IncompleteReadError: the other process is gone."""
     (num_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return content_of(await reader.readexactly(num_bytes))
 
 
 def become_child(descriptor: int, parent: int, may_outlive: bool = False) -> socket.socket:
-    """What a child does first, in its `main`; returns its end of the socket.
+    """First call in a child's `main`; returns its end of the socket.
 
-    With `may_outlive`, a parent that dies does not take it along: it sees the socket's end, and has to end.
+    With `may_outlive`, the child is not killed when its parent dies: it has to end when the socket closes.
     """
     if not may_outlive:
         end_with_parent(parent)
     elif os.getppid() != parent:
         sys.exit()
-    # Nobody can send it Ctrl-C; with Python's own handler `asyncio.run` would want the main thread.
+    # Its session gets no Ctrl-C; with Python's own handler `asyncio.run` would need the main thread.
     signal.signal(signal.SIGINT, lambda *_: None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -136,7 +136,7 @@ def end_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit()  # it died before the line above
+        sys.exit()  # the parent died before the line above
 
 
 def read_frame(frames: BinaryIO) -> dict[str, Any] | None:
@@ -149,7 +149,7 @@ def read_frame(frames: BinaryIO) -> dict[str, Any] | None:
 
 
 def sender(channel: socket.socket) -> Send:
-    """What sends frames from any thread of the child."""
+    """A function that sends frames, from any thread of the child."""
     lock = threading.Lock()
 
     def send(frame: dict[str, Any]) -> None:

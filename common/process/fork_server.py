@@ -2,9 +2,9 @@
 
     python -m tidemill.common.process.fork_server FD
 
-Over the socket FD it gets a request for each process: its module, arguments, variables and log. It answers
-with the process's id, and at the process's end with the id and the exit code. It ends when the other side of
-the socket is closed and all that were forked have ended.
+Over the socket FD it gets a request for each process: module, arguments, variables and log. It answers with
+the process's id, and when the process ends with the id and the exit code. It ends when the other side of the
+socket is closed and all forked processes have ended.
 
 Only for machines without GPUs: CUDA must not be forked once it is in use, and imports may use it.
 """
@@ -32,7 +32,7 @@ MAX_REQUEST_BYTES = 1 << 18
 
 def serve(control: socket.socket) -> dict[str, Any] | None:
     """Returns in each forked process, with its request, and in the server at the end, with None."""
-    children: dict[int, int] = {}  # process ids by the descriptors that tell of their ends
+    children: dict[int, int] = {}  # pidfd, which becomes readable when the process ends -> process id
     with control, selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         is_wanted = True
@@ -42,7 +42,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     pid, status = os.waitpid(children.pop(key.fd), 0)
-                    with contextlib.suppress(OSError):  # nobody waits for it any more
+                    with contextlib.suppress(OSError):  # the other side is closed
                         control.send(f"{pid} {os.waitstatus_to_exitcode(status)}".encode())
                 elif request := control.recv(MAX_REQUEST_BYTES):
                     if not (pid := os.fork()):
@@ -59,7 +59,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
 
 
 def become(request: dict[str, Any]) -> NoReturn:
-    """What `python -m MODULE` does, as the leader of a session, with its output appended to the log."""
+    """Do what `python -m MODULE` does, as the leader of a session, with output appended to the log."""
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for standard in (1, 2):
@@ -70,7 +70,7 @@ def become(request: dict[str, Any]) -> NoReturn:
     # The server imported torch with one thread.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    random.seed()  # else all that were forked draw the same numbers
+    random.seed()  # else all forked processes draw the same numbers
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     sys.argv[1:] = request["arguments"]
@@ -78,8 +78,8 @@ def become(request: dict[str, Any]) -> NoReturn:
 
 
 def end_with(work: Callable[[], object]) -> NoReturn:
-    """Do this work, and end as the interpreter does after it, with the same exit codes, signals and handlers;
-    only the taking apart of every module is left out: half a second for those of torch."""
+    """Do `work`, then end the process like the interpreter, with the same exit codes, signals and handlers,
+    but without tearing down modules: that takes half a second with torch."""
     code = 0
     try:
         work()
@@ -90,7 +90,7 @@ def end_with(work: Callable[[], object]) -> NoReturn:
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    # What the interpreter does before it takes modules apart: it waits for threads, then calls handlers.
+    # As the interpreter does before it tears down modules: wait for threads, then call exit handlers.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -102,7 +102,7 @@ def end_with(work: Callable[[], object]) -> NoReturn:
 
 
 def main() -> dict[str, Any] | None:
-    hide_memory()  # it gets the variables of all services
+    hide_memory()  # it receives the variables of all services
     with importing():
         for name in SHARED_IMPORTS:
             importlib.import_module(name)

@@ -1,7 +1,7 @@
-"""GPUs that processes share in turn: who holds the locks may use them, the others sleep.
+"""GPUs that processes share, one at a time: the holder of the locks may use them, the others sleep.
 
-Guarantees: at most one process holds a GPU; a process that dies loses its locks and its place in line, which
-the kernel frees (flock); who gives a GPU back does not get it again before the one that waited for it.
+Guarantees: at most one process holds a GPU; when a process dies, the kernel frees its locks and its place in
+line (flock); a process that gives a GPU back does not get it again before one that already waits for it.
 Several GPUs are locked in one order, so that no two processes wait for each other. This holds on one machine:
 processes in containers need a common folder, named by TIDEMILL_TURNS_DIR.
 """
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 LOCKS_DIR_VARIABLE = "TIDEMILL_TURNS_DIR"
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 POLL_S = 0.01
-"""Between two looks at a lock. Waiting in the kernel instead would block a thread that nobody can cancel."""
+"""Pause between two tries of a lock. Waiting in the kernel would block a thread that cannot be cancelled."""
 
 _open_locks: "weakref.WeakSet[_Lock]" = weakref.WeakSet()
 
@@ -57,7 +57,7 @@ class _Lock:
         self._file = -1
 
     def take(self) -> bool:
-        """Whether the lock could be had now."""
+        """Try to lock, without waiting; returns whether it succeeded."""
         if self._file < 0:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             _open_locks.add(self)
@@ -93,8 +93,8 @@ class GpuLock:
         """Stand in line, then wait until the holder gives the lock back or dies."""
         try:
             for line, lock in zip(self._lines, self._held, strict=True):
-                # The holder hands the lock over when somebody stands in line. The place is given up with the
-                # lock in hand only, or the next one could be served first.
+                # The holder hands the lock over when a process stands in line. The place in line is given up
+                # only with the lock in hand, or the next process could be served first.
                 await _taken(line)
                 await _taken(lock)
                 line.drop()
@@ -105,7 +105,7 @@ class GpuLock:
     def is_wanted(self) -> bool:
         """Whether another process stands in line."""
         for line in self._lines:
-            # Held for a moment only: who looks for a place in line just then looks again after POLL_S.
+            # Held for a moment only: a process that tries just then tries again after POLL_S.
             is_free = line.take()
             line.drop()
             if not is_free:
@@ -125,9 +125,9 @@ async def _taken(lock: _Lock) -> None:
 class GpuGate:
     """Lets work through while this process holds the lock; `wake` and `sleep` enter and leave the GPU.
 
-    The lock is kept while nobody else wants it. When somebody does, it is handed over as soon as there is no
-    work here, and after `turn_s` in any case: what runs is finished, new work waits for the next turn. With
-    `stands_still` nothing is finished: `sleep` lets what runs stand still, and `wake` lets it go on.
+    The lock is kept while no other process wants it. When one does, it is handed over as soon as there is no
+    work here, and after `turn_s` in any case: running work is finished, new work waits for the next lock.
+    With `stands_still` running work is not finished: `sleep` suspends it, and `wake` resumes it.
     """
 
     def __init__(
@@ -151,18 +151,18 @@ class GpuGate:
         return self._is_open
 
     def start(self) -> "asyncio.Task[None]":
-        """Begin to take turns; the task ends by `close`, or with the error of `wake` or `sleep`."""
+        """Begin to share; the task ends by `close`, or with the error of `wake` or `sleep`."""
         self._keeper = asyncio.create_task(self._keep(), name="device turns")
         self._keeper.add_done_callback(lambda _: asyncio.ensure_future(self._notify()))
         return self._keeper
 
     @contextlib.asynccontextmanager
     async def use(self) -> AsyncIterator[None]:
-        """Use the GPU inside; waits for the turn.
+        """Use the GPU inside the block; waits until this process holds it.
 
         Raises:
-            GpuSharingError: waking or sleeping failed; the cause is its cause.
-            ConfigError: so says the cause itself.
+            GpuSharingError: `wake` or `sleep` failed with another error, or `close` ended the sharing.
+            TidemillError: the error of `wake` or `sleep`.
         """
         async with self._changed:
             self._num_waiting += 1
@@ -173,17 +173,17 @@ class GpuGate:
                 self._num_waiting -= 1
             if not self._is_open:
                 self._raise_ended()
-            # Nothing is awaited since the look: a turn that ends sees this user, or was closed to it.
+            # Nothing is awaited since the check: `_hold` sees this user, or had closed the gate before.
             self._num_users += 1
         try:
             yield
         finally:
             self._num_users -= 1
-            # Also where the user was cancelled, or the turn would wait for one that has left.
+            # Also where the user was cancelled, or `_hold` would wait for a user that has left.
             await asyncio.shield(self._notify())
 
     def stay(self) -> Callable[[], None]:
-        """Within `use`: count as work until the result is called, also after it."""
+        """Within `use`: count as work until the returned function is called, also after the block."""
         self._num_users += 1
 
         def leave() -> None:
@@ -192,7 +192,7 @@ class GpuGate:
         return leave
 
     async def close(self) -> None:
-        """Give the GPU back. Work still inside goes on without the right to it, so end that first."""
+        """Give the GPU back. Work that is still inside would go on without the lock: end it first."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -209,11 +209,11 @@ class GpuGate:
                 await self._hold()
                 await self._sleep()
             finally:
-                self._is_open = False  # first: nobody may enter once another process may have the GPU
+                self._is_open = False  # first: no work may enter once another process may have the GPU
                 self._lock.release()
 
     async def _hold(self) -> None:
-        """Be open until the turn has to go, then wait until nobody is inside."""
+        """Stay open until the lock has to be handed over, then wait until no user is inside."""
         self._is_open, opened = True, time.monotonic()
         await self._notify()
         while True:
@@ -222,7 +222,7 @@ class GpuGate:
             is_over = time.monotonic() - opened >= self._turn_s
             if (is_idle or is_over) and self._lock.is_wanted():
                 break
-        # Before the wait: nobody new comes in while those inside end.
+        # Before the wait: no new user may enter while those inside end.
         self._is_open = False
         async with self._changed:
             await self._changed.wait_for(lambda: self._stands_still or self._num_users == 0)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as its own tool lists them."""
+"""The GPUs of this machine, as nvidia-smi lists them."""
 
 import re
 import shutil
@@ -8,11 +8,11 @@ from pathlib import Path
 TOOL = "nvidia-smi"
 TOOL_TIMEOUT_S = 30.0
 _OTHERS = ("/dev/kfd", "/dev/dxg")
-"""Devices behind which there are GPUs that the tool does not know."""
+"""Devices of GPUs that the tool does not list: AMD's, and those of WSL."""
 
 
 def count_gpus() -> int | None:
-    """Their number; None where it cannot be told."""
+    """Number of GPUs; None where it is unknown."""
     if shutil.which(TOOL) is not None:
         listed = ask_driver("-L")
         return None if listed is None else len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
@@ -22,14 +22,14 @@ def count_gpus() -> int | None:
 
 
 def smallest_gpu_bytes() -> float | None:
-    """Memory of the GPU that has the least; None where it cannot be told, or there is none."""
+    """Memory of the smallest GPU; None where it is unknown, or there is none."""
     listed = ask_driver("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     found = [float(line) for line in (listed or "").split() if line.isdigit()]
     return min(found) * (1 << 20) if found else None
 
 
 def ask_driver(*arguments: str) -> str | None:
-    """What the driver's tool writes; None where it fails, or is not there."""
+    """Output of the driver's tool; None where it fails, or is not there."""
     try:
         # With a limit: where the driver hangs, the tool does not end by itself.
         result = subprocess.run([TOOL, *arguments], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)

@@ -1,8 +1,8 @@
-"""Heartbeats: every process tells the run who it is, what it does and what it waits for.
+"""Heartbeats: every process publishes its identity, what it does and what it waits for.
 
-One field per process in its role's hash, rewritten every two seconds. Delivery relies on leases only; people
-and dashboards read heartbeats, and those that ask replicas find them there. The Redis user of one role cannot
-speak for another. Times of beats are those of the Redis server, so that machines need not agree on theirs.
+One field per process in its role's hash, rewritten every two seconds. Delivery relies on leases only;
+heartbeats are for people, dashboards, and clients that look for replicas. The Redis user of one role cannot
+write those of another. Times are those of the Redis server, so that machines' clocks need not agree.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ from tidemill.common.wire.keys import Keys
 log = structlog.get_logger(__name__)
 
 ROLES = ("trainer", "rollout", "reward", "replica", "jobs.sandbox")
-"""All that have heartbeats."""
+"""All roles with heartbeats."""
 HEARTBEAT_S = 2.0
 GONE_AFTER_S = 10.0
 BLOCKING = "blocking"
-"""Count of a heartbeat: event loops that code is holding up; `detail` names it."""
+"""Count in a heartbeat: number of blocked event loops; `detail` names the code that blocks."""
 DAMAGED_VERSION = "damaged_version"
-"""Count of a rollout worker's heartbeat: the version of the weights whose bytes are not those announced."""
+"""Count in a rollout worker's heartbeat: the version whose bytes are not those announced."""
 FAILURES = "failures:"
-"""Counts of a heartbeat that begin with it say `<reward>:<kind>`: how often a reward failed, and how."""
+"""Prefix of the counts `failures:<reward>:<kind>` in a heartbeat: how often a reward failed, and how."""
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """What one process says about itself."""
+    """The state of one process, as it publishes it."""
 
     name: str
     role: str
@@ -52,12 +52,12 @@ class Heartbeat:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     folder: str = ""
-    """Of a trainer: the run's folder on its host."""
+    """For a trainer: the run's folder on its host."""
     port: int = 0
     servers: str = ""
-    """Of a replica: the section of `servers` that it is one of."""
+    """For a replica: the section of `servers` that it belongs to."""
     url: str = ""
-    """Of a replica: where it takes requests; empty while it takes none."""
+    """For a replica: where it takes requests; empty while it takes none."""
     address: str = ""
     """Host under which scrapers reach `port`; see `reachable_host`."""
     started_at: FiniteFloat = field(default_factory=time.time)
@@ -74,7 +74,7 @@ class Heartbeat:
 
     @property
     def is_alive(self) -> bool:
-        # A beat from the future was sent before the server's clock was set back, and none came since.
+        # A beat from the future was sent before the server's clock was set back, with none since.
         return -GONE_AFTER_S < self.age_s < GONE_AFTER_S
 
     @property
@@ -88,18 +88,17 @@ async def publish_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None
 
 
 async def remove_heartbeat(broker: Broker, keys: Keys, beat: Heartbeat) -> None:
-    """Leave in an orderly way."""
     await broker.execute("HDEL", keys.workers(beat.role), beat.name)
 
 
 async def check_sole_trainer(broker: Broker, keys: Keys, run_dir: Path) -> None:
-    """Wait until the trainer that spoke last is known to be gone, at most `GONE_AFTER_S`; call it before the
-    first heartbeat of this one, which would replace that of the other.
+    """Wait until the trainer with the newest heartbeat is known to be gone, at most `GONE_AFTER_S`. Call it
+    before this trainer's first heartbeat, which could replace that of the other.
 
-    With a folder of its own, wherever that is, a second one would take the living one's tickets for lost.
+    A second trainer with another folder would take the first one's tickets for lost.
 
     Raises:
-        ConfigError: it speaks again: it is alive.
+        ConfigError: the other trainer sent another heartbeat: it is alive.
     """
 
     async def newest() -> Heartbeat | None:
@@ -123,12 +122,12 @@ async def check_sole_trainer(broker: Broker, keys: Keys, run_dir: Path) -> None:
 
 
 def folder_name(run_dir: Path) -> str:
-    """What a trainer's heartbeat calls its run's folder: not relative to where the process was started."""
+    """The run's folder in a trainer's heartbeat: an absolute path."""
     return str(run_dir.absolute())
 
 
 async def forget_heartbeats(broker: Broker, keys: Keys, after_s: float) -> int:
-    """Remove those that are older; returns how many. One that speaks again has a heartbeat again."""
+    """Remove heartbeats older than `after_s`; returns how many. A process that lives writes its own again."""
     gone = [beat for beat in await read_heartbeats(broker, keys) if beat.age_s > after_s]
     for beat in gone:
         await remove_heartbeat(broker, keys, beat)
@@ -136,7 +135,7 @@ async def forget_heartbeats(broker: Broker, keys: Keys, after_s: float) -> int:
 
 
 async def read_heartbeats(broker: Broker, keys: Keys, roles: Sequence[str] = ROLES) -> list[Heartbeat]:
-    """All processes that ever spoke and did not leave, by role and name; each for itself only."""
+    """Heartbeats that were published and not removed, sorted by role and name."""
     now_s = await broker.server_time_s()
     replies = await broker.pipeline([("HGETALL", keys.workers(role)) for role in roles])
     beats = [
@@ -153,7 +152,7 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 def _parsed(value: bytes, now_s: float) -> Heartbeat | None:
-    """None where it is no heartbeat: whoever has a worker's password may write what it likes."""
+    """None where it is no heartbeat: a process with a worker's password may write anything."""
     try:
         beat = _HEARTBEAT.validate_json(value)
     except ValidationError:
@@ -170,14 +169,14 @@ ADVERTISE_VARIABLE = "TIDEMILL_ADVERTISE_HOST"
 LOOPBACK = "127.0.0.1"
 ANYWHERE = ("", "0.0.0.0", "::")
 ANY_PORT = 9
-"""Nothing is sent to it: it only makes the kernel choose a route."""
+"""Port of a probe that sends nothing: connecting only makes the kernel choose a route."""
 
 
 def reachable_host(listens_on: str) -> str:
-    """The host to tell others, for a server that listens on `listens_on`.
+    """The host under which others reach a server that listens on `listens_on`.
 
     TIDEMILL_ADVERTISE_HOST, where it is set; the address it listens on, if that is one; otherwise the address
-    of this machine or container on the way to Redis, where everybody else is too.
+    of this machine or container on the route to Redis, which all processes of the run reach.
     """
     if chosen := os.environ.get(ADVERTISE_VARIABLE):
         return chosen

@@ -18,11 +18,11 @@ from tidemill.common.errors import ConfigError
 STALLED_AFTER_S = 30.0
 
 Page = Callable[[str], tuple[bytes, str]]
-"""Body and content type; it is given the address under which the client knows this endpoint."""
+"""Makes body and content type, from the request's `Host`: the client's address of this endpoint."""
 
 
 class HttpEndpoint:
-    """Serves until `close`; `beat` says that the loop is alive."""
+    """Serves until `close`; the service's loop calls `beat` while it is alive."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class HttpEndpoint:
         collectors: Sequence[Collector] = (REGISTRY,),
         pages: Mapping[str, Page] | None = None,
     ) -> None:
-        """/metrics has what `collectors` give, one after the other; `pages` are further paths."""
+        """/metrics has the metrics of all `collectors`; `pages` are further paths."""
         self.host = host
         self._collectors = collectors
         self._pages: dict[str, Page] = {"/metrics": self._metrics, **(pages or {})}
@@ -65,7 +65,7 @@ class HttpEndpoint:
 def _handler(pages: Mapping[str, Page], is_healthy: Callable[[], bool]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = 30.0
-        """A client that sends nothing keeps its thread no longer."""
+        """Seconds after which a client that sends nothing is disconnected."""
 
         def do_GET(self) -> None:
             if page := pages.get(self.path):
@@ -78,7 +78,7 @@ def _handler(pages: Mapping[str, Page], is_healthy: Callable[[], bool]) -> type[
                 self._answer(404, f"try {', '.join(pages)} or /healthz\n".encode(), "text/plain")
 
         def _answer(self, status: int, body: bytes, content_type: str) -> None:
-            # A scraper that hung up has its reasons, and needs no answer any more.
+            # A scraper that hung up needs no answer.
             with contextlib.suppress(ConnectionError):
                 self.send_response(status)
                 self.send_header("Content-Type", content_type)
@@ -87,6 +87,6 @@ def _handler(pages: Mapping[str, Page], is_healthy: Callable[[], bool]) -> type[
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Scrapes are not worth a line."""
+            """Scrapes are not logged."""
 
     return Handler

@@ -1,7 +1,7 @@
-"""How our HTTP servers run: what a client can make one of them hold is bounded before it has shown any token.
+"""Settings of our HTTP servers: memory and connections of clients are bounded before any token is checked.
 
-A request's head is bounded by h11 (httptools has no bound), the connections by number, and each of them has
-`HEAD_S` for its first request.
+A request's head is bounded by h11 (httptools has no bound), the number of connections is bounded, and each
+of them has `HEAD_S` for its first request.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def listen(host: str, port: int = 0, remedy: str = "Choose another with --host o
     """Listen at an address of IPv4 or IPv6, also in brackets; port 0 takes a free one.
 
     Raises:
-        ConfigError: not there.
+        ConfigError: the address cannot be used; the message ends with `remedy`.
     """
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -34,8 +34,8 @@ def listen(host: str, port: int = 0, remedy: str = "Choose another with --host o
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}. {remedy}") from None
-    # Accepted connections inherit it, and send at once: asyncio sees to that only for sockets that name their
-    # protocol, unlike this one; an answer in two parts would wait 40 ms for the client's acknowledgement.
+    # Accepted connections inherit this. asyncio sets it only for sockets that name their protocol, unlike
+    # this one; an answer in two parts would wait 40 ms for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -46,9 +46,8 @@ class BoundedProtocol(H11Protocol):
     max_connections = MAX_CONNECTIONS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take it, or close it."""
         if len(self.connections) >= self.max_connections:
-            self.transport = transport  # asked for as the connection's end is told
+            self.transport = transport  # used by `connection_lost`
             transport.abort()
             return
         super().connection_made(transport)
@@ -61,7 +60,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class ServerInService(uvicorn.Server):
-    """One that leaves the process's signals to the service."""
+    """A server that leaves the process's signals to the service."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,7 +68,7 @@ class ServerInService(uvicorn.Server):
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a request's `Host` names this machine by a name that no other site can have."""
+    """Whether a request's `Host` is a loopback address or `localhost`, names that no web site can have."""
     return is_loopback(host_of(host))
 
 
@@ -81,7 +80,7 @@ def host_of(header: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
+    """Whether only this machine can reach a server that listens on `host`."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -1,4 +1,4 @@
-"""Small APIs of JSON over HTTP: who may ask, how much, and how a refusal looks.
+"""JSON APIs over HTTP: authorization, limits, and the form of errors.
 
 A request is answered in full or refused with a reason, in the form that OpenAI's clients read.
 """
@@ -30,13 +30,13 @@ ERRORS = {
 
 
 class InputError(RewardError):
-    """The request can never be served as it is."""
+    """The request cannot be served as it is; not retryable."""
 
     status = 400
 
 
 class BusyError(RewardError):
-    """No room now; `retry_after_s` is when to retry."""
+    """The server is full; retry after `retry_after_s`."""
 
     status = 429
 
@@ -48,10 +48,10 @@ class BusyError(RewardError):
 async def answered(
     work: Callable[[Request], Awaitable[dict[str, Any] | BaseModel]], http: Request
 ) -> Response:
-    """What `work` makes of a request, or its refusal: a TidemillError's own `status`, else 500."""
+    """The response of `work` to a request, or its refusal: with a TidemillError's own `status`, else 500."""
     try:
         made = await work(http)
-        if isinstance(made, BaseModel):  # in which numbers that are not finite become null
+        if isinstance(made, BaseModel):  # pydantic writes numbers that are not finite as null
             return Response(made.model_dump_json(), media_type="application/json")
         return JSONResponse(made)
     except ValidationError as error:
@@ -65,7 +65,7 @@ async def read_body(http: Request) -> bytes:
     content = bytearray()
     async for part in http.stream():
         content += part
-        # Counted as it comes: a request need not say its length.
+        # Counted while it is read: a request need not declare its length.
         if len(content) > MAX_BODY_BYTES:
             raise InputError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
     return bytes(content)
@@ -88,14 +88,14 @@ def explained(error: ValidationError) -> str:
 
 
 class TokenGate:
-    """Around an application; without a token it lets through what asks for this machine, but for pages.
+    """Checks the token before an application; without a token, only local requests pass, none of web pages.
 
-    A browser on this machine would send what any page asks it to, and says so with `Origin`; or with the name
-    of the page's own site as `Host`, where that name was made to mean this machine.
+    A browser on this machine sends whatever a page asks for. Such a request has `Origin`; or the name of the
+    page's own site as `Host`, where that name was made to resolve to this machine (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, token: str, variable: str) -> None:
-        """`variable` of the environment has the token."""
+        """`variable`, for messages, is the environment variable with the token."""
         self._app, self._token, self._variable = app, token, variable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,15 +113,15 @@ class TokenGate:
 
 
 def is_shown(authorization: str, token: str) -> bool:
-    """Whether a request's header shows the token."""
+    """Whether the header `Authorization` holds the token."""
     scheme, _, shown = authorization.partition(" ")
-    # Not `==`, whose time tells how many characters are right.
+    # Not `==`, whose time depends on how many characters are right.
     return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token.encode())
 
 
 def token_problem(host: str, token: str, variable: str, whose: str) -> str:
-    """What is wrong with listening on `host` with the token of `variable`; empty where nothing is. `whose`
-    are the clients."""
+    """Why a server must not listen on `host` with the token of `variable`; empty where it may. `whose` names
+    the clients, for the message."""
     if token and len(token) < MIN_TOKEN_CHARS:
         problem = f"{variable} has {len(token)} characters; expected at least {MIN_TOKEN_CHARS}"
     elif not token and not is_loopback(host.strip("[]")):

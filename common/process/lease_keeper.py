@@ -1,9 +1,9 @@
-"""Renews leases in place of a blocked event loop, and says what blocks it.
+"""Renews leases in place of a blocked event loop, and reports what blocks it.
 
-A service whose loop is blocked is slow, not dead: without renewal others would take over what it holds, and
-dead-letter it in the end. A thread with a loop and a connection of its own renews what is late, for
-`PATIENCE_LEASES` leases: a loop that never turns again must not keep its messages for ever. Otherwise the
-thread does nothing and has no connection.
+A service whose loop is blocked is slow, not dead: without renewal others would take over its messages, and in
+the end dead-letter them. A thread with its own loop and connection renews late leases, for `PATIENCE_LEASES`
+leases: a loop that never runs again must not keep its messages for ever. Otherwise the thread does nothing
+and has no connection.
 """
 
 import asyncio
@@ -24,30 +24,30 @@ log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
 BLOCKED_S = 1.0
-"""A loop that has not turned for so long is blocked."""
+"""Seconds without an iteration after which a loop counts as blocked."""
 SHOWN_S = 60.0
-"""How long the heartbeat tells of it."""
+"""Seconds for which heartbeats report a blocked loop."""
 PATIENCE_LEASES = 40
 LATE = 0.5
-"""Share of a lease after which a renewal is late; a loop that turns renews at a third."""
+"""Share of a lease after which a renewal is late; a loop that is not blocked renews at a third."""
 
 
 class Leases(Protocol):
-    """What is held by one consumer."""
+    """The leases of one consumer."""
 
     lease_s: float
     renewed_at: float
     """When its own loop renewed last, on the monotonic clock."""
 
     async def renew_by(self, broker: Broker) -> None:
-        """Renew everything that is held, by another connection, from another thread."""
+        """Renew all of them through `broker`, from another thread."""
 
 
 class LeaseKeeper:
-    """For the loop of the thread that makes it. `start`, `turned` from that loop all the time, `stop`."""
+    """Watches the loop of the thread that creates it: `start`, then `turned` from that loop often, `stop`."""
 
     def __init__(self, connect: Callable[[], Broker], is_loading: Callable[[], bool] = lambda: False) -> None:
-        """While the process loads, imports hold up its loop, and that is nothing to report."""
+        """Loops that imports block while `is_loading()` are not reported."""
         self._connect, self._leases, self._is_loading = connect, list[Leases](), is_loading
         self._watched, self._turned_at = threading.get_ident(), time.monotonic()
         self._stopping = threading.Event()
@@ -67,14 +67,14 @@ class LeaseKeeper:
         self._turned_at = time.monotonic()
 
     def add(self, leases: Leases) -> None:
-        """Stand in for these from now on."""
+        """Renew these leases when they are late, from now on."""
         self._leases = [*self._leases, leases]  # the thread reads the list: it is replaced, never changed
 
     def remove(self, leases: Leases) -> None:
         self._leases = [other for other in self._leases if other is not leases]
 
     def report(self, beat: Heartbeat) -> None:
-        """Say in a heartbeat what held up the loop."""
+        """Add to a heartbeat what blocked the loop."""
         if time.monotonic() - self._seen_at < SHOWN_S:
             beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + 1
             note = f"the event loop was blocked for {self._longest_s:.1f} s: {self._where}"
@@ -86,7 +86,7 @@ class LeaseKeeper:
 
     async def _run(self) -> None:
         try:
-            # Blocks this thread's own loop, on which nothing else runs.
+            # This wait blocks the thread's own loop, on which nothing else runs.
             while not self._stopping.wait(LOOK_S):
                 self._look(time.monotonic() - self._turned_at)
                 await self._renew_late()
@@ -104,7 +104,7 @@ class LeaseKeeper:
                 await asyncio.sleep(0)
 
     def _look(self, blocked_s: float) -> None:
-        """Note what the loop's thread is doing while it does not turn."""
+        """Note what the watched thread is doing while its loop is blocked."""
         if blocked_s < BLOCKED_S or self._is_loading():
             self._is_blocked = False
             return
@@ -116,7 +116,7 @@ class LeaseKeeper:
         if not self._is_blocked:
             self._is_blocked = True
             self._num_blocked += 1
-            # The 1st time, the 2nd, the 4th, and so on: a loop that is blocked again and again fills no log.
+            # Logged the 1st time, the 2nd, the 4th, and so on, so that repeated blocks do not fill the log.
             if self._num_blocked & (self._num_blocked - 1) == 0:
                 log.warning("the event loop is blocked; leases are renewed in its place", where=self._where)
 

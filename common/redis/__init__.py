@@ -1,1 +1,1 @@
-"""Redis: clients, the broker that waits out trouble, scripts, a server of the run's own."""
+"""Redis: clients, the broker that repeats commands during outages, scripts, a server of the run's own."""

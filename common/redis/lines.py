@@ -1,10 +1,10 @@
-"""Connections on which calls follow one another without waiting for answers.
+"""Connections with automatic pipelining: calls are sent without waiting for the answers of earlier ones.
 
-A call leaves at once where the server has nothing of this connection to work on, so that it works while the
-next call is prepared. What is called after it in the same turn of the event loop leaves in one write, whoever
-calls, and the answers come back to each caller in one read: a worker with hundreds of samples under way pays
-for two round trips, not for each. An error of one call does not touch the others. A command that blocks has a
-connection to itself meanwhile.
+A call is sent at once if no other call of its connection is unanswered, so that the server works while the
+next one is prepared. Later calls of the same iteration of the event loop, by any callers, are sent in one
+write, and their answers come in one read: a worker with hundreds of samples under way pays for two round
+trips, not for hundreds. An error of one call does not affect the others. A blocking command has a connection
+of its own while it blocks.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from redis import exceptions as redis_errors
 ANSWER_TIMEOUT_S = 30.0
 """Longer than any blocking read of ours, so that it only fires when the server is gone."""
 MAX_BLOCKING = 32
-"""Commands that may block at once; more wait for their turn."""
+"""Most commands that block at once; others wait."""
 SEND_BUFFER_BYTES = 1 << 20
-"""As far as the system allows it (net.core.wmem_max)."""
+"""Send buffer of a Unix socket, as far as the system allows it (net.core.wmem_max)."""
 
 Command = Sequence[Any]
 T = TypeVar("T")
@@ -34,7 +34,7 @@ _MORE = object()
 
 
 def has_known_parts(connection: Any) -> bool:
-    """Whether a connected connection has the private parts that `Line` uses: another redis-py may not."""
+    """Whether an open connection has the private attributes that `Line` uses: other versions may not."""
     transport = getattr(getattr(connection, "_writer", None), "transport", None)
     has_parser = callable(getattr(getattr(connection, "_parser", None), "parse_error", None))
     return isinstance(transport, asyncio.Transport) and has_parser and hasattr(connection, "_reader")
@@ -48,8 +48,8 @@ def _packed(command: Command) -> bytes:
 
 
 def _widen(transport: asyncio.BaseTransport) -> None:
-    """Let a call of many records leave at once, though the server reads it piece by piece. A Unix socket
-    takes 200 kB by default; those of TCP grow by themselves."""
+    """Enlarge the send buffer of a Unix socket (200 kB by default), so that a call of many records is sent at
+    once. Those of TCP grow by themselves."""
     own = transport.get_extra_info("socket")
     if own is not None and own.family == socket.AF_UNIX:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -76,16 +76,16 @@ class _Call:
 
 
 def _outcome(replies: list[Any], is_atomic: bool) -> list[Any]:
-    """The replies of a unit. Raises: the transaction was refused, and nothing was done."""
+    """The replies of a unit. Raises RedisError: the transaction was refused, and nothing was done."""
     outcome = replies[-1] if is_atomic else replies
-    if isinstance(outcome, Exception):  # a command that was refused before says why
+    if isinstance(outcome, Exception):  # the error of the first refused command is the reason
         raise next((reply for reply in replies if isinstance(reply, Exception)), outcome)
     found: list[Any] = outcome
     return found
 
 
 class Line(asyncio.Protocol):
-    """One connection. It takes the place of the streams that redis-py puts on it, which copy every reply."""
+    """One connection. It replaces the streams that redis-py puts on it, which copy every reply."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -98,15 +98,15 @@ class Line(asyncio.Protocol):
         self._waiting: deque[_Call] = deque()
         self._unsent: list[bytes] = []
         self._num_unsent = 0
-        """Calls of which nothing has left yet; the last ones of those that wait."""
+        """Calls that were not sent yet; the last ones in `_waiting`."""
         self._is_flush_due = False
         self._watch: asyncio.TimerHandle | None = None
         self.error: redis_errors.RedisError | None = None
-        """Why no call can be made here any more."""
+        """Why the connection is no longer usable."""
         self.is_loss_unknown = False
-        """No call has failed with it: nothing was under way when it was lost."""
+        """Whether it was lost with no call under way, so that no caller has seen the error."""
         self.client_id: Any = None
-        """The server's number of this connection, once it was asked for; an error where it may not be."""
+        """The server's id of this connection, once asked for; an error where the user lacks permission."""
         self._transport: asyncio.Transport = connection._writer.transport
         self._transport.set_protocol(self)
         _widen(self._transport)
@@ -115,15 +115,15 @@ class Line(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether calls can be made, and the server is still the one that the address means."""
+        """Whether calls can be made, and the server is still the current one of the address."""
         return self.error is None and getattr(self._connection, "is_current", True)
 
     def exchange(
         self, unit: Sequence[Command], is_atomic: bool = False, goes_with_next: bool = False
     ) -> asyncio.Future[list[Any]]:
-        """Send commands, in a transaction where `is_atomic`; the replies, errors among them as values.
+        """Send commands, in a transaction where `is_atomic`; the future has the replies, errors as values.
 
-        What `goes_with_next` is not sent for itself, if another call comes in this turn.
+        With `goes_with_next` they are sent with the next call, or at the end of this loop iteration.
 
         Raises, here or where the replies are awaited:
             RedisError: the connection was lost, the server did not answer, or it refused the transaction.
@@ -135,7 +135,7 @@ class Line(asyncio.Protocol):
         self._unsent += [_MULTI, *packed, _EXEC] if is_atomic else packed
         self._waiting.append(call)
         self._num_unsent += 1
-        # The server has nothing else of this connection to work on.
+        # At once if all unanswered calls are unsent: the server has nothing to do for this connection.
         if self._num_unsent == len(self._waiting) and not goes_with_next:
             self._flush()
         else:
@@ -145,7 +145,7 @@ class Line(asyncio.Protocol):
         return call.future
 
     def data_received(self, data: bytes) -> None:
-        """Give replies to those who wait for them, in the order of the commands."""
+        """Assign replies to the waiting calls, in the order of the commands."""
         try:
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not _MORE:
@@ -158,28 +158,28 @@ class Line(asyncio.Protocol):
             self.fail(redis_errors.InvalidResponse("the server answered what nobody had asked"))
         except redis_errors.RedisError as error:
             self.fail(error)
-        # Behind those who have just been answered: what they ask next goes together.
+        # After the callers that were just answered have run: their next calls are sent together.
         self._flush_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.fail(redis_errors.ConnectionError(str(exc or "") or "Connection closed by server."))
 
     def fail(self, error: redis_errors.RedisError) -> None:
-        """No more calls; those that wait get the error."""
+        """Close the connection; waiting calls get the error."""
         if self.error is not None:
             return
         self.error = error
         self.is_loss_unknown = all(call.future.done() for call in self._waiting)
         for call in self._waiting:
             if not call.future.done():
-                # One each: an exception that several tasks raise gathers the tracebacks of all.
+                # One for each: an exception raised by several tasks would collect all their tracebacks.
                 call.future.set_exception(type(error)(*error.args))
         self._waiting.clear()
         self._unsent.clear()
         if self._watch is not None:
             self._watch.cancel()
         self._transport.abort()
-        # Or redis-py warns of a connection that was never closed.
+        # Or redis-py would warn that the connection was never closed.
         self._connection._writer = self._connection._reader = None
 
     def _flush_soon(self) -> None:
@@ -194,7 +194,7 @@ class Line(asyncio.Protocol):
             self._transport.write(b"".join(unsent) if len(unsent) > 1 else unsent[0])
 
     def _look(self) -> None:
-        """Whether the server still answers."""
+        """Fail if the server has not answered in time; else look again when that would be."""
         self._watch = None
         if self._waiting:
             left_s = self._waiting[0].begun + ANSWER_TIMEOUT_S - self._loop.time()
@@ -205,11 +205,11 @@ class Line(asyncio.Protocol):
 
 
 class PlainLine:
-    """One connection by redis-py's public methods alone, a call at a time: for a redis-py with other parts
-    inside than `Line` knows. Slower, and otherwise the same."""
+    """One connection by redis-py's public methods alone, one call at a time, for versions of redis-py with
+    other private attributes than `Line` uses. Slower, and otherwise the same."""
 
     is_loss_unknown = False
-    """It is found to be lost by a call alone."""
+    """Always false: only a call finds that the connection was lost."""
 
     def __init__(self, connection: Any) -> None:
         self._connection, self._lock = connection, asyncio.Lock()
@@ -224,7 +224,7 @@ class PlainLine:
     def exchange(
         self, unit: Sequence[Command], is_atomic: bool = False, goes_with_next: bool = False
     ) -> asyncio.Future[list[Any]]:
-        # Shielded: a cancelled caller must leave no answer unread, or the next one takes it for its own.
+        # Shielded: a cancelled caller must leave no answer unread, or the next caller would get it.
         return asyncio.shield(self._start(self._exchange(unit, is_atomic)))
 
     def fail(self, error: redis_errors.RedisError) -> None:
@@ -248,7 +248,7 @@ class PlainLine:
                     await self._connection.send_packed_command([_packed(one) for one in commands], False)
                     replies = [await self._reply() for _ in commands]
             except (redis_errors.RedisError, OSError, TimeoutError) as error:
-                # Answers may still be on their way, and the next call would take them for its own.
+                # Answers may still be under way, and the next call would get them.
                 self.fail(redis_errors.ConnectionError(str(error) or type(error).__name__))
                 raise
         return _outcome(replies, is_atomic)
@@ -261,10 +261,10 @@ class PlainLine:
 
 
 class Client:
-    """The lines to one server: one that all calls share, and one for each command that blocks now."""
+    """The connections to one server: one that all calls share, and one for each command that blocks now."""
 
     def __init__(self, make_connection: Callable[[], Any]) -> None:
-        """Of redis-py's asynchronous connections, which connect and greet, whatever the address."""
+        """`make_connection` makes asynchronous connections of redis-py, not yet connected."""
         self._make_connection = make_connection
         self._shared: Line | PlainLine | None = None
         self._opening: asyncio.Task[Line | PlainLine] | None = None
@@ -275,14 +275,14 @@ class Client:
     async def exchange(
         self, unit: Sequence[Command], is_atomic: bool = False, is_blocking: bool = False
     ) -> list[Any]:
-        """As `Line.exchange`, connecting where needed."""
+        """Like `Line.exchange`, connecting where needed."""
         if not unit:
             return []
         if is_blocking:
             return await self._exchange_alone(unit)
         line = self._shared
         if line is not None and line.error is not None and line.is_loss_unknown:
-            # As if a call had been under way: with the connection, the server may have lost its last writes.
+            # As if a call had been under way: the server may have failed, and lost its last writes.
             line.is_loss_unknown = False
             raise type(line.error)(*line.error.args)
         if line is None or not line.is_usable:
@@ -290,8 +290,8 @@ class Client:
         return await line.exchange(unit, is_atomic)
 
     def ask(self, command: Command) -> asyncio.Future[list[Any]] | None:
-        """Send a command with what leaves next, once; None where no connection is open. The future has one
-        reply or error, and comes before the answers of what is sent later."""
+        """Send a command with the next call, never repeated; None where no connection is open. The future has
+        one reply or error, and is done before the answers of later calls."""
         line = self._shared
         return line.exchange([command], goes_with_next=True) if line and line.is_usable else None
 
@@ -302,8 +302,8 @@ class Client:
         return reply
 
     async def unblock(self) -> None:
-        """Have the commands that block now answered as if their time were up. Unlike a dropped connection,
-        that loses nothing that the server gives them just now. Where the server refuses it, they wait on.
+        """End the commands that block now as if they had timed out. Unlike closing their connections, this
+        loses no entries that the server is just delivering. Where the server refuses it, they wait on.
 
         Raises:
             RedisError, OSError: the server cannot be reached.
@@ -312,18 +312,18 @@ class Client:
         await self.exchange([("CLIENT", "UNBLOCK", number) for number in ids])
 
     def disconnect(self) -> None:
-        """Drop all connections but those on which a command blocks; calls under way fail, to be repeated."""
+        """Close all connections without a blocking command; calls under way fail, to be repeated."""
         self._drop(filter(None, (self._shared, *self._idle)))
         self._shared, self._idle = None, []
 
     async def aclose(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
-            # Ended first, or it would leave a connection that nobody drops.
+            # Ended first, or it would leave a connection open.
             await asyncio.wait({self._opening})
         self.disconnect()
         self._drop(list(self._blocking))
-        await asyncio.sleep(0)  # transports close in the next turn
+        await asyncio.sleep(0)  # transports close in the next iteration of the loop
 
     def _drop(self, lines: Any) -> None:
         for line in lines:
@@ -342,16 +342,16 @@ class Client:
                     (line.client_id,) = await line.exchange([("CLIENT", "ID")])
                 replies = await line.exchange(unit)
             except asyncio.CancelledError:
-                self._drop([line])  # what the command still brings must not be taken for another's answer
+                self._drop([line])  # the command's late answer must not go to another caller
                 raise
             finally:
                 self._blocking.discard(line)
-            # Only after an answer, or the next caller would read that of this one.
+            # Only after an answer, or the next caller would get it.
             self._idle.append(line)
             return replies
 
     async def _open_shared(self) -> Line | PlainLine:
-        """One connection for all who wait for one. A caller that is cancelled leaves it to the others."""
+        """One new connection for all callers that wait for it, even if one of them is cancelled."""
         if self._opening is None:
             if self._shared is not None:
                 self._drop([self._shared])
@@ -370,8 +370,8 @@ class Client:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await connection.connect()
         if task and task.cancelling() > before:
-            # redis-py connects through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation
-            # that comes just as its inner task ends. A loop that reads from Redis would go on for ever.
+            # redis-py connects through `asyncio.wait_for`, which before Python 3.12 loses a cancellation
+            # that comes just as its inner task ends. A loop that reads from Redis would then never end.
             await connection.disconnect(nowait=True)
             raise asyncio.CancelledError
         if has_known_parts(connection):

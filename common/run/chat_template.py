@@ -1,4 +1,4 @@
-"""A model's chat template, rendered as the model libraries do and without them: for checks, which are quick.
+"""Renders a model's chat template like the model libraries, but without importing them: for quick checks.
 
 Templates come from downloaded files, hence the sandbox.
 """
@@ -13,7 +13,7 @@ from tidemill.common.errors import ConfigError
 
 
 class RenderError(Exception):
-    """The text of a chat cannot be made here."""
+    """The chat template cannot render this chat."""
 
 
 class ChatTemplate:
@@ -27,9 +27,8 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path, file: str = "") -> "ChatTemplate | None":
-        """That of a folder: a file of its own, or inside tokenizer_config.json; None where there is none.
-
-        With `file`, that one in its place.
+        """The template in `file`, else that of a model's folder (chat_template.jinja, else in
+        tokenizer_config.json); None where there is none.
 
         Raises:
             ConfigError: tokenizer_config.json or the file cannot be read.

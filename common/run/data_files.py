@@ -1,10 +1,10 @@
-"""Files of rows: their kinds by name, datasets of the Hugging Face hub, and rows that Python code has.
+"""Reads rows from files, datasets of the Hugging Face hub, and Python code.
 
-Every kind gives its rows with the place where each stands, for people. JSONL, datasets of the hub
-(`hub:OWNER/NAME`, with `/CONFIG` and `@SPLIT` where they are wanted, split `train` otherwise) and folders of
-`save_to_disk` (with `@SPLIT`) can be read in any order, and none of their rows is held in memory: 16 bytes
-for each line of a JSONL file are. `my_env.py:MyEnv.rows` names a list of rows, or a function that returns
-them, so that an environment may own its data.
+Each row comes with its origin (such as file and line), for messages. JSONL, datasets of the hub
+(`hub:OWNER/NAME`, optionally with `/CONFIG` and `@SPLIT`, split `train` otherwise) and folders of
+`save_to_disk` (with `@SPLIT`) can be read in any order, and their rows are not held in memory, only 16 bytes
+for each line of a JSONL file. `my_env.py:MyEnv.rows` names a list of rows, or a function that returns them,
+so that an environment may own its data.
 """
 
 import csv
@@ -26,7 +26,7 @@ from tidemill.common.errors import ConfigError
 
 JSONL = (".jsonl", ".ndjson", ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}
-"""With what stands between two values."""
+"""File suffix -> separator between values."""
 PARQUET = (".parquet", ".pq")
 EXPECTED = ".jsonl, .json, .csv, .tsv or .parquet"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -34,12 +34,12 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 HUB = "hub:"
 SAVED = ("dataset_info.json", "dataset_dict.json")
-"""One of these stands in a folder of `save_to_disk`: of one dataset, or of its splits."""
+"""One of these files is in a folder of `save_to_disk`: of one dataset, or of its splits."""
 _HUB_NAME = re.compile(r"hub:(?P<name>[^/@]+(?:/[^/@]+)?)(?:/(?P<config>[^/@]+))?(?:@(?P<split>.+))?")
 _USERS_ROWS = re.compile(r"\.py:[A-Za-z_][\w.]*$")
 
 Located = tuple[str, dict[str, Any]]
-"""Where a row stands, for people, and its columns."""
+"""A row's origin, for messages, and its columns."""
 
 
 class RowFile(ABC):
@@ -47,18 +47,18 @@ class RowFile(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Its rows."""
+        """Number of rows."""
 
     @abstractmethod
     def __getitem__(self, place: int) -> Located:
-        """A row, read now."""
+        """Row number `place`, read from the file now."""
 
     def __iter__(self) -> Iterator[Located]:
         return (self[place] for place in range(len(self)))
 
 
 class JsonlFile(RowFile):
-    """Lines that are not empty, found by where they begin."""
+    """The lines of a JSONL file that are not empty, with an index of their offsets."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +91,7 @@ class JsonlFile(RowFile):
 
 
 class TableFile(RowFile):
-    """What the package datasets has opened; `path` names it to people."""
+    """A table that the package `datasets` has opened; `path` names it in messages."""
 
     def __init__(self, path: str, open_it: Callable[[Any], Any]) -> None:
         """`open_it` gets the package.
@@ -121,10 +121,10 @@ class TableFile(RowFile):
 
 
 def files_of(paths: str | Path | Sequence[str | Path]) -> list[str]:
-    """One path or several as a list; the files of a pattern such as `data/*.parquet` by their names.
+    """One path or several as a list, with patterns such as `data/*.parquet` expanded, sorted by name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no path, or a pattern matches no file.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
@@ -180,13 +180,13 @@ def split_of(path: str) -> tuple[str, str]:
 
 
 def is_hub_dataset(path: str) -> bool:
-    """Whether `datasets` has to open this."""
+    """Whether the package `datasets` has to open this path."""
     folder = Path(split_of(path)[0])
     return path.startswith(HUB) or any((folder / name).is_file() for name in SAVED)
 
 
 def _open_hub_dataset(path: str) -> TableFile:
-    """A dataset of the hub, which is fetched where it is not cached, or a folder."""
+    """A dataset of the hub, downloaded unless it is cached, or a folder of `save_to_disk`."""
     if not path.startswith(HUB):
         return TableFile(path, lambda datasets: _saved(datasets, *split_of(path)))
     if (found := _HUB_NAME.fullmatch(path)) is None:
@@ -258,7 +258,7 @@ def _read_document(file: Path) -> Iterator[Located]:
 
 
 def _read_table(file: Path) -> Iterator[Located]:
-    """The rows of a CSV file, and where each begins; all columns are text, and an empty value is none."""
+    """The rows of a CSV or TSV file, with their lines; all columns are text, and empty values become None."""
     csv.field_size_limit(sys.maxsize)  # a value may be a whole document
     with open(file, encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, delimiter=TABLES[file.suffix.lower()], strict=True)
@@ -315,7 +315,7 @@ def _read_users_rows(reference: str) -> Iterator[Located]:
 
 
 def in_words(value: Any) -> str:
-    """What a value is, in words for people, with the value where it is short."""
+    """Describes a value in a message: its type, and the beginning of its `repr`."""
     if value is None:
         return "null"
     number = "a number"

@@ -1,10 +1,10 @@
 """The rows of a run's datasets, with errors that name file, line and columns; files are in `data_files.py`.
 
-verl's columns are known: `prompt` (text, or a list of chat messages), `data_source`,
-`reward_model.ground_truth`, `extra_info`; GSM8K's: `question`, and `answer` ending in `#### <number>`; the
-usual names in `PROMPTS` and `TRUTHS`; and others as `data.columns` maps them. Columns that are none of these
-travel in `extra`, where reward functions find them, and so does a prompt that is a chat. A `Row` that leaves
-this module is complete, and holds only what a message can carry.
+Known columns: verl's `prompt` (text, or a list of chat messages), `data_source`, `reward_model.ground_truth`,
+`extra_info`; GSM8K's `question`, and `answer` ending in `#### <number>`; the usual names in `PROMPTS` and
+`TRUTHS`; and others as `data.columns` maps them. All other columns go to `extra`, where reward functions find
+them, and so does a prompt that is a chat. A `Row` from this module is complete, and holds only what a message
+can carry.
 """
 
 import difflib
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     from tidemill.common.config.data import DataConfig, SourceConfig
 
 PROMPT = "prompt"
-"""The column with the prompt; and where `extra` keeps the prompt of a row that is a chat."""
+"""The column with the prompt; also the key in `extra` of a prompt that is a chat."""
 PROMPTS = (PROMPT, "messages", "question", "problem")
 """The first of these that a row has holds its prompt, where `data.columns` names none."""
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "solution", "answer")
-"""The first of these that a row has is its truth."""
+"""The first of these that a row has is its ground truth."""
 COMPLETIONS = ("completion", "response", "answer")
 """The first of these that a demonstration has is its completion, unless it is a chat that holds it."""
 IDS = ("prompt_ids", "completion_ids")
-"""Columns of a demonstration that is tokens already; `loss_mask` may say which of the second are trained."""
+"""Columns of a tokenized demonstration; `loss_mask` may say which completion tokens are trained."""
 GSM8K_SOURCE = "openai/gsm8k"
 """verl's `data_source` for GSM8K."""
 MAX_SHOWN_COLUMNS = 20
 
 ChatMessage = dict[str, Any]
-"""`role` and `content`, both text; what else a message holds goes to the chat template as it is."""
+"""A chat message: `role` and `content`, both text; other keys go to the chat template unchanged."""
 
 _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a dataset: `number` counts over all files from 0, `origin` names it to people, and `source`
-    is the name of the set where the run has several. `completion` is what a demonstration has: text, the
-    messages after the prompt, or columns with ids (`IDS`)."""
+    """One row of a dataset: `number` counts over all files from 0, `origin` names it in messages, and
+    `source` is the name of the set where the run has several. `completion` is that of a demonstration: text,
+    the messages after the prompt, or columns with ids (`IDS`)."""
 
     prompt: str | list[ChatMessage]
     data_source: str
@@ -59,8 +59,8 @@ class Row:
 
 
 class StreamedRows(Sequence[Row]):
-    """Rows that stay on the disk: each is read and parsed when it is asked for. At most the first `max_rows`
-    of several files, one after another; `parse` makes a row of columns, number and origin."""
+    """Rows that are read from disk and parsed on access: at most the first `max_rows` of several files in
+    order. `parse` makes a row from its columns and origin, and its number."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class StreamedRows(Sequence[Row]):
 
 
 Opener = Callable[[str, bool], Iterable[Located]]
-"""Gives the rows of a path; a `RowFile` where the second argument says so."""
+"""Opens the rows of a path; the second argument asks for a `RowFile`."""
 
 
 def read_training_rows(
@@ -101,8 +101,8 @@ def read_training_rows(
     sources: "Sequence[SourceConfig] | None" = None,
     opener_of: "Callable[[SourceConfig], Opener]" = lambda _: open_rows,
 ) -> dict[str, Sequence[Row]]:
-    """The rows of each source by its name, or of these; of the files that `train` names, under the empty
-    name. `opener_of` gives the one of a source.
+    """The training rows by name of their source, for all sources of the config or for `sources`; without
+    sources, the rows of `data.train` under the name "". `opener_of` makes the opener of a source.
 
     Raises:
         ConfigError: as `read_rows`.
@@ -119,7 +119,7 @@ def read_training_rows(
 
 def read_evaluation_rows(data: "DataConfig", max_rows: int | None = None) -> dict[str, Sequence[Row]]:
     """The rows of each evaluation set by its name, at most the first `max_rows` of each. Where training has
-    sources, rows tell which set they are of. Raises ConfigError: as `read_rows`."""
+    sources, `source` of a row is its set's name. Raises ConfigError: as `read_rows`."""
     sets = {name: read_rows(path, data, max_rows) for name, path in data.eval.items()}
     if not data.sources:
         return sets
@@ -138,16 +138,16 @@ def read_rows(
 
     Args:
         paths: files, patterns, datasets of the hub, or rows of Python code.
-        data: names columns, and says whether a row needs a truth; without one, it is null.
-        max_rows: only so many, the first ones.
-        source: the source that they are of.
-        is_streamed: whether they stay on the disk.
-        opener: gives the rows of a path.
+        data: names columns, and says whether a row needs a ground truth; otherwise a missing one is null.
+        max_rows: number of rows to read, from the beginning.
+        source: the source that the rows belong to.
+        is_streamed: whether rows stay on disk and are read on access.
+        opener: opens the rows of a path.
 
     Raises:
         ConfigError: a file is missing, empty, of an unknown kind or damaged, or a row lacks something. The
-            message names the file and the line (JSONL, from 1) or the row (Parquet, from 0). Of rows that
-            stay on the disk, when they are asked for.
+            message names the file and the line (JSONL, from 1) or the row (Parquet, from 0). For a row that
+            is streamed, it is raised on access.
     """
 
     def parse(located: Located, number: int) -> Row:
@@ -195,7 +195,7 @@ def gsm8k_answer(answer: str) -> str | None:
 
 
 def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_truth: bool) -> Row:
-    """A row of its columns. Raises ConfigError: it lacks something."""
+    """Make a row from its columns. Raises ConfigError: it lacks something."""
     origin, columns = located[0], _renamed(located[1], names, located[0])
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
@@ -218,15 +218,15 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
         if not prompt:
             raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
     truth = _sendable(_find_ground_truth(columns, origin, needs_truth), origin, "ground_truth")
-    # Reward functions may want the chat itself; the text that the model reads is templated.
+    # Reward functions may need the chat itself; the model reads its rendered text.
     chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
     extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")
     return Row(prompt, source or "", truth, extra, number, origin)
 
 
 def parse_demonstration(located: Located, number: int, names: Mapping[Any, str]) -> Row:
-    """A demonstration of its columns: a chat that ends with the assistant, or a prompt and a completion, both
-    as text or as messages, or ids. Raises ConfigError: it lacks something."""
+    """Make a demonstration from its columns: a chat that ends with the assistant, or a prompt and a
+    completion, both as text or as messages, or ids. Raises ConfigError: it lacks something."""
     origin, columns = located[0], _renamed(located[1], names, located[0])
     if not isinstance(source := columns.get("data_source") or "", str):
         raise _wrong(origin, "data_source", "text", source)
@@ -240,7 +240,7 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
     if known:
         completion = _parse_prompt(columns[known[0]], known[0], origin)
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        # All that the assistant says is imitated, from its first message on.
+        # The completion starts with the assistant's first message.
         first = next(place for place, message in enumerate(prompt) if message["role"] == "assistant")
         prompt, completion = prompt[:first], prompt[first:]
     else:
@@ -256,7 +256,7 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
 
 
 def _is_gsm8k(columns: Mapping[str, Any], column: str) -> bool:
-    """GSM8K's own layout. A plain `answer` is not: it is the truth as it stands."""
+    """Whether a row has GSM8K's layout. A plain `answer` (without `####`) is the ground truth itself."""
     has_truth = columns.get("reward_model") is not None or "ground_truth" in columns
     has_answer = isinstance(columns.get("answer"), str) and "####" in columns["answer"]
     return has_answer and not has_truth and columns[column] == columns.get("question")
@@ -284,13 +284,13 @@ def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessa
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise _wrong(origin, f"{column}[{position}].{key}", "text", message.get(key))
-        # Parquet fills what other messages have and this one has not with nulls.
+        # Parquet adds nulls for keys that only other messages have.
         messages.append({key: value for key, value in message.items() if value is not None})
     return messages
 
 
 def _find_ground_truth(columns: Mapping[str, Any], origin: str, needs_truth: bool) -> Any:
-    """The first of `TRUTHS` that is there. Null is allowed, absence only where no reward needs one."""
+    """The first of `TRUTHS` that the row has. Null is allowed; absence only where no reward needs a truth."""
     model = columns.get("reward_model")
     if isinstance(model, dict) and "ground_truth" in model:
         return model["ground_truth"]
@@ -324,16 +324,16 @@ def _sendable(value: Any, origin: str, where: str) -> Any:
 
 
 def _renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -> dict[str, Any]:
-    """The columns, and those that `names` maps (ours to theirs) under our names too: an environment's `reset`
-    takes a row as it was. `a.b` is `b` inside of `a`.
+    """The columns, with those that `names` maps (our name -> the dataset's) also under our names: the
+    original ones stay for an environment's `reset`. `a.b` is `b` inside of `a`.
 
     Raises:
-        ConfigError: a column that is named is not there.
+        ConfigError: a column that is named is missing.
     """
     result = dict(columns)
     for name, theirs in names.items():
         value: Any = columns
-        # A name with a dot may be that of a column, too.
+        # A column's own name may contain a dot.
         for part in [theirs] if theirs in columns else theirs.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 raise _missing(origin, f"column {theirs!r} (data.columns: {{{name}: {theirs}}})", columns, ())
@@ -351,7 +351,7 @@ def _wrong(origin: str, where: str, expected: str, value: Any) -> ConfigError:
 def _missing(
     origin: str, what: str, columns: Mapping[str, Any], accepted: Iterable[str] = (*PROMPTS, *TRUTHS)
 ) -> ConfigError:
-    """The error for a row without `what`: its columns, the nearest of them, and every name that is known."""
+    """The error for a row without `what`; it shows the row's columns, similar names, and all known names."""
     names = [repr(name) for name in columns]
     shown = ", ".join(names[:MAX_SHOWN_COLUMNS]) or "none"
     more = f" and {len(names) - MAX_SHOWN_COLUMNS} more" if len(names) > MAX_SHOWN_COLUMNS else ""

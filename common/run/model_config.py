@@ -1,8 +1,8 @@
-"""A model's configuration as this run has it, identically in trainer, engines, reward models and exports.
+"""The run's configuration of a model, identical in trainer, engines, reward models and exports.
 
-What `model.overrides` replaces in config.json is merged before anything is built of it. Rotary positions that
-depend on a length are decided once: transformers decides by the longest position of a forward pass, so that
-what a sequence's tokens get would depend on what is computed beside it, and vLLM when it starts.
+`model.overrides` are merged into config.json before anything is built from it. Rotary embeddings that depend
+on a length are fixed once: transformers chooses them by the longest position of a forward pass, so that a
+sequence's embeddings would depend on the others in its batch; vLLM chooses them when it starts.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from tidemill.common.config import ModelConfig, is_path
 from tidemill.common.errors import ConfigError
 
 ROPE = ("rope_scaling", "rope_parameters")
-"""The former and the present name of the same field. The new value replaces the scaling; the base stays."""
+"""Old and new name of the same field. An override replaces the scaling; fields in `ROPE_BASE` stay."""
 ROPE_BASE = ("rope_theta", "partial_rotary_factor")
 ORIGINAL = "original_max_position_embeddings"
 TRAINED = "max_trained_positions"
-"""vLLM's name of it, for dynamic scaling."""
+"""vLLM's name of `ORIGINAL`, for dynamic scaling."""
 LENGTHS = ("short", "long")
-"""Of the sequences that a set of LongRoPE's factors is for (arXiv 2402.13753)."""
+"""Prefixes of LongRoPE's two sets of factors, for short and long sequences (arXiv 2402.13753)."""
 
 
 def check_folder(what: str, model: str) -> None:
-    """Raises ConfigError: `model` means a folder (`what` names it in words), and no model is there."""
+    """Raises ConfigError: `model` means a folder without a model; `what` names it in the message."""
     folder = Path(model)
     if (is_path(model) or folder.exists()) and not (folder / "config.json").is_file():
         problem = "has no config.json" if folder.exists() else "does not exist"
@@ -35,7 +35,7 @@ def check_folder(what: str, model: str) -> None:
 
 
 def overridden(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json with some fields replaced; fields of a section are replaced one by one."""
+    """The content of a config.json with some fields replaced; nested maps are merged."""
     merged = dict(tree)
     for name, value in overrides.items():
         if name in ROPE:
@@ -51,7 +51,7 @@ def overridden(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def with_overrides(found: Any, model: ModelConfig, **options: Any) -> Any:
-    """The configuration that transformers has read from `model.path` with `options`, with the overrides.
+    """`found`, which transformers has read from `model.path` with `options`, with the overrides.
 
     Raises:
         ConfigError: the model has no such field.
@@ -69,7 +69,7 @@ def with_overrides(found: Any, model: ModelConfig, **options: Any) -> Any:
 
 
 def for_vllm(changed: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's `hf_overrides`, which replace whole values; `changed` is the configuration with ours."""
+    """vLLM's `hf_overrides`, which replace whole values; `changed` is the configuration `with_overrides`."""
     fields = {name: value for name, value in overrides.items() if name not in ROPE}
     if len(fields) < len(overrides):
         fields["rope_parameters"] = dict(changed.rope_parameters)
@@ -77,10 +77,10 @@ def for_vllm(changed: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def freeze_rope(config: Any, max_model_len: int) -> Any:
-    """Transformers' configuration of a model that gets sequences of up to `max_model_len` tokens.
+    """A copy of transformers' configuration, for sequences of up to `max_model_len` tokens.
 
-    LongRoPE has the long factors for all of them where one may be longer than the original context, else the
-    short ones. It is a copy; what is published keeps both.
+    LongRoPE uses the long factors for all sequences if `max_model_len` exceeds the original context, else the
+    short ones. Exported configurations keep both.
 
     Raises:
         ConfigError: the base of dynamic scaling would grow with the sequence.
@@ -111,12 +111,12 @@ def freeze_rope(config: Any, max_model_len: int) -> Any:
 
 
 def has_capped_attention(config: Any) -> bool:
-    """Whether a model of this configuration caps its attention scores, in itself or in a part of it."""
+    """Whether a model of this configuration, or a part of it, caps its attention scores (soft-capping)."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return any(getattr(part, "attn_logit_softcapping", None) is not None for part in (config, *parts))
 
 
 def exact_attention(config: Any) -> str | None:
-    """What to load a model of this configuration with: `eager` where sdpa would compute something else,
-    None for transformers' own choice."""
+    """`attn_implementation` for a model of this configuration: `eager` where sdpa would compute something
+    else, None for transformers' own choice."""
     return "eager" if has_capped_attention(config) else None

@@ -1,4 +1,4 @@
-"""Prompts as the model will read them, measured without its libraries; and the steps of some epochs.
+"""Measures prompts as the model will read them, without its libraries; converts epochs to steps.
 
 Needs a model folder with a tokenizer.json.
 """
@@ -16,7 +16,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def plain_prompt(row: Row, data: DataConfig) -> str:
-    """What a model reads where no chat template is in use. Raises ConfigError: the prompt is a chat."""
+    """The text of a prompt without a chat template. Raises ConfigError: the prompt is a chat."""
     if isinstance(row.prompt, str):
         return row.prompt + data.prompt_suffix
     if len(row.prompt) == 1:
@@ -45,10 +45,10 @@ def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
 
 
 def fate_of_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
-    """What becomes of prompts above the limit, of which length and origin are given, in words.
+    """How prompts above the limit are treated, as text for people; `overlong` has their lengths and origins.
 
     Raises:
-        ConfigError: too long is an error, or nothing would be left.
+        ConfigError: `data.overlong_prompts` is `error`, or no prompt would be left.
     """
     limit, (length, origin), (longest, _) = data.max_prompt_tokens, overlong[0], max(overlong)
     if data.overlong_prompts == "error":
@@ -85,12 +85,12 @@ class Ruler:
         self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
 
     def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
-        """Length in tokens, and origin, of each prompt above the limit."""
+        """Length in tokens and origin of each prompt above the limit."""
         limit = self.data.max_prompt_tokens
         for start in range(0, len(rows), BATCH_ROWS):
             texts = [(row.origin, self._text(row)) for row in rows[start : start + BATCH_ROWS]]
             long = [(origin, text) for origin, text in texts if len(text.encode()) >= limit]
-            # A template writes the special tokens itself.
+            # A chat template contains the special tokens itself.
             encoded = self._tokenizer.encode_batch(
                 [text for _, text in long], add_special_tokens=self._template is None
             )
@@ -106,17 +106,17 @@ class Ruler:
 
 
 class NotMeasuredError(ConfigError):
-    """Prompts that are dropped for their length cannot be counted here."""
+    """Prompts that are dropped for their length cannot be counted, for want of a tokenizer or template."""
 
 
 def with_steps(config: RunConfig, rows: Sequence[Row] | None = None, fetches: bool = True) -> RunConfig:
-    """The config with `trainer.epochs` as `steps`: rows that are trained on // groups_per_step * epochs.
+    """The config with `trainer.steps` from `trainer.epochs`: usable rows // groups_per_step * epochs.
 
-    `rows` are those of the training set, where they have been read already. `fetches`: a tokenizer may be
-    fetched from the hub to measure them.
+    `rows` are those of the training set, if they have been read already. With `fetches`, a tokenizer may be
+    downloaded from the hub to measure them.
 
     Raises:
-        NotMeasuredError: see there.
+        NotMeasuredError: the rows that are trained on cannot be counted here.
         ConfigError: the config gives another `steps`, or an epoch has no whole step.
     """
     trainer = config.trainer

@@ -1,17 +1,17 @@
-"""The routers of a mixture of experts in transformers: which modules they are, and what they return.
+"""The routers of a mixture of experts in transformers: which modules they are, and their outputs.
 
 transformers names them in `_can_record_outputs`. They return logits, the weights of the chosen experts and
-their numbers, in this order or the reverse. Only attributes of models and tensors are used, no library.
+their indices, in this order or the reverse. Only attributes of models and tensors are used, no library.
 """
 
 from typing import Any
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of experts."""
+"""Names of the number of experts in configurations."""
 
 
 def is_mixture(config: Any) -> bool:
-    """Whether a model of this configuration has experts to choose among."""
+    """Whether a model of this configuration has more than one expert."""
     text = config.get_text_config()
     return any(isinstance(n := getattr(text, name, 0), int) and n > 1 for name in EXPERT_COUNTS)
 
@@ -33,8 +33,8 @@ def find_routers(model: Any) -> list[tuple[int, Any]]:
 
 
 def parts_of(output: Any) -> tuple[Any, Any, Any] | None:
-    """Logits [.., E], weights [.., K] and numbers [.., K] of the chosen experts, flat over positions; None
-    where that is not what a router has returned."""
+    """Logits [N, E], and weights [N, K] and indices [N, K] of the chosen experts, over N positions; None
+    where `output` is not that of such a router."""
     if not isinstance(output, tuple) or len(output) < 3:
         return None
     if any(getattr(one, "ndim", 0) < 2 for one in output[:3]):

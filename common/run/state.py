@@ -1,6 +1,6 @@
-"""What Redis knows about a run besides its streams: the resolved config, and a small state for people.
+"""A run's data in Redis besides its streams: the resolved config, and a small state for people.
 
-Who only looks at streams needs no config, which takes a quarter of a second to import: it is imported late.
+The config's classes take a quarter of a second to import, and readers of streams need none: imported late.
 """
 
 import json
@@ -20,12 +20,12 @@ RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 
 
 class UnknownRunError(ConfigError):
-    """This Redis has no such run, or not yet."""
+    """Redis does not have the run, or not yet."""
 
 
 async def publish_config(broker: Broker, keys: Keys, config: "RunConfig") -> None:
-    """Make the resolved config known, so that a worker needs only the address and the run id."""
-    # The config first: who finds the run in the list finds its config.
+    """Write the resolved config to Redis, so that a worker needs only the address and the run id."""
+    # The config first: every run in the list has a config.
     await broker.execute("SET", keys.config, config.model_dump_json())
     await broker.execute("SADD", RUNS, keys.run_id)
 
@@ -50,9 +50,9 @@ async def read_config(broker: Broker, keys: Keys) -> "RunConfig":
 
 
 async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "RunConfig":
-    """Publish the config of a run that Redis does not know yet; where it does, the two must be the same.
+    """Publish the config of a run unless Redis has one, which must be the same. Returns the run's config.
 
-    Safe against another process that does so at the same time. Returns the run's config.
+    Safe against another process that does so at the same time.
 
     Raises:
         ConfigError: the run was started with another config.
@@ -94,7 +94,7 @@ async def update_state(broker: Broker, keys: Keys, **values: Any) -> None:
 
 
 async def finish_state(broker: Broker, keys: Keys, last_commit_id: str, **values: Any) -> bool:
-    """Set fields of the state of a run that is over, where Redis holds its last commit; False where not."""
+    """Set fields of the state of a run that is over, if Redis has its last commit; returns whether it has."""
     flat = [part for name, value in values.items() for part in (name, json.dumps(value))]
     return bool(await broker.script("finish", [keys.commits, keys.state], [last_commit_id, *flat]))
 
@@ -106,7 +106,7 @@ async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:
 
 
 CONFIG_FILE = "config.yaml"
-"""Below a run's folder: its resolved config, as it is in Redis."""
+"""File in a run's folder: its resolved config, as in Redis."""
 RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 
 
@@ -115,11 +115,11 @@ def runs_dir() -> Path:
 
 
 PROFILES = "profiles"
-"""Below the run's folder. The trainer profiles step n if `step-<n>` is there, and writes into that."""
+"""Folder in the run's folder. The trainer profiles step n if `step-<n>` is there, and writes into that."""
 METRICS_FILE = "metrics.jsonl"
-"""Below the run's folder."""
+"""File in the run's folder: a record for each step and evaluation."""
 BEST_FILE = "best.json"
-"""Below the run's folder: which evaluated version is the best, and where its weights are."""
+"""File in the run's folder: which evaluated version is the best, and where its weights are."""
 STEP = "step"
 EVALUATION = "evaluation"
 
@@ -127,7 +127,7 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """All whole records of a file, in order, less a line that a crash cut off. A missing file has none."""
+    """All whole records of a file, in order, without a line that a crash cut off. A missing file has none."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """The record of a whole line; None where it is none."""
+    """The record in a line; None where the line is none."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,7 +1,7 @@
 """The layout of a run's `weights` folder, and the check before an engine reads from it.
 
-A manifest comes over the network, so nothing in it is believed: the paths it names must lie inside the
-run's folder, also after symbolic links are followed, and sizes and checksums must match the bytes.
+A manifest comes over the network and is not trusted: the paths it names must lie inside the run's folder,
+also after symbolic links are followed, and sizes and checksums must match the bytes.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +17,9 @@ from tidemill.common.weights.delta import ENCODING
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 
 WEIGHTS_FOLDER = "weights"
-"""Below the run's folder."""
+"""Folder of all versions in the run's folder."""
 MANIFEST_FILE = "manifest.json"
-"""Beside the weights of a version: its manifest, for people and for tools without Redis."""
+"""File beside the weights of a version: its manifest, for people and for tools without Redis."""
 
 
 def version_name(version: int) -> str:
@@ -39,9 +39,8 @@ def verified_files(run_dir: Path, manifest: WeightManifest) -> list[Path]:
     """The files of a version, as absolute paths in the manifest's order, after checking all their bytes.
 
     Raises:
-        WeightsError: a path leaves the run's folder, a file is missing, or its bytes are not those that
-            were announced, or they are a delta of another release. Nothing was loaded then; a later version
-            may be fine.
+        WeightsError: a path leaves the run's folder, a file is missing or its bytes are not those that were
+            announced, or the version is a delta in another release's format. A later version may be fine.
     """
     run = run_dir.resolve()
     where = f"weights of version {manifest.version}"
@@ -64,7 +63,7 @@ def verified_files(run_dir: Path, manifest: WeightManifest) -> list[Path]:
 
 
 def read_chain(run_dir: Path, manifest: WeightManifest) -> list[WeightManifest]:
-    """As `find_chain`, of the versions in a run's folder."""
+    """Like `find_chain`, for the versions in a run's folder."""
     return find_chain(manifest, partial(read_manifest, run_dir))
 
 
@@ -73,11 +72,11 @@ def find_chain(
     read: Callable[[int], WeightManifest | None],
     held: WeightManifest | None = None,
 ) -> list[WeightManifest]:
-    """The manifests that make up a version: a full one, then the deltas in order, `manifest` last; of what is
-    `held`, where that is on the way, the deltas since then alone. `read` gives that of a version.
+    """The manifests that make up a version: a full one, then the deltas in order, `manifest` last. If `held`
+    is in this chain, only the deltas after it. `read` gets the manifest of a version.
 
     Raises:
-        WeightsError: a parent is missing, or another one than the delta was made for.
+        WeightsError: a parent is missing, or is not the one that the delta was made for.
     """
     chain = [manifest]
     while (child := chain[0]).is_delta:
@@ -95,7 +94,7 @@ def find_chain(
 
 
 def needed_versions(run_dir: Path, versions: Iterable[int]) -> set[int]:
-    """The versions that these are made of, themselves too. What cannot be read needs only itself."""
+    """`versions` and all versions in their chains. A version that cannot be read needs only itself."""
     needed: set[int] = set()
     for version in versions:
         needed.add(version)

@@ -1,12 +1,12 @@
-"""Claim checks: a large trajectory lies in a file of the run, and its entry has pointer, size and digest. So
-do the choices of every trajectory that has any, in a file of their own, which only trainers read.
+"""Claim checks: a large trajectory lies in a file of the run, and its entry has pointer, size and digest. The
+choices of every trajectory that has any lie in a file of their own, which only trainers read.
 
 The file is in the run's folder, or an object in a store that all services reach; its pointer says which, so
-that whoever reads an entry needs no config. Guarantees: a file is whole and durable before the entry that
-claims it. A reader gets the record as it would have come through the stream, byte for byte, or, where the
-payload is missing, wrong, or cannot be read while others can, the entry's own few fields with `fault` saying
-so: that sample has failed, and no other. A store that is away is waited for, as Redis is. A file goes only
-when no entry claims it and none can any more.
+that readers need no config. Guarantees: a file is whole and durable before the entry that claims it. A reader
+gets the record as it would have come through the stream, byte for byte. If the payload is missing, wrong, or
+cannot be read while others can, it gets the entry's own few fields with the reason in `fault`: that sample
+has failed, and no other. Readers wait for a store that is away, as for Redis. A file is removed only when no
+entry claims it and none can any more.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ from tidemill.common.wire.messages import ChoiceRows, Choices, Claim, Message, T
 log = structlog.get_logger(__name__)
 
 CLAIMS_FOLDER = "claims"
-"""Below the run's folder."""
+"""Name of the folder of payloads in the run's folder."""
 NAMES_A_CLAIM = b"\xa5claim"
-"""In the payload of every entry with a claim: no need to decode the others."""
+"""Bytes in the payload of every entry with a claim: others need not be decoded."""
 _NAME = re.compile(r"^\.?(?P<ticket>[0-9]+)-[0-9]+-[0-9a-f]{32}(\.[0-9a-f]{8}\.aside)?$")
-"""Of a payload, and of what a writer that was killed has left of one."""
+"""File names of payloads, and of unfinished ones that a killed writer has left."""
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
-"""How long a store that is away is asked again: some 25 s, and no longer than a minute."""
+"""Retries of a request to a store that is away: for some 25 s, at most a minute."""
 AWAY_S = 30.0
-"""Trajectories go through the stream for so long after the store took none: a worker's slots must not wait
-for it one after the other."""
+"""Seconds for which trajectories go through the stream after the store refused one: a worker's slots must not
+wait for it one after the other."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-"""Between two looks whether a store that is away is back."""
+"""Pauses between attempts to use a store that is away."""
 LAST_PAUSE_S = 2.0
-"""Before the last look at a payload that cannot be read while others can."""
+"""Longest pause between attempts to read a payload that cannot be read while others can."""
 MAX_OTHERS = 8
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
@@ -58,15 +58,15 @@ class ClaimStore:
     def __init__(
         self, run_dir: Path, least_bytes: int = 0, url: str = "", max_bytes: int | None = None
     ) -> None:
-        """Payloads of `least_bytes` and more are put in the run's folder, or below `url`; none with 0. Larger
-        ones than `max_bytes` are not read.
+        """Payloads of at least `least_bytes` (0: none) are put in the run's folder, or below `url`. Those
+        larger than `max_bytes` are not read.
 
         Raises:
             ConfigError: the store at `url` cannot be opened.
         """
         self.folder, self.least_bytes, self.max_bytes = run_dir / CLAIMS_FOLDER, least_bytes, max_bytes
         self.reads_choices = False
-        """Whether `resolve` reads those of a trajectory too, where it is not told."""
+        """Whether `resolve` reads a trajectory's choices, too, by default."""
         self.url = f"{url.rstrip('/')}/{run_dir.name}/{CLAIMS_FOLDER}" if url else ""
         self._opened: dict[str, Objects] = {}
         self._away_until, self._has_folder = 0.0, False
@@ -74,8 +74,8 @@ class ClaimStore:
             self._objects(self.url)
 
     def check_in(self, sample: Trajectory) -> Trajectory:
-        """What to publish: the trajectory, or where it is large a claim to it, whose file is durable then.
-        After `check_in_choices`.
+        """The trajectory to publish: itself, or, if large, a claim to it, with a durable file. Call it after
+        `check_in_choices`.
 
         Raises:
             StorageError: the disk is full, read-only or not there; nothing half-written is visible.
@@ -92,7 +92,7 @@ class ClaimStore:
             "completion_ids": NO_IDS,
             "logprobs": NO_LOGPROBS,
             "loss_mask": None,
-            # Not from token 0 on: releases that know no claims refuse that, and take it for no empty answer.
+            # Not from token 0: releases that know no claims refuse that, and do not read an empty answer.
             "spans": ((sample.min_version, 1),),
             "session": None,
             "text": "",
@@ -105,7 +105,7 @@ class ClaimStore:
         return Trajectory.model_construct(**(sample.__dict__ | without))
 
     def check_in_choices(self, sample: Trajectory) -> Trajectory:
-        """The sample with a claim in place of the rows of its choices, whose file is durable then. Raises as
+        """The sample with a claim, to a durable file, in place of the rows of its choices. Raises like
         `check_in`."""
         if sample.choices is None:
             return sample
@@ -125,13 +125,13 @@ class ClaimStore:
         return 0 < self.least_bytes <= len(payload)
 
     def put(self, ticket: int, index: int, payload: bytes) -> Claim:
-        """A claim to a payload of a sample, whose file is durable then.
+        """Write a payload of a sample to a durable file; returns a claim to it.
 
         Raises:
             StorageError, StoreError: as `check_in`.
         """
         digest = xxhash.xxh3_128_hexdigest(payload)
-        # By its content: two workers that make the same sample write two files, and each entry finds its own.
+        # Named by content: two workers that make the same sample write two files, one for each entry.
         name = f"{ticket}-{index}-{digest}"
         # Before the claim leaves this call: an entry that is published with it must find the payload.
         self._write(name, payload)
@@ -139,12 +139,12 @@ class ClaimStore:
         return Claim(pointer=pointer, num_bytes=len(payload), digest=digest)
 
     def resolve(self, message: Message, reads_choices: bool | None = None) -> Message:
-        """The whole trajectory of a claim, with its choices where they are wanted, or what there is of it
-        with its `fault`; any other message as it is.
+        """The whole trajectory of a claim, with its choices where they are wanted; if something cannot be
+        read, it is left out, and `fault` says so. Any other message is returned unchanged.
 
         Raises:
-            StoreError: the store is away, which says nothing of the payload; `UnreadableError` where it gives
-                others.
+            StoreError: the store is away, which says nothing about the payload; `UnreadableError` where other
+                payloads can be read.
         """
         if not isinstance(message, Trajectory):
             return message
@@ -166,8 +166,8 @@ class ClaimStore:
     def _write(self, name: str, payload: bytes) -> None:
         if not self.url:
             with storage_errors("a large trajectory", self.folder):
-                # Made once, in a run's folder that is there: one that has vanished since is away, and with an
-                # empty one in its place all that it holds would pass for missing.
+                # Made once, in an existing run's folder. If it vanishes later, it is not mounted: with an
+                # empty folder in its place, all its payloads would count as missing.
                 if not self._has_folder:
                     self.folder.mkdir(exist_ok=True)
                 self._has_folder = True
@@ -193,16 +193,16 @@ class ClaimStore:
             is_there = isinstance(error, OSError) and self._gives_others(name)
             kind = UnreadableError if is_there else StoreError
             raise kind(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
-        # It was there: should it vanish now, `_write` makes no empty one in its place.
+        # The folder exists: should it vanish now, `_write` must not make an empty one in its place.
         self._has_folder |= not url
         return payload
 
     def _read_file(self, name: str) -> bytes:
         """Raises OSError: the folder is there, the file cannot be read; StoreError: the folder is away."""
         try:
-            # Before the file: one that comes back after a look for it would make the file pass for missing.
+            # The folder first: if it were absent at the open of the file, the file would count as missing.
             folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:  # it is not mounted, which says nothing of its files
+        except OSError as error:  # it is not mounted, which says nothing about its files
             raise StoreError(_reason(error)) from error
         try:
             with open(name, "rb", opener=partial(os.open, dir_fd=folder)) as file:
@@ -242,16 +242,16 @@ class ClaimStore:
 
     @staticmethod
     def _whole(message: Trajectory, payload: bytes) -> Trajectory:
-        """Raises ValueError or CodecError: it is not of the sample that it was claimed for."""
+        """Raises ValueError or CodecError: the payload is not that of the sample it was claimed for."""
         whole = codec.decode_payload(payload, Trajectory)
-        # The digest says that the bytes are those that were claimed, not that they are of this sample.
+        # The digest proves that these bytes were claimed, not that they belong to this sample.
         if whole.key != message.key:
             raise ValueError(f"it is of sample {whole.key}, claimed for {message.key}")
         return whole
 
     @staticmethod
     def _with_choices(message: Trajectory, claim: Claim, payload: bytes) -> Trajectory:
-        """Raises ValueError or CodecError: it is of another sample, or of other tokens."""
+        """Raises ValueError or CodecError: the payload is of another sample, or of other tokens."""
         found = codec.decode_payload(payload, ChoiceRows)
         of_sample = (found.ticket, found.index, found.tokens_digest)
         if of_sample != (*message.key, message.tokens_digest):
@@ -260,11 +260,11 @@ class ClaimStore:
         return message.model_copy(update={"choices": Choices(claim=claim, rows=found.rows)})
 
     def settled(self, first_ticket: int) -> set[str]:
-        """Pointers of the files of tickets below `first_ticket`, which are settled: of a later one an entry
-        may still come.
+        """Pointers of the files of tickets below `first_ticket`, which are settled: later tickets may still
+        get entries.
 
         Raises:
-            StoreError: the object store does not say.
+            StoreError: the object store cannot be listed.
         """
         if self.url:
             names = self._objects(self.url).names()
@@ -281,18 +281,17 @@ class ClaimStore:
             self._objects(self.url).delete(names)
             return
         for name in names:
-            # May be repeated: what a crash leaves is among the settled ones of the next trim.
+            # May be repeated: files that a crash leaves are settled at the next trim, too.
             (self.folder / name).unlink(missing_ok=True)
 
     def _objects(self, url: str) -> Objects:
-        if url not in self._opened:  # twice by two threads does no harm
+        if url not in self._opened:  # two threads may both open it, which does no harm
             self._opened[url] = Objects(url, "streams.claim_check_url", retries=RETRIES)
         return self._opened[url]
 
 
 async def with_choices_in(claims: ClaimStore, sample: Trajectory) -> Trajectory:
-    """As `ClaimStore.check_in_choices`, on a thread. A store that takes nothing is waited for: choices never
-    go through a stream."""
+    """Like `ClaimStore.check_in_choices`, on a thread. Waits for a store that is away, without any limit."""
     pause_s = FIRST_PAUSE_S
     while True:
         try:
@@ -304,8 +303,8 @@ async def with_choices_in(claims: ClaimStore, sample: Trajectory) -> Trajectory:
 
 
 async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) -> Any:
-    """As `ClaimStore.resolve`, on a thread. A store that is away is waited for, and a payload that cannot be
-    read while others can for some seconds; a person, who `is_patient` not, is shown that instead."""
+    """Like `ClaimStore.resolve`, on a thread. Waits while the store is away, and some seconds for a payload
+    that cannot be read while others can; without `is_patient`, returns the fault instead."""
     pause_s = FIRST_PAUSE_S
     while True:
         try:
@@ -314,7 +313,7 @@ async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) ->
             if not is_patient or (isinstance(error, UnreadableError) and pause_s > LAST_PAUSE_S):
                 return with_fault(message, str(error))
             log.warning("waiting for the store of large trajectories", error=str(error))
-        # All readers have lost the store at once, and must not come back at once.
+        # All readers lost the store at once, and must not all return at once.
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

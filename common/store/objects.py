@@ -1,7 +1,7 @@
-"""Objects in a bucket of S3, or of what speaks its protocol; keys and endpoint come from AWS_... variables.
+"""Objects in an object store, such as a bucket of S3; its keys and endpoint come from AWS_... variables.
 
-An object is there as a whole or not at all. The client repeats what fails in passing (no connection, answers
-of 500 and more), with growing pauses; what raises then has failed for good, or for longer than that.
+An object exists as a whole or not at all. The client repeats requests after temporary errors (no connection,
+answers of 500 and more), with growing pauses; an error that is raised was final, or lasted longer than that.
 """
 
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
 
 
 class Objects:
-    """What lies below one address. Threads may share it."""
+    """The objects below one address. Threads may share it."""
 
     def __init__(
         self, url: str, field: str, error: type[TidemillError] = StoreError, retries: Any = None
     ) -> None:
-        """`field` of the config has the address; failures are raised as `error`.
+        """`field` is the config's field with the address, for messages; failures are raised as `error`.
 
         Raises:
-            ConfigError: the address is no store's, or the library is not there.
+            ConfigError: the address is not that of a store, or the library is not installed.
         """
         try:
             import obstore
@@ -67,7 +67,7 @@ class Objects:
         self.delete(sorted(self.names(folder), key=lambda path: not path.endswith(".json")))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no connection is held open."""
 
     def _do(self, path: str, work: Any) -> Any:
         try:

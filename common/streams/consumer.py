@@ -1,8 +1,8 @@
 """Streams as queues: consumer groups with leases.
 
-What it guarantees: a result and the acknowledgement of its input are one atomic unit, and only the
-holder of the lease can publish; a held message is renewed while it is worked on and taken over when its
-holder falls silent. Every call may be repeated after a lost connection.
+Guarantees: a result and the acknowledgement of its input are one atomic unit, and only the holder of the
+lease can publish; a held message is renewed while it is worked on, and taken over when its holder is silent.
+Every call may be repeated after a lost connection.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 # One renewal may be lost, and the next one still comes a third of a lease early.
 RENEWALS_PER_LEASE = 3
-# Redis serves nobody else while a script runs, and Lua's `unpack` takes some thousands of values at most.
+# Redis serves no other client while a script runs, and Lua's `unpack` takes a few thousand values at most.
 MAX_IN_ONE_CALL = 512
 
 M = TypeVar("M", bound=Message)
@@ -64,10 +64,10 @@ class Consumer(Generic[M]):
         self.label, self.max_bytes = label or key.rpartition(":")[2], broker.max_bytes
         self.held: dict[str, Delivery[M]] = {}
         self._settling: Counter[str] = Counter()
-        """Held messages whose acknowledgement is under way: no longer pending is what they should be."""
+        """Held messages with an acknowledgement under way: not to find them pending is no lost lease."""
         self._ahead: deque[Delivery[M] | Garbled] = deque()
-        """New messages that came in the round trip of an acknowledgement; the next `fetch` has them. They are
-        held from the moment they come, like all that this consumer was given: its caller may be cancelled."""
+        """New messages that came in the round trip of an acknowledgement, for the next `fetch`. They are held
+        and renewed from their arrival on."""
         self._read = ("XREADGROUP", "GROUP", group, name, "COUNT")
         self._size = ReadSize(self.max_bytes)
         self._num_deliveries = metrics.DELIVERIES.labels(self.label)
@@ -78,17 +78,17 @@ class Consumer(Generic[M]):
 
     async def __aenter__(self) -> "Consumer[M]":
         await ensure_group(self.broker, self.key, self.group)
-        # An outage may have just ended, and leases do not tell: the others have to renew first.
+        # An outage may have just ended, which leases do not show: other holders get time to renew.
         self.takeover.be_patient()
         self._renewal = asyncio.create_task(self._renew_forever(), name=f"renew {self.label}")
-        # Before the keeper is told: one that was made long ago would look as if its loop stood still.
+        # Before the keeper gets this consumer: with an old time, its loop would look blocked.
         self.renewed_at = time.monotonic()
         if self._lease_keeper:
             self._lease_keeper.add(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # Before the renewal ends, or the keeper would take its place.
+        # Before the renewal ends, or the keeper would renew in its place.
         if self._lease_keeper:
             self._lease_keeper.remove(self)
         if self._renewal:
@@ -103,7 +103,7 @@ class Consumer(Generic[M]):
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
-            # What others have abandoned goes first: groups wait for it, and nobody renews it.
+            # Abandoned messages first: their groups wait for them, and no worker renews them.
             if taken := await self._reclaim(count) or self._take_ahead(count):
                 return taken
             command = (*self._read, count, *block_for(block_s), "STREAMS", self.key, ">")
@@ -121,13 +121,13 @@ class Consumer(Generic[M]):
     ) -> list[bool]:
         """Publish each result to `out_key` and acknowledge its input, as one unit for each pair.
 
-        None acknowledges only. Returns whether each lease was still held; else nothing was published. Up to
-        `ahead` new messages come in the same round trip: they are held from now on, and the next `fetch` has
-        them at once. Ask for no more than will be fetched without delay.
+        A result of None only acknowledges. Returns whether each lease was still held; if not, nothing was
+        published. Up to `ahead` new messages are read in the same round trip: they are held from then on, and
+        the next `fetch` returns them. Ask for no more than will be fetched without delay.
         """
         if ahead > 0:
             command = (*self._read, self._size.limit(ahead), "STREAMS", self.key, ">")
-            # Sent with what leaves next, and not repeated: `fetch` asks anyway.
+            # Sent with the next call, and not repeated: `fetch` asks anyway.
             if (asked := self.broker.redis.ask(command)) is not None:
                 asked.add_done_callback(self._receive_ahead)
         done: list[bool] = []
@@ -139,11 +139,11 @@ class Consumer(Generic[M]):
     async def publish_sample(
         self, delivery: Delivery[Ticket], out_key: str, progress_key: str, sample: Trajectory | None
     ) -> bool:
-        """Publish one trajectory of the held ticket; the ticket is acknowledged with the last one. None only
-        looks whether all are published. Returns whether the group is complete now.
+        """Publish one trajectory of the held ticket; the ticket is acknowledged with the last one. With a
+        `sample` of None, only check whether all are published. Returns whether the group is complete now.
 
         Raises:
-            LeaseLostError, CodecError: another worker has taken the ticket over; no reader would take it.
+            LeaseLostError: another worker has taken the ticket over. CodecError: the sample is too large.
         """
         entry: tuple[Any, ...] = ("", delivery.message.group_size, SCHEMA, b"")
         if sample is not None:
@@ -152,7 +152,7 @@ class Consumer(Generic[M]):
         keys = (out_key, progress_key, Keys.parts(progress_key))
         reply = await self._settle("publish_sample", delivery, entry, *keys)
         if reply == 1:
-            # As in Redis, where the script has begun to count deliveries again.
+            # As in Redis, where the script has reset the count of deliveries.
             delivery.attempts = 1
         elif reply == 2:
             self.held.pop(delivery.entry_id, None)
@@ -161,8 +161,9 @@ class Consumer(Generic[M]):
     async def append_part(
         self, delivery: Delivery[Ticket], progress_key: str, index: int, number: int, part: bytes
     ) -> bool:
-        """Keep part `number` of a sample of the held ticket, until the sample is published. Its first 16
-        bytes name its play. Returns whether it is kept: not after a part that Redis has lost.
+        """Keep part `number` of a sample of the held ticket, until the sample is published. The first 16
+        bytes identify the play. Returns whether it is kept: not if the part before is lost, or the sample
+        published.
 
         Raises:
             LeaseLostError: another worker has taken the ticket over.
@@ -177,12 +178,12 @@ class Consumer(Generic[M]):
     async def start_group(
         self, delivery: Delivery[M], progress_key: str, version: int, replaces: bool = False
     ) -> None:
-        """Note the version at which a group was started, where none is or this one `replaces` it. Raises
-        LeaseLostError: another worker has taken the ticket over."""
+        """Note the version at which a group was started, unless one is noted; with `replaces`, in any case.
+        Raises LeaseLostError: another worker has taken the ticket over."""
         await self._settle("start_group", delivery, (version, int(replaces)), progress_key)
 
     def holds(self, delivery: Delivery[M]) -> bool:
-        """Whether this very delivery is held: neither settled nor lost, nor given to us a second time."""
+        """Whether this delivery is held: neither settled nor lost, nor delivered here again since."""
         return self.held.get(delivery.entry_id) is delivery
 
     async def store_result(
@@ -230,7 +231,7 @@ class Consumer(Generic[M]):
         return done
 
     async def renew(self) -> None:
-        """Renew every held lease now, and mark those that are lost; happens by itself in the background."""
+        """Renew every held lease now, and mark those that are lost; a background task calls it, too."""
         # A copy: messages come and are settled while Redis is awaited.
         for part in _in_parts(list(self.held)):
             all_lost = [entry_id.encode() for entry_id in part]
@@ -242,7 +243,7 @@ class Consumer(Generic[M]):
     async def renew_by(self, broker: Broker) -> None:
         """Renew every held lease through another connection, from another thread than the one of `fetch`.
 
-        What is lost, the loop of this consumer finds out when it turns again.
+        Lost leases are noticed by `renew`, once this consumer's own loop runs again.
         """
         # Copied in one step: the loop of `fetch` changes the dict meanwhile, in its own thread.
         for part in _in_parts(list(self.held)):
@@ -250,12 +251,12 @@ class Consumer(Generic[M]):
                 await broker.script("renew", [self.key], [self.group, self.name, *part])
 
     async def hand_back(self, deliveries: Sequence[Delivery[M]], is_counted: bool = False) -> None:
-        """Give messages back, to the next that reclaims. It was an attempt only where `is_counted`."""
+        """Give messages back, to the next consumer that reclaims; an attempt only with `is_counted`."""
         if not deliveries:
             return
         ids = [delivery.entry_id for delivery in deliveries]
         taken_off = 0 if is_counted else 1
-        # As if they had been silent for more than a lease: the next look takes them.
+        # As if their holder had been silent for more than a lease: the next look takes them.
         args = [self.group, self.name, int(self.lease_s * 1000) + 1, taken_off, NOBODY, *ids]
         with self._settling_all(ids):
             await self._script("hand_back", args, None)
@@ -269,7 +270,7 @@ class Consumer(Generic[M]):
         await self._count_deliveries(deliveries, -1)
 
     async def unpark(self, deliveries: Sequence[Delivery[M]]) -> None:
-        """Work on parked messages begins: from now on this delivery counts."""
+        """Count the delivery of parked messages again, when work on them begins."""
         await self._count_deliveries(deliveries, 0)
 
     async def _count_deliveries(self, deliveries: Sequence[Delivery[M]], change: int) -> None:
@@ -281,18 +282,18 @@ class Consumer(Generic[M]):
 
     async def leave(self) -> None:
         """Hand everything back and remove this consumer from the group, if nothing is pending for it."""
-        self._ahead.clear()  # they are among those that are held, and go back with them
+        self._ahead.clear()  # they are in `held`, too, and are handed back with it
         await self.hand_back(list(self.held.values()))
-        # One unit: Redis may lose an acknowledgement; what is pending again must not go with the consumer.
-        # NOBODY is a consumer to Redis too, and stays one until it holds nothing.
+        # Checked in the script: after a loss of Redis, entries may be pending again, and would be removed
+        # with the consumer. NOBODY is a consumer in Redis, too, and stays one until it holds nothing.
         for name in (self.name, NOBODY):
             await self._script("leave", [self.group, name], None)
 
     async def _script(
         self, name: str, args: list[Any], without_group: Any, *other_keys: str, about: Sequence[Any] = ()
     ) -> Any:
-        """Run a script `about` deliveries; `without_group` is its answer where the group is gone, and with it
-        every lease."""
+        """Run a script `about` deliveries; returns `without_group` where the group is gone, and with it every
+        lease."""
         try:
             return await self.broker.script(
                 name, [self.key, *other_keys], args, lambda: self._check_current(about)
@@ -324,7 +325,7 @@ class Consumer(Generic[M]):
         try:
             with self._settling_all(ids):
                 flags = await self._script("complete", args, [0] * len(ids), out_key, about=deliveries)
-        except LeaseLostError:  # some came once more, and are left out now
+        except LeaseLostError:  # some were lost or delivered again: left out now
             current = list(map(self._is_current, deliveries))
             kept = list(compress(deliveries, current)), list(compress(payloads, current))
             done = iter(await self._complete(*kept, out_key))
@@ -342,7 +343,7 @@ class Consumer(Generic[M]):
         try:
             yield
         finally:
-            # Samples of one ticket settle side by side: the answer to one says nothing of the others.
+            # Counted, because several samples of one ticket may settle at once.
             self._settling.subtract(entry_ids)
             for entry_id in entry_ids:
                 if not self._settling[entry_id]:
@@ -361,7 +362,7 @@ class Consumer(Generic[M]):
         if isinstance(entry, Garbled):
             return entry
         if entry.entry_id in self.held:
-            # Given to us a second time: Redis has lost the first, and what was begun under it with it.
+            # Delivered here again: Redis has lost the first delivery, and the work begun under it is void.
             self._lose(entry.entry_id)
         delivery = Delivery(entry.entry_id, fields, entry.message, attempts)
         self.held[delivery.entry_id] = delivery
@@ -369,15 +370,15 @@ class Consumer(Generic[M]):
 
     def _receive_ahead(self, asked: asyncio.Future[list[Any]]) -> None:
         if asked.cancelled() or asked.exception() is not None:
-            self.broker.num_interruptions += 1  # Redis may have given messages that never came
+            self.broker.num_interruptions += 1  # Redis may have delivered messages in the lost answer
             return
         (reply,) = asked.result()
-        # An error, such as a group that is gone, comes again where `fetch` asks.
+        # An error, such as a group that is gone, is raised again when `fetch` asks.
         if not isinstance(reply, Exception):
             self._ahead.extend(self._hold_new(reply))
 
     def _take_ahead(self, count: int) -> list[Delivery[M] | Garbled]:
-        """Up to `count` of those that came with an acknowledgement and are not lost since."""
+        """Up to `count` messages of `_ahead`, without those that were lost since."""
         taken: list[Delivery[M] | Garbled] = []
         while self._ahead and len(taken) < count:
             entry = self._ahead.popleft()
@@ -388,14 +389,14 @@ class Consumer(Generic[M]):
     def _is_current(self, delivery: Delivery[Any]) -> bool:
         """Whether it was not lost, and no other delivery of the same entry has come since.
 
-        An id that Redis has lost may be another message's now, pending for us before we have read it: a lost
-        delivery must not be sent again.
+        After a loss of Redis, its id may be that of another message, pending here before it is read: a lost
+        delivery must not be settled again.
         """
         is_lost = isinstance(delivery, Delivery) and delivery.is_lost
         return not is_lost and self.held.get(delivery.entry_id, delivery) is delivery
 
     def _check_current(self, deliveries: Sequence[Any]) -> None:
-        """Before each attempt: Redis may have lost an entry, and given us another one with its id."""
+        """Checked before each attempt: Redis may have lost an entry, and delivered another with its id."""
         for delivery in deliveries:
             if not self._is_current(delivery):
                 raise LeaseLostError(
@@ -412,13 +413,13 @@ class Consumer(Generic[M]):
             log.warning("lease lost, another worker took over", stream=self.label, entry=entry_id)
 
     async def _reclaim(self, count: int) -> list[Delivery[M] | Garbled]:
-        """What is this consumer's own without its knowing, and what others have abandoned."""
+        """Messages that were delivered here in a lost answer, or that other consumers have abandoned."""
         if self.takeover.notice_interruption():
             unanswered = [self._hold(*found) for found in await self._read_unanswered(count)]
-            # At once: after an outage the others wait little more than a lease (`Takeover.be_patient`). What
-            # another one has taken since it was listed is found to be lost.
+            # At once: after an outage the others wait little more than a lease (`Takeover.be_patient`). It
+            # also finds what another consumer has taken since the listing.
             await self.renew()
-            # As many as were asked for: there may be more.
+            # With as many as were asked for, there may be more.
             if len(unanswered) >= count:
                 self.takeover.ask_again()
             if unanswered:
@@ -427,7 +428,7 @@ class Consumer(Generic[M]):
         if taken is None:
             # The clock has made our own leases look expired as well.
             await self.renew()
-        # Our own are among what was taken where their renewal was late: they are worked on already.
+        # Our own messages are taken, too, where their renewal was late: they are worked on already.
         deliveries = [self._hold(*found) for found in taken or () if found[0].decode() not in self.held]
         if deliveries:
             metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
@@ -436,12 +437,12 @@ class Consumer(Generic[M]):
 
     async def _read_unanswered(self, count: int) -> list[tuple[bytes, Fields, int]]:
         """Up to `count` entries that were delivered here in an answer that was lost with its connection, as
-        (id, fields, attempts): nobody else would look for them before their leases end.
+        (id, fields, attempts): no other consumer would look for them before their leases end.
 
         Raises:
             ResponseError: stream or group are gone.
         """
-        # The answer lists what is held as well; with room for that, `count` others fit.
+        # The answer lists held messages, too; with room for these, `count` others fit.
         most = count + len(self.held)
         unanswered: dict[bytes, tuple[bytes, Fields, int]] = {}
         while True:
@@ -450,8 +451,8 @@ class Consumer(Generic[M]):
             known = {entry_id.encode() for entry_id in self.held} | unanswered.keys()
             attempts = {row[0]: int(row[3]) for row in rows if row[0] not in known}
             asked = list(attempts)[: count - len(unanswered)]
-            # Not by XREADGROUP: Redis would count one more delivery with each answer that is lost, and nobody
-            # has begun them.
+            # Not by XREADGROUP: with each lost answer, Redis would count one more delivery of messages that
+            # no worker has begun.
             reads = [("XRANGE", self.key, entry_id, entry_id) for entry_id in asked]
             replies = await self.broker.pipeline(reads)
             found = dict(reply[0] for reply in replies if isinstance(reply, list) and reply)
@@ -459,7 +460,7 @@ class Consumer(Generic[M]):
             trimmed = [i for i, reply in zip(asked, replies, strict=True) if reply == []]
             if not trimmed:
                 return list(unanswered.values())
-            # Trimmed while they were pending: nobody can work on them, and they would take places for ever.
+            # Trimmed while they were pending: they cannot be worked on, and would stay pending for ever.
             await self.broker.execute("XACK", self.key, self.group, *trimmed)
 
     async def _renew_forever(self) -> None:

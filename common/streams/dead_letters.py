@@ -1,8 +1,8 @@
 """Dead letters: messages that could not be processed, put back exactly once, or removed.
 
-Putting a message back and removing its letter are one atomic unit, so that a letter can be put back once
-only, whoever asks and however often. The message itself is never appended a second time where its stream
-still holds it: its entry becomes pending again in its consumer group.
+Putting a message back and removing its letter are one atomic unit: repeated or concurrent requests put it
+back once. A message that its stream still holds is not appended again: its entry becomes pending again in its
+consumer group.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 SCAN_BATCH = 16
 DONE, LETTER_GONE, MESSAGE_GONE = 1, 0, -1
-"""What `requeue` answers: put back; the letter is gone; the stream no longer has the message."""
+"""Results of `requeue`: put back; the letter is gone; the stream no longer has the message."""
 
 
 def dead_letter(
@@ -33,7 +33,7 @@ def dead_letter(
     message: Message | None = None,
     attempts: int = 1,
 ) -> DeadLetter:
-    """The letter about an entry of the stream `origin`; `message` is what it means, if known."""
+    """The letter about an entry of the stream `origin`; `message` is the decoded entry, if it could be."""
     return DeadLetter(
         origin=origin,
         entry_id=entry_id,
@@ -53,7 +53,7 @@ async def append_dead_letter(broker: Broker, dead_key: str, letter: DeadLetter) 
 
 
 class DeadLetterWriter:
-    """The dead letters about one stream's entries. Each letter is read once, however often this is asked."""
+    """Appends dead letters about one stream's entries, one for each entry; reads existing ones only once."""
 
     def __init__(self, broker: Broker, keys: Keys, key: str) -> None:
         self._broker, self._dead_key, self._origin = broker, keys.dead, keys.name_of(key)
@@ -68,7 +68,7 @@ class DeadLetterWriter:
         return entry_id in self._known
 
     async def append_unread(self, garbled: Garbled, worker: str) -> None:
-        """Put an entry that nobody can read into the dead letters, unless it is there already."""
+        """Dead-letter an entry that cannot be decoded, unless it has a letter already."""
         # The log keeps the entry and no consumer group has it: it is read again after each restart.
         if not await self.has(garbled.entry_id):
             letter = dead_letter(self._origin, garbled.entry_id, garbled.fields, garbled.error, worker)
@@ -99,8 +99,8 @@ async def requeue(
     Args:
         broker, dead_key, letter_id: The dead letter.
         key, group, entry_id: The entry, and the consumer group that shall have it.
-        lease_s: A lease of the group: nobody has to wait for the entry's.
-        progress_key, published, started_version: Of a ticket, what is known of its half-done group.
+        lease_s: Lease of the group: the entry counts as idle for longer, so that no worker has to wait.
+        progress_key, published, started_version: For a ticket, the progress of its incomplete group.
 
     Returns:
         DONE, LETTER_GONE or MESSAGE_GONE.
@@ -118,6 +118,6 @@ async def reappend(broker: Broker, dead_key: str, letter_id: str, key: str, fiel
 
 
 async def remove_entries(broker: Broker, key: str, entry_ids: Iterable[str]) -> int:
-    """Remove entries by id; returns how many were there. Of all streams, only dead letters end this way."""
+    """Remove entries by id; returns how many were there. Used for dead letters only."""
     ids = list(entry_ids)
     return int(await broker.execute("XDEL", key, *ids)) if ids else 0

@@ -1,6 +1,6 @@
-"""What a stream holds: entries, their ids, and what cannot be decoded. Knows nothing of Redis's client.
+"""Entries of a stream, their ids, and entries that cannot be decoded.
 
-Readers of archives and of whole histories need this much of a stream and no more.
+Independent of Redis's client, for readers of archives and histories.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Message
 
 START = "0-0"
-"""Before every entry."""
+"""An id before every entry."""
 NOBODY = "requeued"
-"""The holder of messages that were given back: no worker's name. What it holds is for the first that asks."""
+"""Consumer that holds messages which were given back; no worker has this name. The next look takes them."""
 
 M = TypeVar("M", bound=Message)
 Fields = dict[bytes, bytes]
@@ -37,8 +37,8 @@ class Garbled:
 
 @dataclass(eq=False, slots=True)
 class Delivery(Generic[M]):
-    """A message held by this consumer. `attempts` counts deliveries, this one included; of a ticket, since a
-    sample of it, or a part of one, was published."""
+    """A message held by this consumer. `attempts` counts deliveries, this one included; for a ticket, those
+    since a sample of it was last published, or a part of one kept."""
 
     entry_id: str
     fields: Fields
@@ -47,7 +47,7 @@ class Delivery(Generic[M]):
     is_lost: bool = False
     """True once another consumer has taken the message over: stop working on it."""
     on_lost: Callable[[], object] | None = None
-    """Called then, for holders of thousands that want no task for each that waits."""
+    """Called when the message is lost; cheaper than a waiting task for each of thousands of messages."""
 
 
 def entry_id_of(number: int) -> str:
@@ -58,7 +58,7 @@ def entry_id_of(number: int) -> str:
 
 # Milliseconds have 64 bits, so no id lies above the second.
 ENDS = {"-": (0, 0), "+": (2**64, 0)}
-"""What commands take in place of the least and the greatest id."""
+"""Symbols for the least and the greatest id in commands."""
 
 
 def id_order(entry_id: str) -> tuple[int, int]:

@@ -1,6 +1,6 @@
-"""One lane of a worker: it fetches what it has free slots for, works, and at the end drains.
+"""One lane of a worker: it fetches messages for its free slots, works on them, and at the end drains.
 
-An error that nobody expected ends the whole process, never one lane alone.
+An unexpected error ends the whole process, never one lane alone.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ BLOCK_S, LONGEST_BLOCK_S = 0.5, 2.0
 """Wait for new messages; a stop is noticed no later than this. While nothing comes, the wait grows: a
 thousand workers whose evaluation lane is idle must not keep Redis busy."""
 BLOCKS_PER_LEASE = 8
-"""What others have abandoned is looked for between two waits."""
+"""Least number of waits in a lease: abandoned messages are looked for between two waits."""
 
 M = TypeVar("M", bound=Message)
 Result = TypeVar("Result")
@@ -68,28 +68,28 @@ class LaneWorker(ABC, Generic[M]):
 
     @abstractmethod
     def given_up(self, delivery: Delivery[M]) -> str:
-        """Why a message that was delivered too often is worked on no more; empty where it is."""
+        """Why a message is given up, such as too many deliveries; empty where it is worked on."""
 
     async def flush(self) -> None:
         """Publish what is finished; called before this worker leaves."""
 
     async def run(self) -> None:
         """Fetch and work until the service stops, then finish or hand back what is held."""
-        # The consumer outlives the tasks: it renews the leases of what they still work on.
+        # The consumer outlives the tasks: it renews the leases of messages that they still work on.
         async with self.consumer, self._tasks:
             while not self.context.stopping.is_set():
                 if (free := self.num_free) <= 0:
-                    # Nothing is awaited between the look and this, so no slot can become free unseen.
+                    # Nothing is awaited between the check and this, so no freed slot is missed.
                     self._slot_freed.clear()
                     await self.context.unless_stopping(self._slot_freed.wait())
                     continue
                 deliveries = []
-                # The dead ones go before work begins: each is settled while its lease is surely held.
+                # Dead-lettered before work begins, while the leases are surely held.
                 for entry in await self.fetch(free):
                     if isinstance(entry, Garbled):
                         await self.dead_letter(entry, entry.error)
                     elif reason := self.given_up(entry):
-                        # This delivery was no attempt: nothing of it was begun.
+                        # This delivery was no attempt: no work was begun.
                         await self.dead_letter(entry, reason, entry.attempts - 1)
                     else:
                         deliveries.append(entry)
@@ -99,7 +99,7 @@ class LaneWorker(ABC, Generic[M]):
     async def fetch(self, count: int) -> list[Delivery[M] | Garbled]:
         if self._reading:
             return await self.context.unless_stopping(self._take_whole()) or []
-        # Not cancelled by a stop: what a cancelled call was given would stay pending until its lease expires.
+        # Not cancelled by a stop: messages of a cancelled call would stay pending until their leases expire.
         deliveries = await self.consumer.fetch(count, self._block_s)
         self._block_s = BLOCK_S if deliveries else min(2 * self._block_s, self._longest_block_s)
         if (claims := self.context.broker.claims) is None:
@@ -108,16 +108,16 @@ class LaneWorker(ABC, Generic[M]):
             if isinstance(held, Delivery) and has_claim(held.message):
                 self._reading[self._tasks.create_task(resolved(claims, held.message))] = held
         claimed = list(self._reading.values())
-        # The others are worked on meanwhile; those in `_reading` are held and renewed like all.
+        # The others are worked on meanwhile; those in `_reading` are held and renewed like these.
         return [held for held in deliveries if held not in claimed]
 
     async def _take_whole(self) -> list[Delivery[M] | Garbled]:
-        """The messages whose payloads have been read; waits for the first. Where the store stays away from
-        here for a lease, others get the rest, and this worker takes no more before it is back."""
+        """The messages whose payloads have been read; waits for the first. If none can be read for a lease,
+        all are handed back, and this worker takes no more until the store is back."""
         lease_s = self.consumer.lease_s
         done, late = await asyncio.wait(self._reading, timeout=lease_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            # Given back before the wait: others may reach the store, and need not wait out these leases.
+            # Before the wait: other workers may reach the store, and need not wait for these leases.
             await self.consumer.hand_back(list(self._reading.values()))
             await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
             self._stop_reading()
@@ -132,7 +132,7 @@ class LaneWorker(ABC, Generic[M]):
         self._reading.clear()
 
     def begin(self, delivery: Delivery[M], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Work on a message in a task, which ends with the message's lease: another worker has it then."""
+        """Work on a message in a task, which is cancelled when the lease is lost to another worker."""
         task = self._tasks.create_task(work)
         self.running.add(task)
         # Before anything is awaited: a renewal that finds the lease gone must find the task too.
@@ -172,7 +172,7 @@ class LaneWorker(ABC, Generic[M]):
             for task in late:
                 task.cancel()
             if late:
-                # Ended before they are handed back: another worker must not begin beside them.
+                # Ended before they are handed back: two workers must not work on a message at once.
                 await asyncio.wait(late)
                 log.info("handing back", lane=self.lane.value, count=len(late))
         # Publish before leaving: `leave` hands back what is held, and finished work would be done again.

@@ -1,8 +1,8 @@
 """Streams as logs: append, read, scan, trim, and where consumer groups stand.
 
 Appends that must happen once carry an explicit entry id, so that repeating them does no harm. An entry that
-cannot be decoded is never lost: it comes back as a `Garbled`, bytes and all. Entries leave a stream from its
-beginning only, and the server remembers how far.
+cannot be decoded is not lost: it is returned as a `Garbled`, with its bytes. Streams are trimmed from their
+beginning, and the server remembers up to which id.
 """
 
 import asyncio
@@ -32,20 +32,20 @@ from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD
 from tidemill.common.wire.messages import Message, Trajectory
 
 UNIT_BYTES = 256 << 10
-"""Payload bytes after which a transaction is closed: Redis serves others again, and its readers start."""
+"""Payload bytes after which a transaction is closed, so that Redis serves other clients, such as readers."""
 ENTRY_OVERHEAD_BYTES = 1 << 10
-"""What an entry counts besides its payload; bounds the number of small ones in a transaction."""
+"""Bytes that an entry counts besides its payload; bounds the number of small ones in a transaction."""
 READ_BYTES = 64 << 20
-"""What an answer should have at most, unless it is one entry. Redis closes the connection of a client whose
-answer exceeds its output limit (1 GiB, see redis.conf), and would do so again whenever the same is asked."""
+"""Aimed limit on an answer, unless it is one entry. Redis closes the connection of a client whose answer
+exceeds its output limit (1 GiB, see redis.conf), and would do so again for the same command."""
 UNSEEN_SHARE = 8
-"""Before anything was seen, entries count as this part of the largest that there may be."""
+"""Before any entry was seen, its size is taken as the largest possible one divided by this."""
 KEPT_COMMITS = 32
-"""The newest stay, for people who watch the run."""
+"""Newest commits that trimming keeps, for people who watch the run."""
 KEPT_LETTERS = 256
-"""So many dead letters stay that are in no archive, for people who may put them back."""
+"""Newest dead letters that trimming keeps without an archive, for people who may put them back."""
 MAX_COUNTED = 100
-"""Where the server does not say how many entries wait, they are counted up to so many."""
+"""Waiting entries are counted up to this where the server does not report their number."""
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -54,11 +54,11 @@ T = TypeVar("T")
 async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
     """Append messages under new ids, in order, in transactions of bounded size; returns the ids."""
     ids: list[str] = []
-    # All before the first goes out: a message that cannot be sent must not leave those before it behind.
+    # All are encoded before the first is sent: one that cannot be must not leave a part of them appended.
     entries = [(codec.schema_of(message), codec.encode_payload(message)) for message in messages]
     while unit := _first_unit(entries):
         del entries[: len(unit)]
-        # Repeated after a lost answer it appends once more: what must be there once carries its own id.
+        # A repeat after a lost answer appends again: messages that must exist once need explicit ids.
         commands = [("XADD", key, "*", VERSION_FIELD, v, PAYLOAD_FIELD, payload) for v, payload in unit]
         for reply in await broker.pipeline(commands, atomic=len(unit) > 1):
             if isinstance(reply, Exception):
@@ -81,29 +81,29 @@ def _first_unit(entries: Iterable[tuple[T, bytes]]) -> list[tuple[T, bytes]]:
 async def append_missing(
     broker: Broker, key: str, numbers: Sequence[int], make: Callable[[int], Message]
 ) -> list[int]:
-    """Append the messages of all `numbers` (ascending) that lie behind the end of the stream; returns those.
+    """Append the messages of all `numbers` (ascending) that lie beyond the end of the stream; returns those.
 
-    The end is looked at and appended to in the same atomic unit: whatever Redis loses in between, a number is
-    never passed over, because behind a later one there would be no place for it any more. What does not fit
-    into one unit is appended in several, and a tail that is lost between two of them comes back as well.
+    The end is checked and appended to in one atomic unit: whatever Redis loses in between, no number is
+    skipped, which could not be appended after a later one. There may be several units; a tail that Redis
+    loses between two of them is appended again.
     """
     appended: set[int] = set()
     while True:
         last = await last_id(broker, key)
-        # Only behind the end: Redis refuses ids below the last one, also where there is a gap.
+        # Only beyond the end: Redis refuses ids below the last one, also where there is a gap.
         missing = [number for number in numbers if id_order(entry_id_of(number)) > id_order(last)]
         if not missing:
             return sorted(appended)
         unit = _first_unit((number, codec.encode_payload(make(number))) for number in missing)
         appended.update(number for number, _ in unit)
         pairs = [part for number, payload in unit for part in (entry_id_of(number), payload)]
-        # Whether it was appended does not matter here: the next turn looks at the end again.
+        # Whether it was appended does not matter here: the next iteration checks the end again.
         await broker.script("append_after", [key], [last, SCHEMA, *pairs])
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value in a hash. A server that has it has all that was written before: it loses the newest first."""
+    """A value in a hash. A server that has it has all earlier writes, too: Redis loses its newest ones."""
 
     key: str
     field: str
@@ -131,19 +131,19 @@ async def append_after(
 
 
 class ReadSize:
-    """How many entries to ask for at once: the largest of the last answers decide, and what was seen counts
-    half with each answer that follows."""
+    """Limits the number of entries in a read, by the largest entry seen so far, whose size counts half with
+    each later answer."""
 
     def __init__(self, max_bytes: int | None) -> None:
-        """With `max_bytes` of a message; None where that is not known: then the first answer has all."""
+        """`max_bytes`: limit on a message; None where unknown: then the first answer is not limited."""
         self._entry_bytes = (max_bytes or 0) // UNSEEN_SHARE
 
     def limit(self, count: int) -> int:
-        # One at least, however large it is: a reader that asks for none would never get past it.
+        # At least one, however large it is: a reader that asks for none would never get past it.
         return max(min(1, count), min(count, READ_BYTES // max(1, self._entry_bytes)))
 
     def saw(self, replies: Iterable[Collection[bytes] | None]) -> None:
-        """Fields and values of each entry of an answer."""
+        """Note the sizes of an answer's entries, each given as its fields and values."""
         sizes = [sum(map(len, raw)) for raw in replies if raw]
         self._entry_bytes = max([self._entry_bytes // 2, *sizes])
 
@@ -182,7 +182,7 @@ async def read_raw(
 
 
 async def entries_of(broker: Broker, reply: Any, message_type: type[M]) -> list[Entry[M] | Garbled]:
-    """The entries of an answer, with the payloads that they only claim, read on threads."""
+    """The decoded entries of an answer; payloads that they claim are read on threads."""
     entries = [decoded(i, fields_of(raw), message_type, broker.max_bytes) for i, raw in reply]
     claims, is_patient = broker.claims, broker.waits_for_claims
     if claims is None or all(isinstance(one, Garbled) or claims.is_whole(one.message) for one in entries):
@@ -197,12 +197,12 @@ async def entries_of(broker: Broker, reply: Any, message_type: type[M]) -> list[
 
 
 def block_for(block_s: float) -> tuple[str, int] | tuple[()]:
-    """The part of a command that waits so long for entries: never BLOCK 0, which would wait for ever."""
+    """The BLOCK option for a wait of `block_s`, empty for 0; never BLOCK 0, which would wait for ever."""
     return ("BLOCK", max(1, int(min(block_s, MAX_BLOCK_S) * 1000))) if block_s > 0 else ()
 
 
 def has_claim(message: Message) -> bool:
-    """Whether the message is elsewhere, and this only its claim."""
+    """Whether the message is only a claim to a payload that is stored elsewhere."""
     return isinstance(message, Trajectory) and message.claim is not None
 
 
@@ -242,14 +242,14 @@ async def length(broker: Broker, key: str) -> int:
 
 
 async def memory_bytes(broker: Broker, key: str) -> int:
-    """Of the stream in Redis, by its estimate; 0 where there is no stream."""
+    """Memory of the stream, as Redis estimates it; 0 where there is no stream."""
     return int(await broker.execute("MEMORY", "USAGE", key) or 0)
 
 
 async def last_id(broker: Broker, key: str) -> str:
     """The greatest id the stream has given out, or `START` where there is no stream."""
     found = await _info(broker, "STREAM", key)
-    # Not the id of the last entry: an empty stream still refuses ids that it has given out.
+    # Not the id of the last entry: an empty stream still refuses ids that it has used.
     return str(_by_name(found)[b"last-generated-id"].decode()) if found else START
 
 
@@ -294,7 +294,7 @@ class GroupStatus:
 
 
 async def group_status(broker: Broker, key: str, group: str) -> GroupStatus | None:
-    """Where the group stands, or None where stream or group do not exist."""
+    """State of the group, or None where stream or group do not exist."""
     for info in map(_by_name, await _info(broker, "GROUPS", key)):
         if info[b"name"] == group.encode():
             position = info[b"last-delivered-id"].decode()
@@ -304,8 +304,8 @@ async def group_status(broker: Broker, key: str, group: str) -> GroupStatus | No
 
 @dataclass(frozen=True, slots=True)
 class Backlog(Generic[M]):
-    """What waits in a stream for a group, and what the group holds. `lag` is exact from Redis 7 on, and at
-    most `MAX_COUNTED` before."""
+    """Entries that wait for a group, and those that it holds. `lag` is exact where Redis reports it (from
+    Redis 7 on, mostly), else counted up to `MAX_COUNTED`."""
 
     lag: int
     pending: int
@@ -315,7 +315,7 @@ class Backlog(Generic[M]):
 
 
 async def backlog(broker: Broker, key: str, group: str, message_type: type[M]) -> Backlog[M]:
-    """Where the group stands; a group that does not exist yet has everything before it."""
+    """The group's backlog; for a group that does not exist yet, all entries wait."""
 
     async def first_of(first: str, last: str = "+") -> Entry[M] | Garbled | None:
         found = await read_range(broker, key, message_type, first, last, 1)
@@ -361,8 +361,8 @@ async def pending_ids(broker: Broker, key: str, group: str, first: str, last: st
 async def trim_before(
     broker: Broker, key: str, entry_id: str, mark: Mark | None = None, held: Sequence[str] = ()
 ) -> int:
-    """Remove entries below `entry_id`; returns how many. `held`: of tickets, the group whose workers may hold
-    some of them, and what the keys of their progress have around the number; both go with them.
+    """Remove entries below `entry_id`; returns how many. `held`, for tickets: the consumer group, and prefix
+    and suffix of the keys of progress; leases and progress of removed tickets are removed, too.
 
     Raises:
         MarkLostError: the server has not got the `mark`; nothing was removed.
@@ -378,10 +378,10 @@ async def trim_before(
 
 
 async def newest_begin(broker: Broker, key: str, num_kept: int = KEPT_LETTERS) -> str:
-    """The id below which entries lie that are not among the newest `num_kept`; perhaps not all of them, where
-    there are many. `START` where there are none."""
+    """An id with only entries below it that are not among the newest `num_kept`: all of these, or the oldest
+    `num_kept` of them. `START` where there are none."""
     num_older = await length(broker, key) - num_kept
-    # Read from the beginning, each once: what goes, not what stays.
+    # Reads the entries that go, not those that stay: over all calls, each once.
     older = await read_raw(broker, key, count=min(num_older, num_kept)) if num_older > 0 else []
     return id_after(older[-1][0]) if older else START
 
@@ -399,6 +399,6 @@ def _trim_field(key: str) -> str:
 
 
 async def continue_after(broker: Broker, key: str, known: str, entry_id: str, *, is_numbered: bool) -> bool:
-    """Have new entries come after `entry_id`, though Redis has lost what lies between `known` and it. False
-    where the stream has new ones there already. Numbered entries choose their ids themselves."""
+    """Make new entries follow `entry_id`, though Redis has lost those between `known` and it. False where the
+    stream already has new ones there. If `is_numbered`, only check: such entries have explicit ids."""
     return bool(await broker.script("continue_after", [key], [known, entry_id, 0 if is_numbered else 1]))

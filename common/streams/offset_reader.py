@@ -1,9 +1,9 @@
-"""Reads a stream by offset, and knows how far its position can be relied on after a loss of Redis.
+"""Reads a stream by offset, and repairs its position after a loss of Redis.
 
-A server that takes over may lack the newest entries, and number new ones with a clock that is behind: below
-the position of a reader there are entries then that it has never seen. So some of the entries that were read
-are kept with a hash, and the reader goes back to the newest of them that stands. That is sound among entries
-of one history only: what was read since it was last known that no other server has taken over is left out.
+A server that takes over may lack the newest entries, and give new ones ids by a clock that is behind: then
+there are unread entries below a reader's position. So hashes of some entries that were read are kept, and the
+reader goes back to the newest of these that is unchanged. That is valid among entries of one history only:
+entries read since the last time when no other server was known to have taken over are left out.
 """
 
 from typing import Generic, TypeVar
@@ -16,7 +16,7 @@ from tidemill.common.streams.log import ReadSize, block_for, entries_of
 from tidemill.common.wire.messages import Message
 
 MAX_RUNGS = 256
-"""When there are more, every second one goes: they stay spread over all that was read."""
+"""If there are more, every second one is removed: they stay spread over all that was read."""
 LOOKED_AT_ONCE = 16
 
 Rung = tuple[str, str]
@@ -48,13 +48,13 @@ class Trail:
             self._stride *= 2
 
     def trust(self, entry_id: str) -> None:
-        """No other server has taken over before the reader had come to this entry."""
+        """Note that no other server had taken over when the reader reached this entry."""
         self._sure_to = max(self._sure_to, entry_id, key=id_order)
 
     async def last_standing(self, broker: Broker, key: str) -> str:
         """Id of the newest rung that the stream holds unchanged; what is above it is forgotten.
 
-        `START` where there is none: what stands is trimmed, or nothing does.
+        `START` where there is none: all were trimmed, lost or changed.
         """
         while self.rungs:
             newest = self.rungs[-LOOKED_AT_ONCE:]
@@ -83,7 +83,7 @@ class OffsetReader(Generic[M]):
         position: str = START,
         trail: Trail | None = None,
     ) -> None:
-        """With a `trail` of what was read before, the stream is looked at before `position` is relied on."""
+        """With a `trail` of earlier reads, `position` is checked against the stream before the first read."""
         self.broker, self.key, self.message_type = broker, key, message_type
         self.position = position
         self.trail = Trail() if trail is None else trail
@@ -91,16 +91,16 @@ class OffsetReader(Generic[M]):
 
     @property
     def safe_position(self) -> str:
-        """A position that nothing unread lies below."""
+        """A position with no unread entries below it."""
         return self.position if self._is_sure else START
 
     async def read(self, count: int = 256, block_s: float = 0.0) -> list[Entry[M] | Garbled]:
         """The next entries after the position, which moves on; waits up to `block_s` for the first."""
         if not self._is_sure:
             standing = await self.trail.last_standing(self.broker, self.key)
-            # Back only: what lies above the rung is read again, and who has it already drops the copy.
+            # Only backwards: entries after the rung are read again; callers drop those that they have.
             self.position = min(self.position, standing, key=id_order)
-            # After the look: where that is cancelled, the next read looks again.
+            # After the check: if that is cancelled, the next read checks again.
             self._is_sure = True
         most = self._size.limit(count)
         command = ("XREAD", "COUNT", most, *block_for(block_s), "STREAMS", self.key, self.position)
@@ -109,7 +109,7 @@ class OffsetReader(Generic[M]):
             return []
         self._size.saw(raw for _, raw in reply[0][1])
         entries = await entries_of(self.broker, reply[0][1], self.message_type)
-        # Only what its caller gets is passed: a cancelled read is repeated from where it was.
+        # Moved only once the caller gets the entries: a cancelled read is repeated from the old position.
         for entry_id, raw in reply[0][1]:
             self.trail.follow(entry_id.decode(), raw)
         self.position = entries[-1].entry_id
@@ -117,5 +117,5 @@ class OffsetReader(Generic[M]):
 
     def reread(self, position: str) -> "OffsetReader[M]":
         """A reader that goes back to `position`, or further where the stream has lost its tail since."""
-        # A trail of its own: this reader may still be given an answer of the server that is gone.
+        # A trail of its own: this reader may still get an answer of the server that is gone.
         return OffsetReader(self.broker, self.key, self.message_type, position, Trail(self.trail.sure))

@@ -1,4 +1,4 @@
-"""Which entries of a run's streams somebody wants to see."""
+"""Selects entries of a run's streams by their ids and messages."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,22 +10,22 @@ from tidemill.common.wire.keys import StreamName as StreamName
 from tidemill.common.wire.messages import Commit, Message, Trajectory
 
 Range = tuple[float | None, float | None]
-"""Both ends belong to it; None is open."""
+"""A closed range; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Entries that fulfil everything that is given. What a message does not have excludes it."""
+    """Conditions that all have to hold. A message without the field of a condition is excluded."""
 
     first_id: str = "-"
     last_id: str = "+"
     tickets: Range | None = None
-    """Of a commit: one that it trained on or dropped."""
+    """For a commit: any ticket that it trained on or dropped."""
     index: int | None = None
     steps: Range | None = None
-    """Steps that the tickets were issued for, as tickets, trajectories and commits tell."""
+    """Step that a ticket was issued for, or a commit's own."""
     versions: Range | None = None
-    """Some token's version lies in it; for manifests and commits, theirs."""
+    """Version of any token; for manifests and commits, their own."""
     times: Range | None = None
     """Seconds since 1970: when the message was finished, scored, issued or announced."""
     rewards: Range | None = None
@@ -36,7 +36,7 @@ class Selection:
 
     def takes(self, record: Entry[Message] | Garbled) -> bool:
         if isinstance(record, Garbled):
-            # Where nothing but ids is asked for.
+            # Selected only where nothing but ids is asked for.
             return replace(self, first_id="-", last_id="+") == ALL and self.has_id(record.entry_id)
         return self.matches(record.entry_id, record.message)
 
@@ -64,7 +64,7 @@ ALL = Selection()
 
 
 def overlap(wanted: Range | None, least: float | None, greatest: float | None) -> bool:
-    """Whether a value between these two can lie in the range; what has none never does."""
+    """Whether `least` to `greatest` overlaps `wanted`; never without values, always without `wanted`."""
     if wanted is None:
         return True
     if least is None or greatest is None:
@@ -74,7 +74,7 @@ def overlap(wanted: Range | None, least: float | None, greatest: float | None) -
 
 
 def time_of(message: Message) -> float | None:
-    """When the message was made, in seconds since 1970; None where it does not tell."""
+    """When the message was made, in seconds since 1970; None where it has no time."""
     for name in ("finished_at", "scored_at", "issued_at", "announced_at", "died_at"):
         if found := getattr(message, name, None):
             return float(found)
@@ -82,7 +82,7 @@ def time_of(message: Message) -> float | None:
 
 
 def numbered(stream: StreamName, selection: Selection) -> Selection:
-    """The selection with its range of numbers told as ids too, for streams whose ids are numbers."""
+    """The selection with its range of numbers expressed as ids, too, for streams whose ids are numbers."""
     by_name = {
         StreamName.PROMPTS: selection.tickets,
         StreamName.PROMPTS_EVAL: selection.tickets,
@@ -102,19 +102,19 @@ def numbered(stream: StreamName, selection: Selection) -> Selection:
 
 
 def said_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What chat messages say, by its path, without the words of their form."""
+    """(path, text) of all texts in chat messages, without roles, types and ids."""
     for path, text in texts_in("messages", messages):
         if path.rpartition(".")[2] not in ("role", "type", "id", "tool_call_id"):
             yield path, text
 
 
 def texts_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every text inside of a plain value, by its path."""
+    """(path, text) of every text inside of a plain value."""
     return ((where, leaf) for where, leaf in leaves_in(path, value) if isinstance(leaf, str))
 
 
 def leaves_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Everything inside of a plain value that is no mapping and no list, by its path."""
+    """(path, value) of everything inside of a plain value that is no mapping and no list."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from leaves_in(f"{path}.{name}", item)
@@ -126,7 +126,7 @@ def leaves_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tickets_of(message: Message) -> list[int]:
-    """The tickets that a message is about: of a commit, trained or dropped."""
+    """The tickets that a message is about; for a commit, those trained or dropped."""
     if isinstance(message, Commit):
         return [*message.groups, *(ticket for ticket, _, _ in message.dropped)]
     ticket = getattr(message, "ticket", None)
@@ -134,7 +134,7 @@ def tickets_of(message: Message) -> list[int]:
 
 
 def versions_of(message: Message) -> list[int]:
-    """The versions that a message is about: of a trajectory, those that produced its tokens."""
+    """The versions that a message is about; for a trajectory, those that produced its tokens."""
     if isinstance(message, Trajectory):
         return [version for segment in message.segments for version, _ in segment.spans]
     version = getattr(message, "version", None)

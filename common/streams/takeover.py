@@ -1,8 +1,8 @@
 """Which messages of others a consumer may take over, and when it looks for them.
 
-A message is abandoned when its holder has been silent for a lease. After an outage all look so: nobody
-could renew. A consumer that saw one, or that starts and cannot know, leaves everybody 1 to 1.25 leases to
-renew, and takes meanwhile only what was given back.
+A message is abandoned when its holder has been silent for a lease. After an outage all holders look silent:
+none could renew. A consumer that saw an outage, or that has just started, gives all holders 1 to 1.25 leases
+to renew, and meanwhile takes only messages that were given back.
 """
 
 import random
@@ -20,9 +20,9 @@ LOOKS_PER_LEASE = 2
 MAX_TAKEN = 1000
 """Most messages of one look; `reclaim.lua` has the same bound, for callers that send another number."""
 EVERYWHERE = "-"
-"""Where deliveries from the future are looked for at the start, and once the clock was set back."""
+"""Place where the search for deliveries from the future begins, also after the clock was set back."""
 CLOCK_CHECKS_PER_LEASE = 3
-"""A clock of the server that is ahead of ours by this part of a lease, or behind, has jumped."""
+"""The server's clock has jumped if it deviates from ours by more than a lease divided by this."""
 JITTER = 0.25
 
 
@@ -31,21 +31,21 @@ class _InterruptedLookError(Exception):
 
 
 class Takeover:
-    """Looks for what other members of a group have abandoned, a few times a lease."""
+    """Looks for messages that other members of a group have abandoned, about twice a lease."""
 
     def __init__(self, broker: Broker, key: str, group: str, name: str, lease_s: float, label: str) -> None:
         self._broker, self._key, self._member = broker, key, (group, name)
         self._lease_s, self._label, self._place = lease_s, label, EVERYWHERE
         self._clock: tuple[int, float] | None = None
-        """The server's time in milliseconds when it was last asked, and ours then."""
+        """The server's time in milliseconds at the last look, and our monotonic time then."""
         self._waited_s, self._num_interruptions = broker.waited_s, broker.num_interruptions
         self.patient_until = 0.0
-        """Monotonic time from which on silent holders lose what they hold."""
+        """Monotonic time from which on silent holders lose their messages."""
         self.next_at = 0.0
         """Monotonic time of the next look."""
 
     def be_patient(self) -> None:
-        """From now on, everybody gets one lease to renew."""
+        """Give all holders one lease to renew, from now on."""
         self.patient_until = time.monotonic() + _at_random(self._lease_s)
 
     def notice_interruption(self) -> bool:
@@ -53,20 +53,20 @@ class Takeover:
         if self._broker.num_interruptions == self._num_interruptions:
             return False
         self._num_interruptions = self._broker.num_interruptions
-        self._place = EVERYWHERE  # a server that has lost its last writes may hold them again as they were
+        self._place = EVERYWHERE  # a server that lost its last writes may have old delivery times
         if self._waited_s != self._broker.waited_s:  # a connection that is back at once is no outage
             self._waited_s = self._broker.waited_s
             self.be_patient()
         return True
 
     def ask_again(self) -> None:
-        """Of what may have been lost with a connection, not all was found."""
+        """Have `notice_interruption` return True again: not all messages of lost answers were found yet."""
         self._num_interruptions = -1
 
     async def look(self, count: int) -> list[tuple[bytes, Fields, int]] | None:
         """Take over up to `count` abandoned messages: id, fields, and how often each was delivered.
 
-        None where the clock of Redis has jumped ahead: leases look expired then that are not.
+        None where the clock of Redis has jumped ahead, which makes held leases look expired.
         """
         if time.monotonic() < self.next_at:
             return []
@@ -79,11 +79,11 @@ class Takeover:
                 "reclaim", [self._key], args, self._check_uninterrupted
             )
         except _InterruptedLookError:
-            # `notice_interruption` has yet to see it: before the next look, what is unanswered is read.
+            # `notice_interruption` reports it next: lost deliveries are read before the next look.
             return []
-        # By the reading before, which the next line replaces.
+        # Compared with the last reading, which the next line replaces.
         is_set_back = now_ms < self._server_ms(-spare_s)
-        # After a jump too: from now on the new time is right, or every look would find a jump.
+        # Also after a jump: the new time is the reference, or every look would find a jump.
         self._clock = (now_ms, time.monotonic())
         if not found:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self._label)
@@ -97,18 +97,18 @@ class Takeover:
         return [(entry_id, fields_of(raw), attempts) for entry_id, raw, attempts in taken]
 
     def _server_ms(self, spare_s: float) -> int:
-        """What the server's clock shows now, give or take, unless it has jumped; 0 where not known."""
+        """The time that the server's clock should show now, plus `spare_s`; 0 where not known."""
         if self._clock is None:
             return 0
         now_ms, asked_at = self._clock
         return int(now_ms + 1000 * (time.monotonic() - asked_at + spare_s))
 
     def _check_uninterrupted(self) -> None:
-        """Before each attempt: what was asked before an outage must not be answered after it."""
+        """Checked before each attempt: a look that began before an outage must not take messages after it."""
         if self._broker.num_interruptions != self._num_interruptions:
             raise _InterruptedLookError
 
 
 def _at_random(pause_s: float) -> float:
-    """A pause that is a little longer: all workers have seen one outage, and must not all come at once."""
+    """The pause plus up to `JITTER` of it: workers that saw the same outage must not all come at once."""
     return pause_s * (1.0 + JITTER * random.random())

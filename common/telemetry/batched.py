@@ -1,7 +1,7 @@
-"""Many small observations, told to Prometheus many at a time.
+"""Observations that are counted in batches.
 
 Counting costs about a microsecond a metric, too much for ten thousand records in a second. So observations
-are kept until the registry is read, or until `MOST` are there. Guarantee: a read of the registry has every
+are kept until the registry is read, or until there are `MOST`. Guarantee: a read of the registry has every
 observation that was made before it, each once.
 """
 
@@ -16,19 +16,19 @@ from prometheus_client import REGISTRY, Metric
 from prometheus_client.registry import Collector
 
 MOST = 1024
-"""Observations that are kept at most."""
+"""Most observations that are kept before they are counted."""
 
 T = TypeVar("T")
 
 
 class Batched(Generic[T]):
-    """Observations of one kind. `book` is given those that were kept, and counts them."""
+    """Observations of one kind. `book` is called with those that were kept, and counts them."""
 
     def __init__(self, book: Callable[[Sequence[T]], None]) -> None:
         self._book = book
         self._items: deque[T] = deque()
         self._booking = threading.Lock()
-        """Scrapes come from threads of their own."""
+        """Needed because Prometheus reads the registry from other threads."""
         _all_batched.all.append(self)
 
     def add(self, item: T) -> None:
@@ -39,14 +39,14 @@ class Batched(Generic[T]):
     def book(self) -> None:
         with self._booking:
             items = []
-            while self._items:  # appending and taking are atomic, and nobody else takes
+            while self._items:  # appending and taking are atomic, and only the holder of the lock takes
                 items.append(self._items.popleft())
             if items:
                 self._book(items)
 
 
 class Histogram(prometheus_client.Histogram):
-    """With observations that come many at a time."""
+    """A Prometheus histogram that takes many observations at once."""
 
     def observe_many(self, values: Sequence[float]) -> None:
         """The same as `observe` for each, at a fraction of the cost."""
@@ -60,7 +60,7 @@ class Histogram(prometheus_client.Histogram):
 
 
 class _AllBatched(Collector):
-    """Stands first in the registry, so that those behind it are complete when they are looked at."""
+    """First collector in the registry: it counts kept observations before the metrics are read."""
 
     def __init__(self) -> None:
         self.all: list[Batched[Any]] = []

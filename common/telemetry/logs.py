@@ -1,7 +1,7 @@
 """Structured logs: readable lines on a terminal, JSON elsewhere when asked, quiet when all is well.
 
-Bind `ticket`, `index` and `version` where they are known. Passwords never get here: addresses are
-logged without their credentials.
+Bind `ticket`, `index` and `version` where they are known. Passwords are never logged: addresses are logged
+without their credentials.
 """
 
 import logging

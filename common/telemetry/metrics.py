@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tidemill.common.telemetry.batched import Histogram
 
 RUN = CollectorRegistry()
-"""Metrics of a run instead of a process."""
+"""Registry of the metrics that describe a run, not a process."""
 
 _LATENCY_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

@@ -31,7 +31,7 @@ TORCH_NAMES = {
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
 }
-"""Torch's names of those that weights have."""
+"""Torch's names of the dtypes that weights can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TensorInfo:
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""As safetensors has it."""
+"""The limit of safetensors itself."""
 
 
 def find_tensors(path: Path) -> list[tuple[TensorInfo, int]]:
@@ -82,8 +82,8 @@ def find_tensors(path: Path) -> list[tuple[TensorInfo, int]]:
 
 def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterator[tuple[TensorInfo, Bits]]:
     """The tensors of a safetensors file, flat, in the file's order; views of the mapped file, never copied.
-    With mode `r+` what is written to them goes to the file, with `c` into memory of their own. Raises
-    WeightsError, as `find_tensors`."""
+    With mode `r+` writes to them go to the file, with `c` to private memory. Raises WeightsError, as
+    `find_tensors`."""
     with _faults_of(path):
         places, data = find_tensors(path), np.memmap(path, np.uint8, mode)
         for info, begin in places:
@@ -91,7 +91,7 @@ def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterato
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What a safetensors file says of itself. Raises WeightsError, as `read_safetensors`."""
+    """The metadata of a safetensors file. Raises WeightsError, as `read_safetensors`."""
     with _faults_of(path):
         return dict(_read_header(path)[0].get("__metadata__", {}))
 

@@ -1,7 +1,7 @@
 """Delta files: the changed elements of one rank's shard, with their new values, in checkpoint coordinates.
 
-A delta is a safetensors file. Each of its tensors is one record, a zlib stream of bytes; the metadata tell
-which tensor a record changes, from where on, and how many elements. A record lies within one window of
+A delta is a safetensors file. Each of its tensors is one record, a zlib stream of bytes; the metadata have
+the tensor that a record changes, its start, and the number of elements. A record lies within one window of
 `WINDOW` flat positions of one tensor, so a reader holds one window, never a tensor.
 
 A sparse record holds gaps, then values: the first gap counts from `start`, each other from the position
@@ -35,7 +35,7 @@ from tidemill.common.weights.digest import digest_of, is_additive
 from tidemill.common.wire.messages import WeightFile, WeightManifest
 
 ENCODING = "delta-2"
-"""Of a version in such files, in its manifest."""
+"""Name of this format in manifests."""
 WINDOW = 1 << 22
 """Positions that a record may span: it lies within [n * WINDOW, (n + 1) * WINDOW)."""
 GAP = np.dtype("<u4")
@@ -71,7 +71,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Where in which tensor a record lies; its bytes stay on the disk until `patch` asks for them."""
+    """The place of a record in its tensor; `payload` is mapped, so its bytes stay on disk until `patch`."""
 
     path: Path
     info: TensorInfo
@@ -86,11 +86,11 @@ class Record:
 
     @property
     def end(self) -> int:
-        """The first position that it cannot reach."""
+        """First position after its window, or after the tensor."""
         return min(self.info.num_elements, (self.window + 1) * WINDOW)
 
     def patch(self) -> Patch:
-        """Its values. Raises WeightsError: they are damaged."""
+        """Its decoded values and positions. Raises WeightsError: they are damaged."""
         try:
             return self._unpacked()
         except (ValueError, zlib.error) as error:
@@ -101,7 +101,7 @@ class Record:
         num_gap_bytes = self.count * GAP.itemsize * self.is_sparse
         num_bytes = num_gap_bytes + self.count * dtype.itemsize
         unpacker = zlib.decompressobj()
-        # One byte more than there may be: a damaged stream is not unpacked beyond all bounds.
+        # At most one byte more than expected: memory is bounded for a damaged stream.
         data = np.frombuffer(unpacker.decompress(self.payload.tobytes(), num_bytes + 1), np.uint8)
         if not unpacker.eof or len(data) != num_bytes:
             raise ValueError(f"it unpacks to {len(data):,} bytes, which are not {self.count:,} elements")
@@ -117,7 +117,7 @@ class Record:
 
 
 class DeltaWriter:
-    """Takes the changes of one file, compressed, in memory: its header says where each of them lies."""
+    """Collects the compressed records of one file in memory, because the file's header lists them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,7 +146,7 @@ class DeltaWriter:
             self._add(info, first, stop - first, False, _planes(values[first - start : stop - start]))
 
     def write(self) -> WeightFile:
-        """Write the file; flushing it to the disk is left to who publishes the folder."""
+        """Write the file; the caller flushes it to disk when it publishes the folder."""
         records = json.dumps(self._places, separators=(",", ":"))
         metadata = {"records": records, "checksum": _checksum(records)}
         infos = [TensorInfo(_name(i), "U8", (len(data),)) for i, data in enumerate(self._payloads)]
@@ -160,15 +160,14 @@ class DeltaWriter:
         return WeightFile(name=self.path.name, num_bytes=num_bytes, checksum=checksum.hexdigest())
 
     def _add(self, info: TensorInfo, start: int, count: int, is_sparse: bool, data: bytes) -> None:
-        # Planes have no repeats worth looking for except runs: Huffman codes and runs are 3 times as fast.
+        # Planes have few repeats other than runs: Huffman codes and runs alone are 3 times as fast.
         packer = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
         self._places.append((info.name, info.dtype, info.shape, start, count, is_sparse))
         self._payloads.append(packer.compress(data) + packer.flush())
 
 
 def read_delta(path: Path) -> list[Record]:
-    """The records of one file, in order. Raises WeightsError, which says file and fault: it is no delta, is
-    cut short or damaged, or names what cannot be."""
+    """The records of one file, in order. Raises WeightsError, with file and fault: no delta, or damaged."""
     try:
         metadata = read_metadata(path)
         if metadata["checksum"] != _checksum(metadata["records"]):
@@ -191,8 +190,8 @@ def _record(path: Path, payload: Bits, place: list[Any]) -> Record:
 
 
 def merge(deltas: Sequence[Sequence[Path]]) -> Iterator[Patch]:
-    """Several deltas as one: of every element the value that was written last. Patches come by tensor name
-    and window; `deltas` are the files of each, oldest delta first. One window is in memory at a time.
+    """Merge deltas: the last written value of each changed element. Patches come sorted by tensor name and
+    window; `deltas` are the files of each, oldest delta first. One window is in memory at a time.
 
     Raises:
         WeightsError: a file is damaged, or two deltas disagree about a tensor's shape or dtype.
@@ -218,14 +217,14 @@ def _merged(patches: Sequence[Patch]) -> Patch:
     # Oldest delta first: the last value that was written stays.
     for patch in patches:
         patch.apply(values, first)
-        # What was not written stays undefined in `values`, and is not read.
+        # Elements that were not written stay undefined in `values`, and are not read.
         is_written[patch.all_positions() - first] = True
     found = np.flatnonzero(is_written)
     return Patch(info, first + int(found[0]), values[found], found + first)
 
 
 def _name(number: int) -> str:
-    """Of a record's tensor: safetensors orders tensors by name, and so the records as they were added."""
+    """Name of a record's tensor: safetensors sorts tensors by name, which keeps records in order."""
     return f"{number:08}"
 
 
@@ -250,7 +249,7 @@ def write_whole(base: Sequence[Path], deltas: Sequence[Sequence[Path]], folder: 
     Raises:
         WeightsError: a file is damaged, or a delta changes what the full version does not have.
     """
-    # Never the base itself: other chains begin with it.
+    # Copies, never the base itself: other chains begin with it.
     copies = [Path(shutil.copyfile(path, folder / path.name)) for path in base]
     tensors: dict[str, tuple[TensorInfo, Bits]] = {}
     for path in copies if deltas else ():
@@ -264,8 +263,7 @@ def write_whole(base: Sequence[Path], deltas: Sequence[Sequence[Path]], folder: 
 
 
 def check_whole(paths: Sequence[Path], manifest: WeightManifest) -> None:
-    """Hold full files against their version's digest, where it is over weights. Raises WeightsError: they are
-    other weights."""
+    """Check full files against their version's digest (not an older release's). Raises WeightsError."""
     if not is_additive(manifest.digest):
         return
     found = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))

@@ -7,12 +7,11 @@ two (low one first); an element of one byte is a word too. Each lane is, modulo 
                          + sum over i of  row(name, i >> 16) * column(i & 0xffff) * w[i]
 
 with odd pseudo-random 64-bit keys; two lanes with keys of their own make 128 bits. It is linear in the words.
-So shards add up, whatever the layout; a delta changes it by `keys * (new - old)`; one wrong word always
-shows, as keys are odd, and what else goes wrong by chance cancels in both lanes with a probability of about
-2^-98. It is no protection against someone who wants to deceive. Zeros count nothing, so headers count
-tensors.
+So shards add up, whatever the layout; a delta changes it by `keys * (new - old)`; a single wrong word always
+changes it, as keys are odd, and other random errors cancel in both lanes with a probability of about 2^-98.
+It does not detect deliberate changes. Zeros add nothing, so headers make missing tensors show.
 
-The arithmetic is that of int64 with wrap-around, which numpy and torch have alike: arrays of both go in.
+The arithmetic is that of int64 with wrap-around, the same in numpy and torch: arrays of both are accepted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +25,10 @@ import xxhash
 from tidemill.common.weights.bits import WIDTHS, TensorInfo
 
 PREFIX = "w1:"
-"""Of digests as text: those without are of an older release, over the trainer's float32 weights."""
+"""Prefix of digests as text; those without it are of an older release, over the trainer's float32 weights."""
 
 ROW = 1 << 16
-"""Words of a row."""
+"""Number of words in a row."""
 _LANES = 2
 _MASK = (1 << 64) - 1
 _CPU_ROWS, _GPU_ROWS = 4, 64
@@ -38,7 +37,7 @@ _CPU_ROWS, _GPU_ROWS = 4, 64
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The sum of some tensors, or parts of them; two unsigned 64-bit integers. The default is of nothing."""
+    """The sum of some tensors, or parts of them (by default none); two unsigned 64-bit integers."""
 
     low: int = 0
     high: int = 0
@@ -67,20 +66,20 @@ def is_additive(text: str) -> bool:
 
 
 def header_digest(info: TensorInfo) -> Digest:
-    """What a tensor counts beside its values: once, however many ranks hold parts of it."""
+    """The header term of a tensor: added once, however many ranks hold parts of it."""
     text = f"{info.name}|{info.dtype}|{','.join(map(str, info.shape))}"
     number = xxhash.xxh3_128_intdigest(text.encode())
     return Digest(number & _MASK, number >> 64)
 
 
 class DigestSum:
-    """Adds up the digests of parts. What lies on a device is summed there, with keys made there: nothing
-    waits for the device until `read` asks it for one number."""
+    """Adds up the digests of parts. Tensors on a device are summed there, with keys made there: nothing waits
+    for the device until `read`."""
 
     def __init__(self) -> None:
         self._on_host = Digest()
         self._devices: dict[Any, tuple[_Keys, Any]] = {}
-        """The keys on each device, and its sums: int64, one a lane."""
+        """The keys on each device, and its sums: int64, one for each lane."""
 
     def add_run(self, info: TensorInfo, start: int, bits: Any, sign: int = 1) -> None:
         """Consecutive elements from flat position `start` on. `bits` is flat and contiguous: numpy's unsigned
@@ -124,7 +123,7 @@ class DigestSum:
 
 
 def digest_of(tensors: Iterable[tuple[TensorInfo, Any]]) -> Digest:
-    """Of whole tensors, in any order; each is given flat."""
+    """The digest of whole tensors, each flat, in any order."""
     headers, values = Digest(), DigestSum()
     for info, bits in tensors:
         headers += header_digest(info)
@@ -133,7 +132,7 @@ def digest_of(tensors: Iterable[tuple[TensorInfo, Any]]) -> Digest:
 
 
 def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_Keys") -> list[Any]:
-    """What a run counts in each lane."""
+    """The sum of a run of elements in each lane."""
     sums: list[Any] = [0] * _LANES
     begin = first = start * max(1, WIDTHS[info.dtype] // 2)
     end, at_once = first + len(words), _CPU_ROWS if _is_numpy(words) else _GPU_ROWS
@@ -155,7 +154,7 @@ def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_Keys") -> list[A
 
 
 def _sparse_sums(info: TensorInfo, positions: Any, words: Any, keys: "_Keys") -> list[Any]:
-    """What single elements, given as int64 words, count in each lane."""
+    """The sum of single elements, given as int64 words, in each lane."""
     if (per_element := WIDTHS[info.dtype] // 2) > 1:
         positions = positions[:, None] * per_element + _counted(positions, 0, per_element)
         positions = positions.reshape(-1)
@@ -184,17 +183,17 @@ def _as_words(bits: Any) -> Any:
 
 
 def _as_int64(words: Any) -> Any:
-    """The words as int64, unsigned as they are."""
+    """The words as int64, with their unsigned values."""
     # torch's 16-bit words are signed: without the mask, large ones would count as negative.
     return words.astype(np.int64) if _is_numpy(words) else words.long() & 0xFFFF
 
 
 class _Keys:
-    """Keys of rows and columns, of numpy or on a device. Nothing is copied to it: a copy would wait for its
-    work."""
+    """Keys of rows and columns, in numpy or on a device. They are made there: copying them would wait for the
+    device's queued work."""
 
     def __init__(self, like: Any) -> None:
-        """`like` is int64, empty, and lives where the keys shall be."""
+        """`like` is an empty int64 array, in numpy or on the device of the keys."""
         self._like = like
         numbers = _counted(like, 0, ROW)
         self._columns = [_mixed(0x9E3779B97F4A7C15 * (lane + 1), numbers) for lane in range(_LANES)]
@@ -206,10 +205,10 @@ class _Keys:
         return _mixed(_row_seed(name, lane), _counted(self._like, first, count))
 
     def rows_of(self, name: str, lane: int, numbers: Any) -> Any:
-        """Of rows in ascending order."""
+        """Keys of the rows `numbers`, which ascend."""
         if not _is_numpy(numbers):
             return _mixed(_row_seed(name, lane), numbers)
-        first, last = int(numbers[0]), int(numbers[-1])  # few rows, of many numbers each
+        first, last = int(numbers[0]), int(numbers[-1])  # few distinct rows, each many times
         return self.rows(name, lane, first, last - first + 1)[numbers - first]
 
 
@@ -219,7 +218,7 @@ def _host_keys() -> _Keys:
 
 
 def _counted(like: Any, first: int, count: int) -> Any:
-    """int64 [count]: first, first + 1, ..., where `like`, which is of that dtype, lives."""
+    """int64 [count]: first, first + 1, ..., in numpy or on the device, as `like`."""
     if _is_numpy(like):
         return np.arange(first, first + count)
     return like.new_ones(count).cumsum(0) + (first - 1)
@@ -230,7 +229,7 @@ def _row_seed(name: str, lane: int) -> int:
 
 
 def _mixed(seed: int, numbers: Any) -> Any:
-    """Odd pseudo-random int64 of these counters: splitmix64 (Steele et al. 2014)."""
+    """Odd pseudo-random int64 from counters: splitmix64 (Steele et al. 2014)."""
     state = (numbers + 1) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
@@ -238,10 +237,10 @@ def _mixed(seed: int, numbers: Any) -> Any:
 
 
 def _shifted(values: Any, places: int) -> Any:
-    """To the right, without the sign."""
+    """Logical shift to the right, without the sign."""
     return (values >> places) & ((1 << 64 - places) - 1)
 
 
 def _signed(number: int) -> int:
-    """The int64 of the same bits."""
+    """The int64 with the same 64 bits."""
     return ((number & _MASK) ^ (1 << 63)) - (1 << 63)

@@ -1,7 +1,7 @@
 """Weights on another machine: behind the trainer's weight server, or in an object store.
 
-Both hold `weights/v00000012/{files, manifest.json}` of a run below one address and give parts of files; who
-asked checks what came. The trainer writes object stores, the manifest last: where it is, the files are.
+Both hold `weights/v00000012/{files, manifest.json}` of a run below one address and give parts of files; the
+reader checks these. The trainer uploads to object stores, the manifest last: where it is, the files are.
 """
 
 import os
@@ -12,18 +12,18 @@ from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.store.objects import OBJECT_SCHEMES, Objects
 
 URL_VARIABLE = "TIDEMILL_WEIGHTS_URL"
-"""Wins over `weights.url`: `http://head:8200`, or `s3://bucket/folder`."""
+"""Variable with the address, which wins over `weights.url`: `http://head:8200`, or `s3://bucket/folder`."""
 TOKEN_VARIABLE = "TIDEMILL_WEIGHTS_TOKEN"  # the variable's name, not a token
-"""The secret that the weight server and those who download from it share."""
+"""Variable with the secret that the weight server and its clients share."""
 TIMEOUT_S = 30.0
-"""For each piece of an answer; a download as a whole takes as long as it takes."""
+"""Limit on each read of an answer; a whole download has none."""
 WEB_SCHEMES = ("http", "https")
 _PRUNED = "the version was pruned already and a newer one is on its way, or the server has other runs."
 ADVICE = {401: f"{TOKEN_VARIABLE} is not the one of the server.", 404: _PRUNED, 416: _PRUNED}
 
 
 class WeightServer:
-    """Threads may share it."""
+    """Client of a run's weight server. Threads may share it."""
 
     def __init__(self, url: str, token: str, run_id: str) -> None:
         import httpx
@@ -33,8 +33,8 @@ class WeightServer:
         self._http = httpx.Client(timeout=TIMEOUT_S, headers=headers)
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """A part of a file such as `weights/v00000012/model.safetensors`, all of it. Raises WeightsError: it
-        cannot be had now."""
+        """Exactly `length` bytes from `start` on of a file such as `weights/v00000012/model.safetensors`.
+        Raises WeightsError: they cannot be read now."""
         answer = self._get(path, {"Range": f"bytes={start}-{start + length - 1}"})
         total = int(answer.headers.get("content-range", "").rpartition("/")[2] or len(answer.content))
         if len(answer.content) != length:
@@ -76,7 +76,7 @@ Remote = WeightServer | ObjectStore
 
 
 def open_remote(url: str, run_id: str) -> Remote | None:
-    """The one at this address, or at that of the environment, which wins; None where there is none.
+    """The remote at the address of the environment, else at `url`; None where neither has one.
 
     Raises:
         ConfigError: the address is of no known kind.

@@ -1,1 +1,1 @@
-"""What travels: messages, their bytes, and the names of keys."""
+"""The messages of a run, their encoding, and the names of Redis keys."""

@@ -73,7 +73,7 @@ BitArray = Annotated[Bits, BeforeValidator(unpack_bits)]
 
 
 def is_same(mine: Any, theirs: Any) -> bool:
-    """Equality that gives one answer for arrays too."""
+    """Equality as a single bool, also for arrays, whose dtypes are compared, too."""
     if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
         return type(mine) is type(theirs) and mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
     return bool(mine == theirs)

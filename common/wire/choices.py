@@ -1,8 +1,8 @@
-"""What the engine chose beside token ids: arrays by name with a row for each token, over all segments end to
-end.
+"""What the engine chose beside token ids: arrays by name, with a row for each token, over all segments in
+order.
 
 * `kept`: the ids that sampling could choose from (top-p, top-k, min-p); a row for each completion token. An
-  empty row: from all.
+  empty row: all ids.
 * `routes`: the experts that each layer's router chose, [layers, k]; a row for each token but the last.
 """
 
@@ -19,21 +19,21 @@ from tidemill.common.wire.segments import Segment
 
 KEPT, ROUTES = "kept", "routes"
 VERSION = 1
-"""Of what the rows of these names mean."""
+"""Version of the meaning of these rows."""
 NUM_ROWS: Mapping[str, Callable[[Segment], int]] = {
     KEPT: lambda segment: len(segment.completion_ids),
     ROUTES: lambda segment: len(segment.prompt_ids) + len(segment.completion_ids) - 1,
 }
-"""Of a segment."""
+"""Name -> number of rows of a segment."""
 DTYPES = ("uint8", "uint16", "int32")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """R rows, of one shape or of unlike length."""
+    """R rows, of one shape or of different lengths."""
 
     values: NDArray[Any]
-    """[R, ...]; where rows are of unlike length, those of all end to end."""
+    """[R, ...]; rows of different lengths are concatenated."""
     offsets: Int32 | None = None
     """[R + 1], where each row begins among `values`, and the end; None: rows of one shape."""
 
@@ -54,7 +54,7 @@ class Rows:
             return Rows(self.values[places])
         counts = np.diff(self.offsets)[places]
         offsets = np.cumsum([0, *counts], dtype=np.int32)
-        # Of each value its place among those of its row, behind where that row begins.
+        # Index of each value within its row; the row's first index is added below.
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         return Rows(self.values[np.repeat(self.offsets[:-1][places], counts) + within], offsets)
 
@@ -67,19 +67,19 @@ class Rows:
 
     @classmethod
     def of_lists(cls, rows: Sequence[Sequence[int] | Int32]) -> "Rows":
-        """Rows of unlike length."""
+        """Rows of different lengths."""
         values = [np.asarray(row, dtype=np.int32) for row in rows]
         offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
         return cls(np.concatenate([np.zeros(0, np.int32), *values]), offsets)
 
     @classmethod
     def nothing(cls, num_rows: int) -> "Rows":
-        """Rows of unlike length, all of them empty."""
+        """Empty rows, of the form with different lengths."""
         return cls(np.zeros(0, np.int32), np.zeros(num_rows + 1, np.int32))
 
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
-        """Those of all parts, of which there is one at least."""
+        """The rows of all parts (at least one), in order."""
         values = np.concatenate([part.values for part in parts])
         if parts[0].offsets is None:
             return cls(values)
@@ -87,13 +87,13 @@ class Rows:
         return cls(values, np.cumsum([0, *np.concatenate(counts)], dtype=np.int32))
 
     def as_plain(self) -> dict[str, Any]:
-        """As it goes onto the wire."""
+        """The map that is sent."""
         plain = {"version": VERSION, "dtype": str(self.values.dtype), "shape": self.values.shape}
         return plain | {"values": self.values} | ({} if self.offsets is None else {"offsets": self.offsets})
 
 
 def _validated(value: Any) -> Rows:
-    """Raises ValueError: the rows are not what they say."""
+    """Rows from the map that was sent. Raises ValueError: it is of another version, or inconsistent."""
     if isinstance(value, Rows):
         return value
     if not isinstance(value, dict):
@@ -119,7 +119,7 @@ WireRows = Annotated[Rows, PlainValidator(_validated), PlainSerializer(Rows.as_p
 
 
 def check_rows(rows: Mapping[str, Rows], segments: Sequence[Segment]) -> None:
-    """Raises ValueError: they are not of these segments."""
+    """Raises ValueError: names are unknown, or the rows do not fit the tokens of these segments."""
     for name, own in rows.items():
         if name not in NUM_ROWS:
             raise ValueError(f"choices {name!r} are not known; update the older side")

@@ -60,14 +60,14 @@ codecs.register_error(_ERRORS, _replace)
 SCHEMA_MAJOR = 1
 SCHEMA = b"1.0"
 SCHEMA_WITH_NEEDS = b"1.1"
-"""Of a message with fields that change what others mean."""
+"""Schema of a message with fields that change the meaning of others."""
 NEEDS = "needs"
-"""In its payload: which these are. Who does not know one of them must refuse the message."""
+"""Key of these fields' names in such a payload. A reader that does not know one must refuse the message."""
 VERSION_FIELD = b"v"
 PAYLOAD_FIELD = b"p"
 
 MAX_ITEMS = 1 << 20
-"""Most elements of all lists and maps inside a payload: an empty list is one byte there and 60 here."""
+"""Most elements of all lists and maps in a payload: an empty list has 1 byte there, and 60 in memory."""
 
 M = TypeVar("M", bound=Message)
 
@@ -85,7 +85,7 @@ def _needs(message: Message) -> list[str]:
 
 
 def encode_payload(message: Message) -> bytes:
-    """The payload alone: what every script and reader takes as `p`."""
+    """The payload alone, which is field `p` of an entry."""
     values = message.__dict__
     required, optional = _fields(type(message))
     tree = {name: values[name] for name in required}
@@ -100,7 +100,7 @@ def encode_payload(message: Message) -> bytes:
 
 
 def payload_of(sample: Trajectory, max_bytes: int | None) -> bytes:
-    """What is published of a sample. Raises CodecError: it, or what it claims, is more than readers take."""
+    """The payload of a sample to publish. Raises CodecError: it, or a payload it claims, is too large."""
     payload = encode_payload(sample)
     assert sample.choices is None or not sample.choices.rows, "rows of choices never go through a stream"
     num_bytes = max(len(payload), *(claim.num_bytes for claim in sample.claims), 0)
@@ -145,7 +145,7 @@ def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int 
 
 
 def decode_payload(payload: bytes, message_type: type[M]) -> M:
-    """Decode what `encode_payload` of this release, or of an older one, has made.
+    """Decode a payload of `encode_payload`, of this release or an older one.
 
     Raises:
         CodecError: as in `decode`.
@@ -154,12 +154,12 @@ def decode_payload(payload: bytes, message_type: type[M]) -> M:
 
 
 def unpack(payload: bytes) -> Any:
-    """The plain values of a payload, not validated: what `decode` begins with, and what people may look at.
+    """The plain values of a payload, not validated, for `decode` and for display.
 
     Raises:
         CodecError: it is not msgpack.
     """
-    # An element takes a byte at least, so what is shorter holds no more: the usual message is not counted.
+    # An element takes at least a byte, so a shorter payload cannot hold more: usual messages are not counted.
     counted = {} if len(payload) <= MAX_ITEMS else {"list_hook": _Counter(), "object_hook": _Counter()}
     try:
         return msgpack.unpackb(
@@ -216,14 +216,14 @@ def _fields(message_type: type[Message]) -> tuple[tuple[str, ...], tuple[tuple[s
     defaults = {}
     for name, field in message_type.model_fields.items():
         is_constant = field.default_factory is None or field.default_factory in (dict, list, tuple)
-        # One that differs from call to call is none to compare with.
+        # A default that differs from call to call cannot be compared with.
         defaults[name] = field.get_default(call_default_factory=True) if is_constant else PydanticUndefined
     required = tuple(name for name, default in defaults.items() if default is PydanticUndefined)
     return required, tuple(item for item in defaults.items() if item[0] not in required)
 
 
 def as_plain(value: Any) -> Any:
-    """What msgpack does not know by itself, as what it knows: bytes of arrays, maps of models."""
+    """Convert a value for msgpack: arrays to bytes, models to maps."""
     if isinstance(value, np.ndarray):
         return pack_bits(value) if value.dtype == np.bool_ else np.ascontiguousarray(value).data
     if isinstance(value, BaseModel):

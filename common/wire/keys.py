@@ -32,14 +32,14 @@ REWARD_GROUP = "reward"
 GROUP = "group:"
 
 RQ_STATES = {"queued": "rq:queue:{}", "started": "rq:wip:{}", "failed": "rq:failed:{}"}
-"""Where RQ keeps the jobs of a queue, by how far they are; a list, and two sorted sets."""
+"""Keys of RQ for the jobs of a queue, by state; a list, and two sorted sets."""
 
 RUNS = f"{PREFIX}:runs"
 """Set of the run ids this Redis knows."""
 
 
 class StreamName(StrEnum):
-    """The streams of a run, spelled as after the run's prefix."""
+    """The streams of a run: their keys without the run's prefix."""
 
     PROMPTS = "prompts"
     TRAJECTORIES = "trajectories"
@@ -57,7 +57,7 @@ class StreamName(StrEnum):
         return Lane.EVAL if self.endswith(EVAL) else Lane.TRAIN
 
     def of(self, lane: Lane) -> "StreamName":
-        """The stream of the same messages in a lane."""
+        """The stream with the same messages in `lane`."""
         return StreamName(_in_lane(self.removesuffix(EVAL), lane))
 
     @property
@@ -66,7 +66,7 @@ class StreamName(StrEnum):
 
     @property
     def group(self) -> str:
-        """The consumer group that takes from it; empty where all readers go by offset."""
+        """The consumer group that reads it; empty where all readers go by offset."""
         return {Ticket: ROLLOUT_GROUP, Trajectory: REWARD_GROUP}.get(self.message_type, "")
 
     def key(self, keys: "Keys") -> str:
@@ -82,7 +82,7 @@ _MESSAGES: dict[StreamName, type[Message]] = {
     StreamName.DEAD: DeadLetter,
 }
 EVAL = ":eval"
-"""What names of the evaluation lane end with."""
+"""Suffix of streams and keys of the evaluation lane."""
 
 
 def _in_lane(name: str, lane: Lane) -> str:
@@ -106,7 +106,7 @@ class Keys:
         return self.named(_in_lane(name, lane))
 
     def named(self, name: str) -> str:
-        """The key of a name that has its lane's suffix already."""
+        """The key of a name that includes its lane's suffix."""
         return f"{PREFIX}:{{{self.run_id}}}:{name}"
 
     def prompts(self, lane: Lane = Lane.TRAIN) -> str:
@@ -129,12 +129,12 @@ class Keys:
         return f"{progress}:parts"
 
     def progress_around(self, lane: Lane = Lane.TRAIN) -> tuple[str, str]:
-        """What stands before and after the number of a ticket in `progress`."""
+        """Prefix and suffix around the ticket's number in `progress`."""
         before, after = self._key(f"{GROUP}#", lane).rsplit("#", 1)
         return before, after
 
     def results(self, ticket: int, lane: Lane = Lane.TRAIN) -> str:
-        """Hash: what rewards said of the samples of a group scored as a whole, until all are there."""
+        """Hash: results of the samples of a group that is scored as a whole, until all are there."""
         return self._key(f"results:{ticket}", lane)
 
     def result_tickets(self, lane: Lane = Lane.TRAIN) -> str:
@@ -147,7 +147,7 @@ class Keys:
         return self._key("reward_cache"), self._key("reward_cache:used"), self._key("reward_cache:size")
 
     def sandbox_result(self, job_id: str) -> str:
-        """String: what came of one sandboxed run, as JSON."""
+        """String: the result of one sandboxed run, as JSON."""
         return self._key(f"sandbox:{job_id}")
 
     @property
@@ -157,11 +157,11 @@ class Keys:
 
     @property
     def sandbox_names(self) -> str:
-        """What ids of jobs and names of RQ workers of the sandbox queue begin with.
+        """Prefix of job ids and RQ workers' names of the sandbox queue.
 
-        RQ keeps all jobs below `rq:job:`; `infra/redis/users.acl` tells them apart by these names, in which
-        the run's id is a digest: letters and digits alone may stand there. `infra/redis/make_users.py` knows
-        it too.
+        RQ keeps all jobs below `rq:job:`; `infra/redis/users.acl` tells runs apart by this prefix. It has a
+        digest of the run's id, because only letters and digits are allowed. `infra/redis/make_users.py` also
+        computes it.
         """
         return f"sandbox-{hashlib.sha256(self.run_id.encode()).hexdigest()[:16]}-"
 
@@ -192,7 +192,7 @@ class Keys:
         return self._key(f"workers:{role}")
 
     def limits(self, servers: str) -> str:
-        """Hash: what is left of the rates that these servers allow."""
+        """Hash: the remaining rates that these servers allow."""
         return self._key(f"limits:{servers}")
 
     def requests(self, servers: str) -> str:

@@ -22,8 +22,8 @@ TrajectoryKey = tuple[int, int]
 """`(ticket, index)`: identifies one trajectory and its score everywhere downstream."""
 
 FIRST_DEMONSTRATION = 10**9
-"""Tickets from here on are of demonstrations: the trainer publishes their trajectories itself, no stream has
-the tickets, and they have no score. The number is this plus the place in the batches of the run."""
+"""First ticket number of demonstrations: the trainer publishes their trajectories itself, no stream has these
+tickets, and they have no score. The number is this plus the place in the batches of the run."""
 
 
 def is_demonstration(ticket: int) -> bool:
@@ -43,7 +43,7 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
     kind: ClassVar[str]
     changes_meaning: ClassVar[frozenset[str]] = frozenset()
-    """Fields without which others mean something else: a reader that knows none of them must not go on."""
+    """Fields that, where set, change the meaning of others: a reader that does not know one must refuse."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -53,7 +53,7 @@ class Message(BaseModel):
 
 
 class PromptFields(Message):
-    """What a prompt carries from the dataset to the reward: shared by tickets and trajectories."""
+    """Fields of a prompt, from the dataset to the reward: shared by tickets and trajectories."""
 
     prompt_ids: Int32Array
     data_source: str = ""
@@ -74,11 +74,11 @@ class SamplingParams(BaseModel):
     temperature: float = Field(1.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)
-    # Left out where it is off: tickets stay as they were, and older workers know none.
+    # Left out where it is off: older workers do not know it.
     min_p: float = Field(0.0, ge=0.0, lt=1.0, exclude_if=lambda share: share == 0.0)
-    # Of a turn, never of a ticket: where an agent's client says so.
+    # Only for turns, never in a ticket: texts that an agent's client gives.
     stop: tuple[str, ...] = Field((), exclude_if=lambda texts: not texts)
-    # The same: of the prompt, so many rows of `routes` are known.
+    # Only for turns, too: number of rows of `routes` that are known, from the prompt's beginning.
     num_routed: int = Field(0, ge=0, exclude_if=lambda count: count == 0)
 
     @property
@@ -88,7 +88,7 @@ class SamplingParams(BaseModel):
 
 
 Outcome = tuple[str, int, int, int]
-"""What a group says of its prompt: source, row, samples that solved it, and samples that have a reward."""
+"""Result of a group for its prompt: source, row, samples that solved it, and samples that have a reward."""
 
 
 class Ticket(PromptFields):
@@ -107,7 +107,7 @@ class Ticket(PromptFields):
 
 
 class Claim(BaseModel):
-    """Where the payload of a message lies that is too large for a stream."""
+    """Address of a payload that is too large for a stream."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     pointer: str = Field(
@@ -119,8 +119,8 @@ class Claim(BaseModel):
 
 
 class Choices(BaseModel):
-    """What the engine chose beside the tokens of a sample. Streams have the claim alone; an archive that
-    keeps choices, and who has read them, the rows too."""
+    """What the engine chose beside the tokens of a sample. In streams there is only the claim; `rows` are
+    there once they were read, and in archives that keep choices."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     claim: Claim | None = Field(None, description="to the rows; absent before they are checked in")
@@ -128,7 +128,7 @@ class Choices(BaseModel):
 
 
 class ChoiceRows(Message):
-    """What a claim to choices lies for: the rows, and of which tokens they are."""
+    """The payload behind a claim to choices: the rows, and the tokens that they belong to."""
 
     kind: ClassVar[str] = "choices"
     ticket: int = Field(ge=0)
@@ -209,8 +209,8 @@ class Trajectory(PromptFields):
 
     @cached_property
     def tokens_digest(self) -> str:
-        """Which tokens these are, over all segments: a reward belongs to no others. Empty where they are not
-        here."""
+        """Digest of the tokens of all segments: a score belongs to exactly these. Empty where a claim stands
+        for them."""
         if self.claim is not None:
             return ""
         digest = xxhash.xxh3_64()
@@ -222,21 +222,20 @@ class Trajectory(PromptFields):
 
     @property
     def claims(self) -> list[Claim]:
-        """All that it claims."""
         both = (self.claim, self.choices.claim if self.choices else None)
         return [claim for claim in both if claim is not None]
 
     @property
     def lacks_choices(self) -> bool:
-        """Whether it has choices, and their rows are elsewhere."""
+        """Whether it has choices whose rows were not read."""
         return self.choices is not None and not self.choices.rows
 
     def _all_spans(self) -> list[tuple[VersionSpan, ...]]:
         return [self.spans, *(fork.spans for fork in self.forks)]
 
     def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The version that produced each completion token, over all segments. Shape [T], int32; of tokens
-        that no version produced, the version of those before them."""
+        """The version that produced each completion token, over all segments, int32. Tokens that no version
+        produced have the version of those before them."""
         found = []
         for segment in self.segments:
             lengths = np.diff([*(first for _, first in segment.spans), len(segment.completion_ids)])
@@ -258,8 +257,8 @@ class Trajectory(PromptFields):
 
 
 def fault_of(sample: Trajectory) -> str:
-    """Why the sample has failed whatever its score says: its environment has, or what it claims cannot be
-    had. Empty for others."""
+    """Why the sample has failed, whatever its score: its environment failed, or its payload cannot be read.
+    Empty for others."""
     if sample.claim is None:
         return sample.fault
     return sample.fault or "its payload lies in the run's folder, which was not looked into"
@@ -311,7 +310,7 @@ class Score(Message):
         return self.ticket, self.index
 
     def is_of(self, tokens_digest: str) -> bool:
-        """Whether it can be the reward of these tokens: after a loss of Redis a key may come with others."""
+        """Whether it can be the reward of these tokens: after a loss of Redis, a key may get other tokens."""
         return not self.tokens_digest or not tokens_digest or self.tokens_digest == tokens_digest
 
     @model_validator(mode="after")
@@ -359,7 +358,7 @@ class WeightManifest(Message):
 
     @property
     def is_delta(self) -> bool:
-        """Whether it changes another version, and is nothing alone."""
+        """Whether it has only the changes to another version."""
         return self.encoding != "full"
 
     @property

@@ -1,8 +1,8 @@
-"""What a session leaves: segments to train on, and the turns in them.
+"""The record of a session: segments to train on, and the turns in them.
 
-A session is one play of one sample: an environment and the model take turns. Its first segment lies in the
-fields of the `Trajectory` itself, where a completion of a single turn lies too; what only sessions have is in
-`Session`. A single turn has none, so its record costs no byte more.
+A session is one play of one sample, in which the model and an environment take turns. Its first segment is in
+the fields of the `Trajectory` itself, like a completion of a single turn; `Session` has what only sessions
+have. A single turn has no `Session`, so its record is no larger.
 """
 
 from typing import Any, Literal, Self
@@ -22,8 +22,8 @@ SessionEnd = Literal["done", "max_turns", "max_tokens", "timeout"]
 """Why a session ended: the environment or the model was done, or it reached a limit and is truncated."""
 
 Late = Literal["", "session", "call", "reward", "program"]
-"""What was late where `timeout` ended a session: all of it (`session_timeout_s`), else one call, the call for
-its reward, or an agent's program that was silent (`call_timeout_s`)."""
+"""What was late where `timeout` ended a session: the whole session (`session_timeout_s`), a call, the call
+for its reward, or an agent's program that was silent (`call_timeout_s`)."""
 
 
 class Turn(BaseModel):
@@ -78,7 +78,7 @@ class Segment(BaseModel):
 
 
 class Session(BaseModel):
-    """What a trajectory of several turns has beside its first segment."""
+    """Fields of a trajectory of several turns, besides its first segment."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
     environment: str = Field(description="as `rollout.environment.use` names it")

@@ -1,10 +1,10 @@
 -- Append numbered entries, if the stream still ends where the caller saw it end: Redis may have lost its tail
--- since, and behind a later number there is no place for an earlier one any more.
--- Atomic against a failover between the look and the append, and against another trainer that appends meanwhile.
+-- since, and an earlier number cannot be appended after a later one.
+-- Atomic against a failover between check and append, and against another trainer that appends meanwhile.
 -- KEYS: stream, and a hash where the append depends on a mark in it.
 -- ARGV: id of the last entry as last seen, schema, with a hash its field and the mark, then (id, payload) pairs in
--- ascending order.  Returns 1 appended, 0 where the stream ends elsewhere, or -1 where the mark is gone; then
--- nothing is.
+-- ascending order.  Returns 1 appended; 0 where the stream ends elsewhere, or -1 where the mark is gone: nothing
+-- is appended.
 local last = '0-0'
 local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
 if not info.err then
@@ -27,7 +27,7 @@ if KEYS[2] then
   first = 5
 end
 for i = first, #ARGV, 2 do
-  -- Ascending ids above `last`: one that Redis refused would leave those before it, and nothing undoes them.
+  -- Ids ascend from above `last`: if Redis refused one, those before it would stay, because nothing undoes them.
   redis.call('XADD', KEYS[1], ARGV[i], 'v', ARGV[2], 'p', ARGV[i + 1])
 end
 return 1

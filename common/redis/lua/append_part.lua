@@ -1,10 +1,10 @@
 -- Keep the next part of a sample that is being generated, if the lease on its ticket is still held.
--- Atomic against a worker that takes the ticket over: it reads every part that was kept, and none comes after that.
+-- Atomic against a worker that takes the ticket over: it reads every part that was kept, and none is added later.
 -- KEYS: prompts, the group's progress hash, the group's parts.
 -- ARGV: group, consumer, ticket's entry id, index, field of the part, field of the part before it or '', part. The
--- first 16 bytes of a part name its play: parts of two plays never follow each other.
--- Returns 0 lease lost, 1 kept, 2 kept in place of one, 3 not kept: Redis has lost the part before it, or the sample
--- is published.
+-- first 16 bytes of a part identify its play: parts of two plays never follow each other.
+-- Returns 0 lease lost, 1 kept, 2 kept in place of an older one, 3 not kept: Redis has lost the part before it, or
+-- the sample is published.
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if #held == 0 then
   return 0
@@ -18,11 +18,11 @@ if ARGV[6] ~= '' then
     return 3
   end
 end
--- A play that begins again writes over the parts of the one before, and only a part beyond those is progress: a
--- session that kills its worker at the same place each time is given up like any other.
+-- A play that begins again overwrites the parts of the one before, and only a part beyond these is progress: a
+-- session that always kills its worker at the same place is given up in the end.
 if redis.call('HSET', KEYS[3], ARGV[5], ARGV[7]) == 0 then
-  -- What followed the one before does not follow this one, and may be of the same play: where a part could not be
-  -- read, its play goes on from the part before that. The fields stay, for they say how far a play has come.
+  -- The parts after the replaced one do not follow this one, though they may be of the same play: where a part could
+  -- not be read, its play goes on from the part before. The fields stay: they show how far a play had come.
   local number = tonumber(string.match(ARGV[5], '%d+$')) + 1
   local field = ARGV[4] .. ':' .. number
   while (redis.call('HGET', KEYS[3], field) or '') ~= '' do

@@ -1,4 +1,4 @@
--- One cached reward, or nil; being asked for counts as being used. Atomic against a `cache_put` that drops it.
+-- Get one cached reward, or nil; this counts as a use. Atomic against a `cache_put` that drops it.
 -- KEYS: rewards, when each was used, size and clock.  ARGV: digest.
 local value = redis.call('HGET', KEYS[1], ARGV[1])
 if value then

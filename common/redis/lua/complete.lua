@@ -1,10 +1,10 @@
--- Publish results and acknowledge their inputs, if their leases are still held, as one unit.
+-- Publish results and acknowledge their inputs as one unit, where their leases are still held.
 -- Atomic against a worker that takes the input over between check and publication (two results), and against the
 -- death of this one between publication and acknowledgement (a result, and the input again).
 -- KEYS: input stream, output stream.  ARGV: group, consumer, schema, then (input id, payload) pairs; an
 -- empty payload acknowledges without publishing.  Returns 1 (done) or 0 (lease lost) for each pair.
 local first, last, num_pairs = ARGV[4], ARGV[#ARGV - 1], (#ARGV - 3) / 2
--- One query finds the leases of inputs that come in order and without gaps, as `fetch` hands them out.
+-- One query finds the leases of inputs that are in order and without gaps, as `fetch` returns them.
 local held = {}
 for _, entry in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], first, last, num_pairs, ARGV[2])) do
   held[entry[1]] = true
@@ -27,7 +27,7 @@ for i = 4, #ARGV, 2 do
   done[#done + 1] = is_held and 1 or 0
 end
 if #acked > 0 then
-  -- Behind all results: where the server's file ends between them, inputs come again, and none is lost.
+  -- After all results: if the server's file is cut between them, inputs are delivered again, and none is lost.
   redis.call('XACK', KEYS[1], ARGV[1], unpack(acked))
 end
 return done

@@ -1,7 +1,7 @@
--- Have new entries of a stream come after an id: its archive goes up to there, though Redis has lost the end of that.
--- Atomic against a worker that appends below the new last id between the look and the move.
+-- Make new entries of a stream follow an id: its archive goes up to there, though Redis has lost the last of these.
+-- Atomic against a worker that appends below the new last id between check and change.
 -- KEYS: stream.  ARGV: id of the last entry that Redis still knows, the id to go on after, 1 to move the stream's last
--- id there.  Returns 1, or 0 where the stream has got entries between the two meanwhile; nothing is changed then.
+-- id there.  Returns 1, or 0 where the stream has new entries between the two; nothing is changed then.
 if #redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], ARGV[2], 'COUNT', 1) > 0 then
   return 0
 end

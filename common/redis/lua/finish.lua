@@ -1,4 +1,4 @@
--- Set fields of the run's state, if the last commit is there: a server that takes over from another may lack it.
+-- Set fields of the run's state, if the last commit is there: after a failover the server may lack it.
 -- Atomic against a failover between the two.
 -- KEYS: commits, state.  ARGV: id of the last commit, then names and values.  Returns 1 set, or 0.
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
@@ -7,7 +7,7 @@ if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
     return string.find(info.err, 'no such key', 1, true) and 0 or info
   end
   for i = 1, #info, 2 do
-    -- Equal where somebody has deleted it. Greater says nothing: an entry that no trainer wrote has such an id.
+    -- Equal where the commit was deleted by hand. A greater id proves nothing: another writer may have used it.
     if info[i] == 'last-generated-id' and info[i + 1] ~= ARGV[1] then
       return 0
     end

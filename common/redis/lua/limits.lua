@@ -1,20 +1,20 @@
--- End, renew and admit requests under the limits of a run, in one unit: what one worker frees, another never
--- draws twice. Limits: concurrency, requests and tokens per minute; 0 is none. Time is the server's.
+-- End, renew and admit requests under the limits of a run, in one unit: what one worker frees is drawn only
+-- once. Limits: concurrency, requests and tokens per minute; 0 is none. Time is the server's.
 -- KEYS: hash of what is left, sorted set of requests in flight by the end of their lease.
 -- ARGV: lane (eval or train), lease in ms, concurrency, requests per minute, tokens per minute, burst in ms,
--- share kept for evaluation, worker, number of evaluations that wait at it, number of requests that ended, number of
+-- share kept for evaluation, worker, number of its waiting evaluations, number of requests that ended, number of
 -- those that go on; then (request id, tokens to give back, below zero where more were used) of those that ended, the
--- ids of those that go on, and (request id, tokens) of those that wait, in order.
--- Returns how many of those that wait are admitted, and milliseconds after which to ask for the next one; -1
+-- ids of those that go on, and (request id, tokens) of waiting ones, in order.
+-- Returns how many waiting requests are admitted, and milliseconds after which to ask for the next one; -1
 -- where that depends on a request that ends.  Asking twice for the same request draws once.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local is_eval = ARGV[1] == 'eval'
 local lease_ms, concurrency = tonumber(ARGV[2]), tonumber(ARGV[3])
 local burst_ms, share = tonumber(ARGV[6]), tonumber(ARGV[7])
--- Leases that ran out come first: a request that outlived its lease changes nothing any more.
+-- First remove expired leases: a request that outlived its lease has no effect any more.
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
--- Nothing ends later than one lease from now, unless the clock was set back since: then it begins again.
+-- No lease ends later than one lease from now, unless the clock was set back since: then it begins again.
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + lease_ms, '+inf')) do
   redis.call('ZADD', KEYS[2], now + lease_ms, id)
 end
@@ -27,11 +27,11 @@ for i = 12, first_renewed - 1, 2 do
   end
 end
 for i = first_renewed, first_waiting - 1 do
-  -- XX: one whose lease has run out holds no place any more, and gets none by being renewed.
+  -- XX: a request whose lease has expired has no place any more, and gets none by a renewal.
   redis.call('ZADD', KEYS[2], 'XX', now + lease_ms, ARGV[i])
 end
--- While evaluation waits at any worker, whatever becomes free is for it: until its worker says that none waits any
--- more, or has said nothing for `eval_ms`.
+-- While evaluation waits at any worker, only evaluation is admitted: until that worker reports that none waits any
+-- more, or has reported nothing for `eval_ms`.
 local own, num_evals, eval_ms = 'eval:' .. ARGV[8], tonumber(ARGV[9]), 5000
 if num_evals == 0 then
   redis.call('HDEL', KEYS[1], own)
@@ -73,7 +73,7 @@ end
 local requests = bucket('requests', tonumber(ARGV[4]), 1)
 local tokens = bucket('tokens', tonumber(ARGV[5]), 0)
 
--- What a bucket must hold before `cost` is drawn: a full one always will do, and may go below zero then.
+-- Milliseconds until `cost` can be drawn from a bucket. A full one always suffices, and may then go below zero.
 local function missing_ms(found, cost)
   if not found then
     return 0

@@ -1,9 +1,9 @@
--- Move entries that no service of the run wrote out of a numbered stream, and take its last id back, as one unit.
--- Without that the stream would refuse every further number of its own. Atomic against its trainer, which appends,
--- and against workers, which read and acknowledge: nobody sees the stream without its entries or its last id.
+-- Move entries that no service of the run wrote out of a numbered stream, and lower its last id again, as one unit.
+-- Otherwise the stream would refuse all further numbers of the run. Atomic against the trainer, which appends, and
+-- against workers, which read and acknowledge: no client sees the stream without its entries or its last id.
 -- KEYS: stream, dead letters.
 -- ARGV: schema, least last id that the stream may be left with, then (entry's id, letter) pairs; an empty letter
--- is one that is there already.  Returns how many entries were still there, or -1 where the stream is not.
+-- one is in the dead letters already.  Returns how many entries were still there, or -1 without the stream.
 local function number(id)
   return tonumber(string.match(id, '^%d+'))
 end
@@ -22,11 +22,11 @@ for i = 3, #ARGV, 2 do
     redis.call('XDEL', KEYS[1], ARGV[i])
   end
   for _, group in ipairs(groups) do
-    -- XINFO answers in a flat list that begins with the group's name. What is gone must not stay pending.
+    -- XINFO answers in a flat list that begins with the group's name. Removed entries must not stay pending.
     redis.call('XACK', KEYS[1], group[2], ARGV[i])
   end
 end
--- What was trimmed lay below what is left: the newest entry is the last one, unless there is none.
+-- Trimmed entries were below the rest: the newest entry is the last one, unless there is none.
 local last = ARGV[2]
 local newest = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
 if #newest > 0 then
@@ -74,7 +74,7 @@ if type(reply) == 'table' and reply.err then
 end
 for _, group in ipairs(groups) do
   for i = 1, #group, 2 do
-    -- A group that stands above the last id would never be given the run's own entries.
+    -- A group with a position above the last id would never get the run's own entries.
     if group[i] == 'last-delivered-id' and number(group[i + 1]) > number(last) then
       redis.call('XGROUP', 'SETID', KEYS[1], group[2], last)
     end

@@ -1,5 +1,5 @@
 -- Publish all scores of a group, acknowledge its last trajectory and drop its results, as one unit, if the
--- lease is still held. The mark that stays keeps a late duplicate from starting the group again.
+-- lease is still held. The field `published` stays: it keeps a late duplicate from starting the group again.
 -- Atomic against a worker that takes the trajectory over, and would publish the group a second time.
 -- KEYS: trajectories, scores, the group's results.  ARGV: group, consumer, entry id, schema, payloads.
 -- Returns 1 published or 0 lease lost.
@@ -10,7 +10,7 @@ end
 for i = 5, #ARGV do
   redis.call('XADD', KEYS[2], '*', 'v', ARGV[4], 'p', ARGV[i])
 end
--- Behind the scores, as in complete.lua.
+-- After the scores, as in complete.lua.
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 redis.call('DEL', KEYS[3])
 redis.call('HSET', KEYS[3], 'published', 1)

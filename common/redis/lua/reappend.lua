@@ -5,7 +5,7 @@
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   return 0
 end
--- Before the letter goes: where the file ends between them, the bytes are there twice, and never not at all.
+-- Before the letter is removed: if the server's file is cut between them, the bytes exist twice, and are not lost.
 redis.call('XADD', KEYS[2], '*', unpack(ARGV, 2))
 redis.call('XDEL', KEYS[1], ARGV[1])
 return 1

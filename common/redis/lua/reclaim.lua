@@ -1,9 +1,9 @@
--- Take over what silent consumers hold, with the number of times each entry was delivered.
+-- Take over entries of silent consumers, with the number of times each was delivered.
 -- Atomic against other workers that reclaim: each entry gets one holder, and its count is that of its delivery.
 -- KEYS: input stream.  ARGV: group, consumer, idle milliseconds, count, where to look for deliveries from the future
--- (empty for nowhere), latest time that it can be, the only holder to take from (empty for any).
--- Returns the server's time, where to look next, then (id, fields, deliveries) for each entry taken; and nothing
--- but the time where the server's clock has jumped ahead: leases look expired then that are not.
+-- (empty for nowhere), latest plausible time (0 for any), the only holder to take from (empty for any).
+-- Returns the server's time, where to look next, then (id, fields, deliveries) for each entry taken; only the time
+-- where the server's clock has jumped ahead, which makes held leases look expired.
 local WINDOW = 256
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -12,8 +12,8 @@ if tonumber(ARGV[6]) > 0 and now > tonumber(ARGV[6]) then
 end
 local place = ''
 if ARGV[5] ~= '' then
-  -- A delivery from the future is one from before the clock was set back. As it stands, it would not expire before
-  -- the clock has caught up: its lease begins now. Where its holder lives, this renews it once.
+  -- A delivery from the future is one from before the clock was set back. It would not expire before the clock has
+  -- caught up, so its lease is made to begin now. Where its holder lives, this renews it once.
   local rows = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[5], '+', WINDOW)
   for _, held in ipairs(rows) do
     if held[3] <= 0 then
@@ -24,9 +24,9 @@ if ARGV[5] ~= '' then
     place = '(' .. rows[#rows][1]
   end
 end
--- The server looks through all that the group holds, which takes it some 70 ns an entry. None is found twice: what is
--- claimed has been idle for 0 ms since. Both bounds hold whatever the caller sends, NaN included: with an idle time of
--- 0 the loop would find its own claims for ever, and a script that has written cannot be killed.
+-- The server scans all that the group holds, at some 70 ns an entry. None is found twice: a claim sets its idle time
+-- to 0. Both bounds hold for any arguments, NaN included: with an idle time of 0 the loop would find its own claims
+-- for ever, and a script that has written cannot be killed.
 local idle = math.max(1, tonumber(ARGV[3]) or 1)
 local taken, wanted, rows = {}, math.min(1000, tonumber(ARGV[4]) or 0), nil
 local holder = ARGV[7] ~= '' and {ARGV[7]} or {}
@@ -36,7 +36,7 @@ repeat
     local id = held[1]
     local entry = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id)[1]
     if entry then
-      -- XPENDING has told the deliveries before this one, and XCLAIM without JUSTID counts it.
+      -- XPENDING reports the deliveries before this one, and XCLAIM without JUSTID counts it.
       taken[#taken + 1] = {id, entry[2], held[4] + 1}
     else
       -- The entry was trimmed while it was held. Redis 6.2 would keep it pending for ever.

@@ -1,11 +1,11 @@
 -- Make the message of a dead letter pending again, and remove the letter, as one unit.
--- The message is still in its stream, under its own id and with its own bytes: it only needs a holder, and
--- gets one that is silent for longer than a lease, so that the next worker that reclaims takes it.
+-- The message is still in its stream, with its id and bytes: it only needs a holder, and gets one that counts as
+-- silent for longer than a lease, so that the next worker that reclaims takes it.
 -- Atomic against a second `requeue` of it, and against a worker that begins before its progress is restored.
 -- KEYS: dead letters, input stream, progress hash of its group.
 -- ARGV: letter's id, group, input's id, idle milliseconds, version at which the group was started or '', holder,
 -- then the indices that are published already.
--- Returns 1 done, 0 the letter is gone, -1 the stream does not hold the message any more.
+-- Returns 1 done, 0 the letter is gone, -1 the stream no longer has the message.
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   return 0
 end
@@ -15,12 +15,12 @@ end
 redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[6], 0, ARGV[3],
   'IDLE', ARGV[4], 'RETRYCOUNT', 0, 'FORCE', 'JUSTID')
 if ARGV[5] ~= '' then
-  -- NX: what workers have noted themselves is newer than what the letter's reader knows.
+  -- NX: what workers have noted is newer than what the caller knows.
   redis.call('HSETNX', KEYS[3], 'version', ARGV[5])
 end
 for i = 7, #ARGV do
   redis.call('HSETNX', KEYS[3], ARGV[i], '')
 end
--- Last: where the file ends before it, the letter is still there and can be put back again.
+-- Last: if the server's file is cut before it, the letter is still there and can be put back again.
 redis.call('XDEL', KEYS[1], ARGV[1])
 return 1

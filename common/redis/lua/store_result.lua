@@ -1,15 +1,15 @@
--- Keep what rewards said of one sample of a group; acknowledge its trajectory unless it is the last one.
+-- Keep the result of one sample of a group; acknowledge its trajectory unless it is the last one.
 -- The last one stays pending until the whole group is published, so that another worker can take it over.
 -- Atomic against other samples of the group that are scored at once: exactly one of them is the last.
 -- KEYS: trajectories, the group's results, tickets with results.
 -- ARGV: group, consumer, entry id, ticket, index, group size, payload (empty: the result is there already).
--- Returns 0 lease lost, 1 kept and acknowledged, or the payloads of the whole group: it is this one's to finish.
+-- Returns 0 lease lost, 1 kept and acknowledged, or the payloads of the group, which this consumer has to finish.
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if #held == 0 then
   return 0
 end
 if redis.call('HEXISTS', KEYS[2], 'published') == 0 then
-  -- Before the result: the trainer finds what nobody finishes by this set alone.
+  -- Before the result: only by this set does the trainer find groups that no worker finishes.
   redis.call('SADD', KEYS[3], ARGV[4])
   if ARGV[7] ~= '' then
     redis.call('HSETNX', KEYS[2], ARGV[5], ARGV[7])
