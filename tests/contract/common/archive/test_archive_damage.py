@@ -91,7 +91,7 @@ async def test_a_file_that_cannot_be_read_is_a_damage_and_hides_no_other(keys, r
 
     monkeypatch.setattr("tidemill.common.archive.reader.records_of", records_of)
     last = Manifest.load(folder).segments[-1]
-    with pytest.raises(ArchiveError, match="cannot be read.*--check"):
+    with pytest.raises(ArchiveError, match=r"cannot be read.*--check"):
         await scanned(History(keys.run_id, run_dir, None), selection=Selection(last.first_id))
 
 

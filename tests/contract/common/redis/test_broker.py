@@ -198,7 +198,7 @@ def test_an_embedded_server_that_cannot_start_says_its_last_words(tmp_path):
 
 def test_a_server_that_is_no_program_is_named_with_its_variable_and_leaves_no_folder(tmp_path):
     server = EmbeddedRedis(tmp_path / "redis", executable=str(tmp_path / "none"))
-    with pytest.raises(BrokerError, match="none as redis-server: No such file.*TIDEMILL_REDIS_SERVER"):
+    with pytest.raises(BrokerError, match=r"none as redis-server: No such file.*TIDEMILL_REDIS_SERVER"):
         server.start()
     folder = server.socket.parent
     server.stop()

@@ -284,7 +284,7 @@ def test_files_that_hold_no_options_are_refused_by_name(tmp_path: Path, name: st
 
 def test_a_place_that_takes_no_file_is_a_mistake_of_what_was_given(tmp_path: Path) -> None:
     file = write(tmp_path, "a.yaml", "num_generations: 4")
-    with pytest.raises(ConfigError, match="directory|busy"):
+    with pytest.raises(ConfigError, match=r"directory|busy"):
         run_convert(ConvertOptions(file=file, options=[], project=None, output=Path()))
 
 
