@@ -72,7 +72,7 @@ def _read_tree(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text in UTF-8: {error}") from None
     try:
-        tree = yaml.load(text, _Loader)
+        tree = _Loader(text).get_single_data()
     except UNREADABLE as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
@@ -112,7 +112,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"--set {override!r} must have the form section.field=value")
     try:
-        value = yaml.load(raw, _Loader)
+        value = _Loader(raw).get_single_data()
     except UNREADABLE:
         value = raw
     if value == raw.strip() and _SCIENTIFIC.fullmatch(value):
