@@ -297,7 +297,7 @@ def _fsync(path: Path | str, flags: int = 0, mode: int | None = None) -> None:
 
 
 def _aside_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.aside")
+    return path.parent / f".{path.name}.{secrets.token_hex(4)}.aside"  # also where it has no name
 
 
 def _fsync_tree(folder: Path) -> None:

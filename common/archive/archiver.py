@@ -354,17 +354,22 @@ def check(run_dir: Path) -> list[Damage]:
     for folder in (stream_folder(run_dir, stream) for stream in StreamName):
         try:
             manifest = Manifest.load(folder)
+            damages += [Damage(each.path, found) for each in manifest.segments if (found := _damage(each))]
+            damages += [Damage(folder, gap) for gap in gaps(manifest)]
         except ArchiveError as error:
             damages.append(Damage(folder, str(error)))
-            continue
-        for segment in manifest.segments:
-            if file_checksum(segment.path) != segment.checksum:
-                damages.append(Damage(segment.path, "its bytes are not those that were written"))
-            elif num_bare := _num_claims(segment.path):
-                lost = f"{num_bare} of its records had lost their payload before"
-                damages.append(Damage(segment.path, lost))
-        damages += [Damage(folder, gap) for gap in gaps(manifest)]
     return damages
+
+
+def _damage(segment: ArchiveSegment) -> str:
+    try:
+        if file_checksum(segment.path) != segment.checksum:
+            return "its bytes are not those that were written"
+        if num_bare := _num_claims(segment.path):
+            return f"{num_bare} of its records had lost their payload before"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    return ""
 
 
 def _num_claims(path: Path) -> int:

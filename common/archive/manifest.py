@@ -242,7 +242,7 @@ def missing_after(manifest: Manifest, position: str, trimmed: str) -> Iterator[s
 
 def _noted(folder: Path, name: str) -> str:
     try:
-        text = (folder / name).read_text(encoding="ascii").strip()
+        text = (folder / name).read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
         return START
     try:

@@ -33,7 +33,7 @@ def select(
     for segment in reversed(segments) if backwards else segments:
         try:
             yield from _select_in(segment.path, stream, selection, backwards)
-        except (pa.ArrowException, OSError, KeyError) as error:
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             removed = Manifest.load(manifest.folder).removed
             if isinstance(error, FileNotFoundError) and id_order(segment.last_id) <= id_order(
                 removed.last_id

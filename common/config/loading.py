@@ -16,6 +16,22 @@ from tidemill.common.errors import ConfigError
 _TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
 """What pydantic adds to a field's path: which part of a union was tried, or that a key is wrong."""
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""What reading YAML raises, also for a date without its day, a number without end, and sections without."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice: the first one, perhaps a whole section, would be lost in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        places: dict[tuple[str, Any], yaml.Mark] = {}
+        for key, _ in node.value:
+            if (name := (key.tag, str(key.value))) in places:
+                problem = f"found {key.value!r} again; keep one of them"
+                raise yaml.composer.ComposerError("it is here", places[name], problem, key.start_mark)
+            places[name] = key.start_mark
+        return node
 
 
 def load_config(
@@ -56,8 +72,8 @@ def _read_tree(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text in UTF-8: {error}") from None
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        tree = _Loader(text).get_single_data()
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
@@ -96,8 +112,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"--set {override!r} must have the form section.field=value")
     try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError:
+        value = _Loader(raw).get_single_data()
+    except UNREADABLE:
         value = raw
     if value == raw.strip() and _SCIENTIFIC.fullmatch(value):
         value = float(value)  # YAML reads `1e-5` as text; people mean the number

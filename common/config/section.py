@@ -44,7 +44,8 @@ def resolved(value: str, info: ValidationInfo) -> str:
         return f"{(base / folder).resolve()}@{split}"
     file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
     is_pattern = glob.has_magic(value) and any(glob.iglob(str(base / value), recursive=True))
-    if value.startswith(".") or is_pattern or (base / file).exists():
+    # A function's file is a path also where it is missing: elsewhere may be another of that name.
+    if value.startswith(".") or name.replace(".", "_").isidentifier() or is_pattern or (base / file).exists():
         return f"{(base / file).resolve()}{colon}{name}"
     return value
 

@@ -96,15 +96,21 @@ class EmbeddedRedis:
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
         # The server inherits the lock, and holds it until it has written its data, even if this process dies.
         with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
-            self._process = subprocess.Popen(
-                command,
-                start_new_session=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL if host else None,  # with "-" it prints that it reads a config
-                pass_fds=(lock,),
-                # Other processes of this user can read its variables.
-                env={name: os.environ[name] for name in SERVER_VARIABLES if name in os.environ},
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    start_new_session=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL if host else None,  # with "-" it prints that it reads a config
+                    pass_fds=(lock,),
+                    # Other processes of this user can read its variables.
+                    env={name: os.environ[name] for name in SERVER_VARIABLES if name in os.environ},
+                )
+            except OSError as error:
+                raise BrokerError(
+                    f"cannot run {self.executable} as redis-server: {error.strerror}. Set "
+                    "TIDEMILL_REDIS_SERVER to one that runs, or leave it out."
+                ) from None
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as options:  # unless it has ended already
             options.write(f"requirepass {self._password}\n".encode() if host else b"")
@@ -117,9 +123,7 @@ class EmbeddedRedis:
 
     def stop(self) -> None:
         """Stop cleanly: SIGTERM makes Redis write its data first."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
                 self._process.wait(STOP_TIMEOUT_S)

@@ -41,6 +41,14 @@ def main() -> None:
 
             print(names_elsewhere(error.unknown_fields), end="", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(
+            f"tidemill: {error.filename}: {error.strerror}. Check the path, whose it is, and its disk.",
+            file=sys.stderr,
+        )
+        sys.exit(ConfigError.exit_code)
     finally:
         # Skips the garbage collection at exit, which would visit the objects of all modules.
         gc.freeze()

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.files import write_atomically
+from tidemill.common.files import StorageError, write_atomically
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.fit import fit
 from tidemill.services.console.convert.prime_rl import convert_prime_rl
@@ -38,7 +38,7 @@ def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
     name, options = read_options(file, overrides, project)
     try:
         return convert_options(name, options)
-    except (TypeError, ValueError, LookupError, ZeroDivisionError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise ConfigError(
             f"{file}: an option has a value that cannot be understood ({error}). What other programs would "
             "compute can be given after the file: key=value, or NAME=value for a variable of a script."
@@ -53,8 +53,8 @@ def run_convert(options: ConvertOptions) -> int:
     else:
         try:
             write_atomically(options.output, text)
-        except OSError as error:
-            raise ConfigError(f"cannot write {options.output}: {error.strerror}") from None
+        except StorageError as error:
+            raise ConfigError(str(error)) from None
     for verdict, style in (("lost", "red"), ("approximated", "yellow")):
         for finding in draft.findings:
             if finding.verdict == verdict:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from tidemill.common.config.loading import UNREADABLE
 from tidemill.common.config.section import flatten
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.convert.table import Project
@@ -57,7 +58,7 @@ def read_options(
             raise ConfigError(f"{path} ends in {kind or 'nothing'}; expected .yaml, .json, .toml, .sh or .py")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, SyntaxError, yaml.YAMLError) as error:
+    except (SyntaxError, *UNREADABLE) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     is_verl = any("." in name if kind in SCRIPTS else name.startswith("actor_rollout_ref.") for name in found)
     found = _resolved(found | dict(_of_words(given)))
@@ -115,7 +116,7 @@ def _value(raw: str) -> Any:
         return raw
     try:
         return _number(yaml.safe_load(raw))
-    except yaml.YAMLError:
+    except UNREADABLE:
         return raw
 
 
@@ -142,7 +143,12 @@ BETWEEN = ("then", "else", "elif", "do", "!", "export", "local", "declare", "rea
 _INSIDE = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"
 """Text between parentheses, with up to three levels of parentheses in it."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_COMMENT = re.compile(r"(^|(?<=\s))#[^\n]*", re.MULTILINE)
+_NO_COMMAND = re.compile(
+    r"""(\\.|"(?:\\.|[^"\\])*"|'[^']*')|(?:^|(?<=[\s;]))#[^\n]*"""
+    r"""|(?<!<)<<-?\s*(["']?)([A-Za-z_]\w*)\2([^\n#]*)[^\n]*\n.*?^\t*\3$""",
+    re.MULTILINE | re.DOTALL,
+)
+"""A comment, or a text that a program reads up to a line with its mark; or what is quoted, which stays."""
 _PROGRAM, _SUM = re.compile(rf"\$\((?!\(){_INSIDE}\)"), re.compile(rf"\$\(\(({_INSIDE})\)\)")
 _ARRAY = re.compile(rf"(?<=\w=)\({_INSIDE}\)|(?<=\+=)\({_INSIDE}\)")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)|\$[@*\d]")
@@ -167,7 +173,7 @@ class Script:
         Raises:
             ValueError: a quotation does not end.
         """
-        text = _COMMENT.sub("", text).replace("\\\n", " ")
+        text = _NO_COMMAND.sub(r"\1\4", text).replace("\\\n", " ")
         text = _SUM.sub(lambda found: re.sub(r"\s", "", found[0]), text)  # one word each, as arrays are
         text = _ARRAY.sub(lambda found: shlex.quote(found[0]), _PROGRAM.sub("$<program>", text))
         lexer = shlex.shlex(f"{text}\n", posix=True, punctuation_chars=BREAKS)

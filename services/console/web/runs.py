@@ -249,6 +249,9 @@ def _listed(folder: RunFolder) -> ListedRun:
     if report:
         status = FINISHED if report.get("ok") else "ended"
     else:
-        is_running = folder.address_file.exists() or time.time() - changed_at < 60
+        # A killed `tidemill up` leaves the address of a socket that its guard has removed.
+        url = folder.address() if folder.address_file.exists() else None
+        is_up = url is not None and (not url.startswith("unix://") or Path(url[7:]).exists())
+        is_running = is_up or time.time() - changed_at < 60
         status = "running" if is_running else "stopped"
     return ListedRun(folder.run_id, status, report, changed_at)

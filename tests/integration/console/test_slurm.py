@@ -78,6 +78,9 @@ def test_what_cannot_run_is_refused_and_nothing_written(
     done = tidemill(tmp_path / "runs", "slurm", config, "-o", str(output), *words)
     assert done.returncode == 2 and named in done.stderr, done.stderr
     assert not output.exists()
+    output.touch()  # no folder
+    done = tidemill(tmp_path / "runs", "slurm", config, "-o", str(output))
+    assert done.returncode == 2 and str(output) in done.stderr, done.stderr
 
 
 def test_what_skypilot_reads_fits_its_own_schema(tmp_path: Path) -> None:

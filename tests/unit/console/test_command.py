@@ -1,6 +1,7 @@
 """The command line itself: version, completion, runs by every name."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.__main__ import app
+from tidemill.services.console.__main__ import app, main
 from tidemill.services.console.options import runs_here
 from tidemill.services.console.run.folder import RunFolder, find_run
 
@@ -21,6 +22,18 @@ def test_the_version_is_said_and_shells_can_complete() -> None:
     said = answer("--version")
     assert said.exit_code == 0 and said.output.startswith("tidemill")
     assert "--install-completion" in answer("--help").output
+
+
+def test_a_path_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tidemill", "status", "one"])
+    monkeypatch.setattr(
+        "tidemill.services.console.status.dashboard.show_status", lambda given: tmp_path.read_bytes()
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"{tmp_path}: Is a directory" in capsys.readouterr().err
 
 
 def test_a_run_is_named_by_its_place_or_by_an_option_on_every_command(

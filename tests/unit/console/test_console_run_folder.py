@@ -1,5 +1,6 @@
 """How runs are named, kept and found again, and which processes they have."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.services.console.options import UpOptions
 from tidemill.services.console.processes.specs import exporter_spec, service_specs
 from tidemill.services.console.run.folder import RunFolder, find_run
+from tidemill.services.console.web.runs import Catalog
 
 
 def test_latest_follows_the_newest_run_and_each_keeps_its_whole_config(tmp_path: Path) -> None:
@@ -33,6 +35,15 @@ def test_the_address_is_for_its_owner_only_and_comes_before_the_environments(
     folder.write_address("unix:///tmp/own.sock")
     assert folder.address() == "unix:///tmp/own.sock"
     assert stat.S_IMODE(folder.address_file.stat().st_mode) == 0o600
+
+
+async def test_a_run_whose_console_was_killed_is_not_listed_as_running(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "one")
+    folder.create(make_config(run_id="one"))
+    os.utime(folder.path / "config.yaml", (0, 0))
+    for socket, status in ((tmp_path, "running"), (tmp_path / "removed.sock", "stopped")):
+        folder.write_address(f"unix://{socket}")
+        assert [line.status for line in await Catalog(tmp_path).lines()] == [status]
 
 
 def test_a_latest_that_is_not_a_link_is_left_alone(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tidemill.common.archive import manifest, stream_folder
 from tidemill.common.archive.archiver import check, cut_back, retain, sweep, writing
-from tidemill.common.archive.manifest import NEEDED_FILE, Manifest, note_needed, note_trim
+from tidemill.common.archive.manifest import NEEDED_FILE, TRIMMED_FILE, Manifest, note_needed, note_trim
 from tidemill.common.config import ArchiveConfig
-from tidemill.common.history import History, StreamName
+from tidemill.common.errors import ArchiveError
+from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.streams import Entry, Garbled, id_after, trim_before
 
 Records = list[Entry | Garbled]
@@ -73,6 +74,25 @@ async def test_entries_that_nobody_archived_before_they_were_trimmed_are_found(b
     await scanned(History(keys.run_id, run_dir, None))
     assert "has a gap: entries after" in caplog.text
     assert ids_listed(Manifest.load(folder)), "and what came after it is archived"
+
+
+async def test_a_file_that_cannot_be_read_is_a_damage_and_hides_no_other(keys, run_dir, monkeypatch):
+    folder = stream_folder(run_dir, STREAM)
+    path, other = (segment.path for segment in Manifest.load(folder).segments[:2])
+    path.unlink()
+    path.mkdir()
+    other.write_bytes(other.read_bytes()[:-1] + b"?")
+    (folder / TRIMMED_FILE).write_bytes(b"\xff")
+    assert [damage.path for damage in check(run_dir)] == [path, other, folder]
+    (folder / TRIMMED_FILE).unlink()
+
+    def records_of(*_: object) -> None:
+        b"\xff".decode()  # as of an id whose bytes were damaged
+
+    monkeypatch.setattr("tidemill.common.archive.reader.records_of", records_of)
+    last = Manifest.load(folder).segments[-1]
+    with pytest.raises(ArchiveError, match=r"cannot be read.*--check"):
+        await scanned(History(keys.run_id, run_dir, None), selection=Selection(last.first_id))
 
 
 async def test_a_gap_between_numbered_entries_is_found_without_a_chain(broker, keys, tmp_path):

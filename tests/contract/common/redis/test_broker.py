@@ -196,6 +196,15 @@ def test_an_embedded_server_that_cannot_start_says_its_last_words(tmp_path):
     server.stop()
 
 
+def test_a_server_that_is_no_program_is_named_with_its_variable_and_leaves_no_folder(tmp_path):
+    server = EmbeddedRedis(tmp_path / "redis", executable=str(tmp_path / "none"))
+    with pytest.raises(BrokerError, match=r"none as redis-server: No such file.*TIDEMILL_REDIS_SERVER"):
+        server.start()
+    folder = server.socket.parent
+    server.stop()
+    assert not folder.exists()
+
+
 def test_the_server_named_in_the_environment_comes_first_and_without_any_the_ways_to_one_are_named(
     monkeypatch,
 ):

@@ -305,8 +305,11 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         "model": {"path": "model"},
         "data": {"train": ["train.jsonl", "./more.jsonl"], "eval": {"held_out": "eval.jsonl"}},
         "reward": {"function": "reward.py:score"},
+        "rollout": {"environment": {"use": "not_there.py:Env"}},
     }
     config = load_config(write(tmp_path, tree))
+    # Also what is missing: the working directory may have another file of that name.
+    assert config.rollout.environment.use == f"{tmp_path / 'not_there.py'}:Env"
     assert config.model.path == str(tmp_path / "model")
     assert config.data.train == [str(tmp_path / "train.jsonl"), str(tmp_path / "more.jsonl")]
     assert config.data.eval == {"held_out": str(tmp_path / "eval.jsonl")}
@@ -331,6 +334,10 @@ def test_names_that_are_not_files_stay_names(tmp_path: Path) -> None:
         (b"\xff\xfe", "not text in UTF-8"),
         (b"data: \x00", "not valid YAML"),
         (b"model: !!python/object:os.system {}", "not valid YAML"),
+        (b"data: {}\ndata: {}", "(?s:not valid YAML.*line 1.*'data' again.*line 2)"),
+        (b"data: 2026-02-30", "not valid YAML: day is out of range"),
+        (b"data: " + b"9" * 5000, "not valid YAML: .* 5000 digits"),
+        (b"data: " + b"[" * 3000, "not valid YAML: maximum recursion"),
     ],
 )
 def test_a_file_that_is_no_mapping_in_plain_yaml_is_refused(

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.convert.command import convert, convert_options
+from tidemill.services.console.convert.command import convert, convert_options, run_convert
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.table import Project
+from tidemill.services.console.options import ConvertOptions
 
 A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
 BYPASS = {C + "bypass_mode": True}
@@ -220,10 +221,9 @@ def test_yaml_of_verl_with_references_and_overrides(tmp_path: Path) -> None:
         "  rollout: {n: 4, name: '???', top_p: '${oc.select:a.b,1}'}}\n"
         "data: {train_batch_size: 64}\nalgorithm: {adv_estimator: grpo}\n"
     )
-    made = convert(
-        write(tmp_path, "a.yaml", text), ["+trainer.total_epochs=2", "data.train_batch_size=32"], None
-    )
-    assert made.table.project == "verl"
+    more = ["+trainer.total_epochs=2", "data.train_batch_size=32", "trainer.experiment_name=2025-02-30"]
+    made = convert(write(tmp_path, "a.yaml", text), more, None)
+    assert (made.table.project, made.fields["run_id"]) == ("verl", "2025-02-30")  # a date that is none
     assert (made.fields["trainer.groups_per_step"], made.fields["trainer.mini_batches"]) == (32, 1)
     assert (made.fields["trainer.epochs"], made.fields["trainer.optimizer.lr"]) == (2, 1e-6)
 
@@ -280,6 +280,12 @@ def test_defaults_of_the_command_line_count_and_what_must_run_is_said(tmp_path: 
 def test_files_that_hold_no_options_are_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=name):
         convert(write(tmp_path, name, text), [], None)
+
+
+def test_a_place_that_takes_no_file_is_a_mistake_of_what_was_given(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.yaml", "num_generations: 4")
+    with pytest.raises(ConfigError, match=r"directory|busy"):
+        run_convert(ConvertOptions(file=file, options=[], project=None, output=Path()))
 
 
 def test_the_file_names_what_our_config_refuses() -> None:

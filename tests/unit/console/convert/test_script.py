@@ -18,6 +18,11 @@ from tidemill.services.console.convert.reading import Script, Unknown
         ("export n=1\nreadonly m=2\nrun a=$n$m", ["run", "a=12"]),
         ("n=1\nif [ $n = 1 ]; then n=1; fi\nrun a=$n", ["run", "a=1"]),
         ("n+=1; n+=2\nrun a=$n", ["run", "a=12"]),
+        (
+            '# don\'t "\nn="a # 1" # it\'s\nrun a="#### $n" \\\n  b=\'c # 2\'',
+            ["run", "a=#### a # 1", "b=c # 2"],
+        ),
+        ("cat > x <<'EOF' # it's\ndon't # \"\nEOF\nrun a=1", ["run", "a=1"]),
     ],
 )
 def test_words_of_the_last_command(script: str, words: list[str]) -> None:
