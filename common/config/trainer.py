@@ -129,7 +129,7 @@ class TrainerConfig(Section):
     """Other healthy ranges than those of docs/metrics.md, by check."""
     simulated: SimulatedPolicyConfig = SimulatedPolicyConfig()
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
-    """Most tokens in a rank's forward pass. `auto`: 16,384, or what a GPU holds."""
+    """Most tokens of a micro-batch on one rank. `auto`: 16,384, or what a GPU holds."""
     packing: bool = True
     """Compute common beginnings of samples once, without padding, where the attention allows it."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
@@ -261,12 +261,12 @@ class TrainerConfig(Section):
 
     @property
     def bin_tokens(self) -> int:
-        """Most tokens in one forward pass of the ranks that share it."""
+        """Most tokens in a bin: the samples of the ranks that share forward passes."""
         return self.tile_tokens * self.context_size
 
     @property
     def num_bins(self) -> int:
-        """Number of forward passes that run in parallel."""
+        """Number of bins of a micro-batch, which are computed in parallel."""
         return self.num_ranks // self.context_size
 
     @property

@@ -2,11 +2,11 @@
 
 A step becomes durable in this order, which makes it exactly-once. Other files name the parts by number.
 
-1. Journal: the commit is written to the trainer's own disk, so that whatever Redis loses later can come back.
+1. Journal: the commit is written to the run's folder, so that whatever Redis loses later can come back.
 2. Settle: its groups are no longer outstanding. From here on a checkpoint is one of the new version.
 3. Mark: a value in Redis before the commit; a server that has lost it takes no commit.
-4. Checkpoint, only where Redis has restarted: what the step was trained on may be gone, so that no replay
-   could repeat it. The checkpoint replaces the replay then.
+4. Checkpoint, only where Redis may have lost records that the step was trained on, so that no replay could
+   repeat it. The checkpoint replaces the replay then; what else was lost is appended again.
 5. Commit: appended under the step's id, right behind the commit before, if the mark stands. The step has
    happened; before, a restart trains it again from the same records.
 6. Write: the weights go to the disk beside the next step's work, and to the object store if there is one.

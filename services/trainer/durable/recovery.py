@@ -3,21 +3,8 @@
 Replaying takes the recorded groups in the recorded micro-batches, so on the same hardware in deterministic
 mode the weights come out bit by bit. The digest in each commit shows it; a difference is logged.
 
-The order of a restart (`service.py` calls the parts):
-
-1. Restore the newest whole checkpoint: model, tickets, positions.
-2. Note which server answers, and set a mark: a commit that the process before has sent, and that is still on
-   its way, no longer finds its own.
-3. Remove unexpected entries, and have the archive forget what Redis has lost: its ids may be given out again.
-4. Give Redis back the commits that the checkpoint covers, from the journal: the stream takes none behind
-   later ones.
-5. Read the commits above the checkpoint, and see that all they were trained on is there, before anything is
-   trained.
-6. The journal takes these commits in and forgets all others: their records may be gone, so they did not
-   happen.
-7. Take over the tickets that the process before has issued; only then start the readers, which keep nothing
-   that belongs to no outstanding ticket.
-8. Replay the commits; write and announce the version if the process before did not (parts 6 and 7 of a step).
+The order of a restart, with its numbers, is in docs/architecture.md ("The order of recovery"); `service.py` calls
+the parts. Each one can fail, and leaves all that the next start needs.
 """
 
 import asyncio
@@ -87,7 +74,7 @@ class Replayer:
 
     async def take_over(self, store: CheckpointStore) -> list[Commit]:
         """Restore the newest checkpoint, and take in what an earlier process did after it: its commits, which
-        are returned, and the tickets it issued (parts 1 to 7).
+        are returned, and the tickets it issued (parts 2 to 7).
 
         Raises:
             TidemillError: there are commits that cannot be replayed. Nothing was trained yet.
