@@ -14,7 +14,7 @@ class EngineTraits(NamedTuple):
     class_name: str
     """`module:Class` in services/rollout/engines."""
     package: str = ""
-    """What has to be installed for it: a build of vLLM, so that its machine is checked for what vLLM needs."""
+    """A build of vLLM that has to be installed; the machine is checked for what vLLM needs."""
     loads_model: bool = True
     """Whether it computes with `model.path`, and so on a GPU where there is one."""
     leaves_gpu: bool = True

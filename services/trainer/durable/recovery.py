@@ -3,8 +3,8 @@
 Replaying takes the recorded groups in the recorded micro-batches, so on the same hardware in deterministic
 mode the weights come out bit by bit. The digest in each commit shows it; a difference is logged.
 
-The order of a restart, with its numbers, is in docs/architecture.md ("The order of recovery"); `service.py` calls
-the parts. Each one can fail, and leaves all that the next start needs.
+The order of a restart, with its numbers, is in docs/architecture.md ("The order of recovery"); `service.py`
+calls the parts. Each one can fail, and leaves all that the next start needs.
 """
 
 import asyncio
