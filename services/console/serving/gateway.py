@@ -165,8 +165,10 @@ class RewardGateway:
 
     async def _reserve(self) -> None:
         """Reserve ticket numbers before anything is appended: a later process uses none of them."""
-        self._reserved = self._next_ticket + RESERVED
-        await self._broker.execute("HSET", self._keys.state, SERVED, self._reserved)
+        reserved = self._next_ticket + RESERVED
+        await self._broker.execute("HSET", self._keys.state, SERVED, reserved)
+        # Only now: a request that comes meanwhile must not use numbers that Redis does not have.
+        self._reserved = reserved
 
     @contextmanager
     def _registered(

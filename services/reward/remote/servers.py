@@ -410,6 +410,8 @@ class Servers:
 
 
 def usage_of(tree: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of prompt and answer; 0 if it does not say them. Raises ValueError, TypeError: it is garbage."""
+    """Tokens of prompt and answer, 0 where it has none. Raises ValueError, TypeError: no numbers."""
     usage = tree.get("usage") or {}
-    return int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    # Counters take nothing below 0, and the answer beside it may be right.
+    prompt, completion = (max(0, int(usage.get(f"{part}_tokens") or 0)) for part in ("prompt", "completion"))
+    return prompt, completion

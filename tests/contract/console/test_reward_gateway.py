@@ -82,6 +82,29 @@ async def values(asked: "asyncio.Task[list[ScoreOut]]") -> list[float | None]:
     return [score.value for score in await asked]
 
 
+async def test_no_number_of_a_ticket_is_used_before_redis_has_reserved_it(
+    start: Start, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, is_reserved = broker.execute, asyncio.Event()
+
+    async def slow(*command: Any) -> Any:
+        if command[0] == "HSET":
+            await is_reserved.wait()
+        return await execute(*command)
+
+    async with start() as gateway:
+        monkeypatch.setattr(broker, "execute", slow)
+        asked = [asyncio.create_task(gateway.score(samples(1), 0)) for _ in range(2)]
+        for _ in range(5):
+            await execute("PING")
+        assert await read_range(broker, keys.trajectories(), Trajectory) == []
+        is_reserved.set()
+        found = [entry.message.ticket for entry in await appended(broker, keys, 2)]
+        assert sorted(found) == [0, 1]
+        await append(broker, keys.scores(), ok(0), ok(1))
+        assert [await values(one) for one in asked] == [[1.0], [1.0]]
+
+
 async def test_the_first_score_of_a_key_counts_and_answers_keep_their_order(
     start: Start, broker: Broker, keys: Keys
 ) -> None:

@@ -20,6 +20,7 @@ from tidemill.services.reward.check import check, readings
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.faults import LONGEST_RETRY_AFTER_S, RemoteFault, retry_after
 from tidemill.services.reward.remote.judge import JudgePrompt, Verdict
+from tidemill.services.reward.remote.servers import usage_of
 from tidemill.services.reward.sample import RewardSample
 
 
@@ -273,3 +274,8 @@ def test_the_check_refuses_what_would_fail_every_sample(
     request = {"config": json.loads(config), "row": ROW, "calls": False}
     with pytest.raises(ConfigError, match=re.escape(said)) if said else nullcontext():
         check(request)
+
+
+def test_a_usage_below_zero_counts_as_none() -> None:
+    assert usage_of({"usage": {"prompt_tokens": -3, "completion_tokens": 2}}) == (0, 2)
+    assert usage_of({}) == (0, 0)
