@@ -226,7 +226,7 @@ class Cluster:
         totals, state = CommitTotals(keys.run_id, GROUP_SIZE), await read_state(self.run.broker, keys)
         for commit in self.commits:
             totals.add(commit)
-        return totals.end(int(state["tickets_issued"]))
+        return totals.finish(int(state["tickets_issued"]))
 
 
 async def measure(folder: Path, size: Size, steps: int = STEPS) -> Outcome:

@@ -38,7 +38,7 @@ class RunResult:
     folder: Path
     """The run's folder: records, weights, logs."""
     exit_code: int
-    """That of `tidemill up`: 0, 1 where the run did not do what it should, 130 where it was stopped."""
+    """Like that of `tidemill up`: 0, 1 where the run did not do what it should, 130 where it was stopped."""
     summary: dict[str, Any] = field(default_factory=dict)
     """The contents of summary.json; empty where the run did not finish."""
     why_not_finished: str = ""
@@ -173,9 +173,9 @@ class CallbackView(PlainView):
         self._callbacks = callbacks
         self._is_stopping = False
 
-    def tell(self, news: News) -> None:
+    def report(self, news: News) -> None:
         """Print, and call back."""
-        super().tell(news)
+        super().report(news)
         callback = self._callbacks.get(str(news.what[0]))
         if callback is None or news.record is None or self._is_stopping:
             return

@@ -126,12 +126,16 @@ def _convert_loss(draft: Draft) -> None:
 def _convert_adapters(draft: Draft) -> None:
     peft = str(draft.take("peft_config") or "")
     is_object = "LoraConfig" in peft
-    if draft.take("use_peft") or is_object:
-        for name, field, kind in (("r", "lora_r", int), ("lora_alpha", "lora_alpha", float)):
-            given, option = re.search(rf"\b{name}=([\d.]+)", peft), draft.take(field)
-            # PEFT's own default is another one than that of TRL's options.
-            value = given[1] if given else 8 if is_object else option
-            draft.put(f"trainer.lora.{'rank' if name == 'r' else 'alpha'}", kind(value), field)
-        named = re.search(r"target_modules=(\[[^]]*\])", peft)
-        if modules := draft.take("lora_target_modules") or (named and re.findall(r"[\w.]+", named[1])):
-            draft.put("trainer.lora.target_modules", modules, "lora_target_modules")
+    if not (draft.take("use_peft") or is_object):
+        return
+
+    def value_of(argument: str, option: str) -> Any:
+        given, of_option = re.search(rf"\b{argument}=([\d.]+)", peft), draft.take(option)
+        # The default of PEFT's LoraConfig differs from those of TRL's options.
+        return given[1] if given else 8 if is_object else of_option
+
+    draft.put("trainer.lora.rank", int(value_of("r", "lora_r")), "lora_r")
+    draft.put("trainer.lora.alpha", float(value_of("lora_alpha", "lora_alpha")), "lora_alpha")
+    named = re.search(r"target_modules=(\[[^]]*\])", peft)
+    if modules := draft.take("lora_target_modules") or (named and re.findall(r"[\w.]+", named[1])):
+        draft.put("trainer.lora.target_modules", modules, "lora_target_modules")

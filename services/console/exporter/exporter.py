@@ -88,7 +88,7 @@ async def read_run(snapshots: SnapshotReader) -> RunReading:
     for stream in StreamName:
         key, where = stream.key(keys), (stream.value, stream.group)
         gauges.append((metrics.STREAM_LENGTH, (stream.value,), await length(broker, key)))
-        if not stream.group or roles != ROLES:
+        if not stream.group or roles != ROLES:  # without rollout and reward workers there are no groups
             continue
         found: Backlog[Message] = await backlog(broker, key, stream.group, stream.message_type)
         gauges += [

@@ -81,7 +81,7 @@ class PlainView:
         self._shown: set[tuple[object, ...]] | None = None
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
-        """Tell what is new since the last call; what a resumed run did before is not new."""
+        """Report what is new since the last call; what a resumed run did before is not new."""
         news = sorted(_news(snapshot), key=lambda item: item.place)
         if self._shown is None:
             # What blocks the run blocks it now: it is printed after a resume, too.
@@ -89,9 +89,9 @@ class PlainView:
         for item in news:
             if item.what not in self._shown:
                 self._shown.add(item.what)
-                self.tell(item)
+                self.report(item)
 
-    def tell(self, news: News) -> None:
+    def report(self, news: News) -> None:
         self.event(news.line())
 
     def event(self, text: str) -> None:

@@ -113,7 +113,7 @@ async def summarise(
     state, totals = await read_state(broker, keys), CommitTotals(keys.run_id, config.trainer.group_size)
     async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
         totals.add(commit)
-    summary = totals.end(int(state.get("tickets_issued", 0)))
+    summary = totals.finish(int(state.get("tickets_issued", 0)))
     summary.wall_s, summary.rollout_idle_share = round(wall_s, 3) or summary.wall_s, rollout_idle
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))
     summary.evaluations = list(state.get("evaluations") or [])
@@ -162,8 +162,8 @@ class CommitTotals:
         summary.max_staleness_seen = max(summary.max_staleness_seen, int(metrics.get("staleness/max", 0)))
         summary.trainer_idle_share = metrics.get("trainer_idle_share", summary.trainer_idle_share)
 
-    def end(self, tickets_issued: int) -> RunSummary:
-        """What the commits tell, given how many tickets there were."""
+    def finish(self, tickets_issued: int) -> RunSummary:
+        """Complete the summary and return it; called once, after the last commit."""
         summary, seconds = self._summary, self._sums["step_time_s"]
         summary.tokens_per_s = round(self._sums["completion_tokens"] / seconds, 3) if seconds else None
         summary.trajectories_trained = len(self._trained)

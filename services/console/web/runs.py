@@ -251,7 +251,9 @@ def _listed(folder: RunFolder) -> ListedRun:
     else:
         # A killed `tidemill up` leaves the address of a socket that its guard has removed.
         url = folder.address() if folder.address_file.exists() else None
-        is_up = url is not None and (not url.startswith("unix://") or Path(url[7:]).exists())
+        is_up = url is not None and (
+            not url.startswith("unix://") or Path(url.removeprefix("unix://")).exists()
+        )
         is_running = is_up or time.time() - changed_at < 60
         status = "running" if is_running else "stopped"
     return ListedRun(folder.run_id, status, report, changed_at)

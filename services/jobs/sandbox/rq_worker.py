@@ -108,7 +108,7 @@ class CodeWorker(Worker):
     """Executes the jobs of a run's sandbox queue with `run_code`; all other jobs fail."""
 
     is_asked_to_stop: ClassVar[bool] = False
-    """Of the process: while one worker replaces another, the signal still goes to the old one."""
+    """Shared by this process's workers: while one replaces another, the signal still goes to the old one."""
 
     def __init__(self, keys: Keys, run_code: Callable[..., None], connection: Redis) -> None:
         super().__init__(

@@ -61,7 +61,7 @@ class Act:
     is_wrong: bool = False
     """Invalid tool call; the error is returned to the model."""
     mark: Any = None
-    """As in `Opening`."""
+    """Like `Opening.mark`."""
 
 
 @dataclass(frozen=True, slots=True)

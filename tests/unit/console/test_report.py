@@ -33,7 +33,7 @@ def totals_of(*commits: Commit, tickets: int) -> RunSummary:
     totals = CommitTotals("run", group_size=2)
     for item in commits:
         totals.add(item)
-    return totals.end(tickets)
+    return totals.finish(tickets)
 
 
 FIRST = commit(0, {0: [0, 1]})

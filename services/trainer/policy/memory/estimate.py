@@ -91,7 +91,7 @@ def held(config: RunConfig, sizes: ModelSizes) -> float:
 
 
 def others_experts(config: RunConfig, experts: int) -> float:
-    """Of `experts` parameters of experts, how many a rank never gathers."""
+    """Number of parameters that a rank never gathers, of all `experts` parameters of experts."""
     return experts * (1 - 1 / config.trainer.expert_size)
 
 
