@@ -76,18 +76,15 @@ def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
     return list(answer["played"])
 
 
-def compute_memory(
-    config: RunConfig, machines: Sequence[Mapping[str, Any]], finds: bool = False
-) -> list[dict[str, Any]]:
-    """Have a process of the trainer compute the run's memory on each of `machines` (`gpus`, `gpu_bytes`,
-    `host_bytes`), from the model's config.json alone: a map for each. With `finds`, settings that fit
-    replace the config's.
+def compute_memory(config: RunConfig, machine: Mapping[str, Any]) -> Answer:
+    """Have a process of the trainer compute the run's memory on `machine` (`gpus`, `gpu_bytes`,
+    `host_bytes`), from the model's config.json alone: the fields of a `Fit`.
 
     Raises:
         ConfigError: the model cannot be measured.
     """
-    request = {"config": config.model_dump(mode="json"), "machines": list(machines), "finds": finds}
-    return list(_ask(Program.TRAINER_MEMORY, request, f"model.path {config.model.path}")["fits"])
+    request = {"config": config.model_dump(mode="json"), "machine": dict(machine)}
+    return _ask(Program.TRAINER_MEMORY, request, f"model.path {config.model.path}")
 
 
 def gib(value: float) -> str:

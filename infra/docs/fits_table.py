@@ -3,13 +3,13 @@
 It is what `tidemill check --memory` computes, of the configurations beside the page.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tidemill.common.config import RunConfig
-from tidemill.common.process.checks import compute_memory
 from tidemill.services.console.check.memory import GIB, as_overrides
+from tidemill.services.trainer.policy.memory.fit import Fit, Machine, find_settings
+from tidemill.services.trainer.policy.memory.sizes import read_model
 
 HEADING = "## Which models fit"
 MODELS = Path(__file__).parents[2] / "docs/operations/models"
@@ -40,25 +40,27 @@ KV cache of one engine. Where it does not fit, the largest part is named. Genera
 
 def as_markdown() -> str:
     """Heading and table."""
-    machines = [{"gpus": gpus, "gpu_bytes": GIB_EACH * GIB, "host_bytes": None} for gpus in NUMBERS]
     lines = []
     for path in sorted(MODELS.glob("*/config.json"), key=lambda path: path.parent.name):
         tree = {"path": str(path.parent), "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
         config = RunConfig.model_validate({"model": tree, "data": {"train": "rows.jsonl"}})
-        for machine, fit in zip(machines, compute_memory(config, machines, finds=True), strict=True):
-            lines.append("| " + " | ".join(_cells(path.parent.name, machine, fit)) + " |")
+        sizes = read_model(config)
+        for gpus in NUMBERS:
+            fit = find_settings(config, sizes, Machine(gpus, GIB_EACH * GIB))
+            lines.append("| " + " | ".join(_cells(path.parent.name, gpus, fit)) + " |")
     return PREAMBLE + "\n".join(lines) + "\n"
 
 
-def _cells(name: str, machine: Mapping[str, Any], fit: Mapping[str, Any]) -> Iterator[str]:
-    yield from (name, str(machine["gpus"]))
-    if fit["problems"]:
-        part, value = max(fit["trainer"]["parts"].items(), key=lambda item: item[1])
-        yield from ("no", f"{part}: {value / GIB:.0f}", f"{fit['trainer']['peak'] / GIB:.0f}", "", "")
+def _cells(name: str, gpus: int, fit: Fit) -> Iterator[str]:
+    assert fit.trainer is not None and fit.engine is not None
+    yield from (name, str(gpus))
+    if fit.problems:
+        part, value = max(fit.trainer.parts.items(), key=lambda item: item[1])
+        yield from ("no", f"{part}: {value / GIB:.0f}", f"{fit.trainer.peak / GIB:.0f}", "", "")
         return
-    settings = {SHORT[field]: value for field, value in fit["settings"].items() if field in SHORT}
+    settings = {SHORT[field]: value for field, value in fit.settings.items() if field in SHORT}
     yield "with LoRA" if "lora" in settings else "yes"
     yield f"`{as_overrides(settings)}`" if settings else "defaults"
-    yield f"{fit['trainer']['peak'] / GIB:.0f}"
-    yield f"{fit['engine']['num_sequences']:,}"
-    yield f"{fit['host']['peak'] / GIB:.0f}"
+    yield f"{fit.trainer.peak / GIB:.0f}"
+    yield f"{fit.engine.num_sequences:,}"
+    yield f"{fit.host.peak / GIB:.0f}"

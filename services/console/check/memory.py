@@ -43,7 +43,7 @@ def check_memory(config: RunConfig, machine: Machine) -> tuple[list[str], list[s
     if config.trainer.policy == "simulated" and not config.rollout.engine_traits.reserves_gpu_memory:
         return [], []
     # Computed in a process of the trainer: the console imports no torch.
-    (fit,) = compute_memory(config, [machine])
+    fit = compute_memory(config, machine)
     problems = [f"memory: {problem}" for problem in fit["problems"]]
     if problems and fit["settings"]:
         problems.append(f"It fits, by the estimate, with {as_overrides(fit['settings'])}")

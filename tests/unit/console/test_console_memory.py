@@ -38,7 +38,7 @@ def config() -> RunConfig:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    monkeypatch.setattr(memory, "compute_memory", lambda *_: [FIT | changes])
+    monkeypatch.setattr(memory, "compute_memory", lambda *_: FIT | changes)
 
 
 def test_what_fits_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,9 +407,7 @@ def _changed(section: Any, settings: Settings) -> Any:
 def report(request: Any) -> Answer:
     """The answer to one request. Raises ConfigError: the model cannot be measured."""
     config = RunConfig.model_validate(request["config"])
-    sizes = read_model(config)
-    answer = find_settings if request["finds"] else examine_fit
-    return {"fits": [asdict(answer(config, sizes, Machine(**one))) for one in request["machines"]]}
+    return asdict(examine_fit(config, read_model(config), Machine(**request["machine"])))
 
 
 if __name__ == "__main__":

@@ -361,13 +361,12 @@ def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_adv
 def test_a_request_is_answered_from_config_json_alone():
     tree = config_of().model_dump(mode="json")
     tree["model"]["path"] = str(MODELS / "Qwen3-0.6B")
-    machines = [{"gpus": 2, "gpu_bytes": 80 * GIB, "host_bytes": None}]
-    answer = report({"config": tree, "machines": machines, "finds": True})
-    (fit,) = answer["fits"]
+    machine = {"gpus": 2, "gpu_bytes": 80 * GIB, "host_bytes": None}
+    fit = report({"config": tree, "machine": machine})
     assert not fit["problems"] and (fit["ranks"], fit["engines"]) == (1, 1)
     tree["model"]["path"] = str(MODELS)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        report({"config": tree, "machines": machines, "finds": False})
+        report({"config": tree, "machine": machine})
 
 
 def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, tmp_path):
