@@ -9,8 +9,9 @@ for bit.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class Adapters:
             return
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        self._peft_config.save_pretrained(str(folder))
+        _as_loaded(self._peft_config, self._model, self._layers).save_pretrained(str(folder))
 
 
 def _delta(layer: Any) -> Tensor:
@@ -211,6 +212,24 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
         if _is_adapted(layer) and not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
             raise ConfigError(f"trainer.lora: this release of peft adapts {name}; install the locked one")
     return peft_config
+
+
+def _as_loaded(config: Any, model: PreTrainedModel, layers: Iterable[str]) -> Any:
+    """The config with which PEFT adapts these layers. Those whose names it would take for older ones of
+    experts (see below) are given by their weights: these names it leaves alone."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def is_taken(target: str) -> bool:
+        own = replace(config, target_modules={target})
+        try:
+            convert_peft_config_for_transformers(own, model, None)
+        except ValueError:  # it wants all parts of what it takes them for
+            return True
+        return target not in own.target_modules
+
+    taken = {target for target in config.target_modules if is_taken(target)}
+    weights = [f"{name}.weight" for name in layers if any(f".{name}".endswith(f".{part}") for part in taken)]
+    return replace(config, target_modules=config.target_modules - taken, target_parameters=weights or None)
 
 
 @contextmanager
