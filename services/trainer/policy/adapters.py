@@ -24,7 +24,6 @@ from transformers.pytorch_utils import Conv1D
 
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.forward import output_head
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
@@ -158,12 +157,7 @@ def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Last parts of the names of the layers that get an adapter. Raises ConfigError: a name fits no linear
     layer, or the layer shares its weights with the embedding."""
     head = output_head(model)
-    routers = [router for _, router in find_routers(model)]  # some are linear layers that return a tuple
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module not in routers
-    }
+    linears = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
     known = sorted({name.rpartition(".")[2] for name in linears})
     if config.target_modules == "all-linear":
         return sorted({name.rpartition(".")[2] for name, module in linears.items() if module is not head})
@@ -181,6 +175,19 @@ def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
                 "adapter on one of the two would tear apart; leave it out"
             )
     return targets
+
+
+@torch.no_grad()
+def _takes_adapter(module: nn.Module) -> bool:
+    """Whether it is a linear layer from vectors to vectors. Some classes of their own are none: routers return
+    a tuple, and grouped layers (DeepSeek-V4) multiply each vector with a part of the matrix."""
+    if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
+        return isinstance(module, nn.Linear | Conv1D)
+    try:
+        output = module(module.weight.new_zeros(3, module.in_features))
+    except RuntimeError:
+        return False
+    return isinstance(output, Tensor) and output.shape == (3, module.out_features)
 
 
 def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed: int) -> Any:

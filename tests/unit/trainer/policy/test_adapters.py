@@ -282,6 +282,17 @@ def test_a_router_that_is_a_linear_layer_has_no_adapter():
     assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_a_grouped_linear_layer_has_no_adapter():
+    """It multiplies each group of heads with its own part of the matrix, and has fewer outputs than rows."""
+    fields = {"q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 4, "qk_rope_head_dim": 4, "hc_mult": 2}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    fields |= experts | {"head_dim": 8, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    policy = make_policy(model=make_model("DeepseekV4", **fields), lora={})
+    assert not train(policy, [one_batch(make_samples(4))]).skipped
+    assert "o_b_proj" in (names := {name.rpartition(".")[2] for name in policy._adapters._layers})
+    assert "o_a_proj" not in names
+
+
 def test_layers_that_take_no_adapter_are_named():
     with pytest.raises(ConfigError, match=r"target_modules: .*out_proj"):
         make_policy(model=make_model("Mamba"), lora={})
