@@ -154,26 +154,28 @@ def _is_adapter_weight(name: str) -> bool:
 
 
 def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Last parts of the names of the layers that get an adapter. Raises ConfigError: a name fits no linear
-    layer, or the layer shares its weights with the embedding."""
+    """Names of the layers that get an adapter, in full: a model's other parts may have layers of the same
+    names that take none. Raises ConfigError: a name fits no linear layer, or the layer shares its weights
+    with the embedding."""
     head = output_head(model)
     linears = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
-    known = sorted({name.rpartition(".")[2] for name in linears})
     if config.target_modules == "all-linear":
-        return sorted({name.rpartition(".")[2] for name, module in linears.items() if module is not head})
-    targets = list(config.target_modules)
-    for target in targets:
-        found = [module for name, module in linears.items() if f".{name}".endswith(f".{target}")]
+        return [name for name, module in linears.items() if module is not head]
+    targets = []
+    for target in config.target_modules:
+        found = [name for name in linears if f".{name}".endswith(f".{target}")]
         if not found:
+            known = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
                 f"trainer.lora.target_modules: the model has no linear layer {target!r}; it has "
                 f"{', '.join(known)}, or take all-linear"
             )
-        if any(module.weight is model.get_input_embeddings().weight for module in found):
+        if any(linears[name].weight is model.get_input_embeddings().weight for name in found):
             raise ConfigError(
                 f"trainer.lora.target_modules: {target} shares its weights with the embedding, which an "
                 "adapter on one of the two would tear apart; leave it out"
             )
+        targets += found
     return targets
 
 
