@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.forward import output_head
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
@@ -158,7 +159,12 @@ def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     names that take none. Raises ConfigError: a name fits no linear layer, or the layer shares its weights
     with the embedding."""
     head = output_head(model)
-    linears = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
+    routers = [router for _, router in find_routers(model)]
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if _takes_adapter(module) and module not in routers
+    }
     if config.target_modules == "all-linear":
         return [name for name, module in linears.items() if module is not head]
     targets = []
@@ -181,8 +187,8 @@ def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 @torch.no_grad()
 def _takes_adapter(module: nn.Module) -> bool:
-    """Whether it is a linear layer from vectors to vectors. Some classes of their own are none: routers return
-    a tuple, and grouped layers (DeepSeek-V4) multiply each vector with a part of the matrix."""
+    """Whether it is a linear layer from vectors to vectors. Some classes of their own are none: the grouped
+    layers of DeepSeek-V4 multiply each vector with a part of their matrix."""
     if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
         return isinstance(module, nn.Linear | Conv1D)
     try:
