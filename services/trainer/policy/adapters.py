@@ -49,7 +49,7 @@ class Adapters:
         base_digest: str = "",
     ) -> None:
         self._model, self._config = model, config
-        targets = _find_targets(model, config)
+        targets = find_targets(model, config)
         base_digest = base_digest or digest_parameters(model_tensors(model).items())
         self._peft_config = _inject(model, config, targets, seed)
         self._layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
@@ -154,7 +154,7 @@ def _is_adapter_weight(name: str) -> bool:
     return f".lora_A.{_NAME}." in name or f".lora_B.{_NAME}." in name
 
 
-def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Names of the layers that get an adapter, in full: a model's other parts may have layers of the same
     names that take none. Raises ConfigError: a name fits no linear layer, or the layer shares its weights
     with the embedding."""
