@@ -53,8 +53,8 @@ def train(policy: Any, config: TrainerConfig, steps: range) -> Numbers:
     numbers: Numbers = []
     for step in steps:
         first, second = batches_of(step)
-        numbers.append(update(policy, prepared(policy, config, first, proximal=False)))
         policy.hold_weights()
+        numbers.append(update(policy, prepared(policy, config, first, proximal=False)))
         numbers.append(update(policy, prepared(policy, config, second)))
         policy.release_weights()
         policy.adapt(0.5, 3.0, 20.0)

@@ -9,8 +9,9 @@ for bit.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Adapters:
         base_digest: str = "",
     ) -> None:
         self._model, self._config = model, config
-        targets = _find_targets(model, config)
+        targets = find_targets(model, config)
         base_digest = base_digest or digest_parameters(model_tensors(model).items())
         self._peft_config = _inject(model, config, targets, seed)
         self._layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
@@ -112,7 +113,7 @@ class Adapters:
             return
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        self._peft_config.save_pretrained(str(folder))
+        _as_loaded(self._peft_config, self._model, self._layers).save_pretrained(str(folder))
 
 
 def _delta(layer: Any) -> Tensor:
@@ -153,33 +154,48 @@ def _is_adapter_weight(name: str) -> bool:
     return f".lora_A.{_NAME}." in name or f".lora_B.{_NAME}." in name
 
 
-def _find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Last parts of the names of the layers that get an adapter. Raises ConfigError: a name fits no linear
-    layer, or the layer shares its weights with the embedding."""
+def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Names of the layers that get an adapter, in full: a model's other parts may have layers of the same
+    names that take none. Raises ConfigError: a name fits no linear layer, or the layer shares its weights
+    with the embedding."""
     head = output_head(model)
-    routers = [router for _, router in find_routers(model)]  # some are linear layers that return a tuple
+    routers = [router for _, router in find_routers(model)]
     linears = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module not in routers
+        if _takes_adapter(module) and module not in routers
     }
-    known = sorted({name.rpartition(".")[2] for name in linears})
     if config.target_modules == "all-linear":
-        return sorted({name.rpartition(".")[2] for name, module in linears.items() if module is not head})
-    targets = list(config.target_modules)
-    for target in targets:
-        found = [module for name, module in linears.items() if f".{name}".endswith(f".{target}")]
+        return [name for name, module in linears.items() if module is not head]
+    targets = []
+    for target in config.target_modules:
+        found = [name for name in linears if f".{name}".endswith(f".{target}")]
         if not found:
+            known = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
                 f"trainer.lora.target_modules: the model has no linear layer {target!r}; it has "
                 f"{', '.join(known)}, or take all-linear"
             )
-        if any(module.weight is model.get_input_embeddings().weight for module in found):
+        if any(linears[name].weight is model.get_input_embeddings().weight for name in found):
             raise ConfigError(
                 f"trainer.lora.target_modules: {target} shares its weights with the embedding, which an "
                 "adapter on one of the two would tear apart; leave it out"
             )
+        targets += found
     return targets
+
+
+@torch.no_grad()
+def _takes_adapter(module: nn.Module) -> bool:
+    """Whether it is a linear layer from vectors to vectors. Some classes of their own are none: the grouped
+    layers of DeepSeek-V4 multiply each vector with a part of their matrix."""
+    if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
+        return isinstance(module, nn.Linear | Conv1D)
+    try:
+        output = module(module.weight.new_zeros(3, module.in_features))
+    except RuntimeError:
+        return False
+    return isinstance(output, Tensor) and output.shape == (3, module.out_features)
 
 
 def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed: int) -> Any:
@@ -211,6 +227,24 @@ def _inject(model: PreTrainedModel, config: LoraConfig, targets: list[str], seed
         if _is_adapted(layer) and not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
             raise ConfigError(f"trainer.lora: this release of peft adapts {name}; install the locked one")
     return peft_config
+
+
+def _as_loaded(config: Any, model: PreTrainedModel, layers: Iterable[str]) -> Any:
+    """The config with which PEFT adapts these layers. Those whose names it would take for older ones of
+    experts (see below) are given by their weights: these names it leaves alone."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def is_taken(target: str) -> bool:
+        own = replace(config, target_modules={target})
+        try:
+            convert_peft_config_for_transformers(own, model, None)
+        except ValueError:  # it wants all parts of what it takes them for
+            return True
+        return target not in own.target_modules
+
+    taken = {target for target in config.target_modules if is_taken(target)}
+    weights = [f"{name}.weight" for name in layers if any(f".{name}".endswith(f".{part}") for part in taken)]
+    return replace(config, target_modules=config.target_modules - taken, target_parameters=weights or None)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention, with_overrides
 from tidemill.common.run.routers import find_routers
+from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.attention import VARLEN, head_size, why_no_flash, why_no_varlen
 from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights
@@ -129,7 +130,7 @@ def count_sizes(
     `precision.py` says. A kernel with dense masks has rows of `row_tokens`.
 
     Raises:
-        ConfigError: transformers names no layers of this model.
+        ConfigError: transformers names no layers of this model, or it has none with an adapter.
     """
     text, blocks = model.config.get_text_config(), layers_of(model)
     of_text = set(model.get_decoder().modules())
@@ -149,17 +150,8 @@ def count_sizes(
     matrices = _count(p for block in blocks for p in block.parameters() if block in of_text and p.ndim > 1)
     embedding = cast(Tensor, model.get_input_embeddings().weight)
     head = cast(Tensor, getattr(model.get_output_embeddings(), "weight", embedding))
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module.weight is not embedding
-    }
-    targets = "all-linear" if lora is None else lora.target_modules
-    adapted = [
-        module
-        for name, module in linears.items()
-        if (module.weight is not head if targets == "all-linear" else name.rpartition(".")[2] in targets)
-    ]
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not embedding]
+    adapted = [model.get_parameter(f"{name}.weight") for name in find_targets(model, lora or LoraConfig())]
     largest = max(blocks, key=lambda block: _count(block.parameters()))
     return ModelSizes(
         parameters=total,
@@ -167,8 +159,8 @@ def count_sizes(
         root=total - inside,
         vocabulary=head.shape[0],
         hidden=head.shape[1],
-        linears=sum(module.weight.numel() for module in linears.values()),
-        adapters_per_rank=sum(sum(module.weight.shape) for module in adapted),
+        linears=sum(module.weight.numel() for module in linears),
+        adapters_per_rank=sum(sum(weight.shape) for weight in adapted),
         can_recompute=bool(recomputable_layers(model)),
         has_capped_logits=getattr(text, "final_logit_softcapping", None) is not None,
         layers_bytes=sum(layers),

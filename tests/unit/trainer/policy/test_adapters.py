@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from tests.support.architectures import make_model
 from tests.support.late_imports import late
@@ -215,7 +222,15 @@ def test_the_digest_covers_adapters_base_and_scale():
     assert len(set(digests)) == len(digests)
 
 
-@pytest.mark.parametrize("make_model", [tiny_llama, tiny_gpt2])
+def shared_experts() -> PreTrainedModel:
+    """With a dense layer, and linear layers beside experts: both have names that experts had in older
+    releases of transformers."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    fields = {"first_k_dense_replace": 1, "experts_implementation": "eager"}
+    return make_model("Glm4Moe", **experts, **fields)
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, tiny_gpt2, shared_experts])
 def test_every_version_has_its_adapters_in_the_format_of_peft(make_model, tmp_path):
     from peft import PeftModel
 
@@ -254,8 +269,7 @@ def test_unknown_target_modules_are_refused_with_those_that_exist():
 
 
 def test_linear_layers_beside_experts_have_adapters_and_the_experts_have_none():
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    model = make_model("Glm4Moe", **experts, first_k_dense_replace=1)
+    model = shared_experts()
     linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     assert any("shared_experts" in name for name in linears)
     adapters = make_policy(model=model, lora={})._adapters
@@ -266,6 +280,17 @@ def test_linear_layers_beside_experts_have_adapters_and_the_experts_have_none():
 def test_a_router_that_is_a_linear_layer_has_no_adapter():
     layers = make_policy(model=make_model("Phimoe"), lora={})._adapters._layers
     assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_a_grouped_linear_layer_has_no_adapter():
+    """It multiplies each group of heads with its own part of the matrix, and has fewer outputs than rows."""
+    fields = {"q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 4, "qk_rope_head_dim": 4, "hc_mult": 2}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    fields |= experts | {"head_dim": 8, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    policy = make_policy(model=make_model("DeepseekV4", **fields), lora={})
+    assert not train(policy, [one_batch(make_samples(4))]).skipped
+    assert "o_b_proj" in (names := {name.rpartition(".")[2] for name in policy._adapters._layers})
+    assert "o_a_proj" not in names
 
 
 def test_layers_that_take_no_adapter_are_named():
