@@ -30,7 +30,7 @@ class RewardSample:
     """Whether its score is for training or for evaluation."""
 
     def to_wire(self) -> dict[str, Any]:
-        """The sample as plain values, for scoring processes and for a group's results in Redis."""
+        """The sample as plain values, for scoring processes."""
         return {"lane": self.lane.value, "trajectory": encode_payload(self.trajectory)}
 
     @classmethod

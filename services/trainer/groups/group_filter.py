@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
-from tidemill.common.history.groups import Part, RecordedGroup
+from tidemill.common.history.groups import RecordedGroup
 from tidemill.common.streams import id_order
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import ROUTES
@@ -100,13 +100,6 @@ class PendingGroup(RecordedGroup):
         }
         return {i: max(0.0, between / 1000 - self.scores[i].latency_s) for i, between in queued_ms.items()}
 
-    def take(self, entry: Part) -> list[Part]:
-        # `super()` alone fails: `dataclass(slots=True)` has replaced the class in which this was defined.
-        refused = super(PendingGroup, self).take(entry)
-        if (message := self.trajectories.get(entry.message.index)) is entry.message:
-            self.oldest_sampled = min(self.oldest_sampled, message.min_version)
-        return refused
-
     def forget(self) -> None:
         """Drop everything that has arrived, to read it again."""
         for arrived in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids):
@@ -122,7 +115,6 @@ class TrainableGroup:
 
     source: PendingGroup
     samples: list[Sample]
-    rewards: list[float]
     left_out: list[tuple[int, str]] = field(default_factory=list)
     baseline: Sample | None = None
     """The greedy sample that the others are compared with, where the advantage needs one."""
@@ -130,6 +122,11 @@ class TrainableGroup:
     @property
     def ticket(self) -> int:
         return self.source.ticket
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of its samples, before any shaping; none for a demonstration."""
+        return [] if self.source.is_demonstration else [sample.reward for sample in self.samples]
 
     @property
     def sampled(self) -> list[Trajectory]:
@@ -159,7 +156,6 @@ class TrainableGroup:
 class Refusal:
     """Why a group cannot be trained; a fresh ticket takes its place."""
 
-    ticket: int
     reason: str
     detail: str = ""
     rewards: tuple[float, ...] = ()
@@ -184,16 +180,16 @@ class GroupFilter:
             return self.select(group)
         if step - group.min_version > self.trainer.max_staleness:
             detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
-            return Refusal(group.ticket, STALE, detail)
+            return Refusal(STALE, detail)
         if group.is_ahead or group.max_version > step:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
-            return Refusal(group.ticket, STALE, detail)
+            return Refusal(STALE, detail)
         samples = group.trajectories.values()
         # Here and not in `select`: a step that was trained kept the sampling of its time.
         wants_masks = any(one.source in self.masked_sources for one in samples)
         if wants_masks and not any(has_masks(one) or one.lacks_choices for one in samples):
             detail = "its engine did not record which ids top_p, top_k or min_p left"
-            return Refusal(group.ticket, NO_CHOICES, detail)
+            return Refusal(NO_CHOICES, detail)
         return self.select(group)
 
     def select(self, group: PendingGroup) -> TrainableGroup | Refusal:
@@ -211,38 +207,37 @@ class GroupFilter:
         for index, _ in left_out:
             # A reward with a failure policy of its own puts it into the score; else the run's holds.
             if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
-                return Refusal(
-                    group.ticket, FAILED_SCORE, faults.get(index, ("", group.scores[index].error))[1]
-                )
+                return Refusal(FAILED_SCORE, faults.get(index, ("", group.scores[index].error))[1])
         greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
         sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
         left_out += [(index, GREEDY) for index in greedy]
         if not self.has_baseline:
             rewards, greedy = sampled, {}
         elif not greedy:
-            return Refusal(group.ticket, NO_BASELINE, "its greedy sample has no score, or it was given none")
+            return Refusal(NO_BASELINE, "its greedy sample has no score, or it was given none")
         if len(rewards) < self.reward.min_group_size or not sampled:
             reasons = {score.error for score in group.scores.values() if score.error}
             reasons |= {fault for _, fault in faults.values()}
             detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
-            return Refusal(group.ticket, FEW_SCORES, detail)
-        # Compared exactly, as by the estimators: they give exactly zero where rewards are equal.
+            return Refusal(FEW_SCORES, detail)
+        # Compared exactly, as by the estimators: they give exactly zero where rewards are equal. The greedy
+        # sample counts too: where all others have more than it, they have an advantage.
         is_constant = len(set(rewards.values())) == 1
         # With a teacher whose weight is not 0, samples of equal rewards are trained too.
         if self.algorithm.filter_zero_variance and is_constant and not (teacher and teacher[1].weight):
             values = tuple(rewards.values())
-            return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}", values)
+            return Refusal(ZERO_VARIANCE, f"every reward is {values[0]}", values)
         try:
             samples = [self._sample(group, index, reward, teacher) for index, reward in sampled.items()]
             baselines = [self._sample(group, index, reward, None) for index, reward in greedy.items()]
         except ValueError as error:
-            return Refusal(group.ticket, BAD_NUMBERS, str(error))
+            return Refusal(BAD_NUMBERS, str(error))
         if self.algorithm.normalisation == "prompt":
             # Only trained samples count: what was left out takes no share of the group's weight.
             num_trained = sum(sample.num_trained for sample in samples)
             samples = [replace(one, group_size=len(samples), group_trained=num_trained) for one in samples]
         baseline = baselines[0] if baselines else None
-        trainable = TrainableGroup(group, samples, list(sampled.values()), left_out, baseline)
+        trainable = TrainableGroup(group, samples, left_out, baseline)
         return trainable.with_precomputed()
 
     def _demonstration(self, group: PendingGroup) -> TrainableGroup:
@@ -250,9 +245,7 @@ class GroupFilter:
         (trajectory,) = group.trajectories.values()
         sample = make_sample(trajectory)
         weight = self.imitation[trajectory.source]
-        return TrainableGroup(
-            group, [replace(sample, imitation=weight, group_trained=sample.num_trained)], []
-        )
+        return TrainableGroup(group, [replace(sample, imitation=weight, group_trained=sample.num_trained)])
 
     def _teacher(self, group: PendingGroup) -> tuple[str, NamedRewardConfig] | None:
         """The teacher of the group's data source, which is that of all its trajectories."""
