@@ -5,7 +5,6 @@ Every group has exactly one outcome: trained, with the samples that were left ou
 replaced. Records, samples and what was precomputed stay together in one object on the way to the optimizer.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from tidemill.common.history.groups import RecordedGroup
 from tidemill.common.streams import id_order
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import ROUTES
-from tidemill.common.wire.messages import Score, ScoreStatus, Ticket, Trajectory, fault_of
+from tidemill.common.wire.messages import Score, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
     Sample,
@@ -199,26 +198,28 @@ class GroupFilter:
             return self._demonstration(group)
         teacher = self._teacher(group)
         are_masked = any(map(has_masks, group.trajectories.values()))
-        found = {index: self._fault(one, are_masked) for index, one in group.trajectories.items()}
-        faults = {index: (reason, fault) for index, (reason, fault) in found.items() if fault}
-        usable = {index: score for index, score in group.scores.items() if index not in faults}
-        rewards, left_out = self._rewards(usable, teacher is not None)
-        left_out += [(index, faults[index][0]) for index in sorted(faults)]
-        for index, _ in left_out:
+        rewards: dict[int, float] = {}
+        failures: dict[int, tuple[str, str]] = {}
+        for index, score in sorted(group.scores.items()):
+            found = self._reward(group.trajectories[index], score, are_masked, teacher is not None)
+            if not isinstance(found, tuple):
+                rewards[index] = found
+                continue
+            failures[index] = found
             # A reward with a failure policy of its own puts it into the score; else the run's holds.
-            if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
-                return Refusal(FAILED_SCORE, faults.get(index, ("", group.scores[index].error))[1])
+            if (score.on_failure or self.reward.on_failure) == "drop_group":
+                return Refusal(FAILED_SCORE, found[1])
         greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
         sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
+        left_out = [(index, reason) for index, (reason, _) in failures.items()]
         left_out += [(index, GREEDY) for index in greedy]
         if not self.has_baseline:
             rewards, greedy = sampled, {}
         elif not greedy:
             return Refusal(NO_BASELINE, "its greedy sample has no score, or it was given none")
         if len(rewards) < self.reward.min_group_size or not sampled:
-            reasons = {score.error for score in group.scores.values() if score.error}
-            reasons |= {fault for _, fault in faults.values()}
-            detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
+            details = sorted(detail for _, detail in failures.values() if detail)
+            detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(details[:1])}"
             return Refusal(FEW_SCORES, detail)
         # Compared exactly, as by the estimators: they give exactly zero where rewards are equal. The greedy
         # sample counts too: where all others have more than it, they have an advantage.
@@ -252,33 +253,23 @@ class GroupFilter:
         trajectory = next(iter(group.trajectories.values()))
         return self.reward.teacher_of(trajectory.data_source, trajectory.source)
 
-    def _rewards(
-        self, scores: Mapping[int, Score], is_taught: bool
-    ) -> tuple[dict[int, float], list[tuple[int, str]]]:
-        """Reward of each usable sample by index, and the indices left out, with the reason. A value that a
-        group function or the run gives a failed sample does not replace a teacher's logprobs."""
-        rewards: dict[int, float] = {}
-        left_out: list[tuple[int, str]] = []
-        for index in sorted(scores):
-            score = scores[index]
-            if is_taught and score.status is ScoreStatus.OK and score.teacher_logprobs is None:
-                left_out.append((index, MISSING_TEACHER))
-            elif score.status is ScoreStatus.OK and score.value is not None:
-                rewards[index] = score.value
-            elif not is_taught and not score.on_failure and self.reward.failure_value is not None:
-                rewards[index] = self.reward.failure_value
-            else:
-                left_out.append((index, FAILED_SCORE))
-        return rewards, left_out
-
-    def _fault(self, one: Trajectory, is_masked: bool) -> tuple[str, str]:
-        """Why a sample has failed whatever its score says, as (reason, detail); "" as detail: it has not."""
-        if fault := fault_of(one):
-            is_claimed = one.claim is not None or one.lacks_choices
+    def _reward(
+        self, trajectory: Trajectory, score: Score, are_masked: bool, is_taught: bool
+    ) -> float | tuple[str, str]:
+        """The reward of a sample; or why it is left out, as (reason, detail)."""
+        if fault := fault_of(trajectory):
+            is_claimed = trajectory.claim is not None or trajectory.lacks_choices
             return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault
-        if self.needs_routes and (one.choices is None or ROUTES not in one.choices.rows):
+        if self.needs_routes and (trajectory.choices is None or ROUTES not in trajectory.choices.rows):
             return NO_CHOICES, "the engine recorded no routes, or not of every token"
-        return NO_CHOICES, missing_mask(one) if is_masked and not one.is_greedy else ""
+        if are_masked and not trajectory.is_greedy and (missing := missing_mask(trajectory)):
+            return NO_CHOICES, missing
+        if score.value is not None:
+            return (MISSING_TEACHER, "") if is_taught and score.teacher_logprobs is None else score.value
+        # The run's value for a failed sample does not replace a teacher's logprobs.
+        if not is_taught and not score.on_failure and self.reward.failure_value is not None:
+            return self.reward.failure_value
+        return FAILED_SCORE, score.error
 
     def _sample(
         self, group: PendingGroup, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None
@@ -290,7 +281,7 @@ class GroupFilter:
         sample = make_sample(trajectory, weight)
         if teacher is not None:
             logprobs_A = group.scores[index].teacher_logprobs
-            assert logprobs_A is not None, "`_rewards` leaves out what has none"
+            assert logprobs_A is not None, "`_reward` leaves out what has none"
             sample = with_teaching(sample, teacher[0], logprobs_A, teacher[1].weight)
         for one in (reward, *(turn.reward for turn in sample.turns)):
             # In this form NaN is refused too.
