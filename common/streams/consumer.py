@@ -150,7 +150,7 @@ class Consumer(Generic[M]):
             payload = codec.payload_of(sample, self.max_bytes)
             entry = (sample.index, sample.group_size, codec.schema_of(sample), payload)
         keys = (out_key, progress_key, Keys.parts(progress_key))
-        reply = await self._run_held("publish_sample", delivery, entry, *keys)
+        reply = await self._under_lease("publish_sample", delivery, entry, *keys)
         if reply == 1:
             # As in Redis, where the script has reset the count of deliveries.
             delivery.attempts = 1
@@ -170,7 +170,7 @@ class Consumer(Generic[M]):
         """
         before = f"{index}:{number - 1}" if number else ""
         rest = (index, f"{index}:{number}", before, part)
-        reply = await self._run_held("append_part", delivery, rest, progress_key, Keys.parts(progress_key))
+        reply = await self._under_lease("append_part", delivery, rest, progress_key, Keys.parts(progress_key))
         if reply == 1:
             delivery.attempts = 1  # as after a sample
         return bool(reply != 3)
@@ -180,7 +180,7 @@ class Consumer(Generic[M]):
     ) -> None:
         """Note the version at which a group was started, unless one is noted; with `replaces`, in any case.
         Raises LeaseLostError: another worker has taken the ticket over."""
-        await self._run_held("start_group", delivery, (version, int(replaces)), progress_key)
+        await self._under_lease("start_group", delivery, (version, int(replaces)), progress_key)
 
     def holds(self, delivery: Delivery[M]) -> bool:
         """Whether this delivery is held: neither completed nor lost, nor delivered here again since."""
@@ -201,7 +201,7 @@ class Consumer(Generic[M]):
         message = delivery.message
         payload = codec.encode_payload(result) if result is not None else b""
         rest = (message.ticket, message.index, message.group_size, payload)
-        reply = await self._run_held("store_result", delivery, rest, results_key, tickets_key)
+        reply = await self._under_lease("store_result", delivery, rest, results_key, tickets_key)
         if isinstance(reply, list):
             return reply
         self.held.pop(delivery.entry_id, None)
@@ -220,7 +220,7 @@ class Consumer(Generic[M]):
             LeaseLostError: another worker has taken the trajectory over; nothing was published.
         """
         rest = (SCHEMA, *map(codec.encode_payload, scores))
-        await self._run_held("publish_group", delivery, rest, out_key, results_key)
+        await self._under_lease("publish_group", delivery, rest, out_key, results_key)
         self.held.pop(delivery.entry_id, None)
 
     async def dead_letter(self, delivery: Delivery[M] | Garbled, dead_letter: Message) -> bool:
@@ -258,7 +258,7 @@ class Consumer(Generic[M]):
         taken_off = 0 if is_counted else 1
         # As if their holder had been silent for more than a lease: the next look takes them.
         args = [self.group, self.name, int(self.lease_s * 1000) + 1, taken_off, NOBODY, *ids]
-        with self._noting_calls(ids):
+        with self._during_call(ids):
             await self._script("hand_back", args, None)
         # After the answer: a call that fails has given nothing back, and they are still renewed.
         for entry_id in ids:
@@ -303,12 +303,12 @@ class Consumer(Generic[M]):
                 raise
             return without_group
 
-    async def _run_held(
+    async def _under_lease(
         self, script: str, delivery: Delivery[Any], rest: tuple[Any, ...], *other_keys: str
     ) -> Any:
-        """The answer of a script that first checks the lease of a held message. Raises LeaseLostError."""
+        """Run a script on a held message, which checks its lease. Raises LeaseLostError: it is lost."""
         args = [self.group, self.name, delivery.entry_id, *rest]
-        with self._noting_calls([delivery.entry_id]):
+        with self._during_call([delivery.entry_id]):
             reply = await self._script(script, args, 0, *other_keys, about=[delivery])
         if reply == 0:
             self._lose(delivery.entry_id)
@@ -323,7 +323,7 @@ class Consumer(Generic[M]):
         ids = [delivery.entry_id for delivery in deliveries]
         args = [self.group, self.name, SCHEMA, *chain.from_iterable(zip(ids, payloads, strict=True))]
         try:
-            with self._noting_calls(ids):
+            with self._during_call(ids):
                 flags = await self._script("complete", args, [0] * len(ids), out_key, about=deliveries)
         except LeaseLostError:  # some were lost or delivered again: left out now
             current = list(map(self._is_current, deliveries))
@@ -338,7 +338,7 @@ class Consumer(Generic[M]):
         return list(map(bool, flags))
 
     @contextlib.contextmanager
-    def _noting_calls(self, entry_ids: Sequence[str]) -> Iterator[None]:
+    def _during_call(self, entry_ids: Sequence[str]) -> Iterator[None]:
         self._in_call.update(entry_ids)
         try:
             yield
