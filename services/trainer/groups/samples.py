@@ -201,6 +201,11 @@ class Sample:
         return values_T
 
     @property
+    def advantages_T(self) -> Float64:
+        """The advantage of each completion token. Shape [T]."""
+        return np.broadcast_to(self.advantage, self.mask.shape)
+
+    @property
     def mean_advantage(self) -> float:
         """The advantage; where each token has its own, the mean over the trained tokens (0 without any)."""
         if not isinstance(self.advantage, np.ndarray):

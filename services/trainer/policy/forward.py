@@ -274,12 +274,7 @@ def trained_tokens(
     weights = [token_weight(normalisation, sample.num_trained, sample.group_trained) for sample in chosen]
     columns = {
         "rollout_logprobs_N": _joined(chosen, places, "rollout_logprobs"),
-        "advantages_N": np.concatenate(
-            [
-                np.broadcast_to(sample.advantage, sample.mask.shape)[own]
-                for sample, own in zip(chosen, places, strict=True)
-            ]
-        ),
+        "advantages_N": _joined(chosen, places, "advantages_T"),
         "weights_N": np.repeat(weights, counts),
     }
     for field, name in _OPTIONAL.items():
