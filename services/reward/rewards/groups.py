@@ -78,8 +78,8 @@ class GroupScoring:
         result = None
         if not await self._consumer.has_result(key, sample.key[1]):
             result = GroupResult(
-                trajectory=encode_payload(delivery.message),
                 outcomes=await score(sample),
+                trajectory=encode_payload(delivery.message),
                 worker=self._worker,
                 latency_s=time.monotonic() - started,
             )
