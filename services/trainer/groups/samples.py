@@ -313,8 +313,8 @@ def _turn_ends(segments: Iterable[Segment], weight: float) -> Iterator[TurnEnd]:
 
 
 Precomputed = dict[str, Float32]
-"""What a policy computes for one trajectory before training: arrays [T], by the name of their field in
-`Sample`."""
+"""What a policy computes for one trajectory before training: arrays [T] by name, in the end that of their
+field in `Sample`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.arrays import Float32, Int32
+from tidemill.common.wire.arrays import Int32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.samples import Precomputed, Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import Tile, TokenRow, choose_layout, kinds_of_layers, make_tile
@@ -105,11 +105,7 @@ class TileScores(NamedTuple):
     changed_N: Tensor | None = None
 
 
-SampleScores = dict[str, Float32]
-"""Results for one sample, [T] each: `logprobs`, and `entropies` and `values` where they are asked for."""
-
-
-def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[SampleScores]) -> None:
+def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Precomputed]) -> None:
     """Put a tile's values at the places of their tokens in their samples."""
     if not tile.rows:
         return

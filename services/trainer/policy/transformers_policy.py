@@ -30,13 +30,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics,
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
-from tidemill.services.trainer.policy.forward import (
-    SampleScores,
-    TokenScorer,
-    pick_layout,
-    place,
-    trained_tokens,
-)
+from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout, place, trained_tokens
 from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
@@ -386,14 +380,15 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
-    ) -> list[SampleScores]:
-        """Scores of all completion tokens, in the order of the parts; values where a head is given. Only
-        samples of one part share a forward pass. float32, or float64 for a model of that precision."""
+    ) -> list[Precomputed]:
+        """`logprobs` of all completion tokens, `entropies` where they are needed, `values` where a head is
+        given; in the order of the parts. Only samples of one part share a forward pass. float32, or float64
+        for a model of that precision."""
         # float64, so that comparisons of gradients are not rounded.
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
         names += ["values"] * (head is not None)
-        found: list[SampleScores] = [
+        found: list[Precomputed] = [
             {name: np.zeros(len(sample.completion_ids), dtype=wide) for name in names}
             for part in parts
             for sample in part
