@@ -82,8 +82,8 @@ class Figures:
 
 def _tiles(samples: list[Sample]) -> Iterator[int]:
     """Tokens of each forward pass."""
-    for lines in plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE):
-        by_row = [samples[row.sample] for line in lines for row in line]
+    for _, rows in plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE):
+        by_row = [samples[row.sample] for row in rows]
         yield PrefixOrder(by_row, "tree").num_tokens
 
 

@@ -175,8 +175,7 @@ def packed(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens:
     to_device = partial(torch.as_tensor, device=policy._model.device)
     for batch in form_micro_batches(samples, budget_tokens):
         rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
-        for lines in plan_tiles(rows, rows_alone, policy._tile_tokens):
-            tile = make_tile(lines, rows_alone)
+        for tile in map(make_tile, plan_tiles(rows, rows_alone, policy._tile_tokens)):
             advantages = [
                 float(batch.samples[row.sample].advantage) for row in tile.rows for _ in row.targets
             ]

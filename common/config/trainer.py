@@ -93,7 +93,7 @@ class SimulatedPolicyConfig(Section):
     """Time of one optimizer update, in seconds."""
 
 
-DEFAULT_TILE_TOKENS = 16_384
+DEFAULT_RANK_TOKENS = 16_384
 """First value of `micro_batch_tokens: auto`."""
 
 
@@ -245,9 +245,9 @@ class TrainerConfig(Section):
             )
 
     @property
-    def tile_tokens(self) -> int:
+    def rank_tokens(self) -> int:
         """`micro_batch_tokens`, or its first value while `auto` is undecided."""
-        return DEFAULT_TILE_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+        return DEFAULT_RANK_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property
     def context_size(self) -> int:
@@ -262,7 +262,7 @@ class TrainerConfig(Section):
     @property
     def bin_tokens(self) -> int:
         """Most tokens in a bin: the samples of the ranks that share forward passes."""
-        return self.tile_tokens * self.context_size
+        return self.rank_tokens * self.context_size
 
     @property
     def num_bins(self) -> int:

@@ -38,7 +38,7 @@ class MissingRecordsError(TidemillError):
         )
 
 
-Part = Entry[Trajectory] | Entry[Score]
+GroupEntry = Entry[Trajectory] | Entry[Score]
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class RecordedGroup:
         """Whether the group is trained on as it is: it has no scores, and no version produced it."""
         return is_demonstration(self.ticket)
 
-    def take(self, entry: Part) -> list[Part]:
+    def take(self, entry: GroupEntry) -> list[GroupEntry]:
         """Keep the first trajectory of a key, and the first score of that trajectory's tokens. Returns what
         does not count: this entry, or a score that came before its trajectory and is of other tokens."""
         message, index = entry.message, entry.message.index
@@ -90,7 +90,7 @@ class RecordedGroup:
         made = self.trajectories.get(message.index)
         return isinstance(message, Score) and made is not None and not message.is_of(made.tokens_digest)
 
-    def _choose_score(self, sample: Trajectory) -> list[Part]:
+    def _choose_score(self, sample: Trajectory) -> list[GroupEntry]:
         """Of the scores that came before their trajectory, keep the first one of its tokens."""
         came = [entry for entry in self.other_scores if entry.message.index == sample.index]
         self.other_scores = [entry for entry in self.other_scores if entry.message.index != sample.index]
@@ -186,7 +186,7 @@ class GroupCursor:
             group = self.open.setdefault(ticket, RecordedGroup(ticket, group_size=self.group_size))
             if isinstance(message, Trajectory) and not group.trajectories:
                 group.group_size = min(message.group_size, group.group_size)
-            group.take(cast(Part, entry))
+            group.take(cast(GroupEntry, entry))
         return ticket
 
 

@@ -63,8 +63,8 @@ class Consumer(Generic[M]):
         self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
         self.label, self.max_bytes = label or key.rpartition(":")[2], broker.max_bytes
         self.held: dict[str, Delivery[M]] = {}
-        self._settling: Counter[str] = Counter()
-        """Held messages with an acknowledgement under way: not to find them pending is no lost lease."""
+        self._in_call: Counter[str] = Counter()
+        """Held messages with a call under way: not to find them pending is no lost lease."""
         self._ahead: deque[Delivery[M] | Garbled] = deque()
         """New messages that came in the round trip of an acknowledgement, for the next `fetch`. They are held
         and renewed from their arrival on."""
@@ -150,7 +150,7 @@ class Consumer(Generic[M]):
             payload = codec.payload_of(sample, self.max_bytes)
             entry = (sample.index, sample.group_size, codec.schema_of(sample), payload)
         keys = (out_key, progress_key, Keys.parts(progress_key))
-        reply = await self._settle("publish_sample", delivery, entry, *keys)
+        reply = await self._under_lease("publish_sample", delivery, entry, *keys)
         if reply == 1:
             # As in Redis, where the script has reset the count of deliveries.
             delivery.attempts = 1
@@ -170,7 +170,7 @@ class Consumer(Generic[M]):
         """
         before = f"{index}:{number - 1}" if number else ""
         rest = (index, f"{index}:{number}", before, part)
-        reply = await self._settle("append_part", delivery, rest, progress_key, Keys.parts(progress_key))
+        reply = await self._under_lease("append_part", delivery, rest, progress_key, Keys.parts(progress_key))
         if reply == 1:
             delivery.attempts = 1  # as after a sample
         return bool(reply != 3)
@@ -180,10 +180,10 @@ class Consumer(Generic[M]):
     ) -> None:
         """Note the version at which a group was started, unless one is noted; with `replaces`, in any case.
         Raises LeaseLostError: another worker has taken the ticket over."""
-        await self._settle("start_group", delivery, (version, int(replaces)), progress_key)
+        await self._under_lease("start_group", delivery, (version, int(replaces)), progress_key)
 
     def holds(self, delivery: Delivery[M]) -> bool:
-        """Whether this delivery is held: neither settled nor lost, nor delivered here again since."""
+        """Whether this delivery is held: neither completed nor lost, nor delivered here again since."""
         return self.held.get(delivery.entry_id) is delivery
 
     async def store_result(
@@ -201,7 +201,7 @@ class Consumer(Generic[M]):
         message = delivery.message
         payload = codec.encode_payload(result) if result is not None else b""
         rest = (message.ticket, message.index, message.group_size, payload)
-        reply = await self._settle("store_result", delivery, rest, results_key, tickets_key)
+        reply = await self._under_lease("store_result", delivery, rest, results_key, tickets_key)
         if isinstance(reply, list):
             return reply
         self.held.pop(delivery.entry_id, None)
@@ -220,23 +220,23 @@ class Consumer(Generic[M]):
             LeaseLostError: another worker has taken the trajectory over; nothing was published.
         """
         rest = (SCHEMA, *map(codec.encode_payload, scores))
-        await self._settle("publish_group", delivery, rest, out_key, results_key)
+        await self._under_lease("publish_group", delivery, rest, out_key, results_key)
         self.held.pop(delivery.entry_id, None)
 
-    async def dead_letter(self, delivery: Delivery[M] | Garbled, letter: Message) -> bool:
+    async def dead_letter(self, delivery: Delivery[M] | Garbled, dead_letter: Message) -> bool:
         # In one unit with the acknowledgement: no crash leaves a message both dead and pending.
-        (done,) = await self._complete([delivery], [codec.encode_payload(letter)], self.dead_key)
+        (done,) = await self._complete([delivery], [codec.encode_payload(dead_letter)], self.dead_key)
         if done:
             metrics.DEAD_LETTERS.labels(self.label).inc()
         return done
 
     async def renew(self) -> None:
         """Renew every held lease now, and mark those that are lost; a background task calls it, too."""
-        # A copy: messages come and are settled while Redis is awaited.
+        # A copy: messages come and go while Redis is awaited.
         for part in _in_parts(list(self.held)):
             all_lost = [entry_id.encode() for entry_id in part]
             for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
-                if not self._settling[entry_id.decode()]:  # the settling call finds out for itself
+                if not self._in_call[entry_id.decode()]:  # that call finds out for itself
                     self._lose(entry_id.decode())
         self.renewed_at = time.monotonic()
 
@@ -258,7 +258,7 @@ class Consumer(Generic[M]):
         taken_off = 0 if is_counted else 1
         # As if their holder had been silent for more than a lease: the next look takes them.
         args = [self.group, self.name, int(self.lease_s * 1000) + 1, taken_off, NOBODY, *ids]
-        with self._settling_all(ids):
+        with self._during_call(ids):
             await self._script("hand_back", args, None)
         # After the answer: a call that fails has given nothing back, and they are still renewed.
         for entry_id in ids:
@@ -303,12 +303,12 @@ class Consumer(Generic[M]):
                 raise
             return without_group
 
-    async def _settle(
+    async def _under_lease(
         self, script: str, delivery: Delivery[Any], rest: tuple[Any, ...], *other_keys: str
     ) -> Any:
-        """Run a script about a held message; returns its answer, which is 0 where the lease is gone."""
+        """Run a script on a held message, which checks its lease. Raises LeaseLostError: it is lost."""
         args = [self.group, self.name, delivery.entry_id, *rest]
-        with self._settling_all([delivery.entry_id]):
+        with self._during_call([delivery.entry_id]):
             reply = await self._script(script, args, 0, *other_keys, about=[delivery])
         if reply == 0:
             self._lose(delivery.entry_id)
@@ -323,7 +323,7 @@ class Consumer(Generic[M]):
         ids = [delivery.entry_id for delivery in deliveries]
         args = [self.group, self.name, SCHEMA, *chain.from_iterable(zip(ids, payloads, strict=True))]
         try:
-            with self._settling_all(ids):
+            with self._during_call(ids):
                 flags = await self._script("complete", args, [0] * len(ids), out_key, about=deliveries)
         except LeaseLostError:  # some were lost or delivered again: left out now
             current = list(map(self._is_current, deliveries))
@@ -338,16 +338,16 @@ class Consumer(Generic[M]):
         return list(map(bool, flags))
 
     @contextlib.contextmanager
-    def _settling_all(self, entry_ids: Sequence[str]) -> Iterator[None]:
-        self._settling.update(entry_ids)
+    def _during_call(self, entry_ids: Sequence[str]) -> Iterator[None]:
+        self._in_call.update(entry_ids)
         try:
             yield
         finally:
-            # Counted, because several samples of one ticket may settle at once.
-            self._settling.subtract(entry_ids)
+            # Counted, because several samples of one ticket may be published at once.
+            self._in_call.subtract(entry_ids)
             for entry_id in entry_ids:
-                if not self._settling[entry_id]:
-                    del self._settling[entry_id]
+                if not self._in_call[entry_id]:
+                    del self._in_call[entry_id]
 
     def _hold_new(self, reply: Any) -> list[Delivery[M] | Garbled]:
         entries = reply[0][1] if reply else []
@@ -390,7 +390,7 @@ class Consumer(Generic[M]):
         """Whether it was not lost, and no other delivery of the same entry has come since.
 
         After a loss of Redis, its id may be that of another message, pending here before it is read: a lost
-        delivery must not be settled again.
+        delivery must not be acknowledged again.
         """
         is_lost = isinstance(delivery, Delivery) and delivery.is_lost
         return not is_lost and self.held.get(delivery.entry_id, delivery) is delivery

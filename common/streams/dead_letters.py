@@ -1,8 +1,8 @@
 """Dead letters: messages that could not be processed, put back exactly once, or removed.
 
-Putting a message back and removing its letter are one atomic unit: repeated or concurrent requests put it
-back once. A message that its stream still holds is not appended again: its entry becomes pending again in its
-consumer group.
+Putting a message back and removing its dead letter are one atomic unit: repeated or concurrent requests put
+it back once. A message that its stream still holds is not appended again: its entry becomes pending again in
+its consumer group.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +19,8 @@ from tidemill.common.wire.messages import DeadLetter, Message
 log = structlog.get_logger(__name__)
 
 SCAN_BATCH = 16
-DONE, LETTER_GONE, MESSAGE_GONE = 1, 0, -1
-"""Results of `requeue`: put back; the letter is gone; the stream no longer has the message."""
+DONE, DEAD_LETTER_GONE, MESSAGE_GONE = 1, 0, -1
+"""Results of `requeue`: put back; the dead letter is gone; the stream no longer has the message."""
 
 
 def dead_letter(
@@ -33,7 +33,7 @@ def dead_letter(
     message: Message | None = None,
     attempts: int = 1,
 ) -> DeadLetter:
-    """The letter about an entry of the stream `origin`; `message` is the decoded entry, if it could be."""
+    """The dead letter of an entry of the stream `origin`; `message` is the decoded entry, if it could be."""
     return DeadLetter(
         origin=origin,
         entry_id=entry_id,
@@ -46,10 +46,10 @@ def dead_letter(
     )
 
 
-async def append_dead_letter(broker: Broker, dead_key: str, letter: DeadLetter) -> None:
-    """Append a letter about an entry of a log that is read by offset; see also `Consumer.dead_letter`."""
-    await append(broker, dead_key, letter)
-    metrics.DEAD_LETTERS.labels(letter.origin).inc()
+async def append_dead_letter(broker: Broker, dead_key: str, dead: DeadLetter) -> None:
+    """Append the dead letter of an entry of a log that is read by offset; else `Consumer.dead_letter`."""
+    await append(broker, dead_key, dead)
+    metrics.DEAD_LETTERS.labels(dead.origin).inc()
 
 
 class DeadLetterWriter:
@@ -68,11 +68,11 @@ class DeadLetterWriter:
         return entry_id in self._known
 
     async def append_unread(self, garbled: Garbled, worker: str) -> None:
-        """Dead-letter an entry that cannot be decoded, unless it has a letter already."""
+        """Dead-letter an entry that cannot be decoded, unless it has a dead letter already."""
         # The log keeps the entry and no consumer group has it: it is read again after each restart.
         if not await self.has(garbled.entry_id):
-            letter = dead_letter(self._origin, garbled.entry_id, garbled.fields, garbled.error, worker)
-            await append_dead_letter(self._broker, self._dead_key, letter)
+            dead = dead_letter(self._origin, garbled.entry_id, garbled.fields, garbled.error, worker)
+            await append_dead_letter(self._broker, self._dead_key, dead)
             log.error(
                 "moved to the dead letters",
                 stream=self._origin,
@@ -84,7 +84,7 @@ class DeadLetterWriter:
 async def requeue(
     broker: Broker,
     dead_key: str,
-    letter_id: str,
+    dead_id: str,
     key: str,
     group: str,
     entry_id: str,
@@ -94,27 +94,27 @@ async def requeue(
     published: Sequence[int] = (),
     started_version: int | None = None,
 ) -> int:
-    """Make an entry pending again, as a first delivery, and remove its letter: the next reclaim takes it.
+    """Make an entry pending, as a first delivery, and remove its dead letter: the next reclaim takes it.
 
     Args:
-        broker, dead_key, letter_id: The dead letter.
+        broker, dead_key, dead_id: The dead letter.
         key, group, entry_id: The entry, and the consumer group that shall have it.
         lease_s: Lease of the group: the entry counts as idle for longer, so that no worker has to wait.
         progress_key, published, started_version: For a ticket, the progress of its incomplete group.
 
     Returns:
-        DONE, LETTER_GONE or MESSAGE_GONE.
+        DONE, DEAD_LETTER_GONE or MESSAGE_GONE.
     """
     version = "" if started_version is None else started_version
     # As if its holder had been silent for more than a lease: the next look takes it.
-    args = [letter_id, group, entry_id, int(lease_s * 1000) + 1, version, NOBODY, *published]
+    args = [dead_id, group, entry_id, int(lease_s * 1000) + 1, version, NOBODY, *published]
     return int(await broker.script("requeue", [dead_key, key, progress_key], args))
 
 
-async def reappend(broker: Broker, dead_key: str, letter_id: str, key: str, fields: Fields) -> bool:
-    """Append the letter's bytes to a log that is read by offset; False where the letter is gone."""
+async def reappend(broker: Broker, dead_key: str, dead_id: str, key: str, fields: Fields) -> bool:
+    """Append a dead letter's bytes to a log that is read by offset; False where it is gone."""
     flat = [part for pair in fields.items() for part in pair]
-    return bool(await broker.script("reappend", [dead_key, key], [letter_id, *flat]))
+    return bool(await broker.script("reappend", [dead_key, key], [dead_id, *flat]))
 
 
 async def remove_entries(broker: Broker, key: str, entry_ids: Iterable[str]) -> int:

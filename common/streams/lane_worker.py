@@ -147,16 +147,16 @@ class LaneWorker(ABC, Generic[M]):
         """Move a message that cannot be processed to the dead letters; returns whether it was still held."""
         message = None if isinstance(entry, Garbled) else entry.message
         origin, worker = self.consumer.label, self.context.name
-        letter = dead_letter(
+        dead = dead_letter(
             origin, entry.entry_id, entry.fields, error, worker, message=message, attempts=attempts
         )
-        is_dead_lettered = await self.consumer.dead_letter(entry, letter)
+        is_dead_lettered = await self.consumer.dead_letter(entry, dead)
         if is_dead_lettered:
             log.error(
                 "moved to the dead letters",
                 stream=origin,
                 entry=entry.entry_id,
-                ticket=letter.ticket,
+                ticket=dead.ticket,
                 error=error,
             )
         return is_dead_lettered

@@ -16,6 +16,7 @@ size is checked before it is allocated.
 import codecs
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -223,7 +224,7 @@ def _fields(message_type: type[Message]) -> tuple[tuple[str, ...], tuple[tuple[s
 
 
 def as_plain(value: Any) -> Any:
-    """Convert a value for msgpack: arrays to bytes, models to maps."""
+    """Convert a value for msgpack: arrays to bytes, models and dataclasses to maps."""
     if isinstance(value, np.ndarray):
         return pack_bits(value) if value.dtype == np.bool_ else np.ascontiguousarray(value).data
     if isinstance(value, BaseModel):
@@ -232,4 +233,6 @@ def as_plain(value: Any) -> Any:
         return value.as_plain()
     if isinstance(value, np.generic):
         return value.item()
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     raise TypeError(f"{type(value).__name__} cannot be sent; use numbers, text, lists and maps")

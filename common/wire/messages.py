@@ -200,12 +200,12 @@ class Trajectory(PromptFields):
     @cached_property
     def min_version(self) -> int:
         """The oldest version that produced a token of this trajectory."""
-        return min(version for spans in self._all_spans() for version, _ in spans)
+        return min(version for segment in self.segments for version, _ in segment.spans)
 
     @cached_property
     def max_version(self) -> int:
         """The newest version that produced a token of this trajectory."""
-        return max(version for spans in self._all_spans() for version, _ in spans)
+        return max(version for segment in self.segments for version, _ in segment.spans)
 
     @cached_property
     def tokens_digest(self) -> str:
@@ -229,9 +229,6 @@ class Trajectory(PromptFields):
     def lacks_choices(self) -> bool:
         """Whether it has choices whose rows were not read."""
         return self.choices is not None and not self.choices.rows
-
-    def _all_spans(self) -> list[tuple[VersionSpan, ...]]:
-        return [self.spans, *(fork.spans for fork in self.forks)]
 
     def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The version that produced each completion token, over all segments, int32. Tokens that no version

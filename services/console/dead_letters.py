@@ -31,8 +31,8 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import FINISHED, read_config, read_state
 from tidemill.common.streams import (
+    DEAD_LETTER_GONE,
     DONE,
-    LETTER_GONE,
     dead_letter,
     group_status,
     has_entry,
@@ -367,7 +367,7 @@ class Requeuer:
         if answer == DONE:
             return RequeueResult(True, f"the next {group} worker takes it, within {lease_s:g} s")
         trimmed = "its stream does not hold it any more: it was trimmed, so nothing needs it"
-        return RequeueResult(False, GONE if answer == LETTER_GONE else trimmed)
+        return RequeueResult(False, GONE if answer == DEAD_LETTER_GONE else trimmed)
 
     async def _published(self, ticket: int, lane: Lane) -> dict[int, int]:
         """The least version in each published sample of a ticket, by index."""

@@ -33,8 +33,6 @@ MAX_ITEMS = 1 << 16
 EXPECTED = "expected a finite number, or a dict with such a number under 'score'"
 
 Detail = dict[str, Any]
-NamelessTry = tuple[float, float, str]
-"""One attempt: its duration and the pause before it, in seconds, and why it failed; empty if it did not."""
 MAX_TRY_CHARS = 200
 """Longest reason kept of each of several attempts."""
 
@@ -61,7 +59,7 @@ class AttemptError(RewardError):
         self.is_final = is_final
         self.kind = kind or ("timeout" if is_timeout else "error")
         self.retry_after_s = retry_after_s
-        self.tries: list[NamelessTry] = []
+        self.tries: list[Try] = []
 
 
 @dataclass(slots=True)
@@ -94,13 +92,13 @@ class RewardOutcome:
         return self.status is ScoreStatus.OK
 
     @classmethod
-    def failed(cls, error: AttemptError, name: str) -> "RewardOutcome":
-        """The outcome of the reward `name` after its last attempt failed."""
+    def failed(cls, error: AttemptError) -> "RewardOutcome":
+        """The outcome of a reward whose last attempt failed."""
         return cls(
             status=ScoreStatus.TIMEOUT if error.is_timeout else ScoreStatus.FAILED,
             error=str(error),
             kind=error.kind,
-            tries=[(name, *one) for one in error.tries],
+            tries=error.tries,
         )
 
 

@@ -64,7 +64,7 @@ class Quarantine:
             await self.until_open()
             await consumer.unpark(deliveries)
 
-    async def work_off(
+    async def run_suspects(
         self,
         consumer: Consumer[Trajectory],
         suspects: list[Delivery[Trajectory]],

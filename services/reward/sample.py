@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemill.common.run.dataset import PROMPT
-from tidemill.common.wire.codec import decode_payload, encode_payload
 from tidemill.common.wire.messages import Lane, Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Segment
 
@@ -28,14 +27,6 @@ class RewardSample:
     trajectory: Trajectory
     lane: Lane = Lane.TRAIN
     """Whether its score is for training or for evaluation."""
-
-    def to_wire(self) -> dict[str, Any]:
-        """The sample as plain values, for scoring processes and for a group's results in Redis."""
-        return {"lane": self.lane.value, "trajectory": encode_payload(self.trajectory)}
-
-    @classmethod
-    def from_wire(cls, tree: dict[str, Any]) -> "RewardSample":
-        return cls(decode_payload(tree["trajectory"], Trajectory), Lane(tree["lane"]))
 
     @property
     def key(self) -> TrajectoryKey:

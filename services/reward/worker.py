@@ -29,7 +29,7 @@ from tidemill.services.reward.quarantine import Quarantine
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.groups import GroupScoring, PostProcessing
 from tidemill.services.reward.rewards.reward import FunctionReward
-from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, make_weighted_sum, score_of
+from tidemill.services.reward.rewards.weighted_sum import Outcomes, WeightedSum, make_weighted_sum, score_of
 from tidemill.services.reward.sample import RewardSample
 
 log = structlog.get_logger(__name__)
@@ -164,10 +164,10 @@ class Scorer:
             )
         started = time.monotonic()
         sample = RewardSample(trajectory, lane)
-        total = self.reward.sum_up(await self.parts(sample))
+        total = self.reward.sum_up(await self.outcomes(sample))
         return score_of(total, sample, self._worker, time.monotonic() - started)
 
-    async def parts(self, sample: RewardSample) -> Parts:
+    async def outcomes(self, sample: RewardSample) -> Outcomes:
         """The outcome of each reward that scores samples one by one."""
         if self._config.delay_s is not None:  # depends on seed, ticket and index only, not on the worker
             chance = random.Random(f"{self._seed}:{sample.key[0]}:{sample.key[1]}")
@@ -227,7 +227,7 @@ class RewardLane(LaneWorker[Trajectory]):
             if not delivery.is_lost:
                 self.start(delivery)
         if suspects:
-            await self.quarantine.work_off(self.consumer, suspects, self.start)
+            await self.quarantine.run_suspects(self.consumer, suspects, self.start)
 
     def given_up(self, delivery: Delivery[Trajectory]) -> str:
         """Why to dead-letter a trajectory, or "". It was alone when its worker died; or it has a fault and
@@ -258,7 +258,7 @@ class RewardLane(LaneWorker[Trajectory]):
         """The score to publish; None if it was or will be published with its group."""
         if not self.groups.is_needed:
             return await self.scorer.score(delivery.message, self.lane)
-        await self.groups.bring(delivery, self.scorer.parts)
+        await self.groups.bring(delivery, self.scorer.outcomes)
         return None
 
     def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score | None]) -> None:

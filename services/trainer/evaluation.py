@@ -181,7 +181,7 @@ class Evaluator:
         broker, keys = self.context.broker, self.context.keys
         groups = {ticket.ticket: PendingGroup.of(ticket) for ticket in tickets}
         dead: dict[str, set[TrajectoryKey]] = {}
-        letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))
+        dead_letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))
         readers, is_exhausted = self._readers(self._letters_read), False
         while (missing := _missing(groups)) - set().union(*dead.values()) and not is_exhausted:
             if is_exhausted := await self._is_exhausted(tickets):
@@ -195,15 +195,15 @@ class Evaluator:
                     group.take(entry)
             for entry in scores:
                 if isinstance(entry, Garbled):
-                    await letters.append_unread(entry, self.context.name)
+                    await dead_letters.append_unread(entry, self.context.name)
             for letter in await _read_all(dead_reader):
                 if keys_lost := _keys_of(letter, missing):
                     dead[letter.entry_id] = keys_lost
             if not _missing(groups) - set().union(*dead.values()):
-                # Checked only when nothing else is missing: it takes a round trip for each letter.
-                for letter_id in list(dead):
-                    if not await has_entry(broker, keys.dead, letter_id):
-                        del dead[letter_id]  # the operator has put the message back: wait for its samples
+                # Checked only when nothing else is missing: it takes a round trip for each.
+                for dead_id in list(dead):
+                    if not await has_entry(broker, keys.dead, dead_id):
+                        del dead[dead_id]  # the operator has put the message back: wait for its samples
         self._letters_read = readers[-1].position
         return list(groups.values())
 

@@ -170,6 +170,7 @@ class StepRunner:
             mini = MiniBatch()
             result.mini_batches.append(mini)
             await self._collect(step, mini, result, arrived, assembler)
+            # Before the first update: later mini-batches compare with the weights at the step's start.
             if number == 0 and self.precompute.is_needed:
                 await self._precompute_rest(step, result, arrived, assembler)
             await self._update(mini)
@@ -190,6 +191,7 @@ class StepRunner:
         if commit.passes > 1:
             later = set(commit.groups)
         all_groups = [self._filtered(groups[ticket], commit.step) for ticket in commit.groups]
+        # All of it before the first update, as above.
         needed = [g for g in all_groups if g.ticket in later or self.precompute.is_needed_always]
         ready = {group.ticket: group for group in await self._precomputed(needed, commit.step)}
         result.groups += [ready.get(group.ticket, group) for group in all_groups]

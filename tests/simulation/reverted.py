@@ -90,10 +90,10 @@ REVERTED = (
         "        self.skipped = [t for t in await self.scheduler.find_skipped() if t not in trained]\n",
         "        self.skipped = []\n", "a ticket that the stream has passed over"),
     Mutant("a replay asks of copies when their version was committed", "common/history/groups.py",
-        "            group.take(cast(Part, entry))\n",
+        "            group.take(cast(GroupEntry, entry))\n",
         "            if isinstance(message, Trajectory):\n"
         "                group.trajectory_ids.pop(message.index, None)\n"
-        "            group.take(cast(Part, entry))\n",
+        "            group.take(cast(GroupEntry, entry))\n",
         "a stranger's copy comes after its group was trained"),
     Mutant("an evaluation is trimmed before a checkpoint stands for its version", TRAINER,
         "        if not await self.reconciler.check_server():\n"

@@ -30,7 +30,7 @@ def make_score(ticket: int) -> Score:
     return Score(ticket=ticket, index=0, status=ScoreStatus.OK, value=float(ticket))
 
 
-def make_letter(entry: Garbled, worker: str = "a") -> DeadLetter:
+def make_dead_letter(entry: Garbled, worker: str = "a") -> DeadLetter:
     return streams.dead_letter("trajectories", entry.entry_id, entry.fields, entry.error, worker)
 
 

@@ -104,7 +104,7 @@ def our_loss(
 
 def with_statistics(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
     """The samples as one mini-batch, with the values that its statistics give them."""
-    group = TrainableGroup(cast(Any, None), list(samples), [sample.reward for sample in samples])
+    group = TrainableGroup(cast(Any, None), list(samples))
     (assigned,) = mini_batch.with_statistics([group], algorithm)
     return assigned.samples
 

@@ -99,7 +99,7 @@ def plain_sample(ticket: int, index: int, reward: float = 0.0, num_tokens: int =
 
 def group_of_samples(ticket: int, *samples: Sample) -> TrainableGroup:
     """A group that passed the filter, without its records."""
-    return TrainableGroup(PendingGroup(ticket, 0), list(samples), [sample.reward for sample in samples])
+    return TrainableGroup(PendingGroup(ticket, 0), list(samples))
 
 
 def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, StreamJoin]:

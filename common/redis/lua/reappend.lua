@@ -1,11 +1,11 @@
--- Append the bytes of a dead letter to the log they came from, and remove the letter, as one unit.
+-- Append the bytes of a dead letter to the log they came from, and remove the dead letter, as one unit.
 -- Atomic against a second `requeue` of the same entry.
--- KEYS: dead letters, log.  ARGV: letter's id, then field names and values.
--- Returns 1 done, 0 the letter is gone.
+-- KEYS: dead letters, log.  ARGV: dead letter's id, then field names and values.
+-- Returns 1 done, 0 the dead letter is gone.
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   return 0
 end
--- Before the letter is removed: if the server's file is cut between them, the bytes exist twice, and are not lost.
+-- Before the dead letter is removed: if the server's file is cut between them, the bytes exist twice, and are not lost.
 redis.call('XADD', KEYS[2], '*', unpack(ARGV, 2))
 redis.call('XDEL', KEYS[1], ARGV[1])
 return 1

@@ -1,11 +1,11 @@
--- Make the message of a dead letter pending again, and remove the letter, as one unit.
+-- Make the message of a dead letter pending again, and remove the dead letter, as one unit.
 -- The message is still in its stream, with its id and bytes: it only needs a holder, and gets one that counts as
 -- silent for longer than a lease, so that the next worker that reclaims takes it.
 -- Atomic against a second `requeue` of it, and against a worker that begins before its progress is restored.
 -- KEYS: dead letters, input stream, progress hash of its group.
--- ARGV: letter's id, group, input's id, idle milliseconds, version at which the group was started or '', holder,
+-- ARGV: dead letter's id, group, input's id, idle milliseconds, version at which the group was started or '', holder,
 -- then the indices that are published already.
--- Returns 1 done, 0 the letter is gone, -1 the stream no longer has the message.
+-- Returns 1 done, 0 the dead letter is gone, -1 the stream no longer has the message.
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   return 0
 end
@@ -21,6 +21,6 @@ end
 for i = 7, #ARGV do
   redis.call('HSETNX', KEYS[3], ARGV[i], '')
 end
--- Last: if the server's file is cut before it, the letter is still there and can be put back again.
+-- Last: if the server's file is cut before it, the dead letter is still there and can be put back again.
 redis.call('XDEL', KEYS[1], ARGV[1])
 return 1

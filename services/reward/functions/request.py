@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tidemill.common.wire.codec import decode_payload, encode_payload
+from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome, users_own
 from tidemill.services.reward.sample import RewardSample
 
@@ -22,6 +24,7 @@ class Request:
     """One call. With `scores`, the samples of a group are post-processed; without, they are scored."""
 
     samples: list[RewardSample]
+    """All of one lane."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments that are known only while the worker runs, such as a router's address."""
     scores: list[float | None] | None = None
@@ -30,7 +33,8 @@ class Request:
 
     def to_wire(self) -> dict[str, Any]:
         return {
-            "samples": [sample.to_wire() for sample in self.samples],
+            "lane": self.samples[0].lane.value,
+            "samples": [encode_payload(sample.trajectory) for sample in self.samples],
             "given": dict(self.given),
             "scores": self.scores,
             "notes": self.notes,
@@ -38,7 +42,8 @@ class Request:
 
     @classmethod
     def from_wire(cls, tree: dict[str, Any]) -> "Request":
-        return cls(**tree | {"samples": [RewardSample.from_wire(sample) for sample in tree["samples"]]})
+        lane, payloads = Lane(tree.pop("lane")), tree.pop("samples")
+        return cls([RewardSample(decode_payload(one, Trajectory), lane) for one in payloads], **tree)
 
 
 class Callee(ABC):

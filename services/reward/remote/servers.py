@@ -287,7 +287,7 @@ class Servers:
         """One request to one replica that was not tried yet, if there is one."""
         try:
             # The permit first: a request that waits for it must not count as load of a replica.
-            async with self.limiter.permit(lane, tokens) as permit, self.lease(tried, deadline) as replica:
+            async with self.limiter.permit(lane, tokens) as permit, self.replica(tried, deadline) as replica:
                 tried.add(replica.url)
                 started = time.monotonic()
                 try:
@@ -310,7 +310,7 @@ class Servers:
         return answer
 
     @contextlib.asynccontextmanager
-    async def lease(
+    async def replica(
         self, avoid: Collection[str] = (), deadline: float | None = None
     ) -> AsyncIterator[Replica]:
         """A replica for one request, outside `avoid` if possible; the end of the block records how it did.

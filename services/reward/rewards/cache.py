@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgpack
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.codec import pack
+from tidemill.common.wire.codec import as_plain, pack
 from tidemill.common.wire.keys import Keys
 from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.sample import RewardSample
@@ -100,7 +100,7 @@ class RewardCache:
         outcome = await make()
         if outcome.is_ok:  # a failure is worth another attempt
             # Attempts belong to this call, not to later ones that find the result.
-            payload = pack(asdict(replace(outcome, tries=[])))
+            payload = pack(replace(outcome, tries=[]), as_plain)
             await self._broker.script("cache_put", self._keys, [digest, payload, self._max_bytes])
         return outcome
 

@@ -8,25 +8,23 @@ nothing again, and repeats the group functions only.
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
-
-from pydantic import Field
 
 from tidemill.common.config import RewardConfig, RewardLimits
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Consumer, Delivery
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.codec import decode_payload
+from tidemill.common.wire.codec import decode_payload, encode_payload
 from tidemill.common.wire.messages import Lane, Message, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import load_group_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.reward import FunctionReward
-from tidemill.services.reward.rewards.weighted_sum import Parts, WeightedSum, attempt, score_of
+from tidemill.services.reward.rewards.weighted_sum import Outcomes, WeightedSum, attempt, score_of
 from tidemill.services.reward.sample import RewardSample
 
 GROUP = "group"
@@ -39,12 +37,11 @@ NO_SCORE = "the group function returned None for this sample"
 
 
 class GroupResult(Message):
-    """One sample of a group, and the outcome of each reward."""
+    """One sample of a group, and the outcome of each reward that scores samples one by one."""
 
     kind: ClassVar[str] = "group result"
-    index: int = Field(ge=0)
-    sample: dict[str, Any]
-    parts: dict[str, dict[str, Any]]
+    trajectory: bytes
+    outcomes: dict[str, RewardOutcome]
     worker: str = ""
     latency_s: float = 0.0
 
@@ -68,7 +65,7 @@ class GroupScoring:
         self.is_needed = reward.has_group_rewards or self._is_post_processed
 
     async def bring(
-        self, delivery: Delivery[Trajectory], score: Callable[[RewardSample], Awaitable[Parts]]
+        self, delivery: Delivery[Trajectory], score: Callable[[RewardSample], Awaitable[Outcomes]]
     ) -> None:
         """Score one trajectory by `score`, and the whole group if it is the last.
 
@@ -80,11 +77,9 @@ class GroupScoring:
         key, tickets = self._keys.results(ticket, self._lane), self._keys.result_tickets(self._lane)
         result = None
         if not await self._consumer.has_result(key, sample.key[1]):
-            parts = await score(sample)
             result = GroupResult(
-                index=sample.key[1],
-                sample=sample.to_wire(),
-                parts={name: asdict(part) for name, part in parts.items()},
+                outcomes=await score(sample),
+                trajectory=encode_payload(delivery.message),
                 worker=self._worker,
                 latency_s=time.monotonic() - started,
             )
@@ -102,16 +97,15 @@ class GroupScoring:
 
     async def _finish(self, payloads: Sequence[bytes]) -> list[Score]:
         results = [decode_payload(payload, GroupResult) for payload in payloads]
-        samples = [RewardSample.from_wire(result.sample) for result in results]
-        together = await self._reward.score_group(samples)
-        parts: list[Parts] = [
-            {name: RewardOutcome(**part) for name, part in result.parts.items()} | more
-            for result, more in zip(results, together, strict=True)
+        samples = [
+            RewardSample(decode_payload(result.trajectory, Trajectory), self._lane) for result in results
         ]
+        together = await self._reward.score_group(samples)
+        outcomes = [result.outcomes | more for result, more in zip(results, together, strict=True)]
         if self._is_post_processed:
-            sums = await self._post_processing.run(samples, parts)
+            sums = await self._post_processing.run(samples, outcomes)
         else:
-            sums = [self._reward.sum_up(part) for part in parts]
+            sums = [self._reward.sum_up(one) for one in outcomes]
         return [
             score_of(total, sample, result.worker, result.latency_s)
             for sample, total, result in zip(samples, sums, results, strict=True)
@@ -140,18 +134,18 @@ class PostProcessing:
     def is_any(self) -> bool:
         return bool(self._classes or self._execution)
 
-    async def run(self, samples: list[RewardSample], parts: list[Parts]) -> list[RewardOutcome]:
-        before = [self._reward.sum_up(part) for part in parts]
+    async def run(self, samples: list[RewardSample], outcomes: list[Outcomes]) -> list[RewardOutcome]:
+        before = [self._reward.sum_up(one) for one in outcomes]
         for named, reward in self._classes:
             if named.applies_to(samples[0]):  # all samples of a group are of one data source
-                column = [part[named.name] for part in parts]
+                column = [one[named.name] for one in outcomes]
                 step = partial(reward.post_process, samples, [old.value for old in column])
                 found = await self._outcomes(named.config, step, len(samples))
-                parts = [
-                    {**part, named.name: _with_former(_changed(old, outcome), old)}
-                    for part, old, outcome in zip(parts, column, found, strict=True)
+                outcomes = [
+                    {**one, named.name: _with_former(_changed(old, new), old)}
+                    for one, old, new in zip(outcomes, column, found, strict=True)
                 ]
-        sums = [self._reward.sum_up(part) for part in parts]
+        sums = [self._reward.sum_up(one) for one in outcomes]
         if self._execution is not None:
             notes: list[dict[str, Any]] = [
                 {"score": s.value, "status": s.status.value, "error": s.error, "components": s.components}
@@ -176,17 +170,17 @@ class PostProcessing:
     ) -> list[RewardOutcome]:
         """Run a step over the group: one outcome for each sample, or the same failure for all."""
         try:
-            outcomes, _ = await attempt(limits, step)
+            outcomes, _ = await attempt(GROUP, limits, step)
         except AttemptError as failure:
             self.failures[failure.kind] += 1
             metrics.REWARD_FAILURES.labels(GROUP, failure.kind).inc()
-            failed = RewardOutcome.failed(failure, GROUP)
+            failed = RewardOutcome.failed(failure)
             return [replace(failed, error=f"post-processing of the group: {failed.error}", tries=[])] * count
         return outcomes
 
 
 def _changed(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
-    """The part or sum with its new value. A failure may have been replaced by a value, or the reverse."""
+    """The outcome or sum with its new value. A failure may have been replaced by a value, or the reverse."""
     if not outcome.is_ok:
         return replace(old, status=outcome.status, value=None, error=outcome.error, kind=outcome.kind)
     if outcome.value is None:

@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 
 from tidemill.common.config import NamedRewardConfig, RewardConfig, RewardLimits, ServersConfig
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.common.wire.messages import Score, ScoreStatus, Try
 from tidemill.services.reward.outcome import (
     MAX_TRY_CHARS,
     AttemptError,
-    NamelessTry,
     Reward,
     RewardOutcome,
     contained,
@@ -39,17 +38,17 @@ LONGEST_BACKOFF_S = 60.0
 NONE_APPLIES = "no reward applies to this sample: each of them returned None or is for other data sources"
 
 T = TypeVar("T")
-Parts = dict[str, RewardOutcome]
+Outcomes = dict[str, RewardOutcome]
 """Name of the reward -> its outcome for one sample."""
 
 
-async def attempt(limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tuple[T, list[NamelessTry]]:
-    """The first result of `once` under the limits of a reward, and all attempts where it took several.
+async def attempt(name: str, limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tuple[T, list[Try]]:
+    """The first result of `once` under the limits of reward `name`, and all attempts if it took several.
 
     Raises:
         AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
     """
-    tries: list[NamelessTry] = []
+    tries: list[Try] = []
     ended = time.monotonic()
     while True:
         started = time.monotonic()
@@ -61,7 +60,7 @@ async def attempt(limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tup
             failure = error
         ended, pause_s = time.monotonic(), started - ended
         reason = str(failure)[:MAX_TRY_CHARS] if failure else ""
-        tries.append((round(ended - started, 6), round(pause_s, 6), reason))
+        tries.append((name, round(ended - started, 6), round(pause_s, 6), reason))
         if failure is None:
             return result, tries if len(tries) > 1 else []
         if failure.is_final or len(tries) == limits.max_attempts:
@@ -130,12 +129,12 @@ class NamedReward:
                 return await once()
 
         try:
-            outcomes, tries = await attempt(self.config, placed)
+            outcomes, tries = await attempt(self.name, self.config, placed)
         except AttemptError as failure:
             self.failures[failure.kind] += len(samples)
             metrics.REWARD_FAILURES.labels(self.name, failure.kind).inc(len(samples))
-            return [RewardOutcome.failed(failure, self.name) for _ in samples]
-        return [replace(outcome, tries=[(self.name, *one) for one in tries]) for outcome in outcomes]
+            return [RewardOutcome.failed(failure) for _ in samples]
+        return [replace(outcome, tries=tries) for outcome in outcomes]
 
 
 class WeightedSum:
@@ -152,15 +151,15 @@ class WeightedSum:
         known = [count for count in counts if count is not None]
         return max(known) if len(known) == len(counts) else None
 
-    async def score(self, sample: RewardSample) -> Parts:
-        """The part of each reward that scores samples one by one; all are asked at once."""
+    async def score(self, sample: RewardSample) -> Outcomes:
+        """The outcome of each reward that scores samples one by one; all are asked at once."""
         single = [named for named in self.rewards if not named.is_per_group]
         if len(single) == 1:
             return {single[0].name: await single[0].score(sample)}
-        parts = await asyncio.gather(*(named.score(sample) for named in single))
-        return {named.name: part for named, part in zip(single, parts, strict=True)}
+        outcomes = await asyncio.gather(*(named.score(sample) for named in single))
+        return {named.name: outcome for named, outcome in zip(single, outcomes, strict=True)}
 
-    async def score_group(self, samples: list[RewardSample]) -> list[Parts]:
+    async def score_group(self, samples: list[RewardSample]) -> list[Outcomes]:
         together = [named for named in self.rewards if named.is_per_group]
         columns = await asyncio.gather(*(named.score_group(samples) for named in together))
         return [
@@ -168,32 +167,32 @@ class WeightedSum:
             for place in range(len(samples))
         ]
 
-    def sum_up(self, parts: Parts) -> RewardOutcome:
-        """The weighted sum of the parts of one sample, or why there is none."""
-        total = RewardOutcome(tries=[one for part in parts.values() for one in part.tries])
-        total.components, total.detail = self._notes(parts)
+    def sum_up(self, outcomes: Outcomes) -> RewardOutcome:
+        """The weighted sum for one sample, or why there is none."""
+        total = RewardOutcome(tries=[one for outcome in outcomes.values() for one in outcome.tries])
+        total.components, total.detail = self._notes(outcomes)
         value, has_value, failed = 0.0, False, list[NamedReward]()
         for named in self.rewards:
-            part, config = parts[named.name], named.config
-            found = part.value
-            if not part.is_ok:
+            outcome, config = outcomes[named.name], named.config
+            found = outcome.value
+            if not outcome.is_ok:
                 found = config.failure_value
                 if found is None or not self._is_named:
                     failed.append(named)
                     continue
                 total.components[named.name] = found
-                total.detail.setdefault("failures", {})[named.name] = part.error
+                total.detail.setdefault("failures", {})[named.name] = outcome.error
             if found is not None:
                 value += config.weight * found
                 has_value = True
-            elif part.teacher_logprobs is not None:
-                total.teacher_logprobs = part.teacher_logprobs
+            elif outcome.teacher_logprobs is not None:
+                total.teacher_logprobs = outcome.teacher_logprobs
                 has_value = True
         if failed:
-            first = parts[failed[0].name]
+            first = outcomes[failed[0].name]
             total.status, total.error, total.teacher_logprobs = first.status, first.error, None
             if self._is_named:
-                total.error = "; ".join(f"{named.name}: {parts[named.name].error}" for named in failed)
+                total.error = "; ".join(f"{named.name}: {outcomes[named.name].error}" for named in failed)
                 is_group_lost = any(named.config.on_failure == "drop_group" for named in failed)
                 total.on_failure = "drop_group" if is_group_lost else "drop_sample"
         elif has_value and math.isfinite(value):
@@ -212,14 +211,14 @@ class WeightedSum:
     async def close(self) -> None:
         await asyncio.gather(*(named.reward.close() for named in self.rewards))
 
-    def _notes(self, parts: Parts) -> tuple[dict[str, float | None], dict[str, Any]]:
+    def _notes(self, outcomes: Outcomes) -> tuple[dict[str, float | None], dict[str, Any]]:
         if not self._is_named:
-            (part,) = parts.values()
-            return dict(part.components), dict(part.detail)
-        components: dict[str, float | None] = {name: part.value for name, part in parts.items()}
-        for name, part in parts.items():
-            components |= {f"{name}/{key}": value for key, value in part.components.items()}
-        return components, {name: part.detail for name, part in parts.items() if part.detail}
+            (only,) = outcomes.values()
+            return dict(only.components), dict(only.detail)
+        components: dict[str, float | None] = {name: one.value for name, one in outcomes.items()}
+        for name, one in outcomes.items():
+            components |= {f"{name}/{key}": value for key, value in one.components.items()}
+        return components, {name: one.detail for name, one in outcomes.items() if one.detail}
 
 
 def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) -> WeightedSum:

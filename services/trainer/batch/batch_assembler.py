@@ -74,7 +74,7 @@ class Precompute:
         """Compute what `step` needs for the first groups, in one call in the policy's thread: for as many as
         fill a forward pass on each rank, at least for one. Returns for how many."""
         sums = np.cumsum([_num_tokens(group) for group in groups])
-        most = self.trainer.tile_tokens * self.trainer.num_ranks
+        most = self.trainer.rank_tokens * self.trainer.num_ranks
         groups = groups[: max(1, int(np.searchsorted(sums, most, side="right")))]
         # Copies: the readers of the streams go on while the policy computes.
         records = [dict(group.trajectories) for group in groups]
@@ -338,13 +338,13 @@ class BatchAssembler:
         oldest, newest = min(samples, key=lambda t: t.min_version), max(samples, key=lambda t: t.max_version)
         sample = oldest if step - oldest.min_version > self.trainer.max_staleness else newest
         fields, error = codec.encode(sample), f"staleness bound violated: {detail}"
-        letter = dead_letter("trajectories", "", fields, error, self.context.name, message=sample)
-        await append_dead_letter(self.context.broker, self.context.keys.dead, letter)
+        dead = dead_letter("trajectories", "", fields, error, self.context.name, message=sample)
+        await append_dead_letter(self.context.broker, self.context.keys.dead, dead)
 
     async def _replace_dead(self, step: int) -> None:
         # A copy: `drop` takes from it, and a reader may add to it at each await.
-        for ticket, (letter_id, error) in list(self.join.dead.items()):
-            if not await has_entry(self.context.broker, self.context.keys.dead, letter_id):
+        for ticket, (dead_id, error) in list(self.join.dead.items()):
+            if not await has_entry(self.context.broker, self.context.keys.dead, dead_id):
                 # The operator has put the message back in the meantime, so the group goes on.
                 self.join.dead.pop(ticket, None)
                 continue

@@ -244,8 +244,8 @@ class Reconciler:
         log.warning(
             "taking back versions of a lost history", version=version, newest=lost[-1].message.version
         )
-        letters = dict.fromkeys((entry.entry_id for entry in lost), b"")
-        await take_back(self.broker, self.keys, key, letters, entry_id_of(version - 1))
+        taken = dict.fromkeys((entry.entry_id for entry in lost), b"")
+        await take_back(self.broker, self.keys, key, taken, entry_id_of(version - 1))
 
     async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
         """Read at which version incomplete groups were started: no token of theirs will be older."""

@@ -139,8 +139,8 @@ class Scheduler:
         log.warning(
             "taking back tickets of a lost history", first=orphans[0].message.ticket, count=len(orphans)
         )
-        letters = dict.fromkeys((entry.entry_id for entry in orphans), b"")
-        await take_back(self.broker, self.keys, self.keys.prompts(), letters, self._floor)
+        taken = dict.fromkeys((entry.entry_id for entry in orphans), b"")
+        await take_back(self.broker, self.keys, self.keys.prompts(), taken, self._floor)
         numbers = [entry.message.ticket for entry in orphans]
         # Progress that says "published" would hold for the ticket that gets this number next.
         progress = [self.keys.progress(number) for number in numbers]

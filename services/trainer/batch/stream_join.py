@@ -52,7 +52,7 @@ class StreamJoin:
         self.complete: list[int] = []
         """Tickets of complete groups, in the order in which they became complete."""
         self.dead: dict[int, tuple[str, str]] = {}
-        """Outstanding tickets that went to the dead letters: id of the letter, and why."""
+        """Outstanding tickets that went to the dead letters: id of the dead letter, and why."""
         self.changed = asyncio.Event()
         self.unread_at = -math.inf
         """When something last arrived that could not be decoded or was the score of other tokens, so that a
@@ -64,7 +64,7 @@ class StreamJoin:
         self.epoch = 0
         """The reconciler's epoch in which its positions are valid."""
         self._seen_up_to: Mapping[StreamName, str] = {}
-        self._letters = DeadLetterWriter(broker, keys, keys.scores())
+        self._dead_letters = DeadLetterWriter(broker, keys, keys.scores())
         self._readers: dict[StreamName, OffsetReader[Any]] = {
             name: OffsetReader(broker, name.key(keys), name.message_type) for name in STREAMS
         }
@@ -105,7 +105,7 @@ class StreamJoin:
         while True:
             reader = self._readers[stream]
             for entry in await reader.read(READ_COUNT, BLOCK_S):
-                # At each entry, because appending a letter waits: `reread` may have replaced this reader
+                # At each entry, because appending a dead letter waits: `reread` may have replaced this reader
                 # meanwhile, whose entries are then of a lost history.
                 if reader is not self._readers[stream]:
                     break
@@ -131,8 +131,8 @@ class StreamJoin:
         for group in untaken:
             group.forget()
         self.complete.clear()
-        # A new one: letters that the old one has read may be gone too.
-        self._letters = DeadLetterWriter(self._broker, self._keys, self._keys.scores())
+        # A new one: dead letters that the old one has read may be gone too.
+        self._dead_letters = DeadLetterWriter(self._broker, self._keys, self._keys.scores())
         self.epoch = epoch
 
     def positions(self) -> dict[StreamName, str]:
@@ -207,8 +207,8 @@ class StreamJoin:
         self.unread_at = time.monotonic()
         if stream == TRAJECTORIES:
             log.warning("trajectory cannot be decoded", entry=entry.entry_id, error=entry.error)
-        elif self._is_new(SCORES, entry.entry_id):  # no worker reads scores, so the trainer adds the letter
-            await self._letters.append_unread(entry, "trainer")
+        elif self._is_new(SCORES, entry.entry_id):  # no worker reads scores, so the trainer does
+            await self._dead_letters.append_unread(entry, "trainer")
 
     def _take(self, entry: Entry[Trajectory] | Entry[Score]) -> None:
         """Join an entry with its group. The first entry of a key wins; late ones of settled tickets are only
@@ -228,8 +228,10 @@ class StreamJoin:
                 self.unread_at = time.monotonic()
         # What was refused may be an older score in place of this entry, which then counts.
         if group is not None and not any(one is entry for one in refused):
-            # Judged as it arrives: by the time of training that version may exist, with other weights.
-            group.is_ahead |= sample is not None and sample.max_version > self.version
+            if sample is not None:
+                group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
+                # Judged as it arrives: by the time of training that version may exist, with other weights.
+                group.is_ahead |= sample.max_version > self.version
             if group.is_complete:
                 self.complete.append(group.ticket)
             self.changed.set()

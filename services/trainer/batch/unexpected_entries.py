@@ -62,15 +62,15 @@ async def remove_unexpected(
     if not unexpected and not own and not _is_beyond(newest):
         return 0
     name = keys.name_of(key)
-    known, letters = DeadLetterWriter(broker, keys, key), dict[str, bytes]()
+    known, dead_letters = DeadLetterWriter(broker, keys, key), dict[str, bytes]()
     for entry in unexpected:
         fields = entry.fields if isinstance(entry, Garbled) else codec.encode(entry.message)
-        letter = dead_letter(name, entry.entry_id, fields, UNEXPECTED, "trainer")
-        # A worker may have added its letter already.
+        dead = dead_letter(name, entry.entry_id, fields, UNEXPECTED, "trainer")
+        # A worker may have dead-lettered it already.
         is_known = await known.has(entry.entry_id)
-        letters[entry.entry_id] = b"" if is_known else codec.encode_payload(letter)
-    # Without letters: an entry was removed by hand, and only the last id is left to be taken back.
-    moved = await take_back(broker, keys, key, letters, floor)
+        dead_letters[entry.entry_id] = b"" if is_known else codec.encode_payload(dead)
+    # Without dead letters: an entry was removed by hand, and only the last id is left to be taken back.
+    moved = await take_back(broker, keys, key, dead_letters, floor)
     if moved < 0:
         return 1
     log.error(
@@ -83,11 +83,11 @@ async def remove_unexpected(
     return max(1, moved)
 
 
-async def take_back(broker: Broker, keys: Keys, key: str, letters: Mapping[str, bytes], floor: str) -> int:
+async def take_back(broker: Broker, keys: Keys, key: str, taken: Mapping[str, bytes], floor: str) -> int:
     """Remove entries from a numbered stream, add their dead letters (empty: none), and set its last id back
     to its own newest entry or to `floor`, in one unit; returns how many entries there were, -1 where the
     stream has vanished."""
-    pairs = [part for pair in letters.items() for part in pair]
+    pairs = [part for pair in taken.items() for part in pair]
     return int(await broker.script("move_aside", [key, keys.dead], [SCHEMA, floor, *pairs]))
 
 

@@ -5,17 +5,16 @@ Every group has exactly one outcome: trained, with the samples that were left ou
 replaced. Records, samples and what was precomputed stay together in one object on the way to the optimizer.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
-from tidemill.common.history.groups import Part, RecordedGroup
+from tidemill.common.history.groups import RecordedGroup
 from tidemill.common.streams import id_order
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import ROUTES
-from tidemill.common.wire.messages import Score, ScoreStatus, Ticket, Trajectory, fault_of
+from tidemill.common.wire.messages import Score, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
     Sample,
@@ -100,13 +99,6 @@ class PendingGroup(RecordedGroup):
         }
         return {i: max(0.0, between / 1000 - self.scores[i].latency_s) for i, between in queued_ms.items()}
 
-    def take(self, entry: Part) -> list[Part]:
-        # `super()` alone fails: `dataclass(slots=True)` has replaced the class in which this was defined.
-        refused = super(PendingGroup, self).take(entry)
-        if (message := self.trajectories.get(entry.message.index)) is entry.message:
-            self.oldest_sampled = min(self.oldest_sampled, message.min_version)
-        return refused
-
     def forget(self) -> None:
         """Drop everything that has arrived, to read it again."""
         for arrived in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids):
@@ -122,7 +114,6 @@ class TrainableGroup:
 
     source: PendingGroup
     samples: list[Sample]
-    rewards: list[float]
     left_out: list[tuple[int, str]] = field(default_factory=list)
     baseline: Sample | None = None
     """The greedy sample that the others are compared with, where the advantage needs one."""
@@ -130,6 +121,11 @@ class TrainableGroup:
     @property
     def ticket(self) -> int:
         return self.source.ticket
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of its samples, before any shaping; none for a demonstration."""
+        return [] if self.source.is_demonstration else [sample.reward for sample in self.samples]
 
     @property
     def sampled(self) -> list[Trajectory]:
@@ -159,7 +155,6 @@ class TrainableGroup:
 class Refusal:
     """Why a group cannot be trained; a fresh ticket takes its place."""
 
-    ticket: int
     reason: str
     detail: str = ""
     rewards: tuple[float, ...] = ()
@@ -184,16 +179,16 @@ class GroupFilter:
             return self.select(group)
         if step - group.min_version > self.trainer.max_staleness:
             detail = f"version {group.min_version} at step {step}, max_staleness {self.trainer.max_staleness}"
-            return Refusal(group.ticket, STALE, detail)
+            return Refusal(STALE, detail)
         if group.is_ahead or group.max_version > step:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
-            return Refusal(group.ticket, STALE, detail)
+            return Refusal(STALE, detail)
         samples = group.trajectories.values()
         # Here and not in `select`: a step that was trained kept the sampling of its time.
         wants_masks = any(one.source in self.masked_sources for one in samples)
         if wants_masks and not any(has_masks(one) or one.lacks_choices for one in samples):
             detail = "its engine did not record which ids top_p, top_k or min_p left"
-            return Refusal(group.ticket, NO_CHOICES, detail)
+            return Refusal(NO_CHOICES, detail)
         return self.select(group)
 
     def select(self, group: PendingGroup) -> TrainableGroup | Refusal:
@@ -203,46 +198,47 @@ class GroupFilter:
             return self._demonstration(group)
         teacher = self._teacher(group)
         are_masked = any(map(has_masks, group.trajectories.values()))
-        found = {index: self._fault(one, are_masked) for index, one in group.trajectories.items()}
-        faults = {index: (reason, fault) for index, (reason, fault) in found.items() if fault}
-        usable = {index: score for index, score in group.scores.items() if index not in faults}
-        rewards, left_out = self._rewards(usable, teacher is not None)
-        left_out += [(index, faults[index][0]) for index in sorted(faults)]
-        for index, _ in left_out:
+        rewards: dict[int, float] = {}
+        failures: dict[int, tuple[str, str]] = {}
+        for index, score in sorted(group.scores.items()):
+            found = self._reward(group.trajectories[index], score, are_masked, teacher is not None)
+            if not isinstance(found, tuple):
+                rewards[index] = found
+                continue
+            failures[index] = found
             # A reward with a failure policy of its own puts it into the score; else the run's holds.
-            if (group.scores[index].on_failure or self.reward.on_failure) == "drop_group":
-                return Refusal(
-                    group.ticket, FAILED_SCORE, faults.get(index, ("", group.scores[index].error))[1]
-                )
+            if (score.on_failure or self.reward.on_failure) == "drop_group":
+                return Refusal(FAILED_SCORE, found[1])
         greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
         sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
+        left_out = [(index, reason) for index, (reason, _) in failures.items()]
         left_out += [(index, GREEDY) for index in greedy]
         if not self.has_baseline:
             rewards, greedy = sampled, {}
         elif not greedy:
-            return Refusal(group.ticket, NO_BASELINE, "its greedy sample has no score, or it was given none")
+            return Refusal(NO_BASELINE, "its greedy sample has no score, or it was given none")
         if len(rewards) < self.reward.min_group_size or not sampled:
-            reasons = {score.error for score in group.scores.values() if score.error}
-            reasons |= {fault for _, fault in faults.values()}
-            detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(sorted(reasons)[:1])}"
-            return Refusal(group.ticket, FEW_SCORES, detail)
-        # Compared exactly, as by the estimators: they give exactly zero where rewards are equal.
+            details = sorted(detail for _, detail in failures.values() if detail)
+            detail = f"{len(rewards)} of {len(group.scores)} scored. {' '.join(details[:1])}"
+            return Refusal(FEW_SCORES, detail)
+        # Compared exactly, as by the estimators: they give exactly zero where rewards are equal. The greedy
+        # sample counts too: where all others have more than it, they have an advantage.
         is_constant = len(set(rewards.values())) == 1
         # With a teacher whose weight is not 0, samples of equal rewards are trained too.
         if self.algorithm.filter_zero_variance and is_constant and not (teacher and teacher[1].weight):
             values = tuple(rewards.values())
-            return Refusal(group.ticket, ZERO_VARIANCE, f"every reward is {values[0]}", values)
+            return Refusal(ZERO_VARIANCE, f"every reward is {values[0]}", values)
         try:
             samples = [self._sample(group, index, reward, teacher) for index, reward in sampled.items()]
             baselines = [self._sample(group, index, reward, None) for index, reward in greedy.items()]
         except ValueError as error:
-            return Refusal(group.ticket, BAD_NUMBERS, str(error))
+            return Refusal(BAD_NUMBERS, str(error))
         if self.algorithm.normalisation == "prompt":
             # Only trained samples count: what was left out takes no share of the group's weight.
             num_trained = sum(sample.num_trained for sample in samples)
             samples = [replace(one, group_size=len(samples), group_trained=num_trained) for one in samples]
         baseline = baselines[0] if baselines else None
-        trainable = TrainableGroup(group, samples, list(sampled.values()), left_out, baseline)
+        trainable = TrainableGroup(group, samples, left_out, baseline)
         return trainable.with_precomputed()
 
     def _demonstration(self, group: PendingGroup) -> TrainableGroup:
@@ -250,42 +246,30 @@ class GroupFilter:
         (trajectory,) = group.trajectories.values()
         sample = make_sample(trajectory)
         weight = self.imitation[trajectory.source]
-        return TrainableGroup(
-            group, [replace(sample, imitation=weight, group_trained=sample.num_trained)], []
-        )
+        return TrainableGroup(group, [replace(sample, imitation=weight, group_trained=sample.num_trained)])
 
     def _teacher(self, group: PendingGroup) -> tuple[str, NamedRewardConfig] | None:
         """The teacher of the group's data source, which is that of all its trajectories."""
         trajectory = next(iter(group.trajectories.values()))
         return self.reward.teacher_of(trajectory.data_source, trajectory.source)
 
-    def _rewards(
-        self, scores: Mapping[int, Score], is_taught: bool
-    ) -> tuple[dict[int, float], list[tuple[int, str]]]:
-        """Reward of each usable sample by index, and the indices left out, with the reason. A value that a
-        group function or the run gives a failed sample does not replace a teacher's logprobs."""
-        rewards: dict[int, float] = {}
-        left_out: list[tuple[int, str]] = []
-        for index in sorted(scores):
-            score = scores[index]
-            if is_taught and score.status is ScoreStatus.OK and score.teacher_logprobs is None:
-                left_out.append((index, MISSING_TEACHER))
-            elif score.status is ScoreStatus.OK and score.value is not None:
-                rewards[index] = score.value
-            elif not is_taught and not score.on_failure and self.reward.failure_value is not None:
-                rewards[index] = self.reward.failure_value
-            else:
-                left_out.append((index, FAILED_SCORE))
-        return rewards, left_out
-
-    def _fault(self, one: Trajectory, is_masked: bool) -> tuple[str, str]:
-        """Why a sample has failed whatever its score says, as (reason, detail); "" as detail: it has not."""
-        if fault := fault_of(one):
-            is_claimed = one.claim is not None or one.lacks_choices
+    def _reward(
+        self, trajectory: Trajectory, score: Score, are_masked: bool, is_taught: bool
+    ) -> float | tuple[str, str]:
+        """The reward of a sample; or why it is left out, as (reason, detail)."""
+        if fault := fault_of(trajectory):
+            is_claimed = trajectory.claim is not None or trajectory.lacks_choices
             return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault
-        if self.needs_routes and (one.choices is None or ROUTES not in one.choices.rows):
+        if self.needs_routes and (trajectory.choices is None or ROUTES not in trajectory.choices.rows):
             return NO_CHOICES, "the engine recorded no routes, or not of every token"
-        return NO_CHOICES, missing_mask(one) if is_masked and not one.is_greedy else ""
+        if are_masked and not trajectory.is_greedy and (missing := missing_mask(trajectory)):
+            return NO_CHOICES, missing
+        if score.value is not None:
+            return (MISSING_TEACHER, "") if is_taught and score.teacher_logprobs is None else score.value
+        # The run's value for a failed sample does not replace a teacher's logprobs.
+        if not is_taught and not score.on_failure and self.reward.failure_value is not None:
+            return self.reward.failure_value
+        return FAILED_SCORE, score.error
 
     def _sample(
         self, group: PendingGroup, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None
@@ -297,7 +281,7 @@ class GroupFilter:
         sample = make_sample(trajectory, weight)
         if teacher is not None:
             logprobs_A = group.scores[index].teacher_logprobs
-            assert logprobs_A is not None, "`_rewards` leaves out what has none"
+            assert logprobs_A is not None, "`_reward` leaves out what has none"
             sample = with_teaching(sample, teacher[0], logprobs_A, teacher[1].weight)
         for one in (reward, *(turn.reward for turn in sample.turns)):
             # In this form NaN is refused too.

@@ -201,6 +201,11 @@ class Sample:
         return values_T
 
     @property
+    def advantages_T(self) -> Float64:
+        """The advantage of each completion token. Shape [T]."""
+        return np.broadcast_to(self.advantage, self.mask.shape)
+
+    @property
     def mean_advantage(self) -> float:
         """The advantage; where each token has its own, the mean over the trained tokens (0 without any)."""
         if not isinstance(self.advantage, np.ndarray):
@@ -308,8 +313,8 @@ def _turn_ends(segments: Iterable[Segment], weight: float) -> Iterator[TurnEnd]:
 
 
 Precomputed = dict[str, Float32]
-"""What a policy computes for one trajectory before training: arrays [T], by the name of their field in
-`Sample`."""
+"""What a policy computes for one trajectory before training: arrays [T] by name, in the end that of their
+field in `Sample`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

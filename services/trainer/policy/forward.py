@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.arrays import Float32, Int32
+from tidemill.common.wire.arrays import Int32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.samples import Precomputed, Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import Tile, TokenRow, choose_layout, kinds_of_layers, make_tile
@@ -93,7 +93,7 @@ def configured_scaling(config: Any) -> Scaling:
 
 
 class TileScores(NamedTuple):
-    """Scores of a tile's N scored tokens, like `head.Scored`; `hidden_NH`, if asked for, are the last hidden
+    """Scores of a tile's N scored tokens (`head.Scored`). `hidden_NH`, if asked for, are the last hidden
     states that predict them, `routing` the routers' outputs at those positions, and `changed_N` the share of
     layers whose router would have chosen other experts than it was given."""
 
@@ -105,11 +105,7 @@ class TileScores(NamedTuple):
     changed_N: Tensor | None = None
 
 
-Scores = dict[str, Float32]
-"""Results for one sample, [T] each: `logprobs`, and `entropies` and `values` where they are asked for."""
-
-
-def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Scores]) -> None:
+def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Precomputed]) -> None:
     """Put a tile's values at the places of their tokens in their samples."""
     if not tile.rows:
         return
@@ -260,7 +256,7 @@ _OPTIONAL = {
 """Optional fields of `Sample`, and their names in `Tokens`."""
 
 
-def tile_tokens(
+def trained_tokens(
     tile: Tile,
     samples: Sequence[Sample],
     scores: TileScores,
@@ -274,12 +270,7 @@ def tile_tokens(
     weights = [token_weight(normalisation, sample.num_trained, sample.group_trained) for sample in chosen]
     columns = {
         "rollout_logprobs_N": _joined(chosen, places, "rollout_logprobs"),
-        "advantages_N": np.concatenate(
-            [
-                np.broadcast_to(sample.advantage, sample.mask.shape)[own]
-                for sample, own in zip(chosen, places, strict=True)
-            ]
-        ),
+        "advantages_N": _joined(chosen, places, "advantages_T"),
         "weights_N": np.repeat(weights, counts),
     }
     for field, name in _OPTIONAL.items():
@@ -385,11 +376,10 @@ def _find_leak(
         ids = np.concatenate([long.ids[: max(SHORTEST, longest // 2)], short.ids])
         places = np.arange(len(ids) - SHORT, len(ids), dtype=np.int32)
         short = TokenRow(1, ids, places, ids[places], places)
-    lines = [[long], [short]] if layout == "padded" else [[long, short]]
-    tile, most = make_tile(lines, layout), MAX_DIFFERENCE
+    tile, most = make_tile((layout, [long, short])), MAX_DIFFERENCE
     try:
         beside = _hidden(scorer, tile)[-SHORT:]
-        alone = _hidden(scorer, make_tile([[short]], "padded"))
+        alone = _hidden(scorer, make_tile(("padded", [short])))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         if layout == "padded":
             raise
@@ -412,7 +402,8 @@ def _looks_ahead(scorer: TokenScorer, vocab_size: int) -> bool:
     hidden = []
     for second in (row.ids, other.ids):
         ids = np.concatenate([row.ids[:SHORT], second[SHORT:]])
-        hidden.append(_hidden(scorer, make_tile([[TokenRow(0, ids, places, ids[places], places)]], "padded")))
+        changed = TokenRow(0, ids, places, ids[places], places)
+        hidden.append(_hidden(scorer, make_tile(("padded", [changed]))))
     gap, norm = (hidden[0] - hidden[1]).norm(), hidden[0].norm()
     # Not exactly equal: kernels that sort tokens by expert may round otherwise.
     return bool(gap > norm * scorer.rounding**0.5)

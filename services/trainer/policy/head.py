@@ -45,12 +45,8 @@ class Scaling(NamedTuple):
 PLAIN = Scaling()
 
 
-class Scored(NamedTuple):
-    """Scores of N tokens; `log_mass_N` is the log-probability of the kept ids together, 0 if all are kept."""
-
-    logprobs_N: Tensor
-    entropies_N: Tensor
-    log_mass_N: Tensor
+Scored = tuple[Tensor, Tensor, Tensor]
+"""Logprobs and entropies of N tokens, and the log-probability of the kept ids together, 0 if all are kept."""
 
 
 class KeptLogits(NamedTuple):
@@ -109,12 +105,12 @@ def score_logits(
     if entropy_gradient:
         # The gradient of `entr` is not finite at p = 0; that of this product is 0 wherever exp is.
         bounded_CV = logprobs_CV.clamp(min=torch.finfo(logprobs_CV.dtype).min)
-        return Scored(targets, -(logprobs_CV.exp() * bounded_CV).sum(-1), log_mass_C.detach())
+        return targets, -(logprobs_CV.exp() * bounded_CV).sum(-1), log_mass_C.detach()
     with torch.no_grad():
         # `torch.special.entr` would take twice as long: it computes logarithms again. 0 * -inf counts as 0.
         terms_CV = logprobs_CV.exp().mul_(logprobs_CV).nan_to_num_(nan=0.0)
         entropies_C = terms_CV.sum(-1).neg()
-    return Scored(targets, entropies_C, log_mass_C.detach())
+    return targets, entropies_C, log_mass_C.detach()
 
 
 def score_hidden(
@@ -150,8 +146,8 @@ def score_hidden(
             chunk = min(chunk, max(CACHED_ELEMENTS // vocabulary, CHUNK_TOKENS))
         dtype = autocast_dtype(hidden_NH) or head.weight.dtype
         options = Options(temperature, chunk, dtype, entropy_gradient, scaling, kept, keeps)
-        apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = ChunkedScores.apply
-        return Scored(*apply(hidden_NH, head.weight, head.bias, targets_N, options))
+        apply: Callable[..., Scored] = ChunkedScores.apply
+        return apply(hidden_NH, head.weight, head.bias, targets_N, options)
     if is_one:
         return score_chunk(hidden_NH, targets_N, kept)
     # A head with adapters, or of a class of its own, is called by its forward.
@@ -160,7 +156,8 @@ def score_hidden(
         score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
     owns = [slice(start, start + chunk) for start in range(0, len(targets_N), chunk)]
     parts = [score(hidden_NH[own], targets_N[own], kept and kept[own]) for own in owns]
-    return Scored(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    logprobs_N, entropies_N, log_mass_N = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs_N, entropies_N, log_mass_N
 
 
 class Options(NamedTuple):
@@ -202,8 +199,7 @@ class ChunkedScores(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         options: Options,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The fields of `Scored`."""
+    ) -> Scored:
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N)
         ctx.options = options
         head = _cast_head(weight_VH, bias_V, options.dtype)
@@ -298,7 +294,7 @@ def _score_chunk(hidden_CH: Tensor, head: Head, targets_C: Tensor, options: Opti
     log_mass_C = kept_log_mass(logprobs_CV, options.kept)
     p_CV = torch.exp(logprobs_CV, out=logits_CV)  # in the memory of the logits
     entropies_C = logprobs_CV.mul_(p_CV).nansum(-1).neg()  # 0 * -inf counts as 0
-    return Scored(targets - log_mass_C, entropies_C, log_mass_C), p_CV
+    return (targets - log_mass_C, entropies_C, log_mass_C), p_CV
 
 
 def _chunk_gradient(

@@ -156,8 +156,8 @@ def kinds_of_layers(config: PreTrainedConfig) -> set[str]:
     return set(getattr(config, "layer_types", None) or [window])
 
 
-Lines = list[list[TokenRow]]
-"""The rows of each line of a tile, from left to right."""
+PlannedTile = tuple[Layout, Sequence[TokenRow]]
+"""The layout and the rows of a tile whose tensors are not made yet."""
 
 
 def plan_tiles(
@@ -166,8 +166,8 @@ def plan_tiles(
     max_tokens: int,
     keeps_samples: bool = False,
     most_shared: int = 0,
-) -> list[Lines]:
-    """The lines of each tile of at most `max_tokens` positions, padding included; makes no tensor.
+) -> list[PlannedTile]:
+    """Tiles of at most `max_tokens` positions, padding included; makes no tensor.
 
     A row longer than that has a tile of its own. Deterministic: longest first, ties in the given order; trees
     in the order of their ids. A row that has most of its tokens in common with its tile may widen that to
@@ -181,27 +181,29 @@ def plan_tiles(
         for row in rows:
             by_sample.setdefault(row.sample, []).append(row)
         several = [own for own in by_sample.values() if len(own) > 1]
-        alone = [own[0] for own in by_sample.values() if len(own) == 1]
+        single = [own[0] for own in by_sample.values() if len(own) == 1]
         whole = [tile for own in several for tile in plan_tiles(own, layout, sum(map(len, own)) * len(own))]
-        return plan_tiles(alone, layout, max_tokens, most_shared=most_shared) + whole
+        return plan_tiles(single, layout, max_tokens, most_shared=most_shared) + whole
     if layout.startswith("tree"):
         # Stable, as below.
         sorted_rows = sorted(rows, key=lambda row: in_order(row.branch))
         if layout == "tree" or share_in_common(row.branch for row in sorted_rows) >= ENOUGH_IN_COMMON:
-            return [[branches] for branches in _grow(sorted_rows, max_tokens, most_shared)]
+            return [("tree", branches) for branches in _grow(sorted_rows, max_tokens, most_shared)]
     # Stable: rows of one length stay in the given order, which is the one of a replay.
     ordered = sorted(rows, key=len, reverse=True)
     if layout == "varlen":
-        return [[packed] for packed in _fill(ordered, max_tokens)]
-    return _rectangles([[row] for row in ordered], max_tokens)
+        return [("varlen", packed) for packed in _fill(ordered, max_tokens)]
+    # A row alone is a tree, too: of one node.
+    alone: Layout = "padded" if layout == "padded" else "tree"
+    return [("padded" if len(own) > 1 else alone, own) for own in _rectangles(ordered, max_tokens)]
 
 
-def make_tile(lines: Lines, layout: Layout) -> Tile:
+def make_tile(planned: PlannedTile) -> Tile:
     """A planned tile, with its tensors."""
-    if layout == "varlen":
-        return _varlen_tile(lines[0])
-    is_tree = layout == "tree" or (layout == "tree_or_padded" and len(lines) == 1)
-    return _tree_tile(lines[0]) if is_tree else _rectangle(lines)
+    layout, rows = planned
+    if layout == "padded":
+        return _rectangle([[row] for row in rows])
+    return _varlen_tile(rows) if layout == "varlen" else _tree_tile(rows)
 
 
 def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
@@ -256,15 +258,13 @@ def _fill(rows: Sequence[TokenRow], width: int) -> list[list[TokenRow]]:
     return lines
 
 
-def _rectangles(lines: Sequence[list[TokenRow]], max_tokens: int) -> list[Lines]:
-    """Group lines, longest first, so that count times width stays within `max_tokens`."""
-    groups: list[Lines] = []
-    width = 0
-    for line in lines:
-        if not groups or (len(groups[-1]) + 1) * width > max_tokens:
+def _rectangles(rows: Sequence[TokenRow], max_tokens: int) -> list[list[TokenRow]]:
+    """Group rows, longest first, so that count times width stays within `max_tokens`."""
+    groups: list[list[TokenRow]] = []
+    for row in rows:
+        if not groups or (len(groups[-1]) + 1) * len(groups[-1][0]) > max_tokens:
             groups.append([])
-            width = sum(map(len, line))
-        groups[-1].append(line)
+        groups[-1].append(row)
     return groups
 
 
@@ -280,7 +280,7 @@ def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
     }
-    return _rectangle([list(rows)], kwargs)
+    return _rectangle([rows], kwargs)
 
 
 def _tree_tile(rows: Sequence[TokenRow]) -> Tile:
@@ -302,7 +302,7 @@ def _tree_tile(rows: Sequence[TokenRow]) -> Tile:
     )
 
 
-def _rectangle(lines: Sequence[list[TokenRow]], model_kwargs: dict[str, Any] | None = None) -> Tile:
+def _rectangle(lines: Sequence[Sequence[TokenRow]], model_kwargs: dict[str, Any] | None = None) -> Tile:
     """Write lines of rows into a rectangle, padded with token 0, and note where the scored tokens are."""
     width = max(sum(map(len, line)) for line in lines)
     ids_BT = np.zeros((len(lines), width), dtype=np.int64)

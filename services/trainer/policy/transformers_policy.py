@@ -30,7 +30,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics,
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
-from tidemill.services.trainer.policy.forward import Scores, TokenScorer, pick_layout, place, tile_tokens
+from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout, place, trained_tokens
 from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
@@ -52,7 +52,7 @@ from tidemill.services.trainer.policy.packing import (
     CPU_TILE_TOKENS,
     NO_ROW,
     NOTHING,
-    Lines,
+    PlannedTile,
     Tile,
     make_rows,
     make_tile,
@@ -71,11 +71,9 @@ ROWS_PER_COMPARED = 64
 """Samples of an update's first micro-batch, for each row that is scored without routes too."""
 
 T = TypeVar("T")
-Parts = Sequence[Sequence[Sample]]
-"""Lists of samples; only samples of the same list may share a forward pass."""
 
 
-def by_group(samples: Sequence[Sample]) -> Parts:
+def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     """A list for each group, whose samples are neighbours."""
     return [list(own) for _, own in groupby(samples, key=lambda sample: sample.key[0])]
 
@@ -187,19 +185,19 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
         return self._accumulate(batch, self._plan(batch.samples))
 
-    def _plan(self, samples: Sequence[Sample]) -> list[Lines]:
+    def _plan(self, samples: Sequence[Sample]) -> list[PlannedTile]:
         rows = make_rows(samples, [sample.mask for sample in samples])
         most_shared = self._config.bin_tokens
         return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
 
-    def _num_missing(self, plan: Sequence[Lines]) -> int:
+    def _num_missing(self, plan: Sequence[PlannedTile]) -> int:
         """How many forward passes this rank has fewer than the one with the most."""
         most: int = max(unpack(part) for part in self.peers.gather(pack(len(plan))))
         return most - len(plan)
 
-    def _plan_scored(self, parts: Parts) -> list[Lines]:
+    def _plan_scored(self, parts: Sequence[Sequence[Sample]]) -> list[PlannedTile]:
         """Tiles with every completion token, trained or not; no tile has samples of two parts."""
-        tiles: list[Lines] = []
+        tiles: list[PlannedTile] = []
         first = 0
         for part in parts:
             everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in part]
@@ -208,17 +206,17 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             first += len(part)
         return tiles
 
-    def _make_tile(self, lines: Lines) -> Tile:
-        return make_tile(lines, self.layout)
+    def _make_tile(self, planned: PlannedTile) -> Tile:
+        return make_tile(planned)
 
-    def _accumulate(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
+    def _accumulate(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
         normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
-        lengths = [len(row) for lines in plan for line in lines for row in line]
+        lengths = [len(row) for _, rows in plan for row in rows]
         tiles, positions = [], 0
         compared = self._compare_routes(batch, plan) if self._begins_update else MicroBatchMetrics()
         self._begins_update = False
-        for lines in plan:
-            tile = self._make_tile(lines)
+        for planned in plan:
+            tile = self._make_tile(planned)
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
         counted = replace(
@@ -233,13 +231,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return sums
 
     @torch.no_grad()
-    def _compare_routes(self, batch: MicroBatch, plan: Sequence[Lines]) -> MicroBatchMetrics:
+    def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
         """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
         choice: two passes, which the other ranks make too."""
         if not self.replays_routes:
             return MicroBatchMetrics()
         # Without demonstrations: no engine has chosen for them, nor said a logprob.
-        rows = [row for lines in plan[:1] for line in lines for row in line if row.routes is not None]
+        rows = [row for _, own in plan[:1] for row in own if row.routes is not None]
         rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
         sums = []
         for given in (rows, [replace(row, routes=None) for row in rows]):
@@ -264,7 +262,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             keep_hidden=head is not None and head.reads_policy,
         )
         values_N = head(tile, scores.hidden_NH) if head is not None else None
-        tokens = tile_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
+        tokens = trained_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
         loss, sums = policy_loss(tokens, algorithm, self._surrogate)
         loss.backward()
         return sums if scores.changed_N is None else sums | rerouted(scores.changed_N)
@@ -349,7 +347,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 one["reference_logprobs"] = scores["logprobs"]
         return self._join(found, order)
 
-    def _deal_groups(self, samples: Sequence[Sample]) -> tuple[Parts, list[int]]:
+    def _deal_groups(self, samples: Sequence[Sample]) -> tuple[list[list[Sample]], list[int]]:
         """The samples that this process scores, and the indices of all samples in the order of scoring."""
         return by_group(samples), list(range(len(samples)))
 
@@ -378,18 +376,19 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
     @torch.no_grad()
     def _score_all(
         self,
-        parts: Parts,
+        parts: Sequence[Sequence[Sample]],
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
-    ) -> list[Scores]:
-        """Scores of all completion tokens, in the order of the parts; values where a head is given. float32,
-        or float64 for a model of that precision."""
+    ) -> list[Precomputed]:
+        """`logprobs` of all completion tokens, `entropies` where they are needed, `values` where a head is
+        given; in the order of the parts. Only samples of one part share a forward pass. float32, or float64
+        for a model of that precision."""
         # float64, so that comparisons of gradients are not rounded.
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
         names += ["values"] * (head is not None)
-        found: list[Scores] = [
+        found: list[Precomputed] = [
             {name: np.zeros(len(sample.completion_ids), dtype=wide) for name in names}
             for part in parts
             for sample in part

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -15,11 +14,11 @@ from tests.support.waiting import wait_until
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, Delivery, append, ensure_group, group_status
+from tidemill.common.wire.codec import encode_payload
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.rewards.groups import GroupResult
-from tidemill.services.reward.sample import RewardSample
 from tidemill.services.trainer.batch.reconciler import delete_results
 
 SIZE = 4
@@ -206,12 +205,9 @@ async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring
     results = keys.results(0), keys.result_tickets()
     for delivery in await dead.fetch(2, 0.0):  # it kept both results, and died before the group was published
         assert isinstance(delivery, Delivery)
-        sample = RewardSample(delivery.message, Lane.TRAIN)
-        parts = {"number": RewardOutcome(value=10 * float(sample.trajectory.text))}
         result = GroupResult(
-            index=sample.key[1],
-            sample=sample.to_wire(),
-            parts={name: asdict(part) for name, part in parts.items()},
+            trajectory=encode_payload(delivery.message),
+            outcomes={"number": RewardOutcome(value=10 * float(delivery.message.text))},
             worker="dead",
         )
         kept = await dead.store_result(delivery, *results, result)

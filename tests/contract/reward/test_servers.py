@@ -85,10 +85,10 @@ def stage(http: httpx.AsyncClient, broker: Broker, keys: Keys, monkeypatch: pyte
 
 async def test_the_least_loaded_replica_gets_the_next_request(stage: Stage) -> None:
     async with servers(3) as found, stage.over(*found) as router, contextlib.AsyncExitStack() as held:
-        leased = [await held.enter_async_context(router.lease()) for _ in range(9)]
+        leased = [await held.enter_async_context(router.replica()) for _ in range(9)]
         assert set(Counter(replica.url for replica in leased).values()) == {3}
         leased[4].in_flight -= 1  # as if one of its requests had ended
-        assert (await held.enter_async_context(router.lease())).url == leased[4].url
+        assert (await held.enter_async_context(router.replica())).url == leased[4].url
 
 
 async def test_a_replica_to_avoid_is_asked_only_when_there_is_no_other(stage: Stage) -> None:
@@ -132,7 +132,7 @@ async def test_a_replica_that_fails_in_a_row_rests_until_a_trial_succeeds(
     async with servers(2) as (broken, well), stage.over(broken, well) as router:
         for _ in range(resting.FAILURES_BEFORE_REST):
             with pytest.raises(RemoteFault):
-                async with router.lease(avoid={well.url}):
+                async with router.replica(avoid={well.url}):
                     raise RemoteFault(FaultKind.SERVER_ERROR, "500")
         assert router.states()["resting"] == 1
         assert {await _leased(router) for _ in range(4)} == {well.url}
@@ -216,7 +216,7 @@ async def test_health_that_comes_back_ends_a_rest(stage: Stage, monkeypatch: pyt
     monkeypatch.setattr(resting, "FAILURES_BEFORE_REST", 1)
     async with servers(1) as (sick,), stage.over(sick) as router:
         with pytest.raises(RemoteFault):
-            async with router.lease():
+            async with router.replica():
                 raise RemoteFault(FaultKind.CONNECTION, "cut")
         assert router.states()["resting"] == 1
         await sick.stop()
@@ -295,5 +295,5 @@ async def test_waiting_for_a_server_ends_with_the_users_patience(stage: Stage, f
 
 
 async def _leased(router: Servers, avoid: set[str] | None = None) -> str:
-    async with router.lease(avoid or set()) as replica:
+    async with router.replica(avoid or set()) as replica:
         return replica.url

@@ -110,8 +110,8 @@ def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
         [make_score(*sample.key, 1.0) for sample in samples],
     )
     groups = [
-        TrainableGroup(sources[1], samples[4:], [1.0, 0.0], left_out=[(2, "failed_score")]),
-        TrainableGroup(sources[0], samples[:4], [1.0, 0.0, 0.0, 1.0]),
+        TrainableGroup(sources[1], samples[4:], left_out=[(2, "failed_score")]),
+        TrainableGroup(sources[0], samples[:4]),
     ]
     batches = form_micro_batches(samples, 40)
     result = StepResult(groups, [MiniBatch(batches[:1]), MiniBatch(batches[1:])])

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.support.consumers import make_letter
+from tests.support.consumers import make_dead_letter
 from tests.support.training import answering, commits_of
 from tests.support.trajectories import make_commit
 from tests.support.whole_trainer import GROUPS, SIZE, crash_after_commit, empty, run
@@ -125,7 +125,7 @@ async def test_an_older_checkpoint_that_cannot_be_replayed_costs_the_journal_not
 
 
 async def test_of_dead_letters_that_the_trainer_has_read_the_newest_stay(make, broker, keys, monkeypatch):
-    letters = [make_letter(Garbled(f"{number}-0", {}, "no")) for number in range(1, 7)]
+    letters = [make_dead_letter(Garbled(f"{number}-0", {}, "no")) for number in range(1, 7)]
     assert await newest_begin(broker, keys.dead, 2) == START
     await append(broker, keys.dead, *letters)
     assert await newest_begin(broker, keys.dead, 6) == START

@@ -42,11 +42,11 @@ from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.offload import local
-from tidemill.services.trainer.policy.packing import NOTHING, Lines, Tile, cut_tile
+from tidemill.services.trainer.policy.packing import NOTHING, PlannedTile, Tile, cut_tile
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard
-from tidemill.services.trainer.policy.transformers_policy import Parts, T, TransformersPolicy, policy_options
+from tidemill.services.trainer.policy.transformers_policy import T, TransformersPolicy, policy_options
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shadow import held_rows
@@ -212,8 +212,8 @@ class RankPolicy(TransformersPolicy):
         total = sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
         return replace(total, positions=total.positions * num_alike)
 
-    def _make_tile(self, lines: Lines) -> Tile:
-        tile = super()._make_tile(lines)
+    def _make_tile(self, planned: PlannedTile) -> Tile:
+        tile = super()._make_tile(planned)
         return tile if self._context is None else cut_tile(tile, self._context)
 
     def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
@@ -224,12 +224,12 @@ class RankPolicy(TransformersPolicy):
     def _split_groups(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
         return split_groups(samples, self._config.num_bins, self._config.bin_tokens, self.layout)
 
-    def _deal_groups(self, samples: Sequence[Sample] | None) -> tuple[Parts, list[int]]:
+    def _deal_groups(self, samples: Sequence[Sample] | None) -> tuple[list[list[Sample]], list[int]]:
         return self._deal(samples or (), self._split_groups)
 
     def _deal(
         self, samples: Sequence[Sample], split: Callable[[Sequence[Sample]], list[list[tuple[int, ...]]]]
-    ) -> tuple[Parts, list[int]]:
+    ) -> tuple[list[list[Sample]], list[int]]:
         """This rank's parts of the samples that rank 0 has; on rank 0 also the indices of all samples, in the
         order of ranks. No rank gets the samples of another."""
         if not self._ranks.is_leader:

@@ -29,27 +29,28 @@ ASLEEP_BYTES = 2.0 * GIB
 PINNED = 4.0 / 3.0
 """Host memory for a pinned tensor, as a mean multiple of its size: torch rounds up to powers of two."""
 
-Parts = Mapping[str, float]
+Uses = Mapping[str, float]
+"""What memory is for -> bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What one device takes, by what it is for: the parts of its peak."""
+    """What one device takes; `parts` are those of its peak."""
 
-    parts: Parts
+    parts: Uses
     peak: float
     """The most at any time."""
     running: float
     """The most within a step."""
 
 
-def make_take(running: Parts, starting: Parts) -> Take:
+def make_take(running: Uses, starting: Uses) -> Take:
     """The larger of what a step takes and of what is there when the process starts."""
     parts = max(running, starting, key=_total)
     return Take(parts, _total(parts), _total(running))
 
 
-def _total(parts: Parts) -> float:
+def _total(parts: Uses) -> float:
     return sum(parts.values())
 
 
@@ -183,7 +184,7 @@ def _logits(sizes: ModelSizes, num_tokens: int, width: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineTake:
-    parts: Parts
+    parts: Uses
     """Without the KV cache."""
     room: float
     """Left for the KV cache, within `gpu_memory_utilization`."""

@@ -24,7 +24,7 @@ import structlog
 import torch
 
 from tidemill.common.config import RunConfig
-from tidemill.common.config.trainer import DEFAULT_TILE_TOKENS, LoraConfig
+from tidemill.common.config.trainer import DEFAULT_RANK_TOKENS, LoraConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
 from tidemill.common.process.checks import Answer, answer_check, gib, listed
@@ -195,7 +195,7 @@ def _choices(config: RunConfig, sizes: ModelSizes) -> list[tuple[int, bool]]:
         tiles = [tokens]
     else:
         longest = longest_part(config)
-        tiles = [max(DEFAULT_TILE_TOKENS, longest)]
+        tiles = [max(DEFAULT_RANK_TOKENS, longest)]
         while tiles[-1] // 2 >= max(SMALLEST_TILE, longest):
             tiles.append(tiles[-1] // 2)
     if recomputed != "auto":

@@ -9,7 +9,7 @@ from tests.support.consumers import (
     fall_silent,
     fetched,
     make_consumer,
-    make_letter,
+    make_dead_letter,
     make_rollout,
     make_score,
     pending,
@@ -35,13 +35,13 @@ async def test_an_entry_that_cannot_be_decoded_is_dead_lettered_with_its_bytes(b
     good, garbled = await consumer.fetch(10, 0)
     assert isinstance(good, Delivery)
     assert isinstance(garbled, Garbled)
-    assert await consumer.dead_letter(garbled, make_letter(garbled))
+    assert await consumer.dead_letter(garbled, make_dead_letter(garbled))
     (entry,) = await streams.read_range(broker, keys.dead, DeadLetter)
     assert isinstance(entry, Entry)
     assert entry.message.fields == {"v": b"1.0", "p": payload}
     assert entry.message.entry_id == garbled.entry_id
     assert await pending(broker, keys) == [good.entry_id]
-    assert not await consumer.dead_letter(garbled, make_letter(garbled))
+    assert not await consumer.dead_letter(garbled, make_dead_letter(garbled))
     assert await streams.length(broker, keys.dead) == 1
 
 
@@ -54,8 +54,8 @@ async def test_a_garbled_entry_of_a_dead_consumer_is_dead_lettered_by_the_next_o
     await fall_silent(broker, keys, "dead", [found.entry_id])
     (taken,) = await rival.fetch(10, 0)
     assert isinstance(taken, Garbled)
-    assert not await dead.dead_letter(found, make_letter(found, "dead"))
-    assert await rival.dead_letter(taken, make_letter(taken, "rival"))
+    assert not await dead.dead_letter(found, make_dead_letter(found, "dead"))
+    assert await rival.dead_letter(taken, make_dead_letter(taken, "rival"))
     assert await streams.length(broker, keys.dead) == 1
 
 

@@ -251,7 +251,8 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> Non
             for i, n in enumerate(sizes)
         }  # fmt: skip
         source = PendingGroup(ticket, 4, trajectories, {})
-        groups.append(TrainableGroup(source, [make_sample(t) for t in trajectories.values()], rewards))
+        made = zip(map(make_sample, trajectories.values()), rewards, strict=True)
+        groups.append(TrainableGroup(source, [replace(one, reward=reward) for one, reward in made]))
     numbers = source_metrics(4, groups, success_threshold=0.5)
     assert numbers == {
         "source/a/groups": 2.0,

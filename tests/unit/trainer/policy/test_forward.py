@@ -60,8 +60,8 @@ def scored(
     """Logprobs through tiles, put back into the order of the samples."""
     scorer = TokenScorer(model, torch.float32)
     results: list[torch.Tensor] = [torch.zeros(0)] * len(samples)
-    for lines in plan_tiles(make_rows(samples, completions_of(samples)), layout, max_tokens):
-        tile = make_tile(lines, layout)
+    for planned in plan_tiles(make_rows(samples, completions_of(samples)), layout, max_tokens):
+        tile = make_tile(planned)
         with torch.no_grad():
             logprobs_N = scorer.score(tile, temperature).logprobs_N
         pieces = logprobs_N.split([len(row.targets) for row in tile.rows])
@@ -317,8 +317,7 @@ def test_rows_end_where_nothing_is_left_to_predict():
 @pytest.mark.parametrize("layout", ["padded", "tree", "tree_or_padded", "varlen"])
 def test_tiles_hold_every_row_once_within_the_budget(layout):
     samples = make_samples(50)
-    plans = plan_tiles(make_rows(samples, completions_of(samples)), layout, 60)
-    tiles = [make_tile(lines, layout) for lines in plans]
+    tiles = [*map(make_tile, plan_tiles(make_rows(samples, completions_of(samples)), layout, 60))]
     assert sorted(i for tile in tiles for i in tile.samples) == list(range(50))
     assert max(tile.ids_BT.numel() for tile in tiles) <= 60
     assert plan_tiles([], layout, 60) == []

@@ -371,7 +371,7 @@ def test_a_request_is_answered_from_config_json_alone():
 
 def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, tmp_path):
     config = config_of()
-    assert config.trainer.tile_tokens == 16384
+    assert config.trainer.rank_tokens == 16384
     monkeypatch.setattr(fit, "pick_device", lambda _: torch.device("cpu"))
     assert fit.with_fitting_passes(config) is config
     monkeypatch.setattr(fit, "pick_device", lambda _: torch.device("cuda"))

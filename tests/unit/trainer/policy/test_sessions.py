@@ -169,7 +169,7 @@ def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matter
 ) -> None:
     samples = session_samples(12)
     rows = make_rows(samples, [sample.mask for sample in samples])
-    tiles = [make_tile(lines, layout) for lines in plan_tiles(rows, layout, 40, keeps_samples)]
+    tiles = [*map(make_tile, plan_tiles(rows, layout, 40, keeps_samples))]
     placed = [(row.sample, int(place)) for tile in tiles for row in tile.rows for place in row.places]
     trained = [(i, int(place)) for i, s in enumerate(samples) for place in np.flatnonzero(s.mask)]
     assert sorted(placed) == trained
