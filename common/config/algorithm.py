@@ -30,24 +30,25 @@ from tidemill.common.config.algorithm_sections import (
 )
 from tidemill.common.config.algorithm_table import (
     ADVANTAGES,
+    CORRECTIONS,
     LOSSES,
+    PRESETS,
     AdvantageTraits,
     Correction,
     LossTraits,
     Preset,
-    with_named,
 )
-from tidemill.common.config.section import PathText, Rules, Section
+from tidemill.common.config.section import PathText, Rules, Section, filled_in
 
 DUAL_CLIP = 3.0
 """Bound of the ratio with `dual_clip: auto`."""
 
-_USERS_OWN = re.compile(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
+Normalisation = Literal["sequence", "token", "constant", "prompt", "sequence_sum"]
 
 
 def is_users_own(name: str) -> bool:
     """Whether a name of an advantage or loss is `path/to/file.py:name` or `package.module:name`."""
-    return bool(_USERS_OWN.match(name))
+    return bool(re.match(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$", name))
 
 
 def _known(names: Collection[str]) -> AfterValidator:
@@ -73,7 +74,7 @@ class AlgorithmConfig(Section):
     """The advantage: a built-in name, or `path.py:name`."""
     loss: Annotated[PathText, _known(LOSSES)] = "ppo"
     """Objective of each token: a built-in name, or `path.py:name`."""
-    normalisation: Literal["sequence", "token", "constant", "prompt", "sequence_sum"] = "token"
+    normalisation: Normalisation = "token"
     """Divisor of sums over tokens: as in GRPO, DAPO, Dr. GRPO, ScaleRL, LUSPO, in this order."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
     """The ratio is clipped at 1 - clip_low; dppo and gmpo bound other measures with it."""
@@ -131,7 +132,12 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:
-        return with_named(given) if isinstance(given, dict) else given
+        # The correction first: its fields win over those of the preset.
+        for field, table in (("correction", CORRECTIONS), ("preset", PRESETS)):
+            given = (
+                filled_in(given, table.get(str(given.get(field)), {})) if isinstance(given, dict) else given
+            )
+        return given
 
     def rules(self) -> Rules:
         yield from self._ratio_rules()
@@ -196,6 +202,11 @@ class AlgorithmConfig(Section):
         return self.top_entropy_quantile < 1.0
 
     @property
+    def needs_statistics(self) -> bool:
+        """Whether a mini-batch has statistics, for which it waits for its last group."""
+        return self.needs_start_logprobs or self.needs_start_entropies
+
+    @property
     def has_token_advantages(self) -> bool:
         """Whether tokens of one sequence have different advantages, as far as the built-in ones go."""
         is_spread = self.needs_values or self.kl.place == "reward" or self.gamma < 1.0
@@ -208,96 +219,97 @@ class AlgorithmConfig(Section):
     def _ratio_rules(self) -> Rules:
         """Checks that loss, ratio and corrections fit together."""
         old, loss, is_sequence = self.old_logprobs, self.loss_traits, self.loss_traits.level == "sequence"
-        yield (
-            loss.weighs_by_rollout and old != "rollout",
-            f"loss: {self.loss} weighs each token by its bounded ratio to the rollout: set `old_logprobs: "
-            "rollout` (with recompute `importance` does the weighing, and the loss is reinforce)",
-        )
-        yield (
-            not loss.has_ratio and old == "rollout",
-            f"loss: {self.loss} has no ratio, so `old_logprobs: rollout` would leave staleness uncorrected; "
-            "take recompute, whose `importance` weights correct for it",
-        )
-        yield (
-            self.importance.mode in ("truncate", "mask") and old == "rollout",
-            f"importance.mode: {self.importance.mode} would weigh every token twice, for with "
-            "`old_logprobs: rollout` the ratio is the importance weight; take recompute, or mode off",
-        )
-        yield (
-            is_sequence and self.importance_mode != "off" and self.importance.level == "token",
-            f"loss: {self.loss} keeps or clips whole sequences, importance.level: token would weigh or mask "
-            "single tokens of them; take level sequence or geometric, or mode off",
-        )
-        yield (
-            self.importance.normalise and self.importance_mode != "truncate",
-            "importance.normalise brings truncated weights to a mean of 1, and importance.mode is "
-            f"{self.importance_mode}; take mode truncate, or leave it out",
-        )
+        if loss.weighs_by_rollout and old != "rollout":
+            yield (
+                f"loss: {self.loss} weighs each token by its bounded ratio to the rollout: set "
+                "`old_logprobs: rollout` (with recompute `importance` does the weighing, and the loss is "
+                "reinforce)"
+            )
+        if not loss.has_ratio and old == "rollout":
+            yield (
+                f"loss: {self.loss} has no ratio, so `old_logprobs: rollout` would leave staleness "
+                "uncorrected; take recompute, whose `importance` weights correct for it"
+            )
+        if self.importance.mode in ("truncate", "mask") and old == "rollout":
+            yield (
+                f"importance.mode: {self.importance.mode} would weigh every token twice, for with "
+                "`old_logprobs: rollout` the ratio is the importance weight; take recompute, or mode off"
+            )
+        if is_sequence and self.importance_mode != "off" and self.importance.level == "token":
+            yield (
+                f"loss: {self.loss} keeps or clips whole sequences, importance.level: token would weigh or "
+                "mask single tokens of them; take level sequence or geometric, or mode off"
+            )
+        if self.importance.normalise and self.importance_mode != "truncate":
+            yield (
+                "importance.normalise brings truncated weights to a mean of 1, and importance.mode is "
+                f"{self.importance_mode}; take mode truncate, or leave it out"
+            )
         if isinstance(self.dual_clip, float):
-            yield (
-                not loss.has_dual_clip,
-                f"dual_clip bounds the ratio of ppo and gspo; loss: {self.loss} has no use for it",
-            )
-            yield (
-                self.dual_clip <= 1.0 + self.clip_high,
-                f"dual_clip ({self.dual_clip}) must exceed 1 + clip_high ({1.0 + self.clip_high}): it bounds "
-                "what the ordinary clip leaves open",
-            )
+            if not loss.has_dual_clip:
+                yield f"dual_clip bounds the ratio of ppo and gspo; loss: {self.loss} has no use for it"
+            if self.dual_clip <= 1.0 + self.clip_high:
+                yield (
+                    f"dual_clip ({self.dual_clip}) must exceed 1 + clip_high ({1.0 + self.clip_high}): it "
+                    "bounds what the ordinary clip leaves open"
+                )
 
     def _loss_rules(self) -> Rules:
         """Checks that what leaves out tokens, and advantages of single tokens, fit the loss."""
         rejection, is_sequence = self.rejection, self.loss_traits.level == "sequence"
-        yield (
-            self.top_entropy_quantile < 1.0 and is_sequence,
-            f"loss: {self.loss} has one ratio for a sequence, whose gradient reaches all its tokens: "
-            "top_entropy_quantile could not leave out any; take a loss of tokens",
-        )
-        yield (
-            rejection.denominator == "kept" and self.normalisation == "prompt",
-            "rejection.denominator: kept is defined for normalisation token and sequence, and normalisation: "
-            "prompt averages over the tokens of a group; leave it at all, or take another normalisation",
-        )
-        yield (
-            bool(rejection.of_tokens) and is_sequence,
-            f"loss: {self.loss} has one ratio for a sequence, and rejection.bounds."
-            f"{''.join(rejection.of_tokens[:1])} would leave out single tokens of it; take a criterion of "
-            "sequences (seq_...), or another loss",
-        )
-        yield (
-            is_sequence and self.has_token_advantages,
-            f"loss: {self.loss} has one ratio for a sequence and needs one advantage for it, but advantage: "
-            f"{self.advantage} gives one for each token (with gae, a KL penalty in the reward, or gamma "
-            "below 1). Take loss ppo, or another advantage",
-        )
+        if self.top_entropy_quantile < 1.0 and is_sequence:
+            yield (
+                f"loss: {self.loss} has one ratio for a sequence, whose gradient reaches all its tokens: "
+                "top_entropy_quantile could not leave out any; take a loss of tokens"
+            )
+        if rejection.denominator == "kept" and self.normalisation == "prompt":
+            yield (
+                "rejection.denominator: kept is defined for normalisation token and sequence, and "
+                "normalisation: prompt averages over the tokens of a group; leave it at all, or take another "
+                "normalisation"
+            )
+        if bool(rejection.of_tokens) and is_sequence:
+            yield (
+                f"loss: {self.loss} has one ratio for a sequence, and "
+                f"rejection.bounds.{''.join(rejection.of_tokens[:1])} would leave out single tokens of it; "
+                "take a criterion of sequences (seq_...), or another loss"
+            )
+        if is_sequence and self.has_token_advantages:
+            yield (
+                f"loss: {self.loss} has one ratio for a sequence and needs one advantage for it, but "
+                f"advantage: {self.advantage} gives one for each token (with gae, a KL penalty in the "
+                "reward, or gamma below 1). Take loss ppo, or another advantage"
+            )
 
     def _part_rules(self) -> Rules:
         """Checks that KL, reference, teacher, entropy control and advantage fit together."""
         teacher, entropy = self.teacher, self.entropy_control
-        yield (
-            bool(teacher.gamma) and teacher.place == "loss",
-            f"teacher.gamma ({teacher.gamma}) discounts rewards, and teacher.place is loss: take place: "
-            "reward, or leave gamma out",
-        )
-        yield (
-            self.kl.place != "off" and not self.needs_reference,
-            f"kl.place: {self.kl.place} needs a reference model to compare with: set reference.model to "
-            "frozen or updated",
-        )
-        yield (
-            self.kl.place == "reward" and self.kl.estimator in ("k3+", "corrected_k3"),
-            f"kl.estimator: {self.kl.estimator} is k3 with another gradient, and a penalty in the reward has "
-            "none: take k3, or kl.place: loss",
-        )
-        yield (
-            entropy.target is not None and not entropy.low <= self.entropy_coefficient <= entropy.high,
-            f"entropy_coefficient ({self.entropy_coefficient:g}) is where entropy_control begins, and lies "
-            f"outside of its low and high ({entropy.low:g} to {entropy.high:g})",
-        )
-        yield (
-            self.gamma < 1.0 and not self.advantage_traits.has_discount,
-            f"gamma ({self.gamma}) discounts the rewards of later tokens, and advantage: {self.advantage} "
-            "knows one reward for a sequence; leave it at 1, or take gae or reinforce_plus_plus",
-        )
+        if bool(teacher.gamma) and teacher.place == "loss":
+            yield (
+                f"teacher.gamma ({teacher.gamma}) discounts rewards, and teacher.place is loss: take place: "
+                "reward, or leave gamma out"
+            )
+        if self.kl.place != "off" and not self.needs_reference:
+            yield (
+                f"kl.place: {self.kl.place} needs a reference model to compare with: set reference.model to "
+                "frozen or updated"
+            )
+        if self.kl.place == "reward" and self.kl.estimator in ("k3+", "corrected_k3"):
+            yield (
+                f"kl.estimator: {self.kl.estimator} is k3 with another gradient, and a penalty in the reward "
+                "has none: take k3, or kl.place: loss"
+            )
+        if entropy.target is not None and not entropy.low <= self.entropy_coefficient <= entropy.high:
+            yield (
+                f"entropy_coefficient ({self.entropy_coefficient:g}) is where entropy_control begins, and "
+                f"lies outside of its low and high ({entropy.low:g} to {entropy.high:g})"
+            )
+        if self.gamma < 1.0 and not self.advantage_traits.has_discount:
+            yield (
+                f"gamma ({self.gamma}) discounts the rewards of later tokens, and advantage: "
+                f"{self.advantage} knows one reward for a sequence; leave it at 1, or take gae or "
+                "reinforce_plus_plus"
+            )
 
     def _shaping_rules(self) -> Rules:
         """Checks that reward shaping fits the advantage."""
@@ -308,28 +320,28 @@ class AlgorithmConfig(Section):
             ("kl.place: reward shapes the sum", self.kl.place == "reward"),
             ("filter_zero_variance replaces groups whose sums are equal", self.filter_zero_variance),
         ):
+            if traits.compares_rewards and is_set:
+                yield (
+                    f"{name}, and advantage: {self.advantage} compares each reward by itself; take another "
+                    "advantage, or leave it out"
+                )
+        if has_length and traits.is_binary:
             yield (
-                traits.compares_rewards and is_set,
-                f"{name}, and advantage: {self.advantage} compares each reward by itself; take another "
-                "advantage, or leave it out",
+                f"length_penalty makes good rewards differ, and advantage: {self.advantage} only asks "
+                "whether they reach success_threshold; take another advantage, or leave it out"
             )
-        yield (
-            has_length and traits.is_binary,
-            f"length_penalty makes good rewards differ, and advantage: {self.advantage} only asks whether "
-            "they reach success_threshold; take another advantage, or leave it out",
-        )
-        yield (
-            has_length and traits.has_greedy_baseline,
-            f"length_penalty compares the lengths of a group, and advantage: {self.advantage} compares each "
-            "completion with a greedy one alone; take another advantage, or leave it out",
-        )
-        yield (
-            has_length and self.mask_truncated,
-            "length_penalty measures completions against the longest of their group, and mask_truncated "
-            "leaves those at the length limit out of the loss; choose one",
-        )
-        yield (
-            self.overlong.penalty > 0 and self.mask_truncated,
-            "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out of "
-            "the loss; choose one",
-        )
+        if has_length and traits.has_greedy_baseline:
+            yield (
+                f"length_penalty compares the lengths of a group, and advantage: {self.advantage} compares "
+                "each completion with a greedy one alone; take another advantage, or leave it out"
+            )
+        if has_length and self.mask_truncated:
+            yield (
+                "length_penalty measures completions against the longest of their group, and mask_truncated "
+                "leaves those at the length limit out of the loss; choose one"
+            )
+        if self.overlong.penalty > 0 and self.mask_truncated:
+            yield (
+                "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out "
+                "of the loss; choose one"
+            )

@@ -86,7 +86,7 @@ class RejectionConfig(Section):
 
 
 class DppoConfig(Section):
-    """DPPO (arXiv 2602.04879), beside `clip_low` and `clip_high`."""
+    """DPPO (arXiv 2602.04879), beside the bounds of the clip."""
 
     max_ratio: float | None = Field(None, gt=1.0, le=1e6)
     """Largest weight of a token (verl's `clip_ratio_c`); null has no bound."""
@@ -105,7 +105,8 @@ class CovarianceConfig(Section):
     """Weight of |log r| on the tokens of `kl_cov` (`ppo_kl_coef`)."""
 
     def rules(self) -> Rules:
-        yield self.low >= self.high, f"low ({self.low}) must be below high ({self.high})"
+        if self.low >= self.high:
+            yield f"low ({self.low}) must be below high ({self.high})"
 
 
 Exponents = tuple[
@@ -202,10 +203,8 @@ class EntropyControlConfig(Section):
     """Largest coefficient."""
 
     def rules(self) -> Rules:
-        yield (
-            self.low > self.high,
-            f"low ({self.low:g}) is above high ({self.high:g}): no coefficient lies between",
-        )
+        if self.low > self.high:
+            yield f"low ({self.low:g}) is above high ({self.high:g}): no coefficient lies between"
 
 
 class ValueConfig(Section):

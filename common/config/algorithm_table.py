@@ -7,7 +7,7 @@ services/trainer/algorithm.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tidemill.common.config.section import filled_in, read_table
+from tidemill.common.config.section import read_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,3 @@ if TYPE_CHECKING:
     Correction = str
 else:
     Preset, Correction = Literal[tuple(PRESETS)], Literal[tuple(CORRECTIONS)]
-
-
-def with_named(given: dict[str, Any]) -> dict[str, Any]:
-    """The section's fields with what its correction and its preset fill in; what is given wins."""
-    for field, table in (("correction", CORRECTIONS), ("preset", PRESETS)):
-        given = filled_in(given, table.get(str(given.get(field)), {}))
-    return given

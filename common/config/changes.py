@@ -39,8 +39,7 @@ class FieldChange:
     @property
     def refusal(self) -> str:
         """Why a run cannot take this change; empty where it can."""
-        names = [name for name in FIXED if self.field == name or self.field.startswith(name + ".")]
-        return FIXED[names[0]] if names else ""
+        return next((why for name, why in FIXED.items() if f"{self.field}.".startswith(f"{name}.")), "")
 
     def __str__(self) -> str:
         return f"{self.field}: {self.before!r} -> {self.after!r}"

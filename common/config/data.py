@@ -49,16 +49,14 @@ class SourceConfig(Section):
 
     def rules(self) -> Rules:
         for name in ("group_size", "sampling", "environment"):
-            yield (
-                self.is_imitated and getattr(self, name),
-                f"{name} of source {self.name!r} is of completions that are sampled, and demonstrations are "
-                "trained as they are; leave it out",
-            )
+            if self.is_imitated and getattr(self, name):
+                yield (
+                    f"{name} of source {self.name!r} is of completions that are sampled, and demonstrations "
+                    "are trained as they are; leave it out"
+                )
         for name, default in (("imitation", 1.0), ("min_reward", None)):
-            yield (
-                not self.is_imitated and getattr(self, name) != default,
-                f"{name} of source {self.name!r} needs kind: demonstrations",
-            )
+            if not self.is_imitated and getattr(self, name) != default:
+                yield f"{name} of source {self.name!r} needs kind: demonstrations"
 
 
 class CurriculumConfig(Section):
@@ -75,10 +73,8 @@ class CurriculumConfig(Section):
     """Share of the groups for prompts between `hard` and `easy`, ahead of their order."""
 
     def rules(self) -> Rules:
-        yield (
-            self.hard >= self.easy,
-            f"hard ({self.hard}) must be below easy ({self.easy}): prompts between them are kept",
-        )
+        if self.hard >= self.easy:
+            yield f"hard ({self.hard}) must be below easy ({self.easy}): prompts between them are kept"
 
 
 FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
@@ -170,4 +166,5 @@ class DataConfig(Section):
     def rules(self) -> Rules:
         names = [source.name for source in self.sources]
         twice = sorted({name for name in names if names.count(name) > 1})
-        yield twice, f"two sources are called {''.join(twice[:1])!r}; give each a name of its own"
+        if twice:
+            yield f"two sources are called {''.join(twice[:1])!r}; give each a name of its own"

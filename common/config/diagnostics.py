@@ -16,10 +16,8 @@ class HealthyRange(Section):
     """Highest value."""
 
     def rules(self) -> Rules:
-        yield (
-            self.low is not None and self.high is not None and self.low > self.high,
-            f"low ({self.low}) is above high ({self.high}): no value would be healthy",
-        )
+        if self.low is not None and self.high is not None and self.low > self.high:
+            yield f"low ({self.low}) is above high ({self.high}): no value would be healthy"
 
     def holds(self, value: float) -> bool:
         """Whether `value` is healthy; NaN is healthy only where there is no bound."""

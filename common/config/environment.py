@@ -74,22 +74,20 @@ class EnvironmentConfig(Section):
         return self.use == SINGLE_TURN
 
     def rules(self) -> Rules:
-        yield (
-            self.use == TOOLS and not self.tools,
-            "use: tools needs `tools`: the functions that the model may call, for example "
-            "[my_tools.py:search]",
-        )
-        yield (
-            self.use == AGENT and not self.agent,
-            "use: agent needs `agent`: a function such as my_agent.py:run, or a command such as "
-            "`$ python my_agent.py`",
-        )
-        yield (
-            self.use.startswith(OPENENV) and not re.match(r"https?://[^/]", self.use.removeprefix(OPENENV)),
-            f"use: openenv: needs a server's address, openenv:http://host:port; got {self.use!r}",
-        )
-        yield (
-            self.use not in (SINGLE_TURN, TOOLS, AGENT) and ":" not in self.use,
-            "use must be single_turn, tools, agent, or a class of your own such as my_env.py:MyEnv; got "
-            f"{self.use!r}",
-        )
+        if self.use == TOOLS and not self.tools:
+            yield (
+                "use: tools needs `tools`: the functions that the model may call, for example "
+                "[my_tools.py:search]"
+            )
+        if self.use == AGENT and not self.agent:
+            yield (
+                "use: agent needs `agent`: a function such as my_agent.py:run, or a command such as "
+                "`$ python my_agent.py`"
+            )
+        if self.use.startswith(OPENENV) and not re.match(r"https?://[^/]", self.use.removeprefix(OPENENV)):
+            yield f"use: openenv: needs a server's address, openenv:http://host:port; got {self.use!r}"
+        if self.use not in (SINGLE_TURN, TOOLS, AGENT) and ":" not in self.use:
+            yield (
+                "use must be single_turn, tools, agent, or a class of your own such as my_env.py:MyEnv; got "
+                f"{self.use!r}"
+            )

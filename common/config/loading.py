@@ -10,12 +10,11 @@ import yaml
 from pydantic import ValidationError
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.config.section import Section
+from tidemill.common.config.section import Section, number_of
 from tidemill.common.errors import ConfigError
 
 _TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
 """What pydantic adds to a field's path: which part of a union was tried, or that a key is wrong."""
-_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """What reading YAML raises, also for a date without its day, a number without end, and sections without."""
 
@@ -115,8 +114,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = _Loader(raw).get_single_data()
     except UNREADABLE:
         value = raw
-    if value == raw.strip() and _SCIENTIFIC.fullmatch(value):
-        value = float(value)  # YAML reads `1e-5` as text; people mean the number
+    if value == raw.strip():
+        value = number_of(value)
     node = tree
     for key in keys[:-1]:
         child = node.setdefault(key, {})

@@ -101,18 +101,12 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
 
     def rules(self) -> Rules:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        yield (
-            len(given) != 1,
-            f"a reward needs exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}",
-        )
-        yield (
-            self.teacher and self.failure_value is not None,
-            "on_failure: a number cannot stand for a teacher's logprobs; take drop_sample or drop_group",
-        )
-        yield (
-            self.teacher and self.weight < 0,
-            f"the weight of a teacher is at least 0, got {self.weight:g}; 0 only measures it",
-        )
+        if len(given) != 1:
+            yield f"a reward needs exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
+        if self.teacher and self.failure_value is not None:
+            yield "on_failure: a number cannot stand for a teacher's logprobs; take drop_sample or drop_group"
+        if self.teacher and self.weight < 0:
+            yield f"the weight of a teacher is at least 0, got {self.weight:g}; 0 only measures it"
 
 
 DEFAULT_FUNCTION = "gsm8k"
@@ -196,30 +190,25 @@ class RewardConfig(RewardLimits, FunctionConfig):
         return {**tree, "rewards": filled}
 
     def rules(self) -> Rules:
-        yield (
-            self.rewards and self.function,
-            "give either function, for one reward, or rewards, for several by name",
-        )
+        if self.rewards and self.function:
+            yield "give either function, for one reward, or rewards, for several by name"
         default = FunctionConfig()
         for name in FunctionConfig.model_fields:
-            yield (
-                self.rewards and getattr(self, name) != getattr(default, name),
-                f"{name} belongs to one of the rewards: rewards.<name>.{name}",
-            )
+            if self.rewards and getattr(self, name) != getattr(default, name):
+                yield f"{name} belongs to one of the rewards: rewards.<name>.{name}"
         for lane, what in (("train", "training"), ("eval", "evaluation")):
-            yield (
-                self.rewards and not any(lane in reward.lanes for reward in self.rewards.values()),
-                f"no reward is for {what}: give one of them lanes with {lane} in it",
-            )
+            if self.rewards and not any(lane in reward.lanes for reward in self.rewards.values()):
+                yield f"no reward is for {what}: give one of them lanes with {lane} in it"
         for (name, one), (other, two) in combinations(self.teachers.items(), 2):
             shared = set(one.applies_to) & set(two.applies_to)
-            yield (
-                shared or not one.applies_to or not two.applies_to,
-                f"rewards.{name} and rewards.{other} are both teachers of "
-                f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give each "
-                "data sources of its own in applies_to",
-            )
-        yield self.group_kwargs and not self.group, "group_kwargs are given, but no group function"
+            if shared or not one.applies_to or not two.applies_to:
+                yield (
+                    f"rewards.{name} and rewards.{other} are both teachers of "
+                    f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give "
+                    "each data sources of its own in applies_to"
+                )
+        if self.group_kwargs and not self.group:
+            yield "group_kwargs are given, but no group function"
 
 
 def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> Rules:
@@ -227,31 +216,25 @@ def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> 
     for name, reward in config.named.items():
         wanted = reward.servers or reward.router
         field = f"{reward.kind}.servers" if reward.servers else "router"
-        yield (
-            wanted and wanted not in servers,
-            f"reward.rewards.{name}.{field} names {wanted!r}; the section servers has "
-            f"{', '.join(servers) or 'none'}",
-        )
-        yield (
-            reward.judge and not servers[wanted].model,
-            f"servers.{wanted} needs the name of its model: the judge {name} asks it",
-        )
+        if wanted and wanted not in servers:
+            yield (
+                f"reward.rewards.{name}.{field} names {wanted!r}; the section servers has "
+                f"{', '.join(servers) or 'none'}"
+            )
+        if reward.judge and not servers[wanted].model:
+            yield f"servers.{wanted} needs the name of its model: the judge {name} asks it"
     for name, one in servers.items():
         local, asking = one.local, config.asking(name)
         if local is None or local.command:
             continue
         kinds = {(reward.kind, reward.model and reward.model.head) for reward in asking.values()}
         kind = next(iter(kinds))[0] if kinds else "function"
-        yield (
-            len(kinds) > 1,
-            f"servers.{name}.local would have to be different servers for {' and '.join(sorted(asking))}: "
-            "give each a section of its own",
-        )
-        yield (
-            kind in ("judge", "function") and local.engine == "transformers",
-            f"servers.{name}.local.engine: what a {kind} asks is served by vllm",
-        )
-        yield (
-            kind != "model" and local.engine == "auto" and local.shares_rollout_gpus,
-            f"servers.{name}.local: shares_rollout_gpus needs engine: transformers",
-        )
+        if len(kinds) > 1:
+            yield (
+                f"servers.{name}.local would have to be different servers for "
+                f"{' and '.join(sorted(asking))}: give each a section of its own"
+            )
+        if kind in ("judge", "function") and local.engine == "transformers":
+            yield f"servers.{name}.local.engine: what a {kind} asks is served by vllm"
+        if kind != "model" and local.engine == "auto" and local.shares_rollout_gpus:
+            yield f"servers.{name}.local: shares_rollout_gpus needs engine: transformers"

@@ -30,12 +30,12 @@ class VerdictConfig(Section):
     """`path.py:name` of a function from the answer to a number, or a dict with `score`."""
 
     def rules(self) -> Rules:
-        yield (
-            self.function and (self.regex or self.json_field or self.choices),
-            "function reads the words itself: give no regex, json_field or choices beside it",
-        )
-        yield self.regex and self.json_field, "give regex or json_field, not both"
-        yield self.to_unit and self.range is None, "to_unit needs a range"
+        if self.function and (self.regex or self.json_field or self.choices):
+            yield "function reads the words itself: give no regex, json_field or choices beside it"
+        if self.regex and self.json_field:
+            yield "give regex or json_field, not both"
+        if self.to_unit and self.range is None:
+            yield "to_unit needs a range"
 
     @field_validator("regex")
     @classmethod
@@ -100,11 +100,11 @@ class RewardModelConfig(AskingConfig):
     """Longer inputs lose their beginning; 0 refuses inputs that are too long."""
 
     def rules(self) -> Rules:
-        yield (
-            self.head == "token" and self.input != "ids" and self.token_reward not in ("last", "all_mean"),
-            f"token_reward: {self.token_reward} needs input: ids, because only then is it known which tokens "
-            "are the completion's; or take last or all_mean",
-        )
+        if self.head == "token" and self.input != "ids" and self.token_reward not in ("last", "all_mean"):
+            yield (
+                f"token_reward: {self.token_reward} needs input: ids, because only then is it known which "
+                "tokens are the completion's; or take last or all_mean"
+            )
 
 
 class TeacherConfig(AskingConfig):
@@ -124,10 +124,8 @@ class TeacherConfig(AskingConfig):
         return bool(self.prompt_column or self.template)
 
     def rules(self) -> Rules:
-        yield (
-            self.prompt_column and self.template,
-            "give prompt_column or template, not both: each is the prompt of the teacher",
-        )
+        if self.prompt_column and self.template:
+            yield "give prompt_column or template, not both: each is the prompt of the teacher"
 
 
 class SandboxConfig(Section):

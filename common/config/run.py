@@ -194,73 +194,69 @@ class RunConfig(Section):
 
     def _size_rules(self) -> Rules:
         prompt, completion = self.data.max_prompt_tokens, self.rollout.sampling.max_tokens
-        yield (
-            self.generates and prompt + completion > self.model.max_model_len,
-            f"data.max_prompt_tokens ({prompt}) + rollout.sampling.max_tokens ({completion}) = "
-            f"{prompt + completion} exceeds model.max_model_len ({self.model.max_model_len}); lower one or "
-            "raise the other",
-        )
+        if self.generates and prompt + completion > self.model.max_model_len:
+            yield (
+                f"data.max_prompt_tokens ({prompt}) + rollout.sampling.max_tokens ({completion}) = "
+                f"{prompt + completion} exceeds model.max_model_len ({self.model.max_model_len}); lower one "
+                "or raise the other"
+            )
         trainer, rollout = self.trainer, self.rollout
-        yield (
-            trainer.groups_per_step % trainer.mini_batches,
-            f"trainer.mini_batches ({trainer.mini_batches}) must divide trainer.groups_per_step "
-            f"({trainer.groups_per_step}): every update takes the same number of groups",
-        )
+        if trainer.groups_per_step % trainer.mini_batches:
+            yield (
+                f"trainer.mini_batches ({trainer.mini_batches}) must divide trainer.groups_per_step "
+                f"({trainer.groups_per_step}): every update takes the same number of groups"
+            )
         is_length_known = trainer.epochs is None or "steps" in trainer.model_fields_set
-        yield (
-            is_length_known and trainer.optimizer.warmup_steps >= trainer.steps > 1,
-            f"trainer.optimizer.warmup_steps ({trainer.optimizer.warmup_steps}) must be below trainer.steps "
-            f"({trainer.steps}), or the learning rate never reaches its peak",
-        )
+        if is_length_known and trainer.optimizer.warmup_steps >= trainer.steps > 1:
+            yield (
+                f"trainer.optimizer.warmup_steps ({trainer.optimizer.warmup_steps}) must be below "
+                f"trainer.steps ({trainer.steps}), or the learning rate never reaches its peak"
+            )
         size = rollout.vllm.tensor_parallel_size
-        yield (
-            rollout.gpus and len(rollout.gpus) != rollout.workers * size,
-            f"rollout.gpus names {len(rollout.gpus)} GPUs, and rollout.workers ({rollout.workers}) times "
-            f"rollout.vllm.tensor_parallel_size ({size}) are {rollout.workers * size}",
-        )
-        yield (
-            self._shares_gpus() and not rollout.engine_traits.leaves_gpu,
-            "shares_rollout_gpus needs an engine that sleeps: rollout.engine vllm, on a GPU",
-        )
+        if rollout.gpus and len(rollout.gpus) != rollout.workers * size:
+            yield (
+                f"rollout.gpus names {len(rollout.gpus)} GPUs, and rollout.workers ({rollout.workers}) times "
+                f"rollout.vllm.tensor_parallel_size ({size}) are {rollout.workers * size}"
+            )
+        if self._shares_gpus() and not rollout.engine_traits.leaves_gpu:
+            yield "shares_rollout_gpus needs an engine that sleeps: rollout.engine vllm, on a GPU"
         dataset = trainer.evaluation.keep_best.rpartition("/")[0]
-        yield (
-            dataset and dataset not in self.data.eval,
-            f"trainer.evaluation.keep_best names the dataset {dataset!r}; data.eval has "
-            f"{_list(self.data.eval)}",
-        )
+        if dataset and dataset not in self.data.eval:
+            yield (
+                f"trainer.evaluation.keep_best names the dataset {dataset!r}; data.eval has "
+                f"{_list(self.data.eval)}"
+            )
 
     def _group_rules(self) -> Rules:
         algorithm = self.trainer.algorithm
         traits = algorithm.advantage_traits
         for field, size in self._group_sizes().items():
-            yield (
-                self.reward.min_group_size > size,
-                f"reward.min_group_size ({self.reward.min_group_size}) exceeds {field} ({size}): no group "
-                "could ever be trained",
-            )
-            yield (
-                size < 2 and algorithm.filter_zero_variance,
-                f"filter_zero_variance needs {field} of at least 2",
-            )
-            yield (
-                size < 2 and traits.compares_siblings and not self.reward.distils_alone,
-                f"trainer.algorithm.advantage: {algorithm.advantage} compares completions of a group, and "
-                f"{field} is {size}: every advantage would be 0. Take at least 2, or gae",
-            )
-            yield (
-                traits.is_binary and algorithm.pass_k > size,
-                f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds {field} ({size}): a group holds no "
-                "set of that many completions",
-            )
+            if self.reward.min_group_size > size:
+                yield (
+                    f"reward.min_group_size ({self.reward.min_group_size}) exceeds {field} ({size}): no "
+                    "group could ever be trained"
+                )
+            if size < 2 and algorithm.filter_zero_variance:
+                yield f"filter_zero_variance needs {field} of at least 2"
+            if size < 2 and traits.compares_siblings and not self.reward.distils_alone:
+                yield (
+                    f"trainer.algorithm.advantage: {algorithm.advantage} compares completions of a group, "
+                    f"and {field} is {size}: every advantage would be 0. Take at least 2, or gae"
+                )
+            if traits.is_binary and algorithm.pass_k > size:
+                yield (
+                    f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds {field} ({size}): a group holds "
+                    "no set of that many completions"
+                )
 
     def _source_rules(self) -> Rules:
         sources, limit = self.data.prompt_sources, self.rollout.sampling.max_tokens
         names, sets = {source.name for source in sources}, self.data.eval
-        yield (
-            self.data.sources and self.trainer.epochs is not None,
-            "trainer.epochs counts passes over one training set, and sources of data.train have `epochs` of "
-            "their own; give trainer.steps in its place",
-        )
+        if self.data.sources and self.trainer.epochs is not None:
+            yield (
+                "trainer.epochs counts passes over one training set, and sources of data.train have `epochs` "
+                "of their own; give trainer.steps in its place"
+            )
         for source in sources:
             whose = f"source {source.name!r}"
             try:
@@ -268,40 +264,38 @@ class RunConfig(Section):
             except ValidationError as error:
                 (field,), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
                 raise ValueError(f"sampling.{field} of {whose}: {reason}") from None
-            yield (
-                own > limit,
-                f"sampling.max_tokens of {whose} ({own}) exceeds rollout.sampling.max_tokens ({limit}), "
-                "which is the run's limit; raise that one, or lower this one",
-            )
-            yield (
-                own != limit and self.trainer.algorithm.overlong.penalty,
-                f"{whose} has sampling.max_tokens of its own, and trainer.algorithm.overlong punishes what "
-                "comes near rollout.sampling.max_tokens: choose one",
-            )
-            yield (
-                source.environment and self.rollout.environment.is_single_turn,
-                f"{whose} names an environment, and rollout.environment.use is single_turn; name there what "
-                "offers several, or leave it out",
-            )
+            if own > limit:
+                yield (
+                    f"sampling.max_tokens of {whose} ({own}) exceeds rollout.sampling.max_tokens ({limit}), "
+                    "which is the run's limit; raise that one, or lower this one"
+                )
+            if own != limit and self.trainer.algorithm.overlong.penalty:
+                yield (
+                    f"{whose} has sampling.max_tokens of its own, and trainer.algorithm.overlong punishes "
+                    "what comes near rollout.sampling.max_tokens: choose one"
+                )
+            if source.environment and self.rollout.environment.is_single_turn:
+                yield (
+                    f"{whose} names an environment, and rollout.environment.use is single_turn; name there "
+                    "what offers several, or leave it out"
+                )
         for name, reward in self.reward.rewards.items():
             unknown = sorted({*reward.sources} - names - sets.keys())
-            yield (
-                reward.sources and not names,
-                f"reward.rewards.{name} has sources, and data.train lists none: list them, or choose by "
-                "`applies_to`",
-            )
-            yield (
-                unknown,
-                f"reward.rewards.{name}.sources names {_list(unknown)}; data.train has the sources "
-                f"{_list(sorted(names))}, and data.eval has {_list(sets)}",
-            )
+            if reward.sources and not names:
+                yield (
+                    f"reward.rewards.{name} has sources, and data.train lists none: list them, or choose by "
+                    "`applies_to`"
+                )
+            if unknown:
+                yield (
+                    f"reward.rewards.{name}.sources names {_list(unknown)}; data.train has the sources "
+                    f"{_list(sorted(names))}, and data.eval has {_list(sets)}"
+                )
         for what, lane, known in (("source", "train", names), ("evaluation set", "eval", sets)):
             scoring = [reward for reward in self.reward.named.values() if lane in reward.lanes]
             for name in sorted(known):
-                yield (
-                    all(reward.sources and name not in reward.sources for reward in scoring),
-                    f"no reward scores {what} {name!r}: add it to `sources` of one",
-                )
+                if all(reward.sources and name not in reward.sources for reward in scoring):
+                    yield f"no reward scores {what} {name!r}: add it to `sources` of one"
 
     def _demonstration_rules(self) -> Rules:
         """Checks that settings fit demonstrations, of which each step has a fixed share."""
@@ -309,41 +303,41 @@ class RunConfig(Section):
             return
         trainer, temperature = self.trainer, self.rollout.sampling.temperature
         whose = f"the demonstrations of source {self.data.demonstrations[0].name!r}"
-        yield (
-            trainer.batch_order != "in_order",
-            f"trainer.batch_order: {trainer.batch_order} takes what is there first, and a step has an exact "
-            f"share of {whose}; take in_order",
-        )
-        yield (
-            temperature != 1.0,
-            f"rollout.sampling.temperature is {temperature:g}, and {whose} are imitated at temperature 1; "
-            "sample at temperature 1",
-        )
-        yield (
-            trainer.algorithm.needs_values,
-            f"trainer.algorithm.advantage: {trainer.algorithm.advantage} learns values of rewards, and "
-            f"{whose} have none; take another advantage",
-        )
+        if trainer.batch_order != "in_order":
+            yield (
+                f"trainer.batch_order: {trainer.batch_order} takes what is there first, and a step has an "
+                f"exact share of {whose}; take in_order"
+            )
+        if temperature != 1.0:
+            yield (
+                f"rollout.sampling.temperature is {temperature:g}, and {whose} are imitated at temperature "
+                "1; sample at temperature 1"
+            )
+        if trainer.algorithm.needs_values:
+            yield (
+                f"trainer.algorithm.advantage: {trainer.algorithm.advantage} learns values of rewards, and "
+                f"{whose} have none; take another advantage"
+            )
 
     def _environment_rules(self) -> Rules:
         environment, algorithm = self.rollout.environment, self.trainer.algorithm
         own = [name for name, reward in self.reward.named.items() if reward.environment]
-        yield (
-            own and environment.is_single_turn,
-            f"reward.rewards.{_list(own)} is the environment's own reward, and rollout.environment.use is "
-            "single_turn, which gives none: name an environment there, or take another reward",
-        )
-        yield (
-            own and algorithm.loss_traits.level == "sequence" and algorithm.advantage_traits.has_discount,
-            f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a session, but advantage: "
-            f"{algorithm.advantage} places the environment's rewards of single turns (reward.rewards."
-            f"{_list(own)}) on their tokens. Take loss ppo, or another advantage",
-        )
-        yield (
-            algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens,
-            "trainer.algorithm.overlong punishes sessions that come near the limit of their tokens, and "
-            "there is none: set rollout.environment.max_tokens, or leave the punishment out",
-        )
+        if own and environment.is_single_turn:
+            yield (
+                f"reward.rewards.{_list(own)} is the environment's own reward, and rollout.environment.use "
+                "is single_turn, which gives none: name an environment there, or take another reward"
+            )
+        if own and algorithm.loss_traits.level == "sequence" and algorithm.advantage_traits.has_discount:
+            yield (
+                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a session, but advantage: "
+                f"{algorithm.advantage} places the environment's rewards of single turns "
+                f"(reward.rewards.{_list(own)}) on their tokens. Take loss ppo, or another advantage"
+            )
+        if algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens:
+            yield (
+                "trainer.algorithm.overlong punishes sessions that come near the limit of their tokens, and "
+                "there is none: set rollout.environment.max_tokens, or leave the punishment out"
+            )
 
     def _comparison_rules(self) -> Rules:
         """Checks for an advantage that compares each reward by itself."""
@@ -353,42 +347,43 @@ class RunConfig(Section):
         advantage = f"trainer.algorithm.advantage: {self.trainer.algorithm.advantage}"
         num_rewards = sum("train" in reward.lanes for reward in rewards.values())
         of_sources = [name for name, reward in rewards.items() if reward.sources]
-        yield (
-            num_rewards < 2,
-            f"{advantage} normalises each reward by itself before they are added up, and reward.rewards has "
-            f"{num_rewards} for training; name several there, or take grpo_batch",
-        )
-        yield (
-            of_sources,
-            f"reward.rewards.{_list(of_sources)} scores some sources only, and {advantage} adds up every "
-            "reward of every group; take grpo_batch, or let all rewards score all sources",
-        )
-        yield (
-            self.reward.group,
-            f"reward.group: {self.reward.group} changes the sum of a sample's rewards, and {advantage} looks "
-            "at each reward by itself and would not see it; leave one of them out",
-        )
+        if num_rewards < 2:
+            yield (
+                f"{advantage} normalises each reward by itself before they are added up, and reward.rewards "
+                f"has {num_rewards} for training; name several there, or take grpo_batch"
+            )
+        if of_sources:
+            yield (
+                f"reward.rewards.{_list(of_sources)} scores some sources only, and {advantage} adds up every "
+                "reward of every group; take grpo_batch, or let all rewards score all sources"
+            )
+        if self.reward.group:
+            yield (
+                f"reward.group: {self.reward.group} changes the sum of a sample's rewards, and {advantage} "
+                "looks at each reward by itself and would not see it; leave one of them out"
+            )
 
     def _teacher_rules(self) -> Rules:
         teachers, algorithm = self.reward.teachers, self.trainer.algorithm
         temperature, is_reward = self.rollout.sampling.temperature, algorithm.teacher.place == "reward"
         whose = f"the teacher reward.rewards.{_list(teachers)}"
-        yield (
-            teachers and temperature != 1.0,
-            f"rollout.sampling.temperature is {temperature:g}, and the logprobs of {whose} are those of "
-            "temperature 1: sample at temperature 1",
-        )
-        yield (
-            teachers and is_reward and self._is_sampling_filtered(),
-            f"{FILTERED}, and trainer.algorithm.teacher.place: reward would take their distance from {whose} "
-            "for KL; sample unfiltered, or take place: loss",
-        )
+        if teachers and temperature != 1.0:
+            yield (
+                f"rollout.sampling.temperature is {temperature:g}, and the logprobs of {whose} are those of "
+                "temperature 1: sample at temperature 1"
+            )
+        if teachers and is_reward and self._is_sampling_filtered():
+            yield (
+                f"{FILTERED}, and trainer.algorithm.teacher.place: reward would take their distance from "
+                f"{whose} for KL; sample unfiltered, or take place: loss"
+            )
         has_weight = any(teacher.weight for teacher in teachers.values())
-        yield (
-            has_weight and is_reward and algorithm.loss_traits.level == "sequence",
-            f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a sequence, and {whose} gives "
-            "one for each token. Take loss ppo or reinforce, or trainer.algorithm.teacher.place: loss",
-        )
+        if has_weight and is_reward and algorithm.loss_traits.level == "sequence":
+            yield (
+                f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a sequence, and {whose} "
+                "gives one for each token. Take loss ppo or reinforce, or trainer.algorithm.teacher.place: "
+                "loss"
+            )
 
     def _is_sampling_filtered(self) -> bool:
         return any(s.is_filtered for s in (self.rollout.sampling, *map(self.sampling_of, self.data.sources)))
@@ -405,11 +400,11 @@ class RunConfig(Section):
         if not self._is_sampling_filtered():
             return
         algorithm = self.trainer.algorithm
-        yield (
-            algorithm.kl.place == "reward",
-            f"{FILTERED}, and trainer.algorithm.kl.place: reward would take their distance from the "
-            "reference for KL; put the penalty into the loss",
-        )
+        if algorithm.kl.place == "reward":
+            yield (
+                f"{FILTERED}, and trainer.algorithm.kl.place: reward would take their distance from the "
+                "reference for KL; put the penalty into the loss"
+            )
         if self.rollout.sampling_masks:
             return
         rejecting = algorithm.rejection.of_sequences
@@ -425,12 +420,14 @@ class RunConfig(Section):
              "would multiply the gaps of all tokens of a sequence, until next to nothing is left of its "
              "weight; sample unfiltered, or take level token"),
         ):  # fmt: skip
-            yield is_wrong, f"{FILTERED}, and trainer.algorithm.{field} {effect}"
-        yield (
-            mode == "off",
-            f"{FILTERED}, and nothing corrects for it: set rollout.sampling_masks: true, with which training "
-            "is exact, or, where the engine records none, trainer.algorithm.importance.mode: truncate",
-        )
+            if is_wrong:
+                yield f"{FILTERED}, and trainer.algorithm.{field} {effect}"
+        if mode == "off":
+            yield (
+                f"{FILTERED}, and nothing corrects for it: set rollout.sampling_masks: true, with which "
+                "training is exact, or, where the engine records none, trainer.algorithm.importance.mode: "
+                "truncate"
+            )
 
 
 def _list(names: Iterable[str]) -> str:

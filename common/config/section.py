@@ -1,6 +1,7 @@
 """The base of every configuration section: frozen, closed, documented; and what sections share."""
 
 import glob
+import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -13,8 +14,8 @@ OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads `off` as false."""
 
 
-Rules = Iterator[tuple[object, str]]
-"""Checks of fields, as pairs: a value that is truthy where the check fails, and the reason."""
+Rules = Iterator[str]
+"""Reasons why a section is refused; the first one is shown."""
 
 
 class Section(BaseModel):
@@ -28,7 +29,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
-        if reason := next((reason for is_broken, reason in self.rules() if is_broken), ""):
+        if reason := next(self.rules(), ""):
             raise ValueError(reason)
         return self
 
@@ -84,6 +85,12 @@ def read_table(name: str) -> dict[str, Any]:
     # Like `safe_load`, which is pure Python and slow: every process reads these tables as it starts.
     table: dict[str, Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
     return table
+
+
+def number_of(value: Any) -> Any:
+    """YAML reads `1e-6` as text; the number is meant."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value.strip())
+    return float(value) if is_number else value
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

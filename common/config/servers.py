@@ -53,11 +53,10 @@ class LocalServersConfig(Section):
 
     def rules(self) -> Rules:
         is_sharing = self.shares_rollout_gpus
-        yield is_sharing and self.gpus, "give gpus of its own, or shares_rollout_gpus, not both"
-        yield (
-            is_sharing and (self.engine == "vllm" or self.command),
-            "shares_rollout_gpus needs engine: transformers, which takes turns by itself",
-        )
+        if is_sharing and self.gpus:
+            yield "give gpus of its own, or shares_rollout_gpus, not both"
+        if is_sharing and (self.engine == "vllm" or self.command):
+            yield "shares_rollout_gpus needs engine: transformers, which takes turns by itself"
 
 
 class ServersConfig(Section):
@@ -102,4 +101,5 @@ class ServersConfig(Section):
         return {**tree, "model": resolved(tree["model"], info)}
 
     def rules(self) -> Rules:
-        yield self.local and not self.model, "local servers need a model: its folder or hub name"
+        if self.local and not self.model:
+            yield "local servers need a model: its folder or hub name"

@@ -75,11 +75,11 @@ class EvaluationConfig(Section):
 
     def rules(self) -> Rules:
         name = self.keep_best.rpartition("/")[2]
-        yield (
-            name not in ("", *BEST_METRICS) and int(name.removeprefix("pass_at_")) not in self.pass_k,
-            f"keep_best is {self.keep_best!r}: with samples {self.samples}, pass@k is estimated for k in "
-            f"{self.pass_k}",
-        )
+        if name not in ("", *BEST_METRICS) and int(name.removeprefix("pass_at_")) not in self.pass_k:
+            yield (
+                f"keep_best is {self.keep_best!r}: with samples {self.samples}, pass@k is estimated for k in "
+                f"{self.pass_k}"
+            )
 
 
 class SimulatedPolicyConfig(Section):
@@ -175,74 +175,76 @@ class TrainerConfig(Section):
 
     def rules(self) -> Rules:
         is_simulated = self.policy == "simulated"
-        yield (
-            is_simulated and self.num_ranks > 1,
-            f"num_ranks is {self.num_ranks}, but policy: simulated works on one rank only; leave it out, or "
-            "set num_ranks to 1",
-        )
-        yield (
-            self.num_ranks % (self.shard_ranks or 1),
-            f"num_ranks is {self.num_ranks}, which shard_ranks {self.shard_ranks} does not divide: every "
-            "copy of the model is split over as many ranks",
-        )
-        yield (
-            self.num_ranks % self.context_size,
-            f"num_ranks is {self.num_ranks}, which context_ranks {self.context_ranks} does not divide: each "
-            "of them has a part of the same forward pass",
-        )
+        if is_simulated and self.num_ranks > 1:
+            yield (
+                f"num_ranks is {self.num_ranks}, but policy: simulated works on one rank only; leave it out, "
+                "or set num_ranks to 1"
+            )
+        if self.num_ranks % (self.shard_ranks or 1):
+            yield (
+                f"num_ranks is {self.num_ranks}, which shard_ranks {self.shard_ranks} does not divide: every "
+                "copy of the model is split over as many ranks"
+            )
+        if self.num_ranks % self.context_size:
+            yield (
+                f"num_ranks is {self.num_ranks}, which context_ranks {self.context_ranks} does not divide: "
+                "each of them has a part of the same forward pass"
+            )
         copy = self.shard_ranks or self.num_ranks
-        yield (
-            copy % self.expert_size,
-            f"expert_ranks is {self.expert_ranks}, which does not divide the {copy} ranks that hold one copy "
-            "of the model (shard_ranks, else num_ranks): take a number that divides these and the experts",
-        )
+        if copy % self.expert_size:
+            yield (
+                f"expert_ranks is {self.expert_ranks}, which does not divide the {copy} ranks that hold one "
+                "copy of the model (shard_ranks, else num_ranks): take a number that divides these and the "
+                "experts"
+            )
         yield from self._ratio_rules()
         if self.lora is None:
             return
         algorithm, reference = self.algorithm, self.algorithm.reference
-        yield is_simulated, "lora needs a model, and policy: simulated has none; take policy transformers"
-        yield (
-            algorithm.needs_values and algorithm.value.model == "own",
-            "with lora the value head sits on the policy: algorithm.value.model: own would train a whole "
-            "second model beside a few adapters; leave it out",
-        )
-        yield (
-            reference.model == "updated",
-            "with lora the reference is the model with its adapters off, which stays as it was: "
-            "algorithm.reference.model can be frozen or off, not updated",
-        )
-        yield (
-            reference.model == "frozen" and reference.dtype != "float32",
-            "with lora the reference is the model itself with its adapters off, and no copy: leave "
-            "algorithm.reference.dtype out",
-        )
+        if is_simulated:
+            yield "lora needs a model, and policy: simulated has none; take policy transformers"
+        if algorithm.needs_values and algorithm.value.model == "own":
+            yield (
+                "with lora the value head sits on the policy: algorithm.value.model: own would train a whole "
+                "second model beside a few adapters; leave it out"
+            )
+        if reference.model == "updated":
+            yield (
+                "with lora the reference is the model with its adapters off, which stays as it was: "
+                "algorithm.reference.model can be frozen or off, not updated"
+            )
+        if reference.model == "frozen" and reference.dtype != "float32":
+            yield (
+                "with lora the reference is the model itself with its adapters off, and no copy: leave "
+                "algorithm.reference.dtype out"
+            )
 
     def _ratio_rules(self) -> Rules:
         """Checks that loss and corrections fit the number of updates in a step."""
         algorithm, has_ratio = self.algorithm, self.algorithm.loss_traits.has_ratio
-        yield (
-            algorithm.importance.normalise and self.updates_per_step > 1 and not has_ratio,
-            "algorithm.importance.normalise needs weights that stay as they are during a step, and loss: "
-            f"{algorithm.loss} takes those of the current policy, which moves with each of "
-            f"{self.updates_per_step} updates; take one, or loss ppo",
-        )
-        yield (
-            self.passes > 1 and not has_ratio,
-            f"passes is {self.passes}, but algorithm.loss: {algorithm.loss} has no ratio to the policy that "
-            "sampled: nothing would say how far later passes have moved from it. Take a loss with a ratio, "
-            "such as ppo, or one pass",
-        )
+        if algorithm.importance.normalise and self.updates_per_step > 1 and not has_ratio:
+            yield (
+                "algorithm.importance.normalise needs weights that stay as they are during a step, and loss: "
+                f"{algorithm.loss} takes those of the current policy, which moves with each of "
+                f"{self.updates_per_step} updates; take one, or loss ppo"
+            )
+        if self.passes > 1 and not has_ratio:
+            yield (
+                f"passes is {self.passes}, but algorithm.loss: {algorithm.loss} has no ratio to the policy "
+                "that sampled: nothing would say how far later passes have moved from it. Take a loss with a "
+                "ratio, such as ppo, or one pass"
+            )
         is_always_one = self.updates_per_step == 1 and algorithm.old_logprobs == "recompute"
         for name, bounds_ratio in (
             (f"loss: {algorithm.loss}", algorithm.loss_traits.is_idle_at_one),
             ("dual_clip", isinstance(algorithm.dual_clip, float)),
         ):
-            yield (
-                is_always_one and bounds_ratio,
-                f"algorithm.{name} bounds the ratio to the old logprobs, which is always 1 with one update "
-                "a step and `old_logprobs: recompute`; take `old_logprobs: rollout`, or several mini_batches "
-                "or passes",
-            )
+            if is_always_one and bounds_ratio:
+                yield (
+                    f"algorithm.{name} bounds the ratio to the old logprobs, which is always 1 with one "
+                    "update a step and `old_logprobs: recompute`; take `old_logprobs: rollout`, or several "
+                    "mini_batches or passes"
+                )
 
     @property
     def rank_tokens(self) -> int:

@@ -27,7 +27,7 @@ from tidemill.common.process.service import StoppedError
 from tidemill.common.wire.messages import Commit, Outcome, TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
-from tidemill.services.trainer.algorithm.losses.mini_batch import needs_statistics, with_statistics
+from tidemill.services.trainer.algorithm.losses.mini_batch import with_statistics
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
 from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches
@@ -252,7 +252,7 @@ class StepRunner:
                 groups = await self._precomputed(groups, step)
             places -= len(groups)
             unassigned += groups
-            if places and (self.advantages.scope == "batch" or needs_statistics(self.algorithm)):
+            if places and (self.advantages.scope == "batch" or self.algorithm.needs_statistics):
                 continue  # what each group is trained with depends on those that are still to come
             groups, unassigned = self._assigned(unassigned), []
             result.groups += groups

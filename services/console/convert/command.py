@@ -15,7 +15,7 @@ from tidemill.services.console.convert.fit import fit
 from tidemill.services.console.convert.prime_rl import convert_prime_rl
 from tidemill.services.console.convert.reading import read_options
 from tidemill.services.console.convert.table import Project, table_of
-from tidemill.services.console.convert.trl import begin_trl, convert_trl
+from tidemill.services.console.convert.trl import convert_trl
 from tidemill.services.console.convert.verl import convert_verl
 from tidemill.services.console.options import ConvertOptions
 
@@ -25,9 +25,6 @@ def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
     given = dict(options)
     source = str(given.pop("module", "") or given.pop("file", ""))
     draft = Draft(table_of(project), given)
-    if project == "trl":
-        begin_trl(draft)
-    draft.copy()
     {"verl": convert_verl, "trl": convert_trl, "prime-rl": convert_prime_rl}[project](draft, source)
     fit(draft)
     draft.list_the_rest()

@@ -117,20 +117,28 @@ class Draft:
         name, has_value, wanted = condition.partition("=")
         if name.endswith("*"):
             return any(option.startswith(name[:-1]) for option in self.given)
-        value = self.given.get(name, self.table.default(name))
-        return str(value) == wanted if has_value else bool(value)
+        value = self.given.get(name, self.get(name, self.table.default(name)))
+        return str(value) in wanted.split("|") if has_value else bool(value)
 
     def _copy(self, row: OptionRow) -> None:
-        option = next((name for name in row.options if name in self.given), row.options[0])
+        options = [*row.options, *([row.fallback] if row.fallback else ())]
+        option = next((name for name in options if name in self.given), options[-1])
         value = self.given.get(option, row.default)
         if row.by == "list" and option in self.given:
             value = [self.take(name) for name in row.options]
         elif row.by == "updates" and value and value > 0:
             value = math.ceil(value / self.updates_per_step)
+        elif row.by in ("range", "distance"):
+            low, is_range, high = str(value).partition("_")
+            bounds = float(low) if is_range else 0.0, float(high or low)
+            of_range = dict(zip(row.targets, ("mask" if is_range else "truncate", *bounds), strict=False))
+            value = of_range if row.by == "range" else max(bounds[1] - 1.0, 0.0)
         elif row.by == "run_name":
             value = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value or "")).strip("._-")[:100] or None
         elif row.by == "loggers":
             value = self._loggers(option, [value] if isinstance(value, str) else value or ())
+        elif row.at_most is not None:
+            value = min(value, row.at_most)
         # True is not 1: a bool is found by a bool only.
         keys = [
             key for key in row.values if key == value and isinstance(key, bool) == isinstance(value, bool)
@@ -140,7 +148,7 @@ class Draft:
             ours = row.otherwise
             words = ", ".join(map(str, ours.values())) if isinstance(ours, dict) else ours
             self.say("lost", option, f"no {value} here: {words}")
-        is_several = isinstance(ours, dict) and bool(row.values)
+        is_several = isinstance(ours, dict) and bool(row.values or row.by == "range")
         several = ours if is_several else {row.targets[0]: ours}
         new = {name: it for name, it in several.items() if name not in self.fields}
         if new or all(self.fields[name] == it for name, it in several.items()):

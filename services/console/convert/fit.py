@@ -39,8 +39,9 @@ def fit(draft: Draft) -> None:
     if 1 in (draft.get("trainer.group_size"), *own):
         draft.put("reward.min_group_size", 1, note="groups of one")
     _fit_ratio(draft)
-    _fit_bounds(draft)
+    _fit_weights(draft)
     _fit_advantage(draft)
+    _fit_dual_clip(draft)  # after the others: of the rules that a config breaks, only the first is known
     if "data.eval" not in draft.fields:
         draft.drop(EVALUATION)
     if not draft.get(EVALUATION + "temperature"):
@@ -74,25 +75,27 @@ def _moves(draft: Draft) -> bool:
     return draft.updates_per_step > 1 or OLD in draft.fields
 
 
-def _fit_bounds(draft: Draft) -> None:
-    """Limit the clip to its range; drop a dual clip without a ratio or below the clip, and importance weights
-    without recomputed logprobs. Weights are per sequence where the ratio is."""
-    traits, bound = LOSSES[draft.get(LOSS)], draft.get(DUAL)
-    draft.fields[F + "clip_low"] = min(draft.get(F + "clip_low"), 1.0)
-    draft.fields[F + "clip_high"] = high = max(draft.get(F + "clip_high"), 0.0)
-    if not traits.has_dual_clip or not _moves(draft) or (bound and bound <= 1 + high):
-        why = "the loss has its own" if _moves(draft) else "with one update a step the ratio is always 1"
-        draft.drop(DUAL, "automatic", why)
-    elif bound:
-        draft.fields[DUAL] = None if bound > HIGHEST_DUAL_CLIP else float(bound)
+def _fit_weights(draft: Draft) -> None:
+    """Drop importance weights without recomputed logprobs. They are per sequence where the ratio is."""
     if OLD in draft.fields:
         draft.drop(IMPORTANCE, "automatic", "the ratio to the rollout is the weight")
     elif draft.get(IMPORTANCE + "mode") != "truncate":
         draft.drop(IMPORTANCE + "normalise")
-    if traits.level == "sequence" and draft.get(IMPORTANCE + "level") == "token":
+    if LOSSES[draft.get(LOSS)].level == "sequence" and draft.get(IMPORTANCE + "level") == "token":
         option, _ = draft.origins[IMPORTANCE + "level"]
         draft.put(IMPORTANCE + "level", "sequence", option)
         draft.say("approximated", option, "a sequence has one weight, as it has one ratio")
+
+
+def _fit_dual_clip(draft: Draft) -> None:
+    """Drop a dual clip without a ratio to bound, or that the config refuses beside its ordinary clip."""
+    if is_without_effect := (draft.get(DUAL) or 0.0) > HIGHEST_DUAL_CLIP:
+        draft.fields[DUAL] = HIGHEST_DUAL_CLIP
+    if not LOSSES[draft.get(LOSS)].has_dual_clip or not _moves(draft) or "dual_clip" in draft.problem():
+        why = "the loss has its own" if _moves(draft) else "with one update a step the ratio is always 1"
+        draft.drop(DUAL, "automatic", why)
+    elif is_without_effect:
+        draft.fields[DUAL] = None
 
 
 def _fit_advantage(draft: Draft) -> None:

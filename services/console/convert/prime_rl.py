@@ -15,6 +15,7 @@ WRITTEN_BY_HAND = (
 
 
 def convert_prime_rl(draft: Draft, _: str) -> None:
+    draft.copy()
     _convert_sources(draft)
     _convert_lengths(draft)
     _convert_evaluation(draft)

@@ -17,14 +17,13 @@ from typing import Any
 import yaml
 
 from tidemill.common.config.loading import UNREADABLE
-from tidemill.common.config.section import flatten
+from tidemill.common.config.section import flatten, number_of
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.convert.table import Project
 
 SCRIPTS = (".sh", ".bash", ".slurm")
 _HYDRA = re.compile(r"^\+{0,2}[A-Za-z_]\w*(\.\w+)+=")
 _SCRIPT_VARIABLE = re.compile(r"^[A-Z_][A-Z0-9_]*=")
-_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _REFERENCE = re.compile(r"^\$\{([\w.]+)\}$")
 _PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)[= ](\d+)(?= |$)")
 _OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
@@ -70,13 +69,7 @@ def read_options(
 def _flat(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, Mapping) or not tree:
         raise ValueError(f"it must hold a mapping of options, got {type(tree).__name__}")
-    return {name: _number(value) for name, value in flatten(tree).items()}
-
-
-def _number(value: Any) -> Any:
-    """YAML reads `1e-6` as text; the number is meant."""
-    is_number = isinstance(value, str) and _SCIENTIFIC.fullmatch(value.strip())
-    return float(value) if is_number else value
+    return {name: number_of(value) for name, value in flatten(tree).items()}
 
 
 def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +108,7 @@ def _value(raw: str) -> Any:
     if isinstance(raw, Unknown) or not raw:
         return raw
     try:
-        return _number(yaml.safe_load(raw))
+        return number_of(yaml.safe_load(raw))
     except UNREADABLE:
         return raw
 

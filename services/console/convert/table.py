@@ -34,15 +34,21 @@ class OptionRow(BaseModel):
     """It needs no option here."""
     default: Any = None
     """The project's default where ours differs: it is written even if the option was not given."""
+    fallback: str = ""
+    """The option whose value it has where it is not given."""
     when: str = ""
-    """Options that must be on, or have a value (`name=value`), with `, ` between: else it has no effect."""
+    """Options, or fields of ours, that must be on, or have a value (`name=value`, `name=value|other`), with
+    `, ` between: else it has no effect."""
     values: dict[Any, Any] = Field(default_factory=dict)
     """Their value -> ours, or a mapping of several fields; null writes nothing. What is missing is copied."""
     otherwise: Any = None
     """Used for a value that is not in `values`; the value is listed as lost."""
-    by: Literal["", "list", "updates", "loggers", "run_name"] = ""
+    by: Literal["", "list", "updates", "loggers", "run_name", "range", "distance"] = ""
     """How our value is made of theirs: their list (if any is given), steps from a number of optimizer
-    updates, the loggers that we have too, or a valid name of a run."""
+    updates, the loggers that we have too, a valid name of a run; from a bound or `low_high` of a ratio, the
+    mode and bounds of its weights, or how far the upper bound is above 1."""
+    at_most: float | None = None
+    """Limit of our field: it takes the place of larger values, and means the same."""
     nearly: dict[Any, str] = Field(default_factory=dict)
     """Value -> how the result differs slightly from the original."""
     fine: dict[Any, str] = Field(default_factory=dict)
@@ -91,7 +97,9 @@ class OptionTable(BaseModel):
 @cache
 def table_of(project: Project) -> OptionTable:
     tree = yaml.safe_load(Path(__file__).with_name(FILES[project]).read_text(encoding="utf-8"))
-    rows = [OptionRow(option=option, **given) for option, given in tree.pop("fields").items()]
+    rows: list[OptionRow] = []
+    for option, given in tree.pop("fields").items():
+        rows += [OptionRow(option=option, **row) for row in (given if isinstance(given, list) else [given])]
     for kind in ("missing", "automatic"):
         for option, given in tree.pop(kind).items():
             row = given if isinstance(given, dict) else {"note": given}

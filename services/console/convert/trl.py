@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.services.console.convert.draft import Draft
-from tidemill.services.console.convert.fit import LOSS, F, put_warmup
+from tidemill.services.console.convert.fit import put_warmup
 
 PROMPT_TOKENS = 1024
 OWN_REWARDS = ("accuracy_reward", "think_format_reward", "reasoning_accuracy_reward")
@@ -15,16 +15,18 @@ _SPLIT = re.compile(r"split='([^']+)'")
 
 
 def convert_trl(draft: Draft, file: str) -> None:
-    """Fields from several options; `file` is the Python file that they are from."""
+    """The table's fields, and those from several options; `file` is the Python file that they are from."""
+    # Before the rows: some of them count in updates of a step.
+    _convert_batches(draft)
+    draft.copy()
     _convert_lengths(draft)
     _convert_data(draft)
     _convert_rewards(draft, file)
-    _convert_loss(draft)
     _convert_adapters(draft)
     put_warmup(draft, "warmup_steps", "warmup_ratio", draft.updates_per_step)
 
 
-def begin_trl(draft: Draft) -> None:
+def _convert_batches(draft: Draft) -> None:
     """Groups and updates of a step: TRL counts its steps in updates."""
     device, processes = draft.take("per_device_train_batch_size"), draft.take("num_processes")
     accumulated, size = draft.take("gradient_accumulation_steps"), draft.take("num_generations")
@@ -112,15 +114,6 @@ def _function(name: str, file: str) -> str:
     if ":" in name or module:
         return name if ":" in name else f"{module}:{last}"
     return f"trl.rewards:{last}" if last in OWN_REWARDS else f"{file or 'rewards.py'}:{last}"
-
-
-def _convert_loss(draft: Draft) -> None:
-    low, high = draft.take("epsilon"), draft.take("epsilon_high")
-    high = low if high is None else high
-    if draft.get(LOSS) == "cispo":
-        low, high = 1.0, high - 1.0
-    draft.put(F + "clip_low", low, "epsilon")
-    draft.put(F + "clip_high", high, "epsilon_high" if "epsilon_high" in draft.given else "epsilon")
 
 
 def _convert_adapters(draft: Draft) -> None:

@@ -6,16 +6,16 @@ from typing import Any, get_args
 
 from tidemill.common.config.algorithm_sections import Criterion
 from tidemill.services.console.convert.draft import Draft
-from tidemill.services.console.convert.fit import DUAL, IMPORTANCE, LOSS, OLD, F, put_warmup
+from tidemill.services.console.convert.fit import OLD, F, put_warmup
 
-A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
+A, C = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 W, ASYNC, V1 = "reward.", "async_training.", "trainer.v1."
 OF_TEST_SETS = ("test", "val", "validation", "valid", "eval")
 FORMER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
 def convert_verl(draft: Draft, module: str) -> None:
-    """Fields from several options; `module` is the program that a script starts."""
+    """The table's fields, and those from several options; `module` is the program that a script starts."""
     is_apart = draft.take("actor_rollout_ref.hybrid_engine") is False
     trainer = {"colocate_async": "one_step", "separate_async": "fully_async"}
     mode = trainer.get(str(draft.take(V1 + "trainer_mode")), "sync")
@@ -23,11 +23,14 @@ def convert_verl(draft: Draft, module: str) -> None:
         mode = "fully_async"
     elif "one_step_off" in module or is_apart:
         mode = "one_step"
+    if mode != "sync" and draft.take(C + "bypass_mode") is None:
+        draft.put(OLD, "rollout", C + "bypass_mode")
+    draft.copy()
     _convert_batches(draft, mode)
     put_warmup(draft, A + "optim.lr_warmup_steps", A + "optim.lr_warmup_steps_ratio")
     _convert_machine(draft, mode)
     _convert_reward(draft)
-    _convert_algorithm(draft, mode)
+    _convert_algorithm(draft)
     _convert_correction(draft)
     if files := draft.take("data.val_files"):
         names = [files] if isinstance(files, str) else list(files)
@@ -105,40 +108,21 @@ def _convert_reward(draft: Draft) -> None:
         draft.drop(F + "overlong.")
 
 
-def _convert_algorithm(draft: Draft, mode: str) -> None:
+def _convert_algorithm(draft: Draft) -> None:
     by_deviation, advantage = draft.take("algorithm.norm_adv_by_std_in_grpo"), draft.get(F + "advantage")
     if advantage == "grpo" and not by_deviation:
         draft.put(F + "advantage", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
     if advantage == "gae" and draft.given.get("critic.model.path") not in (None, draft.get("model.path")):
         draft.say("approximated", "critic.model.path", "the critic begins as a copy of the policy")
-    bypass = draft.take(C + "bypass_mode")
-    if draft.take(A + "use_rollout_log_probs") or (mode != "sync" if bypass is None else bypass):
-        draft.put(OLD, "rollout", C + "bypass_mode")
     option, loss = A + "clip_ratio_c", draft.take(A + "policy_loss.loss_mode")
-    bound = float(draft.take(option) or 3.0)
-    if loss in ("vanilla", "dppo_tv", "dppo_kl"):
-        draft.put(DUAL if loss == "vanilla" else F + "dppo.max_ratio", bound, option)
-    elif option in draft.given:
+    if loss not in ("vanilla", "dppo_tv", "dppo_kl") and option in draft.given:
         draft.say("approximated", option, "verl uses it with vanilla only; here gspo has dual_clip 3")
-    if draft.take("algorithm.use_kl_in_reward") and draft.get(F + "kl.place") == "loss":
+    if draft.take("algorithm.use_kl_in_reward") and draft.take(A + "use_kl_loss"):
         draft.say("lost", "algorithm.use_kl_in_reward", "the penalty has one place, and is in the loss")
-        draft.drop(F + "kl_control.")
 
 
 def _convert_correction(draft: Draft) -> None:
-    """Importance weights and rejection of the recomputed logprobs against the rollout's."""
-    level, threshold = draft.take(C + "rollout_is"), C + "rollout_is_threshold"
-    low, is_range, high = str(draft.take(threshold) or 2.0).partition("_")
-    mode = ("mask" if is_range else "truncate") if level else "off"
-    draft.put(IMPORTANCE + "mode", mode, C + "rollout_is")
-    if level:
-        draft.put(IMPORTANCE + "level", level, C + "rollout_is")
-        draft.put(IMPORTANCE + "high", float(high or low), threshold)
-        draft.put(IMPORTANCE + "low", float(low) if is_range else 0.0, threshold)
-    if draft.take(C + "loss_type") == "reinforce" and level and OLD in draft.fields:
-        draft.put(LOSS, "cispo", C + "loss_type")
-        draft.put(F + "clip_low", 1.0, C + "loss_type")
-        draft.put(F + "clip_high", float(high or low) - 1.0, threshold)
+    """Rejection by the recomputed logprobs against the rollout's."""
     criteria: dict[str, Any] = {}
     bounds = str(draft.take(C + "rollout_rs_threshold")).split(",")
     for index, name in enumerate(str(draft.take(C + "rollout_rs") or "").split(",")):

@@ -25,10 +25,11 @@ def contained(field: str) -> Iterator[None]:
         raise ConfigError(f"{field}: {type(error).__name__}: {str(error)[:500]}{where}") from error
 
 
-def load_users_function(field: str, reference: str, known: Collection[str]) -> Callable[..., Any]:
-    """The function that `reference` names; `field` is the config's field, for messages.
-
-    It is called by keyword with those of the `known` arguments that it takes.
+def load_users_function(
+    field: str, reference: str, known: Collection[str]
+) -> tuple[Callable[..., Any], frozenset[str]]:
+    """The function that `reference` names, to be called by keyword, and those of the `known` arguments that
+    it takes and is given. `field` is the config's field, for messages.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
@@ -43,13 +44,7 @@ def load_users_function(field: str, reference: str, known: Collection[str]) -> C
         with contained(field):
             return function(**{key: value for key, value in arguments.items() if key in taken})
 
-    call.__dict__["taken"] = taken
-    return call
-
-
-def taken_by(function: Callable[..., Any]) -> frozenset[str]:
-    """The arguments that a loaded function takes."""
-    return frozenset(function.__dict__["taken"])
+    return call, taken
 
 
 def _arguments(field: str, function: Callable[..., Any], known: Collection[str]) -> frozenset[str]:

@@ -55,9 +55,7 @@ class Precompute:
     def __init__(self, trainer: TrainerConfig, policy: Policy, thread: PolicyThread) -> None:
         self.trainer, self.policy, self.thread = trainer, policy, thread
         algorithm, needs_proximal = trainer.algorithm, trainer.needs_proximal
-        needs_start = (
-            algorithm.needs_values or algorithm.needs_start_logprobs or algorithm.needs_start_entropies
-        )
+        needs_start = algorithm.needs_values or algorithm.needs_statistics
         self.is_needed_always = (
             algorithm.needs_reference or needs_start or (trainer.passes > 1 and needs_proximal)
         )

@@ -119,7 +119,7 @@ class Sample:
     factors: Float64 | None = None
     """[T], factor of each token's policy term, from a mini-batch's statistics; None: 1."""
     penalised: Float64 | None = None
-    """[T], 1 for tokens that kl-cov penalises."""
+    """[T], 1 for tokens that the loss penalises."""
     forked: tuple[SegmentTokens, ...] = ()
     """All segments in order, where there are several; empty for one, whose prompt is `prompt_ids`."""
     routes: tuple[Routes, ...] = ()

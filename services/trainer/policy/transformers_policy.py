@@ -210,7 +210,6 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return make_tile(planned)
 
     def _accumulate(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
-        normalisation, rejection = self._config.algorithm.normalisation, self._config.algorithm.rejection
         lengths = [len(row) for _, rows in plan for row in rows]
         tiles, positions = [], 0
         compared = self._compare_routes(batch, plan) if self._begins_update else MicroBatchMetrics()
@@ -220,15 +219,12 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
         counted = replace(
-            count_batch(batch, normalisation, self._max_completion_tokens),
+            count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens),
             positions=positions,
             row_tokens=sum(lengths),
             row_pairs=sum(length * (length + 1) // 2 for length in lengths),
         )
-        sums = counted + total_metrics(tiles) + compared
-        if rejection.denominator == "kept" and normalisation == "token":
-            return replace(sums, denominator=sums.denominator - sums.rejected)
-        return sums
+        return counted + total_metrics(tiles) + compared
 
     @torch.no_grad()
     def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:

@@ -27,12 +27,11 @@ from tidemill.services.trainer.algorithm.advantages.shaping import (
     with_shaped_reward,
     with_teacher,
 )
-from tidemill.services.trainer.algorithm.users_function import contained, load_users_function, taken_by
+from tidemill.services.trainer.algorithm.users_function import contained, load_users_function
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample
 
 ADVANTAGE_FIELD = "trainer.algorithm.advantage"
-ADVANTAGE_ARGUMENTS = ("rewards", "tickets", "samples")
 
 Groups = Sequence[TrainableGroup]
 """Groups with shaped rewards."""
@@ -57,8 +56,8 @@ def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
 
 def _users_advantage(reference: str) -> tuple[Scope, Estimator]:
     """Raises ConfigError: it cannot be loaded, does not fit, or fails on two made-up rewards."""
-    function = load_users_function(ADVANTAGE_FIELD, reference, ADVANTAGE_ARGUMENTS)
-    taken, where = taken_by(function), f"{ADVANTAGE_FIELD} {reference}"
+    function, taken = load_users_function(ADVANTAGE_FIELD, reference, ("rewards", "tickets", "samples"))
+    where = f"{ADVANTAGE_FIELD} {reference}"
 
     def compute(groups: Groups, _: AlgorithmConfig) -> Values:
         parts = [_samples(groups)] if "tickets" in taken else [group.samples for group in groups]
@@ -113,32 +112,20 @@ def _values(sample: Sample) -> Float64:
     return sample.values[sample.mask].astype(np.float64)
 
 
-def _of_groups(function: Callable[[TrainableGroup, AlgorithmConfig], Float64]) -> Estimator:
-    """An estimator from a function of one group that gives one number for each of its samples."""
+def _of_groups(function: Callable[[list[float], TrainableGroup, AlgorithmConfig], Float64]) -> Estimator:
+    """An estimator from a function of one group and its rewards that gives one number for each of them."""
     return lambda groups, algorithm: [
-        float(value) for group in groups for value in function(group, algorithm)
+        float(value) for group in groups for value in function(_rewards(group.samples), group, algorithm)
     ]
 
 
 def _of_rewards(function: Callable[[list[float]], Float64]) -> Estimator:
-    return _of_groups(lambda group, _: function(_rewards(group.samples)))
+    return _of_groups(lambda rewards, *_: function(rewards))
 
 
 def _of_batch(function: Callable[[list[list[float]]], Float64]) -> Estimator:
     """An estimator from a function of the rewards of all groups of a mini-batch, one number for each."""
     return lambda groups, _: list(map(float, function([_rewards(group.samples) for group in groups])))
-
-
-def _opo(group: TrainableGroup, _: AlgorithmConfig) -> Float64:
-    return estimators.opo(_rewards(group.samples), [sample.num_trained for sample in group.samples])
-
-
-def _pass_at_k(group: TrainableGroup, algorithm: AlgorithmConfig) -> Float64:
-    return estimators.pass_at_k(_rewards(group.samples), algorithm.pass_k, algorithm.success_threshold)
-
-
-def _remax(group: TrainableGroup, _: AlgorithmConfig) -> Float64:
-    return estimators.remax(_rewards(group.samples), group.baseline.shaped_reward if group.baseline else 0.0)
 
 
 def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> Values:
@@ -181,23 +168,23 @@ def _gdpo(groups: Groups, _: AlgorithmConfig, weights: dict[str, float] | None =
     return list(map(float, estimators.gdpo(values, list(weights.values()))))
 
 
+_OF_REWARDS = (
+    estimators.grpo, estimators.dr_grpo, estimators.rloo, estimators.max_rl,
+    estimators.grpo_passk, estimators.dr_grpo_passk,
+)  # fmt: skip
+_OF_BATCH = (estimators.grpo_batch, estimators.scale_rl, estimators.gpg)
 _ESTIMATORS: dict[str, Estimator] = {
-    "grpo": _of_rewards(estimators.grpo),
-    "dr_grpo": _of_rewards(estimators.dr_grpo),
-    "rloo": _of_rewards(estimators.rloo),
-    "pass_at_k": _of_groups(_pass_at_k),
+    **{one.__name__: _of_rewards(one) for one in _OF_REWARDS},
+    **{one.__name__: _of_batch(one) for one in _OF_BATCH},
+    "pass_at_k": _of_groups(lambda r, _, own: estimators.pass_at_k(r, own.pass_k, own.success_threshold)),
+    "opo": _of_groups(lambda r, group, _: estimators.opo(r, [s.num_trained for s in group.samples])),
+    "remax": _of_groups(
+        lambda r, group, _: estimators.remax(r, group.baseline.shaped_reward if group.baseline else 0.0)
+    ),
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "gae": _gae,
-    "opo": _of_groups(_opo),
-    "max_rl": _of_rewards(estimators.max_rl),
-    "grpo_passk": _of_rewards(estimators.grpo_passk),
-    "dr_grpo_passk": _of_rewards(estimators.dr_grpo_passk),
-    "grpo_batch": _of_batch(estimators.grpo_batch),
-    "scale_rl": _of_batch(estimators.scale_rl),
-    "gpg": _of_batch(estimators.gpg),
     "gdpo": _gdpo,
-    "remax": _of_groups(_remax),
 }
 """Estimators by the names of `tidemill.common.config.algorithm_table`."""
 

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import KlConfig, TeacherTermConfig
 from tidemill.common.wire.arrays import Float64
 from tidemill.services.trainer.algorithm.advantages.estimators import Discount, returns
+from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty
+from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
 from tidemill.services.trainer.groups.samples import Sample, Teaching
 
 
@@ -132,15 +135,10 @@ def _placed(sample: Sample, score: float) -> Float64:
 
 
 def _kl(sample: Sample, kl: KlConfig) -> Float64:
-    """Estimates of KL(rollout || reference) at the trained tokens, as in `losses.corrections`. Shape [A]."""
+    """Estimates of KL(rollout || reference) at the trained tokens. Shape [A]."""
     assert sample.reference_logprobs is not None, "`Policy.precompute` comes before advantages"
     difference_A = (sample.rollout_logprobs - sample.reference_logprobs)[sample.mask].astype(np.float64)
-    # As in the loss: `exp` of it stays finite.
-    difference_A = difference_A.clip(-20.0, 20.0)
-    if kl.estimator == "k1":
-        return difference_A
-    if kl.estimator == "abs":
-        return np.abs(difference_A)
-    if kl.estimator == "k2":
-        return 0.5 * difference_A**2
-    return np.minimum(np.expm1(-difference_A) + difference_A, np.inf if kl.bound is None else kl.bound)
+    # Finite: a reference may rule a token out.
+    gap_A = torch.from_numpy(difference_A.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    penalty_A: Float64 = kl_penalty(gap_A, torch.zeros(()), kl).numpy()
+    return penalty_A

@@ -5,51 +5,53 @@ micro-batch without depending on the split. So the mini-batch waits for its last
 computed from logprobs and entropies under the weights at the start of the step (`Policy.precompute`), and
 every token gets its share as a constant:
 
-* `factors` multiply the policy's term: 0 for tokens that an entropy quantile or clip-cov leaves out, and 1 /
+* `factors` multiply the policy's term: 0 for tokens that an entropy quantile or the loss leaves out, and 1 /
   (mean weight) where importance weights are normalised;
-* `penalised` are the tokens that kl-cov penalises.
+* `penalised` are the tokens that the loss penalises.
 
 Guarantee: neither depends on the order in which groups arrived, on micro-batches or on ranks.
 
-Shape legend: N trained tokens of a mini-batch, A of a sample, T all of its completion tokens.
+Shape legend: N trained tokens of a mini-batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import xxhash
+import torch
 from numpy.typing import NDArray
 
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.wire.arrays import Bits, Float64
-from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, MAX_LOG_RATIO
+from tidemill.services.trainer.algorithm.losses.corrections import importance_weights
+from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES
+from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Ratio
 from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample
-
-
-def needs_statistics(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.needs_start_entropies or algorithm.needs_start_logprobs
 
 
 def with_statistics(groups: Sequence[TrainableGroup], algorithm: AlgorithmConfig) -> list[TrainableGroup]:
     """The groups of one optimizer update, in any order, with the statistics that their samples need; they
     have advantages and precomputed values already."""
-    if not needs_statistics(algorithm):
+    if not algorithm.needs_statistics:
         return list(groups)
     # By key: sums, quantiles and ties are the same, whatever the order of arrival.
     samples = sorted((sample for group in groups for sample in group.samples), key=lambda s: s.key)
     factors_N, penalised_N = np.ones(sum(sample.num_trained for sample in samples)), None
     if algorithm.top_entropy_quantile < 1.0:
-        entropies_N = _joined([_trained(sample, sample.entropies) for sample in samples])
-        factors_N *= top_entropy(entropies_N, algorithm.top_entropy_quantile)
+        factors_N *= top_entropy(_trained(samples, "entropies"), algorithm.top_entropy_quantile)
     if algorithm.importance.normalise:
         factors_N /= mean_weight(samples, algorithm)
-    if algorithm.loss == "clip_cov":
-        is_clipped_N = _joined([_clipped(sample, algorithm) for sample in samples]) > 0
-        factors_N *= ~clip_cov_tokens(samples, token_covariances(samples), is_clipped_N, algorithm)
-    elif algorithm.loss == "kl_cov":
-        penalised_N = kl_cov_tokens(token_covariances(samples), algorithm).astype(np.float64)
+    loss = LOSSES.get(algorithm.loss)
+    if loss and loss.choose:
+        ratio = start_ratio(samples, algorithm)
+        places = [(sample.key, int(place)) for sample in samples for place in np.flatnonzero(sample.mask)]
+        chosen = loss.choose(ratio, loss.surrogate(ratio, algorithm), places, algorithm)
+        if loss.leaves_out:
+            factors_N[chosen] = 0.0
+        else:
+            penalised_N = np.zeros(len(places))
+            penalised_N[chosen] = 1.0
     found, end = {}, 0
     for sample in samples:
         start, end = end, end + sample.num_trained
@@ -80,86 +82,40 @@ def mean_weight(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> float:
 
     verl's `rollout_is_batch_normalize`. 1 where there is no token.
     """
-    importance, weights = algorithm.importance, []
-    for sample in samples:
-        logs_A = _trained(sample, sample.start_logprobs) - _trained(sample, sample.rollout_logprobs)
-        if importance.level != "token" and len(logs_A):
-            logs_A = np.array([logs_A.sum() if importance.level == "sequence" else logs_A.mean()])
-        weights.append(np.exp(logs_A.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)))
-    weights_M = _joined(weights).clip(importance.low, importance.high)
+    drift_N = _trained(samples, "start_logprobs") - _trained(samples, "rollout_logprobs")
+    sequence_N = _sequences(samples)
+    weights_N, *_ = importance_weights(
+        torch.from_numpy(drift_N), torch.from_numpy(sequence_N), len(samples), algorithm
+    )
+    weights_M = weights_N.numpy()
+    if algorithm.importance.level != "token":
+        weights_M = weights_M[np.unique(sequence_N, return_index=True)[1]]  # one of each sequence
     # Where all weights are 0, to divide by their mean would give NaN.
     return float(weights_M.mean()) if len(weights_M) and weights_M.any() else 1.0
 
 
-def token_covariances(samples: Sequence[Sample]) -> Float64:
-    """(A - mean A) (logprob - mean logprob) of each token, with means over all of them. Shape [N].
-
-    "The entropy mechanism of reinforcement learning", arXiv 2505.22617: the entropy falls fastest
-    where this is large. Advantages 1, -1 with logprobs -1, -3: both 1.
-    """
-    advantages_N = _joined(
-        [_trained(s, np.broadcast_to(np.asarray(s.advantage, np.float64), s.mask.shape)) for s in samples]
-    )
-    logprobs_N = _joined([_trained(sample, sample.start_logprobs) for sample in samples])
-    if not len(logprobs_N):
-        return logprobs_N
-    covariances_N: Float64 = (advantages_N - advantages_N.mean()) * (logprobs_N - logprobs_N.mean())
-    return covariances_N
+def start_ratio(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Ratio:
+    """The trained tokens of the samples as the loss will see them first, in float64."""
+    start_N, rollout_N = (_trained(samples, name) for name in ("start_logprobs", "rollout_logprobs"))
+    advantages = [np.broadcast_to(np.asarray(s.advantage, np.float64), s.mask.shape)[s.mask] for s in samples]
+    # With `recompute` the old policy is that of the start: the ratio is 1.
+    old_N = start_N if algorithm.old_logprobs == "recompute" else rollout_N
+    arrays = (start_N - old_N, _joined(advantages), start_N, _sequences(samples))
+    log_N, advantages_N, logprobs_N, sequence_N = map(torch.from_numpy, arrays)
+    return Ratio(log_N, advantages_N, logprobs_N, sequence_N, len(samples))
 
 
-def clip_cov_tokens(
-    samples: Sequence[Sample], covariances_N: Float64, is_clipped_N: Bits, algorithm: AlgorithmConfig
-) -> Bits:
-    """Tokens that clip-cov takes the gradient from, of N: a share of all tokens, at least one, chosen at
-    random among those whose covariance lies in (low, high) and that the ordinary clip leaves alone.
-
-    Clip-Cov of arXiv 2505.22617. Chance is a hash of the token's key and place: the same in every replay.
-    """
-    bounds, chosen_N = algorithm.covariance, np.zeros(len(covariances_N), dtype=np.bool_)
-    inside_N = (covariances_N > bounds.low) & (covariances_N < bounds.high) & ~is_clipped_N
-    candidates = np.flatnonzero(inside_N)
-    places = [(s.key, int(place)) for s in samples for place in np.flatnonzero(s.mask)]
-    order = sorted(candidates.tolist(), key=lambda n: (_chance(*places[n]), n))
-    chosen_N[order[: _count(bounds.share, len(covariances_N))]] = True
-    return chosen_N
+def _sequences(samples: Sequence[Sample]) -> NDArray[np.int64]:
+    return np.repeat(np.arange(len(samples)), [sample.num_trained for sample in samples])
 
 
-def kl_cov_tokens(covariances_N: Float64, algorithm: AlgorithmConfig) -> Bits:
-    """Tokens that kl-cov penalises, of N: the share with the largest covariances, at least one.
-
-    KL-Cov of arXiv 2505.22617. Ties go to the first by key and place.
-    """
-    chosen_N = np.zeros(len(covariances_N), dtype=np.bool_)
-    order = np.argsort(-covariances_N, kind="stable")
-    chosen_N[order[: _count(algorithm.covariance.share, len(covariances_N))]] = True
-    return chosen_N
-
-
-def _count(share: float, num_tokens: int) -> int:
-    return max(int(share * num_tokens), 1)
-
-
-def _chance(key: tuple[int, int], place: int) -> int:
-    # Little-endian on every machine: it has to be the same hash.
-    return xxhash.xxh3_64_intdigest(np.array([*key, place], dtype="<i8").tobytes())
-
-
-def _clipped(sample: Sample, algorithm: AlgorithmConfig) -> Float64:
-    """1 where PPO's clip cuts a trained token's gradient at the start of the step, else 0. Shape [A]."""
-    if algorithm.old_logprobs == "recompute":
-        return np.zeros(sample.num_trained)  # the ratio is 1
-    logs_A = _trained(sample, sample.start_logprobs) - _trained(sample, sample.rollout_logprobs)
-    advantages_A = _trained(sample, np.broadcast_to(np.asarray(sample.advantage), sample.mask.shape))
-    is_high_A = (advantages_A > 0) & (logs_A > np.log1p(algorithm.clip_high))
-    is_low_A = (advantages_A < 0) & (np.exp(logs_A) < 1.0 - algorithm.clip_low)
-    clipped_A: Float64 = (is_high_A | is_low_A).astype(np.float64)
-    return clipped_A
-
-
-def _trained(sample: Sample, values_T: NDArray[np.floating] | None) -> Float64:
-    assert values_T is not None, "`Policy.precompute` comes before statistics"
+def _trained(samples: Sequence[Sample], field: str) -> Float64:
+    """A field of [T] at the trained tokens of all samples. Shape [N]."""
+    values = [getattr(sample, field) for sample in samples]
+    assert all(value is not None for value in values), "`Policy.precompute` comes before statistics"
+    joined_N = _joined([value[s.mask].astype(np.float64) for s, value in zip(samples, values, strict=True)])
     # A token that the model rules out counts as in the loss.
-    return np.maximum(values_T[sample.mask].astype(np.float64), LOGPROB_FLOOR)
+    return np.maximum(joined_N, LOGPROB_FLOOR)
 
 
 def _joined(parts: Sequence[Float64]) -> Float64:

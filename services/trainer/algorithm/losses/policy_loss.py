@@ -64,9 +64,7 @@ def policy_loss(
         num_sequences=tokens.num_sequences,
         penalised_N=tokens.penalised_N,
     )
-    if tokens.imitation_N is not None:  # the sums of weights are those of sampled tokens
-        is_sampled_N = tokens.imitation_N == 0
-        importance_N, raw_N = importance_N * is_sampled_N, raw_N * is_sampled_N
+    importance_N, raw_N = tokens.of_sampled(importance_N), tokens.of_sampled(raw_N)
     result = surrogate(ratio, algorithm)
     sums = _sums(tokens, result) | {
         "weight_sum": importance_N.sum(),
@@ -104,6 +102,8 @@ def policy_loss(
     if algorithm.rejection.is_on:
         is_rejected_N = rejected_tokens(drift_N, *sequences, algorithm.rejection)
         weights_N, sums["rejected"] = kept_weights(tokens, is_rejected_N, algorithm), is_rejected_N.sum()
+        if algorithm.rejection.denominator == "kept" and algorithm.normalisation == "token":
+            sums["denominator"] = -sums["rejected"]
     # Last: a rejected token, whose weight is 0, is in none of the terms.
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
@@ -116,10 +116,8 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
 
     Logprobs -0.5 and -2 of demonstrations with a weight of 0.1: 0.05 and 0.2.
     """
-    weights_N = tokens.imitation_N
-    if weights_N is None:
+    if (weights_N := tokens.imitation_N) is None or (is_shown_N := tokens.is_shown_N) is None:
         return loss_N
-    is_shown_N = weights_N > 0
     sums["imitation_sum"] = -(tokens.logprobs_N.detach() * is_shown_N).sum()
     sums["imitation_tokens"] = is_shown_N.sum()
     return torch.where(is_shown_N, -weights_N * tokens.logprobs_N, loss_N)
@@ -151,9 +149,8 @@ def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tens
     """The routers' weighted losses of each token; their unweighted means over layers go into `sums`."""
     sequences = tokens.sequence_N, tokens.num_sequences
     balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
-    is_sampled_N = 1.0 if tokens.imitation_N is None else tokens.imitation_N == 0
-    sums["balance_sum"] = (balance_N.detach() * is_sampled_N).sum() / len(tokens.routing)
-    sums["router_z_sum"] = (z_N.detach() * is_sampled_N).sum() / len(tokens.routing)
+    sums["balance_sum"] = tokens.of_sampled(balance_N.detach()).sum() / len(tokens.routing)
+    sums["router_z_sum"] = tokens.of_sampled(z_N.detach()).sum() / len(tokens.routing)
     return algorithm.router.balance * balance_N + algorithm.router.z * z_N
 
 

@@ -11,13 +11,17 @@ Shape legend: N trained tokens, S sequences that they belong to.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.errors import ConfigError
+from tidemill.common.wire.arrays import Float64
 from tidemill.services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
     Ratio,
@@ -29,19 +33,63 @@ from tidemill.services.trainer.algorithm.users_function import contained, load_u
 
 
 def ppo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
-    """The clipped objective of each token by its own ratio.
-
-    Also for clip-cov (arXiv 2505.22617): the tokens that it leaves out have the factor 0 (`mini_batch.py`).
-    """
+    """The clipped objective of each token by its own ratio."""
     return clipped_surrogate(ratio.ratio_N, ratio.advantages_N, algorithm)
+
+
+Place = tuple[tuple[int, int], int]
+"""The key of a token's sample, and the token's place in the completion."""
+
+
+def token_covariances(ratio: Ratio) -> Float64:
+    """(A - mean A) (logprob - mean logprob) of each token of a mini-batch, with means over all. Shape [N].
+
+    arXiv 2505.22617: the entropy falls fastest where this is large, and most of it comes from a few tokens.
+    Advantages 1, -1 with logprobs -1, -3: both 1.
+    """
+    # By numpy: sums of torch depend on the number of its threads, and the last bit may decide between tokens.
+    advantages_N, logprobs_N = ratio.advantages_N.numpy(), ratio.logprobs_N.numpy()
+    count = max(len(logprobs_N), 1)
+    covariances_N: Float64 = (advantages_N - advantages_N.sum() / count) * (
+        logprobs_N - logprobs_N.sum() / count
+    )
+    return covariances_N
+
+
+def clip_cov_tokens(
+    ratio: Ratio, result: Surrogate, places: Sequence[Place], algorithm: AlgorithmConfig
+) -> list[int]:
+    """Which of N tokens clip-cov takes the gradient from: a share of all, at least one, at random among those
+    whose covariance lies in (low, high) and that the ordinary clip leaves alone (arXiv 2505.22617).
+
+    Chance is a hash of the token's key and place: the same in every replay.
+    """
+    covariances_N, bounds = token_covariances(ratio), algorithm.covariance
+    assert result.is_low_N is not None and result.is_high_N is not None, "PPO has both bounds"
+    is_free_N = ~(result.is_low_N | result.is_high_N).numpy()
+    inside_N = (covariances_N > bounds.low) & (covariances_N < bounds.high) & is_free_N
+    order = sorted(np.flatnonzero(inside_N).tolist(), key=lambda n: (_chance(*places[n]), n))
+    return order[: max(int(bounds.share * len(places)), 1)]
+
+
+def kl_cov_tokens(
+    ratio: Ratio, result: Surrogate, places: Sequence[Place], algorithm: AlgorithmConfig
+) -> list[int]:
+    """Which of N tokens kl-cov penalises: the share with the largest covariances, at least one; of equal ones
+    the first by key and place (arXiv 2505.22617)."""
+    order: list[int] = np.argsort(-token_covariances(ratio), kind="stable").tolist()
+    return order[: max(int(algorithm.covariance.share * len(places)), 1)]
+
+
+def _chance(key: tuple[int, int], place: int) -> int:
+    # Little-endian on every machine: it has to be the same hash.
+    return xxhash.xxh3_64_intdigest(np.array([*key, place], dtype="<i8").tobytes())
 
 
 def kl_cov(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     """r A, less coefficient * |log r| on the chosen tokens; nothing is clipped.
 
-    arXiv 2505.22617: a policy's entropy falls with the covariance of logprob and advantage, most of which
-    comes from a few tokens. Which tokens is a statistic of the mini-batch (`mini_batch.py`). r = 1.2, A = 2,
-    coefficient 1: 2.4, and 2.4 - 0.1823 = 2.2177 on a chosen token.
+    r = 1.2, A = 2, coefficient 1: 2.4, and 2.4 - 0.1823 = 2.2177 on a chosen token.
     """
     objective_N = ratio.ratio_N * ratio.advantages_N
     if ratio.penalised_N is not None:
@@ -227,18 +275,21 @@ LOSS_FIELD = "trainer.algorithm.loss"
 
 SurrogateFunction = Callable[[Ratio, AlgorithmConfig], Surrogate]
 
-_BY_NAME: dict[str, SurrogateFunction] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "clip_cov": ppo,
-    "kl_cov": kl_cov,
-    "gmpo": gmpo,
-    "vespo": vespo,
+
+class Loss(NamedTuple):
+    """A built-in loss, and how it chooses tokens of a mini-batch, if it does."""
+
+    surrogate: SurrogateFunction
+    choose: Callable[[Ratio, Surrogate, Sequence[Place], AlgorithmConfig], list[int]] | None = None
+    """From all tokens at the start of the step, and what the surrogate makes of them."""
+    leaves_out: bool = False
+    """Whether the chosen ones have no policy term; else they are `Ratio.penalised_N`."""
+
+
+_PLAIN = (ppo, gspo, cispo, reinforce, sapo, dppo_tv, dppo_kl, gmpo, vespo)
+LOSSES = {one.__name__: Loss(one) for one in _PLAIN} | {
+    "clip_cov": Loss(ppo, clip_cov_tokens, leaves_out=True),
+    "kl_cov": Loss(kl_cov, kl_cov_tokens),
 }
 """Losses by the names of `tidemill.common.config.algorithm_table`."""
 
@@ -250,9 +301,9 @@ def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
         ConfigError: a user's own cannot be loaded, or fails on three made-up tokens.
     """
     if not is_users_own(algorithm.loss):
-        return _BY_NAME[algorithm.loss]
+        return LOSSES[algorithm.loss].surrogate
     where = f"{LOSS_FIELD} {algorithm.loss}"
-    function = load_users_function(LOSS_FIELD, algorithm.loss, ("ratio", "algorithm"))
+    function, _ = load_users_function(LOSS_FIELD, algorithm.loss, ("ratio", "algorithm"))
 
     def surrogate(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
         returned = function(ratio=ratio, algorithm=algorithm)

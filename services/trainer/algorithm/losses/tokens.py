@@ -4,11 +4,11 @@ Shape legend: N trained tokens of one forward pass, S whole sequences that they 
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tidemill.common.config.algorithm import Normalisation as Normalisation
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 
 MAX_LOG_RATIO = 20.0
@@ -48,7 +48,7 @@ class Tokens:
     factors_N: Tensor | None = None
     """Factor of each token's policy term, from statistics of the mini-batch."""
     penalised_N: Tensor | None = None
-    """1 for the tokens that kl-cov penalises."""
+    """1 for the tokens that the loss penalises."""
     teacher_logprobs_N: Tensor | None = None
     teacher_weights_N: Tensor | None = None
     """Weight of each token's teacher; 0 without one. Both fields are None, or neither is."""
@@ -74,16 +74,22 @@ class Tokens:
             },
         )
 
+    @property
+    def is_shown_N(self) -> Tensor | None:
+        """Which tokens are of demonstrations; None where all were sampled."""
+        return None if self.imitation_N is None else self.imitation_N > 0
+
+    def of_sampled(self, values_N: Tensor) -> Tensor:
+        """The values, 0 for demonstrations."""
+        return values_N if (is_shown_N := self.is_shown_N) is None else values_N.masked_fill(is_shown_N, 0.0)
+
     def without_demonstrations(self) -> "Tokens":
         """The same with demonstrations as tokens that the current policy sampled, without advantage and
         entropy: what compares policies finds no difference there."""
-        if self.imitation_N is None:
+        if (is_shown_N := self.is_shown_N) is None:
             return self
-        is_shown_N, current_N = self.imitation_N > 0, self.logprobs_N.detach()
-        found = {
-            "advantages_N": self.advantages_N.masked_fill(is_shown_N, 0.0),
-            "entropies_N": self.entropies_N.masked_fill(is_shown_N, 0.0),
-        }
+        current_N = self.logprobs_N.detach()
+        found = {name: self.of_sampled(getattr(self, name)) for name in ("advantages_N", "entropies_N")}
         if self.factors_N is not None:
             found["factors_N"] = self.factors_N.masked_fill(is_shown_N, 1.0)  # 0 is a token that is left out
         for name in ("rollout_logprobs_N", "proximal_logprobs_N", "reference_logprobs_N"):
@@ -102,7 +108,7 @@ class Ratio:
     sequence_N: Tensor
     num_sequences: int
     penalised_N: Tensor | None = None
-    """1 for the tokens that kl-cov penalises; None with other losses."""
+    """1 for the tokens that the loss penalises; None where it chooses none."""
 
     @property
     def ratio_N(self) -> Tensor:
@@ -134,9 +140,6 @@ def sequence_means(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> 
     """Means over the tokens of each sequence. Shape [S]; 0 for a sequence without a token."""
     counts_S = sequence_sums(torch.ones_like(values_N), sequence_N, num_sequences)
     return sequence_sums(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1.0)
-
-
-Normalisation = Literal["sequence", "token", "constant", "prompt", "sequence_sum"]
 
 
 def token_weight(normalisation: Normalisation, num_trained: int, group_trained: int = 0) -> float:

@@ -94,7 +94,7 @@ class MicroBatchMetrics:
         def join(name: str) -> Any:
             mine, theirs = getattr(self, name), getattr(other, name)
             if name == "expert_counts":
-                return _added(mine, theirs)
+                return tuple(map(_added, mine, theirs)) if mine and theirs else mine or theirs
             return max(mine, theirs) if name.endswith("_max") else mine + theirs
 
         return MicroBatchMetrics(**{item.name: join(item.name) for item in fields(self)})
@@ -109,12 +109,8 @@ def count_batch(
     return MicroBatchMetrics(sequences, tokens, share)
 
 
-ExpertCounts = Sequence[Sequence[int]]
-
-
-def _added(mine: ExpertCounts, theirs: ExpertCounts) -> tuple[tuple[int, ...], ...]:
-    pairs = zip(mine, theirs, strict=True) if mine and theirs else ((layer,) for layer in mine or theirs)
-    return tuple(tuple(np.sum(pair, axis=0).tolist()) for pair in pairs)
+def _added(mine: Sequence[int], theirs: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(mine, theirs, strict=True))
 
 
 def total_metrics(parts: Sequence[Sums]) -> MicroBatchMetrics:

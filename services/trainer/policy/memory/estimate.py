@@ -154,8 +154,8 @@ def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str,
         parts["reference model"] = size * own
     if has_critic(config):
         parts["critic"] = 16.0 * own
-    needs_start = trainer.needs_proximal or algorithm.needs_start_logprobs or algorithm.needs_start_entropies
-    if trainer.updates_per_step > 1 and (needs_start or algorithm.needs_values):
+    needs_start = trainer.needs_proximal or algorithm.needs_values or algorithm.needs_statistics
+    if trainer.updates_per_step > 1 and needs_start:
         parts["held weights"] = 4.0 * own_trained
     return parts
 

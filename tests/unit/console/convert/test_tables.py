@@ -28,12 +28,12 @@ def test_a_row_leads_to_fields_that_exist_or_says_why_to_none(table: OptionTable
     assert row.targets or row.note
     written = [field for ours in row.values.values() if isinstance(ours, dict) for field in ours]
     assert [field for field in written if not is_field(field)] == []
-    assert row.computed or len(row.targets) < 2 or written
+    assert row.computed or row.by or len(row.targets) < 2 or written
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.project)
-def test_an_option_has_one_row(table: OptionTable) -> None:
-    names = [option for row in table.rows for option in row.options]
+def test_an_option_has_one_row_for_a_condition(table: OptionTable) -> None:
+    names = [(option, row.when) for row in table.rows for option in row.options]
     assert sorted(names) == sorted(set(names))
 
 

@@ -13,13 +13,8 @@ from tests.support.losses import our_loss, probable_rectangle, with_statistics
 from tests.support.models import masked
 from tests.support.training import plain_sample
 from tidemill.common.config.algorithm import AlgorithmConfig
-from tidemill.services.trainer.algorithm.losses.mini_batch import (
-    clip_cov_tokens,
-    kl_cov_tokens,
-    mean_weight,
-    token_covariances,
-    top_entropy,
-)
+from tidemill.services.trainer.algorithm.losses.mini_batch import mean_weight, start_ratio, top_entropy
+from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES, token_covariances
 from tidemill.services.trainer.groups.samples import Sample
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
@@ -63,18 +58,26 @@ def test_covariances_and_what_is_chosen_by_hand():
         sample_of(0, [math.exp(-1), math.exp(-3)], [0.5, 0.5], 1.0),
         sample_of(1, [math.exp(-2)] * 2, [0.5, 0.5], -1.0),
     ]
-    covariances = token_covariances(samples)
-    np.testing.assert_allclose(covariances, [1.0, -1.0, 0.0, 0.0], atol=1e-6)
     kl_cov = AlgorithmConfig(loss="kl_cov", covariance={"share": 0.5}, **ROLLOUT)
-    assert kl_cov_tokens(covariances, kl_cov).tolist() == [True, False, True, False], (
-        "2 of 4, the first of equal"
+    np.testing.assert_allclose(
+        token_covariances(start_ratio(samples, kl_cov)), [1.0, -1.0, 0.0, 0.0], atol=1e-6
     )
-    clip_cov = AlgorithmConfig(loss="clip_cov", covariance={"share": 0.01, "low": -0.5, "high": 0.5})
-    none = np.zeros(4, np.bool_)
-    chosen = clip_cov_tokens(samples, covariances, none, clip_cov)
-    assert chosen.sum() == 1 and chosen[2:].any(), "one of the two inside, the share rounds to none"
-    is_clipped = np.array([False, False, True, False])
-    assert clip_cov_tokens(samples, covariances, is_clipped, clip_cov).tolist() == [False, False, False, True]
+    assert chosen(samples, kl_cov) == [True, False, True, False], "2 of 4, the first of equal"
+    fields = {"loss": "clip_cov", "covariance": {"share": 0.01, "low": -0.5, "high": 0.5}}
+    of_all = chosen(samples, AlgorithmConfig(**fields))
+    assert sum(of_all) == 1 and any(of_all[2:]), "one of the two inside, the share rounds to none"
+    # The third has A < 0 and the ratio 0.14 / 0.5, below the clip; the last 0.14 / 0.14
+    samples[1] = sample_of(1, [math.exp(-2)] * 2, [0.5, math.exp(-2)], -1.0)
+    assert chosen(samples, AlgorithmConfig(**fields, **ROLLOUT)) == [False, False, False, True]
+
+
+def chosen(samples: list[Sample], algorithm: AlgorithmConfig) -> list[bool]:
+    """Whether the loss chooses each trained token of a mini-batch."""
+    ratio, (surrogate, choose, _) = start_ratio(samples, algorithm), LOSSES[algorithm.loss]
+    places = [(sample.key, place) for sample in samples for place in range(len(sample.mask))]
+    assert choose is not None
+    found = choose(ratio, surrogate(ratio, algorithm), places, algorithm)
+    return [place in found for place in range(len(places))]
 
 
 def samples_of(data: SimpleNamespace) -> list[Sample]:

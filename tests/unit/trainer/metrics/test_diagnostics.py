@@ -1,12 +1,15 @@
 """A number that leaves its healthy range is said once, in plain words; and once when it is back."""
 
 import math
+import re
 from typing import Any
 
 import pytest
 
 from tests.support.training import trainer_config
-from tidemill.common.config.diagnostics import HealthyRange
+from tidemill.common.config import RunConfig
+from tidemill.common.config.diagnostics import CHECKS, HealthyRange
+from tidemill.common.config.loading import _field_paths
 from tidemill.common.errors import ConfigError
 from tidemill.common.telemetry import metrics
 from tidemill.services.trainer.metrics.diagnostics import MAX_WARNINGS, Diagnostics, time_advice
@@ -82,6 +85,15 @@ def test_the_advice_about_waiting_is_about_the_longest_wait() -> None:
     (warning,) = diagnostics(1).observe(0, numbers)
     assert warning.advice.startswith("It waited 8 s for scores: add reward workers")
     assert "tidemill status" in time_advice({})
+
+
+def test_what_an_advice_names_is_a_setting_or_a_metric() -> None:
+    fields = [f".{path}" for path in _field_paths(RunConfig)]
+    for check in CHECKS.values():
+        text = f"{check.problem} {check.problem_low} {check.advice} {check.advice_low}"
+        for name in re.findall(r"[a-z]+(?:[._][a-z_]+)+", text):
+            is_field = any(field.endswith(f".{name}") for field in fields)
+            assert is_field or name in [other.metric for other in CHECKS.values()], name
 
 
 def test_a_range_without_bounds_says_nothing() -> None:
