@@ -48,7 +48,8 @@ def _select_in(
     path: Path, stream: StreamName, selection: Selection, backwards: bool
 ) -> Iterator[list[ArchivedRecord]]:
     step = -1 if backwards else 1
-    with pq.ParquetFile(path, memory_map=True) as file:
+    # Not mapped into memory: where a file that is read becomes shorter, the kernel would end the process.
+    with pq.ParquetFile(path) as file:
         for group in range(file.metadata.num_row_groups)[::step]:
             places = _places(file, group, selection)[::step]
             if not places:

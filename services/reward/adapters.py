@@ -13,6 +13,7 @@ number. A request that was not answered, because the service was busy or restart
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 import weakref
@@ -21,6 +22,10 @@ from urllib.parse import urlsplit
 
 PATIENCE_S = 600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+CONNECT_S = 10.0
+ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
+"""The kernel asks whether the server's machine is there, and ends the connection after a minute without an
+answer. Scores themselves may take as long as they need."""
 TRUTHS = ("ground_truth", "solution", "answer")
 """Columns of TRL's datasets that hold the truth; the first one that is there."""
 AT_ONCE = 512
@@ -162,8 +167,14 @@ async def _post(body: bytes) -> tuple[int, bytes]:
         f"POST {url.path.rstrip('/')}/v1/scores HTTP/1.1\r\nHost: {url.netloc}\r\n{shown}"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
-    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=url.scheme == "https" or None)
+    opening = asyncio.open_connection(url.hostname, port, ssl=url.scheme == "https" or None)
+    reader, writer = await asyncio.wait_for(opening, CONNECT_S)
     try:
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in ALIVE.items():
+            if hasattr(socket, name):  # not on every system
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         writer.write(head.encode() + body)
         await writer.drain()
         answer, _, content = (await reader.read()).partition(b"\r\n\r\n")

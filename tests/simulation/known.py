@@ -1,4 +1,4 @@
-"""Schedules that once found a bug, by what they found. The README has what each reported then."""
+"""Schedules that once found a bug, by what they found."""
 
 from tests.simulation.schedule import Fault, Schedule, Setup
 

@@ -165,6 +165,8 @@ class OpenEnvEnvironment(Environment):
 
         try:
             async with asyncio.timeout(self._timeout_s):
+                if kind == "step":
+                    await self._check_unread()
                 with contextlib.suppress(ConnectionClosed):  # of a full server: it has said so before
                     await self._connection.send(json.dumps({"type": kind, "data": data}, default=str))
                 frame = json.loads(await self._connection.recv())
@@ -188,6 +190,14 @@ class OpenEnvEnvironment(Environment):
             if kind == "step" and self._options.action_schema is not None:
                 raise _RefusedError(message)
         raise EnvironmentFaultError(f"{self._url}: {kind} failed with {code}: {message}", kind)
+
+    async def _check_unread(self) -> None:
+        """Raise EnvironmentFaultError where the server has sent one answer too many: answers have no number,
+        and each later one would be taken for that of the step after it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                frame = str(await self._connection.recv())[:MAX_CHARS]
+                raise EnvironmentFaultError(f"{self._url}: a second answer to one step: {frame}", "step")
 
     def _text(self, observation: Any) -> str:
         if not isinstance(observation, Mapping):

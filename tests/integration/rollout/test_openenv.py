@@ -2,6 +2,7 @@
 installed beside vLLM."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,21 @@ async def test_a_server_that_says_no_frame_is_a_fault(said: str) -> None:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(EnvironmentFaultError, match="reset"):
             await play(f"openenv:http://127.0.0.1:{port}", "x")
+
+
+async def test_a_second_answer_to_one_step_is_a_fault_and_not_the_answer_to_the_next() -> None:
+    async def answer(connection: ServerConnection) -> None:
+        for number in range(4):
+            frame = await connection.recv()
+            observation = {"observation": {"text": f"{number}"}, "reward": 0.0, "done": number == 3}
+            said = json.dumps({"type": "observation", "data": observation})
+            for _ in range(2 if json.loads(frame)["type"] == "step" else 1):
+                await connection.send(said)
+
+    async with serve(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EnvironmentFaultError, match="second answer"):
+            await play(f"openenv:http://127.0.0.1:{port}", "x", "y", "z")
 
 
 async def test_a_server_that_is_not_there_is_a_fault() -> None:

@@ -3,11 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
+from tidemill import __main__ as entry
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.__main__ import app, main
 from tidemill.services.console.options import runs_here
@@ -66,3 +68,17 @@ def test_a_run_is_found_by_id_folder_and_latest(tmp_path: Path, monkeypatch: pyt
     assert runs_here("o") == ["one"] and runs_here("x") == []
     os.chdir(elsewhere)
     assert runs_here("") == []
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Importing(ModuleType):
+        def __getattr__(self, name: str) -> NoReturn:
+            raise KeyboardInterrupt
+
+    name = "tidemill.services.console.__main__"
+    monkeypatch.setitem(sys.modules, name, Importing(name))
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 130

@@ -1,7 +1,10 @@
 """Which samples of another trainer share a request to `tidemill serve-rewards`."""
 
 import asyncio
+import contextlib
 import json
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +84,38 @@ async def test_half_a_character_can_be_scored(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(adapters, "_post", post)
     monkeypatch.setattr(adapters, "PATIENCE_S", 0.0)
     assert await adapters.compute_score("", "ab\ud83d", "") == 3.0
+
+
+async def test_a_machine_that_takes_no_connection_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "CONNECT_S", 0.1)
+    monkeypatch.setattr(adapters, "PATIENCE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as clients:
+        address = server.getsockname()
+        monkeypatch.setenv("TIDEMILL_REWARDS_URL", f"http://127.0.0.1:{address[1]}")
+        # It accepts none, and Linux drops what does not fit into its queue, as if the machine was gone.
+        clients.enter_context(socket.create_connection(address))
+        with pytest.raises(RuntimeError, match="no scores"):
+            await adapters.compute_score("", "answer", "")
+
+
+def timers_of(port: int) -> list[str]:
+    """The kernel's timers of the connections from a port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [row[5].partition(":")[0] for row in rows if row[1].endswith(f":{port:04X}")]
+
+
+async def test_the_kernel_watches_a_connection_that_waits_for_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}]}")
+        timers.extend(timers_of(writer.get_extra_info("peername")[1]))
+        body = b'{"scores": [{"value": 1.0}]}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setenv("TIDEMILL_REWARDS_URL", f"http://127.0.0.1:{port}")
+        assert await adapters.compute_score("", "answer", "") == 1.0
+    assert timers == ["02"], "the one of keepalive"

@@ -9,13 +9,15 @@ import pytest
 from tests.support.archives import STREAM, archive, fill, ids_listed, run_folder, scanned
 from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
+from tests.support.trajectories import make_trajectory
 from tidemill.common.archive import manifest, stream_folder
 from tidemill.common.archive.archiver import check, cut_back, retain, sweep, writing
 from tidemill.common.archive.manifest import NEEDED_FILE, TRIMMED_FILE, Manifest, note_needed, note_trim
+from tidemill.common.archive.reader import select
 from tidemill.common.config import ArchiveConfig
 from tidemill.common.errors import ArchiveError
 from tidemill.common.history import History, Selection, StreamName
-from tidemill.common.streams import Entry, Garbled, id_after, trim_before
+from tidemill.common.streams import Entry, Garbled, append, id_after, trim_before
 
 Records = list[Entry | Garbled]
 
@@ -74,6 +76,23 @@ async def test_entries_that_nobody_archived_before_they_were_trimmed_are_found(b
     await scanned(History(keys.run_id, run_dir, None))
     assert "has a gap: entries after" in caplog.text
     assert ids_listed(Manifest.load(folder)), "and what came after it is archived"
+
+
+async def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_ends_no_process(
+    broker, keys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tidemill.common.archive.archiver.ROW_GROUP_ROWS", 2)
+    run_dir = run_folder(tmp_path, keys)
+    # Larger than a page of memory, compressed.
+    made = [make_trajectory(ticket, text=os.urandom(2000).hex()) for ticket in range(20)]
+    await append(broker, keys.trajectories(), *made)
+    await archive(broker, keys, run_dir, segment_bytes=1 << 20)
+    found = Manifest.load(stream_folder(run_dir, STREAM))
+    records = select(found, STREAM, Selection())
+    assert next(records)
+    os.truncate(found.segments[0].path, 1000)
+    with pytest.raises(ArchiveError, match="cannot be read"):
+        list(records)
 
 
 async def test_a_file_that_cannot_be_read_is_a_damage_and_hides_no_other(keys, run_dir, monkeypatch):
