@@ -226,7 +226,7 @@ def test_only_services_of_the_run_reach_redis() -> None:
     (rule,) = policy["ingress"]
     (expression,) = rule["from"][0]["podSelector"]["matchExpressions"]
     names = {t["metadata"]["labels"]["app.kubernetes.io/name"] for t in TEMPLATES.values()}
-    assert set(expression["values"]) == names - {"redis", "reward-model"}
+    assert set(expression["values"]) == names - {"redis"}
     assert [port["port"] for port in rule["ports"]] == [6379]
 
 
