@@ -63,6 +63,15 @@ def test_what_goes_on_top_changes_services_that_are_there_and_the_whole_is_valid
             assert over[name]["image"].replace("-cpu}", "}") == SERVICES[name]["image"], name
 
 
+def test_redis_over_tls_has_all_other_settings_and_everybody_can_read_the_authority() -> None:
+    over = yaml.safe_load((FILE.parent / "infra/compose/tls.yml").read_text())["services"]
+    command = SERVICES["redis"]["command"]
+    assert over["redis"]["command"][: len(command)] == command
+    for name, service in SERVICES.items():
+        if "TIDEMILL_REDIS_URL" in service.get("environment", {}):
+            assert any(":/data:ro" in volume for volume in service["volumes"]), name
+
+
 def test_every_service_with_a_gpu_is_without_nvidias_runtime_on_other_nodes() -> None:
     with_gpu = {name for name, service in SERVICES.items() if "runtime" in service}
     over = yaml.safe_load((FILE.parent / "infra/compose/cpu.yml").read_text())["services"]
@@ -84,6 +93,12 @@ def test_every_service_belongs_to_a_profile_and_all_is_one_machine() -> None:
     assert set().union(*profiles.values()) == set(PROFILES)
     for name, found in profiles.items():
         assert ("all" in found) == (bool(found & {"head", "rollout", "reward"})), name
+
+
+@pytest.mark.parametrize("name", ["trainer", "rollout", "reward"])
+def test_who_writes_or_reads_trajectories_sees_the_folder_of_runs(name: str) -> None:
+    """With `streams.claim_check_bytes` they are files there."""
+    assert any(":/runs" in volume for volume in SERVICES[name]["volumes"])
 
 
 @pytest.mark.parametrize("profile", sorted(set(PROFILES) - {"console"}))
