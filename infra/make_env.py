@@ -9,16 +9,21 @@ passwords of the services it runs, and no others. Needs nothing but Python.
 
 import argparse
 import os
+import re
 import secrets
 import subprocess
 import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-ENV, EXAMPLE = ".env", ".env.example"
+ENV, EXAMPLE, COMPOSE = ".env", ".env.example", "docker-compose.yml"
+LOOPBACK = "127.0.0.1"
 TOKENS = ("TIDEMILL_WEIGHTS_TOKEN", "TIDEMILL_MODEL_TOKEN", "GRAFANA_PASSWORD")
 TOKEN_BYTES = 24
-COPIED = ("TIDEMILL_RUN_ID", "TIDEMILL_DATA", "TIDEMILL_TAG", "TIDEMILL_IMAGES")
+COPIED = (
+    "TIDEMILL_RUN_ID", "TIDEMILL_DATA", "TIDEMILL_TAG", "TIDEMILL_IMAGES", "TIDEMILL_REDIS_CA",
+    "TIDEMILL_GPU_RUNTIME", "ROLLOUT_GPUS_EACH", "REWARD_MODEL_GPUS_EACH", "SERVERS_NAME",
+)  # fmt: skip
 """Settings that a node copies from the head."""
 SECRETS_OF = {
     "rollout": ("ROLLOUT_PASSWORD", "TIDEMILL_WEIGHTS_TOKEN"),
@@ -49,7 +54,8 @@ def main() -> None:
 def write_head(folder: Path) -> None:
     """Write .env and secrets/, keeping every value that is there."""
     path = folder / ENV
-    text = (path if path.exists() else REPO / EXAMPLE).read_text(encoding="utf-8")
+    example = (REPO / EXAMPLE).read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if path.exists() else example
     known = read_settings(text)
     users = Path(known.get("TIDEMILL_SECRETS") or "./secrets")
     users = users if users.is_absolute() else folder / users
@@ -57,11 +63,14 @@ def write_head(folder: Path) -> None:
     subprocess.run([sys.executable, str(make_users), str(users)], check=True)
     found = read_settings((users / "passwords.env").read_text(encoding="utf-8"))
     found |= {name: known.get(name) or secrets.token_urlsafe(TOKEN_BYTES) for name in TOKENS}
-    wanted = set(read_settings((REPO / EXAMPLE).read_text(encoding="utf-8")))
+    wanted = set(read_settings(example))
     path.touch(0o600)
     os.chmod(path, 0o600)  # before the content, and for a file that was there
     path.write_text(filled(text, {name: found[name] for name in found if name in wanted}), encoding="utf-8")
     print(f"wrote {path}")
+    offered = re.findall(r"^#?([A-Z][A-Z_]+)=", example, re.MULTILINE)
+    if unread := sorted(set(known) - set(offered)):
+        _warn(f"{path}: nothing reads {', '.join(unread)}. {EXAMPLE} has every setting of this release")
 
 
 def node_settings(folder: Path, head: str, profiles: list[str]) -> str:
@@ -69,12 +78,20 @@ def node_settings(folder: Path, head: str, profiles: list[str]) -> str:
         sys.exit(f"there is no {folder / ENV}: run this on the head, first without --node")
     known = read_settings((folder / ENV).read_text(encoding="utf-8"))
     lines = [f"{name}={known[name]}" for name in COPIED if name in known]
-    lines.append(f"TIDEMILL_REDIS_URL=redis://{head}:{known.get('REDIS_PORT', '6379')}/0")
+    if (bind := known.get("TIDEMILL_BIND") or LOOPBACK) == LOOPBACK != head:
+        _warn(f"{folder / ENV}: with TIDEMILL_BIND={bind} no node reaches the head; give it {head}, and `up -d`")
+    scheme = "rediss" if known.get("TIDEMILL_REDIS_URL", "").startswith("rediss:") else "redis"
+    lines.append(f"TIDEMILL_REDIS_URL={scheme}://{head}:{known.get('REDIS_PORT', '6379')}/0")
     if "rollout" in profiles:
         lines.append(f"TIDEMILL_WEIGHTS_URL=http://{head}:{known.get('WEIGHTS_PORT', '8200')}")
-    lines += ["COMPOSE_FILE=docker-compose.yml:infra/compose/node.yml", "TIDEMILL_METRICS_PORT=0"]
+    files = [COMPOSE, *(["infra/compose/cpu.yml"] if "cpu.yml" in known.get("COMPOSE_FILE", "") else [])]
+    lines += [f"COMPOSE_FILE={':'.join([*files, 'infra/compose/node.yml'])}", "TIDEMILL_METRICS_PORT=0"]
     names = dict.fromkeys(name for profile in profiles for name in SECRETS_OF[profile])
     return "\n".join([*lines, *(f"{name}={known[name]}" for name in names)])
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)  # the settings of a node are on stdout
 
 
 def read_settings(text: str) -> dict[str, str]:

@@ -136,15 +136,17 @@ class Broker:
 
         Raises:
             BrokerError: unreachable, wrong credentials, older than 6.2, or set to evict keys.
+            OutageError: unreachable for all of that time.
         """
         url = url or redis_url()
-        deadline = time.monotonic() + float(os.environ.get(WAIT_VARIABLE, "0"))
+        wait_s = float(os.environ.get(WAIT_VARIABLE, "0"))
+        deadline = time.monotonic() + wait_s
         while True:
             try:
                 return await cls._connect(url)
             except UnreachableError as error:
                 if time.monotonic() > deadline:
-                    raise
+                    raise OutageError(str(error)) if wait_s else error
                 log.warning("waiting for Redis", error=str(error))
                 await asyncio.sleep(LONGEST_PAUSE_S * random.random())
 

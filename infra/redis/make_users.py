@@ -96,6 +96,8 @@ def _with_password(line: str, passwords: dict[str, str]) -> str:
 
 
 def _write(path: Path, lines: list[str], mode: int) -> None:
+    if path.is_dir():
+        path.rmdir()  # Docker puts an empty one where it is to mount a file that is not there
     path.touch(mode)
     os.chmod(path, mode)  # before the content, and for a file that was there
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -16,7 +16,10 @@ from tests.support.preloaded import REPO
 
 TAG = "compose-test"
 CPU, PYTHON, DEBIAN = f"tidemill-cpu:{TAG}", f"tidemill-python:{TAG}", f"tidemill-debian:{TAG}"
-PACKAGES = "python3,python3-pip,ca-certificates,redis-server,prometheus,prometheus-redis-exporter,libgomp1"
+PACKAGES = (
+    "python3,python3-pip,ca-certificates,redis-server,prometheus,prometheus-redis-exporter,libgomp1,"
+    "bubblewrap,libseccomp2"
+)
 SUITE = "bookworm"
 PULLED = {
     "PYTHON_BASE": "python:3.11-slim-bookworm",

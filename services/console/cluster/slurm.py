@@ -101,7 +101,7 @@ def _write(options: SlurmOptions, texts: dict[str, str], command: str) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (options.output / name).write_text(text)
-        print(f"{command} {nearest((options.output / name).resolve())}")
+        print(f"{command} {shlex.quote(nearest((options.output / name).resolve()))}")
 
 
 def _sky(options: SlurmOptions, run_id: str, words: list[str]) -> str:
@@ -127,7 +127,7 @@ def _script(options: SlurmOptions, run_id: str, runs: Path, words: list[str], *,
         "suffix": "-rewards" if is_join else "",
         "size": f"--array=1-{options.cpu_nodes}" if is_join else f"--nodes={options.nodes}",
         "time": options.time,
-        "log": runs / f"{run_id}.{'rewards.%a' if is_join else 'slurm'}.log",
+        "log": shlex.quote(str(runs / f"{run_id}.{'rewards.%a' if is_join else 'slurm'}.log")),
         "signal_s": SIGNAL_S,
         "gpus": gpus,
         "folder": shlex.quote(os.getcwd()),

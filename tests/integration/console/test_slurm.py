@@ -1,6 +1,7 @@
 """`tidemill slurm` with a real Slurm: the script does a run, which survives a drained node and a requeue."""
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -22,14 +23,14 @@ SETTINGS = ("trainer.steps=30", "trainer.groups_per_step=4", "trainer.group_size
 def written(tmp_path: Path, *words: str) -> str:
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
     done = tidemill(
-        tmp_path / "runs",
+        tmp_path / "our runs",
         *(
             "slurm",
             str(REPO / "examples/arith/config.yaml"),
             "--run-id",
             "demo",
             "-o",
-            str(tmp_path / "scripts"),
+            str(tmp_path / "our scripts"),
         ),
         *settings,
         *words,
@@ -42,12 +43,11 @@ def test_scripts_say_what_slurm_has_to_know(tmp_path: Path) -> None:
     printed = written(
         tmp_path, "--nodes", "3", "--gpus-per-node", "8", "--cpu-nodes", "2", "--time", "7-00:00:00"
     )
-    assert [line.rpartition("/")[2] for line in printed.splitlines()] == [
-        "demo.sbatch",
-        "demo.rewards.sbatch",
-    ]
-    nodes = (tmp_path / "scripts" / "demo.sbatch").read_text()
-    rewards = (tmp_path / "scripts" / "demo.rewards.sbatch").read_text()
+    typed = [shlex.split(line) for line in printed.splitlines()]
+    assert [words[0] for words in typed] == ["sbatch"] * 2
+    assert [Path(words[1]).name for words in typed] == ["demo.sbatch", "demo.rewards.sbatch"]
+    nodes = (tmp_path / "our scripts" / "demo.sbatch").read_text()
+    rewards = (tmp_path / "our scripts" / "demo.rewards.sbatch").read_text()
     for line in (
         "nodes=3",
         "ntasks-per-node=1",
@@ -57,6 +57,10 @@ def test_scripts_say_what_slurm_has_to_know(tmp_path: Path) -> None:
         "signal=TERM@120",
     ):
         assert f"\n#SBATCH --{line}\n" in nodes, line
+    for text, name in ((nodes, "demo.slurm.log"), (rewards, "demo.rewards.%a.log")):
+        assert f"--output={tmp_path}/our runs/{name}" in [
+            word for line in text.splitlines() if "--output" in line for word in shlex.split(line[1:])
+        ]
     assert nodes.count("--roles rollout") == 1 and "gpus" not in rewards
     assert "\n#SBATCH --array=1-2\n" in rewards and "--node -1 --roles reward" in rewards
 
@@ -85,8 +89,8 @@ def test_what_cannot_run_is_refused_and_nothing_written(
 
 def test_what_skypilot_reads_fits_its_own_schema(tmp_path: Path) -> None:
     printed = written(tmp_path, "--sky", "--gpus-per-node", "8")
-    assert printed.startswith("sky jobs launch ") and printed.strip().endswith("demo.sky.yaml")
-    tree = yaml.safe_load((tmp_path / "scripts" / "demo.sky.yaml").read_text())
+    assert printed.startswith("sky jobs launch ") and printed.strip().endswith("demo.sky.yaml'")
+    tree = yaml.safe_load((tmp_path / "our scripts" / "demo.sky.yaml").read_text())
     assert tree["num_nodes"] == 2 and "config.yaml --run demo --set trainer.steps=30" in tree["run"]
     python = python_with("sky", "sky.utils.schemas", ["skypilot==0.14.1"])
     show = "import json; from sky.utils.schemas import get_resources_schema, get_task_schema; "
@@ -105,14 +109,14 @@ async def test_a_run_goes_on_where_a_node_is_drained_and_its_job_requeued(
 ) -> None:
     monkeypatch.setenv("TIDEMILL_REDIS_LISTEN", f"127.0.0.1:{free_port()}")
     written(tmp_path)
-    run = tmp_path / "runs" / "demo"
+    run = tmp_path / "our runs" / "demo"
 
     def steps() -> int:
         return sum(record["kind"] == STEP for record in read_records(run / METRICS_FILE))
 
     with Slurm(tmp_path, 3).running() as slurm:
         await wait_until(lambda: slurm.call("sinfo", "-h", "-o", "%D", "-t", "idle").strip() == "3")
-        job = slurm.call("sbatch", "--parsable", str(tmp_path / "scripts" / "demo.sbatch")).strip()
+        job = slurm.call("sbatch", "--parsable", str(tmp_path / "our scripts" / "demo.sbatch")).strip()
         assert job, (tmp_path / "daemons.log").read_text()[-2000:]
         await wait_until(lambda: steps() >= 3)
         slurm.call("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=repair")
@@ -132,3 +136,4 @@ async def test_a_run_goes_on_where_a_node_is_drained_and_its_job_requeued(
     workers = {path.name for path in (run / "logs").iterdir() if path.name.startswith("rollout")}
     assert {name.rpartition("-")[2] for name in workers} == {"n2.log", "n3.log"}
     assert not (run / "redis.url").is_file()
+    assert (run.parent / "demo.slurm.log").exists()

@@ -177,3 +177,26 @@ def test_a_node_gets_the_heads_address_and_no_secret_that_it_does_not_need(tmp_p
     node = read_settings(node_settings(tmp_path, "10.0.0.5", ["rollout", "reward"]))
     assert node["TIDEMILL_WEIGHTS_URL"] == "http://10.0.0.5:8200"
     assert node["TIDEMILL_WEIGHTS_TOKEN"] == head["TIDEMILL_WEIGHTS_TOKEN"]
+    assert node["COMPOSE_FILE"] == "docker-compose.yml:infra/compose/node.yml"
+
+
+def test_a_node_has_the_images_the_runtime_and_the_encryption_of_its_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_head = {
+        "COMPOSE_FILE": "docker-compose.yml:infra/compose/cpu.yml",
+        "TIDEMILL_REDIS_URL": "rediss://redis:6379/0",
+        "TIDEMILL_REDIS_CA": "/data/ca.pem",
+        "TIDEMILL_GPU_RUNTIME": "nvidia",
+        "JOBS_PASSWORD": "of an older release",
+    }
+    write_head(tmp_path)
+    (tmp_path / ".env").write_text(filled((tmp_path / ".env").read_text(), of_head))
+    capsys.readouterr()
+    write_head(tmp_path)
+    assert "nothing reads JOBS_PASSWORD." in capsys.readouterr().err
+    node = read_settings(node_settings(tmp_path, "10.0.0.5", ["rollout"]))
+    assert node["COMPOSE_FILE"] == "docker-compose.yml:infra/compose/cpu.yml:infra/compose/node.yml"
+    assert node["TIDEMILL_REDIS_URL"] == "rediss://10.0.0.5:6379/0"
+    assert all(node[name] == of_head[name] for name in ("TIDEMILL_REDIS_CA", "TIDEMILL_GPU_RUNTIME"))
+    assert "TIDEMILL_BIND=127.0.0.1" in capsys.readouterr().err, "no node would reach it"

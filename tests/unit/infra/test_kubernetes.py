@@ -166,6 +166,12 @@ def test_a_pod_refers_only_to_what_is_there(name: str) -> None:
             assert http["port"] in ports and http["path"] == "/healthz"
 
 
+@pytest.mark.parametrize("name", ["trainer", "rollout", "reward"])
+def test_who_writes_or_reads_trajectories_sees_the_folder_of_runs(name: str) -> None:
+    """With `streams.claim_check_bytes` they are files there."""
+    assert "/runs" in [mount["mountPath"] for mount in CONTAINERS[name]["volumeMounts"]]
+
+
 def test_selectors_find_their_pods() -> None:
     for tree in OBJECTS.values():
         if tree["kind"] in ("Deployment", "StatefulSet"):
@@ -226,7 +232,7 @@ def test_only_services_of_the_run_reach_redis() -> None:
     (rule,) = policy["ingress"]
     (expression,) = rule["from"][0]["podSelector"]["matchExpressions"]
     names = {t["metadata"]["labels"]["app.kubernetes.io/name"] for t in TEMPLATES.values()}
-    assert set(expression["values"]) == names - {"redis", "reward-model"}
+    assert set(expression["values"]) == names - {"redis"}
     assert [port["port"] for port in rule["ports"]] == [6379]
 
 

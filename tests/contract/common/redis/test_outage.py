@@ -37,6 +37,10 @@ async def test_a_worker_may_be_told_to_wait_for_a_server(any_redis, monkeypatch)
     any_redis.kill()
     with pytest.raises(UnreachableError):
         await Broker.connect(any_redis.url)
+    monkeypatch.setenv("TIDEMILL_REDIS_WAIT_S", "0.1")
+    with pytest.raises(OutageError) as waited:  # no mistake: a Job of Kubernetes is not given up
+        await Broker.connect(any_redis.url)
+    assert waited.value.exit_code == 1
     monkeypatch.setenv("TIDEMILL_REDIS_WAIT_S", "60")
     connecting = asyncio.create_task(Broker.connect(any_redis.url))
     await asyncio.to_thread(any_redis.start)
