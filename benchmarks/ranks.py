@@ -27,8 +27,8 @@ from numpy.random import Generator
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.report import machine, print_result, print_table
+from tests.support.models import run_config
 from tests.support.training import sample_of
-from tidemill.common.config import RunConfig
 from tidemill.services.trainer.groups.bins import PrefixOrder, cost, form_micro_batches, split_samples
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
@@ -125,11 +125,9 @@ ROUNDS, VOCABULARY = 5, 1024
 
 def time_update(folder: Path, ranks: dict[str, int]) -> float:
     """Milliseconds of the fastest update."""
-    model = {"path": str(folder), "dtype": "float32", "max_model_len": 256}
-    trainer = ranks | {"device": "cpu", "num_threads": 1}
-    data, rollout = {"train": "none", "max_prompt_tokens": 64}, {"sampling": {"max_tokens": 64}}
-    tree = {"model": model, "data": data, "rollout": rollout, "trainer": trainer}
-    config = RunConfig.model_validate(tree)
+    sections: dict[str, Any] = {"model": {"dtype": "float32", "max_model_len": 256}}
+    sections |= {"data": {"max_prompt_tokens": 64}, "rollout": {"sampling": {"max_tokens": 64}}}
+    config = run_config(folder, **sections, trainer=ranks | {"device": "cpu", "num_threads": 1})
     policy: Any = open_policy(config)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, (4, 2, 64)).astype(np.int32)

@@ -50,16 +50,15 @@ def print_result(result: Mapping[str, Any]) -> None:
 
 
 def print_figures(title: str, figures: Mapping[str, Any]) -> None:
-    """A table of names and values, and the result."""
-    print_table(title, "figure,value", list(figures.items()), machine())
+    """A table of names and values, without those that have a table of their own, and the result."""
+    rows = [(name, value) for name, value in figures.items() if not isinstance(value, dict)]
+    print_table(title, "figure,value", rows, machine())
     print_result(figures)
 
 
 def machine() -> str:
     """The machine in a few words: cores this process may use, processor, Python."""
-    cores, info = (
-        len(os.sched_getaffinity(0)),
-        CPU_INFO.read_text(errors="replace") if CPU_INFO.exists() else "",
-    )
+    cores = len(os.sched_getaffinity(0))
+    info = CPU_INFO.read_text(errors="replace") if CPU_INFO.exists() else ""
     named = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return f"{cores} cores, {(named or [platform.machine()])[0]}, Python {platform.python_version()}"

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -25,8 +26,8 @@ import typer
 from benchmarks.report import machine, print_result, print_table
 from benchmarks.services import redis_time_s, time_of_entry
 from tests.support.runs import ServiceRun
+from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.config import RunConfig
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
 from tidemill.common.streams import append
@@ -63,8 +64,7 @@ async def measure(consumers: int, slots: int, delays_s: Sequence[float]) -> tupl
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "reward.py").write_text(REWARD)
         reward = {"function": f"{folder}/reward.py:compute_score", "max_in_flight": slots}
-        tree = {"model": {"path": "unused"}, "data": {"train": "unused"}, "reward": reward}
-        async with ServiceRun(Path(folder), RunConfig.model_validate(tree), "scaling") as run:
+        async with ServiceRun(Path(folder), make_config(reward=reward), "scaling") as run:
             for number in range(consumers):
                 run.start("reward", f"reward-{number}")
 
@@ -88,12 +88,10 @@ def cpu_s() -> float:
 
 def trajectories(delays_s: Sequence[float]) -> list[Trajectory]:
     ids, logprobs = np.arange(TOKENS, dtype=np.int32), np.zeros(TOKENS, dtype=np.float32)
-    tokens = {"prompt_ids": ids, "completion_ids": ids, "logprobs": logprobs, "spans": ((0, 0),)}
-    common = {"step": 0, "group_size": GROUP_SIZE, "text": "a completion " * 64, **tokens}
+    common: dict[str, Any] = {"text": "a completion " * 64, "group_size": GROUP_SIZE, "prompt_ids": ids}
+    common |= {"completion_ids": ids, "logprobs": logprobs}
     return [
-        Trajectory(
-            ticket=number // GROUP_SIZE, index=number % GROUP_SIZE, extra={"delay_s": delay_s}, **common
-        )
+        make_trajectory(*divmod(number, GROUP_SIZE), extra={"delay_s": delay_s}, **common)
         for number, delay_s in enumerate(delays_s)
     ]
 

@@ -28,9 +28,11 @@ import typer
 
 from benchmarks.report import in_turns, machine, print_result, print_table
 from benchmarks.services import redis_time_s, time_of_entry
+from tests.support.letters import make_ticket
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.runs import ServiceRun
 from tests.support.training import messages
+from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
@@ -93,42 +95,30 @@ TEMPLATE = (
 )
 
 
-def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
+def config_of(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     """A run whose sessions play the scripted environment."""
     maybe_async, sleep = KINDS[kind]
     (folder / "scripted.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
     # Heads of 32, as vLLM wants them; nearly equal logits end a turn after 32 tokens, on average.
-    model = tiny_model(
-        folder / "model", max_position_embeddings=MODEL_TOKENS, hidden_size=128, initializer_range=0.02
-    )
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(model), "max_model_len": MODEL_TOKENS},
-            "data": {"train": "unused", "max_prompt_tokens": 64},
-            "reward": {"function": "exact_match"},
-            "rollout": {"environment": {"use": f"{folder}/scripted.py:Scripted", "max_turns": 16}} | rollout,
-        }
-    )
+    sizes = {"max_position_embeddings": MODEL_TOKENS, "hidden_size": 128, "initializer_range": 0.02}
+    model = {"path": str(tiny_model(folder / "model", **sizes)), "max_model_len": MODEL_TOKENS}
+    environment = {"use": f"{folder}/scripted.py:Scripted", "max_turns": 16}
+    reward, data = {"function": "exact_match"}, {"train": "unused", "max_prompt_tokens": 64}
+    return make_config(model=model, data=data, reward=reward, rollout={"environment": environment} | rollout)
 
 
-def make_ticket(number: int, shape: Shape, delays_s: Sequence[float], max_tokens: int) -> Ticket:
+def ticket_of(number: int, shape: Shape, delays_s: Sequence[float], max_tokens: int) -> Ticket:
     """A group of sessions that have as many turns as there are delays."""
-    return Ticket(
-        prompt_ids=np.arange(3, 19, dtype=np.int32),
-        prompt_text="w1 w2",
-        extra={"delays_s": list(delays_s), "turns": len(delays_s), "words": shape.words},
-        ticket=number,
-        step=0,
-        min_version=0,
-        group_size=shape.size,
-        sampling=SamplingParams(max_tokens=max_tokens),
-    )
+    row = {"delays_s": list(delays_s), "turns": len(delays_s), "words": shape.words}
+    ids, sampling = np.arange(3, 19, dtype=np.int32), SamplingParams(max_tokens=max_tokens)
+    group = {"step": 0, "group_size": shape.size, "sampling": sampling}
+    return make_ticket(number, prompt_ids=ids, prompt_text="w1 w2", extra=row, **group)
 
 
 async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, float]:
     """Play all sessions at once; returns seconds, measured and ideal."""
     shape = Shape(sessions // 8, 8, (HELD_TURNS, HELD_TURNS), HELD_DELAY_S)
-    config = make_config(
+    config = config_of(
         folder,
         kind,
         engine="simulated",
@@ -149,7 +139,7 @@ async def play(run: ServiceRun, shape: Shape) -> float:
     prompts, trajectories = run.keys.prompts(), run.keys.trajectories()
     wanted = await length(run.broker, trajectories) + shape.groups * shape.size
     max_tokens, first = run.config.rollout.sampling.max_tokens, await length(run.broker, prompts)
-    tickets = {n: make_ticket(n, shape, each, max_tokens) for n, each in enumerate(shape.delays(), first)}
+    tickets = {n: ticket_of(n, shape, each, max_tokens) for n, each in enumerate(shape.delays(), first)}
     begun_s = await redis_time_s(run)
     await append_missing(run.broker, prompts, list(tickets), tickets.__getitem__)
     return await time_of_entry(run, trajectories, wanted, 600) - begun_s
@@ -165,7 +155,7 @@ class Measured(NamedTuple):
 async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
     """Play all shapes with this number of slots, on one engine."""
     num_blocks = CACHE_BYTES // TOKEN_BYTES // BLOCK_TOKENS
-    config = make_config(
+    config = config_of(
         folder,
         "async",
         engine="vllm",
@@ -205,7 +195,7 @@ async def _num_preempted(run: ServiceRun) -> float:
 
 async def measure_gateway(folder: Path) -> tuple[float, float]:
     """What the gateway adds to a call: median and 99th percentile in milliseconds."""
-    config = make_config(folder, "async", engine="transformers", sampling={"max_tokens": 64})
+    config = config_of(folder, "async", engine="transformers", sampling={"max_tokens": 64})
     write_tokenizer(folder / "model", TEMPLATE)
     chat, decode = open_chat(config), open_model(config.model).decode
     sampling, limits = SamplingParams(max_tokens=64), config.rollout.environment

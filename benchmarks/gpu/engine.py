@@ -28,7 +28,7 @@ from benchmarks.device import free, is_gpu, now_s
 from benchmarks.gpu.parts import DID_NOT_START
 from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures
-from tests.support.models import logprobs_of
+from tests.support.models import logprobs_of, run_config
 from tests.support.training import sample_of
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
@@ -61,20 +61,19 @@ class Load(NamedTuple):
 TINY_LOAD = Load(requests=8, prompt=8, completion=48, compared=4)
 
 
-def run_config(folder: Path, load: Load, vllm: dict[str, Any]) -> RunConfig:
+def config_of(folder: Path, load: Load, vllm: dict[str, Any]) -> RunConfig:
     """A run's config around the model in `folder`."""
-    max_model_len = load.prompt + load.completion + 8
-    tree = {
-        "model": {"path": str(folder), "dtype": "bfloat16", "max_model_len": max_model_len},
-        "data": {"train": "none", "max_prompt_tokens": load.prompt},
-        "rollout": {
+    return run_config(
+        folder,
+        model={"dtype": "bfloat16", "max_model_len": load.prompt + load.completion + 8},
+        data={"max_prompt_tokens": load.prompt},
+        rollout={
             "engine": "vllm",
             "sampling": {"max_tokens": load.completion},
             "max_num_seqs": load.requests,
             "vllm": {"gpu_memory_utilization": 0.8, **vllm},
         },
-    }
-    return RunConfig.model_validate(tree)
+    )
 
 
 @torch.no_grad()
@@ -206,7 +205,7 @@ async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) 
     with tempfile.TemporaryDirectory() as folder:
         model, run_dir = Path(folder) / "model", Path(folder) / "run"
         make_model(shape, model)
-        config = run_config(model, load, vllm)
+        config = config_of(model, load, vllm)
         manifests, figures = write_versions(config, run_dir)
         free()
         figures["copy_gb_per_s"] = copy_gb_per_s((64 if dry else 1024) << 20)

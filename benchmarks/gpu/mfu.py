@@ -27,6 +27,7 @@ from torch.profiler import profile
 from benchmarks.device import free, is_gpu, now_s, random_sample
 from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures, print_table
+from tests.support.models import run_config
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch
@@ -118,13 +119,13 @@ def _fitting(
 ) -> tuple[Any, RunConfig, dict[str, Any]]:
     """The shape, with as many layers as a GPU holds; the run's config with its passes; what was chosen."""
     trainer = {"micro_batch_tokens": work.packed, "optimizer": {"lr": 1e-6}, "compile": compiled}
-    tree = {
-        "model": {"path": str(folder), "dtype": "bfloat16", "max_model_len": work.sequence},
-        "data": {"train": "none", "max_prompt_tokens": work.prompt},
+    sections = {
+        "model": {"dtype": "bfloat16", "max_model_len": work.sequence},
+        "data": {"max_prompt_tokens": work.prompt},
         "rollout": {"workers": 0, "sampling": {"max_tokens": work.sequence - work.prompt}},
         "trainer": trainer | {"num_ranks": ranks},
     }
-    config, shape = RunConfig.model_validate(tree), shape_of(name, dry)
+    config, shape = run_config(folder, **sections), shape_of(name, dry)
     published, figures = shape.num_hidden_layers, {"ranks": ranks}
     if is_gpu():
         gpu_bytes = float(torch.cuda.get_device_properties(0).total_memory)
@@ -137,10 +138,10 @@ def _fitting(
                 break
         take = trainer_take(config, model, gpu_bytes, work.packed, recomputed)
         figures |= {"checkpointing": recomputed, "estimated_gib": take.running / GIB}
-        tree["trainer"] |= {"gradient_checkpointing": recomputed}
+        sections["trainer"] |= {"gradient_checkpointing": recomputed}
     layers = shape.num_hidden_layers
     figures["layers"] = "all" if layers == published else f"{layers} of {published}"
-    return shape, RunConfig.model_validate(tree), figures
+    return shape, run_config(folder, **sections), figures
 
 
 def _measured(policy: Policy, work: Work, vocab_size: int, ranks: int) -> dict[str, Any]:
