@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
 from benchmarks.device import Peak, is_gpu, now_s, random_sample
 from benchmarks.report import in_turns, paired_ratio, print_result
+from tests.support.models import tiny_llama
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
@@ -67,21 +68,15 @@ SHARED = {
 """Named after the prompt that samples have in common."""
 
 
-def make_model() -> PreTrainedModel:
+def make_model() -> LlamaForCausalLM:
     """A dense Llama with random weights, always the same, in float32."""
-    torch.manual_seed(0)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     shape = (896, 24, 14, 4864, 151_936) if is_gpu() else (192, 4, 6, 512, 8192)
-    config = LlamaConfig(
-        **dict(zip(names, shape, strict=True)),
-        num_key_value_heads=2 if is_gpu() else 1,
-        max_position_embeddings=8192 * GPU_SCALE,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+    sizes = {"num_key_value_heads": 2 if is_gpu() else 1, "max_position_embeddings": 8192 * GPU_SCALE}
+    model = tiny_llama(
+        **dict(zip(names, shape, strict=True)), **sizes, initializer_range=0.02, eos_token_id=2
     )
-    return LlamaForCausalLM(config).eval().to("cuda" if is_gpu() else "cpu")  # type: ignore[arg-type]
+    return model.to("cuda" if is_gpu() else "cpu")  # type: ignore[arg-type]
 
 
 def make_batch(case: Case, vocab_size: int, scale: int) -> list[Sample]:
