@@ -13,15 +13,16 @@ each.
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from functools import partial
+from operator import sub
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from benchmarks.report import print_figures
+from benchmarks.report import in_turns, paired_ratio, print_figures
 from tests.support.training import sample_of
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.routers import find_routers
@@ -33,9 +34,6 @@ from tidemill.services.rollout.engines.engine import GenerationRequest, StopText
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.samples import Sample, make_routes, without_choices
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
-
-if TYPE_CHECKING:
-    import asyncio
 
 GROUPS, SIZE, PROMPT, COMPLETION, PAIRS = 4, 16, 64, 48, 11
 SAMPLING = SamplingParams(max_tokens=COMPLETION, top_p=0.95)
@@ -65,7 +63,7 @@ def make_model() -> MixtralForCausalLM:
 def generate(model: Any, recorder: RouteRecorder, records: bool) -> list[DecodingRow]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 2048, PROMPT).tolist() for _ in range(GROUPS)]
-    rows, never = [], cast("asyncio.Future[Any]", Future())
+    rows, never = list[DecodingRow](), Future[Any]()
     for number in range(GROUPS * SIZE):
         request = GenerationRequest(str(number), prompts[number // SIZE], SAMPLING)
         rows.append(DecodingRow(request, number, StopTexts((), str), never))
@@ -97,7 +95,15 @@ def bytes_of(rows: list[DecodingRow], name: str) -> float:
         )
         for row in rows
     ]
-    return sum(map(len, payloads)) / sum(len(row.choices[name]) for row in rows)
+    return round(sum(map(len, payloads)) / sum(len(row.choices[name]) for row in rows), 1)
+
+
+def compare(with_choices: Callable[[], Any], without: Callable[[], Any]) -> tuple[float, float]:
+    """Throughput with over without, and how many seconds longer it takes: medians over pairs, in turns."""
+    sides = {side: partial(seconds, side) for side in (with_choices, without)}
+    in_turns(sides, 1)
+    full, plain = in_turns(sides, PAIRS).values()
+    return paired_ratio(plain, full), median(map(sub, full, plain))
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -105,13 +111,6 @@ def seconds(work: Callable[[], Any]) -> float:
     began = time.thread_time()
     work()
     return time.thread_time() - began
-
-
-def compare(with_choices: Callable[[], Any], without: Callable[[], Any]) -> tuple[float, float]:
-    """Throughput with over without, and how many seconds longer it takes: medians over pairs, in turns."""
-    with_choices(), without()
-    pairs = [(seconds(with_choices), seconds(without)) for _ in range(PAIRS)]
-    return median(plain / full for full, plain in pairs), median(full - plain for full, plain in pairs)
 
 
 def measure() -> dict[str, float]:
@@ -138,17 +137,14 @@ def measure() -> dict[str, float]:
 
     bare = [without_choices(sample) for sample in samples]
     trainer_ratio, longer_s = compare(lambda: step(samples), lambda: step(bare))
-    routed = [replace(sample, kept=None) for sample in samples]
-    routes_ratio, _ = compare(lambda: step(routed), lambda: step(bare))
     return {
-        "engine_ratio": round(engine_ratio, 3),
-        "trainer_ratio": round(trainer_ratio, 3),
-        "trainer_routes_ratio": round(routes_ratio, 3),
+        "engine_ratio": engine_ratio,
+        "trainer_ratio": trainer_ratio,
         "replay_ms": round(1000 * longer_s, 1),
-        "route_bytes": round(bytes_of(rows, ROUTES), 1),
-        "mask_bytes": round(bytes_of(rows, KEPT), 1),
+        "route_bytes": bytes_of(rows, ROUTES),
+        "mask_bytes": bytes_of(rows, KEPT),
         "route_bytes_30b": 48 * 8,
-        "ratio": round(min(engine_ratio, trainer_ratio), 3),
+        "ratio": min(engine_ratio, trainer_ratio),
     }
 
 

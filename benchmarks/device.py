@@ -1,9 +1,13 @@
-"""The device that torch computes on, a clock that waits for it, and samples of random tokens."""
+"""The device that torch computes on: a clock that waits for it, its memory, and samples of random tokens."""
 
+import ctypes
 import gc
+import re
 import time
+from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from tests.support.training import sample_of
@@ -27,6 +31,25 @@ def now_s() -> float:
     if is_gpu():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+class Peak:
+    """Peak memory above what was held when this was made, in bytes: of the GPU where there is one."""
+
+    def __init__(self) -> None:
+        if is_gpu():
+            torch.cuda.reset_peak_memory_stats()
+            self.base = torch.cuda.memory_allocated()
+            return
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
+        Path("/proc/self/clear_refs").write_text("5")  # this process's peak is what it holds now
+        self.base = psutil.Process().memory_info().rss
+
+    def above_base(self) -> int:
+        if is_gpu():
+            return torch.cuda.max_memory_allocated() - self.base
+        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return (int(peak) << 10) - self.base
 
 
 def random_sample(

@@ -5,32 +5,30 @@
 Micro-batches of made-up token ids are formed, divided and planned as the trainer does it for GPUs, with a
 tile of 16,384 tokens, for 1, 2, 4 and 8 ranks; no model computes. `passes` is the number of forward passes
 that a micro-batch takes on the rank with the most, 1 where each rank has one. `tile used` is the share of the
-tiles of all ranks, in all passes, that has tokens; all but the step's last micro-batch. `filled` is the share
-that has tokens which have to be computed, in the whole step: a group's prompt is one for each tile that the
-group needs. `bound` is the same if these tokens were in the fewest micro-batches that hold them: above it no
-packing comes, and most cannot reach it, since a sample stays whole. `busy` is the mean
-rank's cost (tokens, and their squares for attention) over the slowest rank's, over the whole step. `received`
-is what the rank with the most bytes is sent for training the step, over the whole step's bytes, which each
-rank was sent once. The result has the worst of the three distributions.
+tiles of all ranks, in all passes, that has tokens; all but the step's last micro-batch. `over fewest` is all
+passes over the fewest that could hold the tokens that have to be computed (a group's prompt is one for each
+tile that the group needs): no packing comes below 1, and most cannot reach it, since a sample stays whole.
+`busy` is the mean rank's cost (tokens, and their squares for attention) over the slowest rank's, over the
+whole step. `received` is what the rank with the most bytes is sent for training the step, over the whole
+step's bytes, which each rank was sent once. The result has the worst of the three distributions.
 
 `update_ms` is the fastest update of a mixture of experts with 10 million weights, in float32 on CPUs: ranks
 that are processes of this machine, with a thread each, sum their gradients over gloo and run AdamW.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.report import machine, print_result, print_table
+from tests.support.models import run_config
 from tests.support.training import sample_of
-from tidemill.common.config import RunConfig
 from tidemill.services.trainer.groups.bins import PrefixOrder, cost, form_micro_batches, split_samples
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
@@ -69,22 +67,18 @@ def make_step(name: str) -> list[Sample]:
     return samples
 
 
-@dataclass
-class Figures:
+class Figures(NamedTuple):
     passes: float
     tile_used: float
-    filled: float
-    bound: float
+    over_fewest: float
     busy: float
     received: float
-    split_s: float
 
 
-def _tiles(samples: list[Sample]) -> Iterator[int]:
+def _tiles(samples: list[Sample]) -> list[int]:
     """Tokens of each forward pass."""
-    for _, rows in plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE):
-        by_row = [samples[row.sample] for row in rows]
-        yield PrefixOrder(by_row, "tree").num_tokens
+    tiles = plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE)
+    return [PrefixOrder([samples[row.sample] for row in rows], "tree").num_tokens for _, rows in tiles]
 
 
 def needed_tokens(samples: list[Sample]) -> int:
@@ -99,35 +93,22 @@ def needed_tokens(samples: list[Sample]) -> int:
 
 
 def measure(samples: list[Sample], size: int) -> Figures:
-    batches = form_micro_batches(samples, TILE, size, "tree")
-    passes: list[int] = []
-    used: list[float] = []
-    mean_cost = slowest = split_s = 0.0
-    received = [0] * size
-    for batch in batches:
-        began = time.perf_counter()
+    passes, used, mean_cost, slowest = [], [], 0.0, 0.0
+    whole, received = 0, np.zeros(size)
+    for batch in form_micro_batches(samples, TILE, size, "tree"):
         shares = split_samples(batch.samples, size, TILE, "tree", SCORES)
-        split_s += time.perf_counter() - began
         owns = [[batch.samples[i] for i in share] for share in shares]
-        tiles = [list(_tiles(own)) for own in owns]
+        tiles = [_tiles(own) for own in owns]
         passes.append(max(map(len, tiles)))
         used.append(sum(map(sum, tiles)) / (size * TILE * passes[-1]))
         costs = [sum(cost(part, SCORES) for part in PrefixOrder(own, "tree").cut(TILE)) for own in owns]
         mean_cost, slowest = mean_cost + sum(costs) / size, slowest + max(costs)
-        for rank, own in enumerate(owns):
-            received[rank] += len(pack(own))
-    whole = sum(len(pack(list(batch.samples))) for batch in batches)
-    share_used = float(np.mean(used[:-1])) if len(used) > 1 else used[0]
-    needed, tiles_of_all = needed_tokens(samples), size * TILE
-    return Figures(
-        passes=float(np.mean(passes)),
-        tile_used=share_used,
-        filled=needed / (sum(passes) * tiles_of_all),
-        bound=needed / (-(-needed // tiles_of_all) * tiles_of_all),
-        busy=mean_cost / slowest,
-        received=max(received) / whole,
-        split_s=split_s / len(batches),
-    )
+        received += [len(pack(own)) for own in owns]
+        whole += len(pack(list(batch.samples)))
+    fewest = -(-needed_tokens(samples) // (size * TILE))
+    share_used = float(np.mean(used[:-1] or used))
+    of_slowest, of_bytes = mean_cost / slowest, max(received) / whole
+    return Figures(float(np.mean(passes)), share_used, sum(passes) / fewest, of_slowest, of_bytes)
 
 
 UPDATED: dict[str, dict[str, int]] = {
@@ -141,11 +122,9 @@ ROUNDS, VOCABULARY = 5, 1024
 
 def time_update(folder: Path, ranks: dict[str, int]) -> float:
     """Milliseconds of the fastest update."""
-    model = {"path": str(folder), "dtype": "float32", "max_model_len": 256}
-    trainer = ranks | {"device": "cpu", "num_threads": 1}
-    data, rollout = {"train": "none", "max_prompt_tokens": 64}, {"sampling": {"max_tokens": 64}}
-    tree = {"model": model, "data": data, "rollout": rollout, "trainer": trainer}
-    config = RunConfig.model_validate(tree)
+    sections: dict[str, Any] = {"model": {"dtype": "float32", "max_model_len": 256}}
+    sections |= {"data": {"max_prompt_tokens": 64}, "rollout": {"sampling": {"max_tokens": 64}}}
+    config = run_config(folder, **sections, trainer=ranks | {"device": "cpu", "num_threads": 1})
     policy: Any = open_policy(config)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, (4, 2, 64)).astype(np.int32)
@@ -172,26 +151,23 @@ def time_updates() -> dict[str, float]:
 
 
 def main() -> None:
-    rows = []
-    found: dict[int, list[Figures]] = {size: [] for size in RANKS}
-    for name in LENGTHS:
-        samples = make_step(name)
-        for size in RANKS:
-            figures = measure(samples, size)
-            found[size].append(figures)
-            rows.append((f"{name}; {size} ranks", *(f"{value:.3f}" for value in astuple(figures)[:-1])))
-    columns = ("lengths", "passes", "tile used", "filled", "bound", "busy", "received")
+    steps = {name: make_step(name) for name in LENGTHS}
+    found = {(name, size): measure(samples, size) for name, samples in steps.items() for size in RANKS}
+    rows = [
+        (f"{name}; {size} ranks", *(f"{value:.3f}" for value in of)) for (name, size), of in found.items()
+    ]
     title = f"A step of {GROUPS} groups of {SIZE}, tiles of {TILE:,} tokens"
-    print_table(title, columns, rows, machine())
-    result = {f"tile_used_{size}": round(min(f.tile_used for f in found[size]), 3) for size in RANKS}
-    result |= {f"passes_{size}": round(max(f.passes for f in found[size]), 3) for size in RANKS}
-    result["received_share_8"] = round(max(f.received for f in found[8]), 3)
-    result["busy_8"] = round(min(f.busy for f in found[8]), 3)
+    print_table(title, "lengths,passes,tile used,over fewest,busy,received", rows, machine())
+
+    def of(size: int, figure: str) -> list[float]:
+        return [round(getattr(each, figure), 3) for (_, own), each in found.items() if own == size]
+
+    result = {f"tile_used_{size}": min(of(size, "tile_used")) for size in RANKS}
+    result |= {f"passes_{size}": max(of(size, "passes")) for size in RANKS}
+    result |= {"received_share_8": max(of(8, "received")), "busy_8": min(of(8, "busy"))}
     updates = time_updates()
-    print_table("An update", ("ranks", "ms"), [(name, f"{ms:.0f}") for name, ms in updates.items()])
-    result |= {f"update_ms_{name}": round(ms, 1) for name, ms in updates.items()}
-    result["split_ms_8"] = round(max(f.split_s for f in found[8]) * 1000, 1)
-    print_result(result)
+    print_table("An update", "ranks,ms", [(name, f"{ms:.0f}") for name, ms in updates.items()])
+    print_result(result | {f"update_ms_{name}": round(ms, 1) for name, ms in updates.items()})
 
 
 if __name__ == "__main__":

@@ -1,25 +1,43 @@
-"""How a benchmark reports: a table for people, then one line of JSON for machines, always the last line."""
+"""What benchmarks share: sides measured in turns, tables for people, and one line of JSON at the end."""
 
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 CPU_INFO = Path("/proc/cpuinfo")
+Side, Result = TypeVar("Side"), TypeVar("Result")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
-    """Print a table whose first column names the row and whose other columns hold numbers."""
+def in_turns(sides: Mapping[Side, Callable[[], Result]], rounds: int) -> dict[Side, list[Result]]:
+    """What each side returns in each round. The order of sides is reversed in every second round, so that
+    what else the machine does slows all of them alike."""
+    found: dict[Side, list[Result]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in list(sides)[:: -1 if number % 2 else 1]:
+            found[side].append(sides[side]())
+    return found
+
+
+def paired_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """Median over rounds of one side's figure over another's."""
+    return round(median(one / other for one, other in zip(over, under, strict=True)), 3)
+
+
+def print_table(title: str, columns: str, rows: Sequence[Sequence[object]], note: str = "") -> None:
+    """Print a table whose first column names the row and whose other columns hold numbers; the names of
+    columns have commas between them."""
     table = Table(title=title, caption=note, caption_justify="left", title_justify="left")
-    for position, column in enumerate(columns):
+    for position, column in enumerate(columns.split(",")):
         table.add_column(column, justify="right" if position else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(str, row))
     console = Console()
     if not console.is_terminal:
         console = Console(width=110)  # a log file has no width of its own
@@ -31,22 +49,16 @@ def print_result(result: Mapping[str, Any]) -> None:
     print(json.dumps(dict(result)), flush=True)
 
 
-def print_figures(title: str, figures: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> None:
-    """A table of names and values, of all figures or of those `shown`; then all of them as the result."""
-    rows = [(name, str(value)) for name, value in (figures if shown is None else shown).items()]
-    print_table(title, ("figure", "value"), rows, machine())
+def print_figures(title: str, figures: Mapping[str, Any]) -> None:
+    """A table of names and values, without those that have a table of their own, and the result."""
+    rows = [(name, value) for name, value in figures.items() if not isinstance(value, dict)]
+    print_table(title, "figure,value", rows, machine())
     print_result(figures)
 
 
 def machine() -> str:
     """The machine in a few words: cores this process may use, processor, Python."""
     cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores, {_processor()}, Python {platform.python_version()}"
-
-
-def _processor() -> str:
-    if CPU_INFO.exists():
-        for line in CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+    info = CPU_INFO.read_text(errors="replace") if CPU_INFO.exists() else ""
+    named = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    return f"{cores} cores, {(named or [platform.machine()])[0]}, Python {platform.python_version()}"

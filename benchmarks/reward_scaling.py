@@ -1,10 +1,9 @@
 """How reward consumers scale when a reward takes long: the delays of verl #2854, on a consumer group.
 
-    python -m benchmarks.reward_scaling             # 1, 2, 4 and 8 consumers, and one with 1,280 in flight
-    python -m benchmarks.reward_scaling --scale 80  # delays half as long
+    python -m benchmarks.reward_scaling    # 1, 2, 4 and 8 consumers, and one with 1,280 in flight
 
 Reward services as processes on a real Redis. The reward is an async function that sleeps uniformly between 1
-and 40 s, divided by `--scale`, for each of 1,024 x 5 samples.
+and 40 s, divided by 40, for each of 1,024 x 5 samples.
 
 `ideal` is the time without any overhead: every slot takes the next sample the moment it is free, the same
 delays are slept, and nothing else costs time; the tail is included. The clock is Redis's own, from just
@@ -18,23 +17,26 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import numpy as np
 import psutil
 import typer
 
 from benchmarks.report import machine, print_result, print_table
+from benchmarks.services import redis_time_s, time_of_entry
 from tests.support.runs import ServiceRun
+from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.config import RunConfig
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
-from tidemill.common.streams import append, last_id, length
+from tidemill.common.streams import append
 from tidemill.common.wire.messages import Trajectory
 
-DELAY_S = (1.0, 40.0)
-GROUPS, GROUP_SIZE, TOKENS, APPEND_BATCH = 1024, 5, 256, 512
+DELAY_S, SCALE = (1.0, 40.0), 40.0
+SETTINGS = ((1, 64), (2, 64), (4, 64), (8, 64), (1, 1280))
+"""Consumers, and rewards in flight in each."""
+GROUP_SIZE, TOKENS, APPEND_BATCH = 5, 256, 512
 REWARD = """
 import asyncio
 
@@ -52,7 +54,7 @@ def ideal_time_s(delays_s: Sequence[float], slots: int) -> float:
     """
     free_at = [0.0] * slots
     for delay_s in delays_s:
-        heapq.heappush(free_at, heapq.heappop(free_at) + delay_s)
+        heapq.heapreplace(free_at, free_at[0] + delay_s)
     return max(free_at)
 
 
@@ -61,13 +63,8 @@ async def measure(consumers: int, slots: int, delays_s: Sequence[float]) -> tupl
     print(f"running: {consumers} x {slots}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "reward.py").write_text(REWARD)
-        tree = {
-            "run_id": "scaling",
-            "model": {"path": "unused"},
-            "data": {"train": "unused"},
-            "reward": {"function": f"{folder}/reward.py:compute_score", "max_in_flight": slots},
-        }
-        async with ServiceRun(Path(folder), RunConfig.model_validate(tree), "scaling") as run:
+        reward = {"function": f"{folder}/reward.py:compute_score", "max_in_flight": slots}
+        async with ServiceRun(Path(folder), make_config(reward=reward), "scaling") as run:
             for number in range(consumers):
                 run.start("reward", f"reward-{number}")
 
@@ -75,17 +72,11 @@ async def measure(consumers: int, slots: int, delays_s: Sequence[float]) -> tupl
                 beats = await read_heartbeats(run.broker, run.keys)
                 return sum("in_flight" in beat.counts for beat in beats) == consumers
 
-            async def has_all() -> bool:
-                return await length(run.broker, run.keys.scores()) == len(delays_s)
-
             await wait_until(are_ready, 300)
-            seconds, microseconds = await run.broker.execute("TIME")
-            started_s, before_s = int(seconds) + int(microseconds) / 1e6, cpu_s()
-            batch = trajectories(delays_s)
+            batch, started_s, before_s = trajectories(delays_s), await redis_time_s(run), cpu_s()
             for start in range(0, len(batch), APPEND_BATCH):
                 await append(run.broker, run.keys.trajectories(), *batch[start : start + APPEND_BATCH])
-            await wait_until(has_all, 3600)
-            ended_s = int((await last_id(run.broker, run.keys.scores())).partition("-")[0]) / 1000
+            ended_s = await time_of_entry(run, run.keys.scores(), len(batch))
             return ended_s - started_s, cpu_s() - before_s
 
 
@@ -97,42 +88,28 @@ def cpu_s() -> float:
 
 def trajectories(delays_s: Sequence[float]) -> list[Trajectory]:
     ids, logprobs = np.arange(TOKENS, dtype=np.int32), np.zeros(TOKENS, dtype=np.float32)
+    common: dict[str, Any] = {"text": "a completion " * 64, "group_size": GROUP_SIZE, "prompt_ids": ids}
+    common |= {"completion_ids": ids, "logprobs": logprobs}
     return [
-        Trajectory(
-            ticket=number // GROUP_SIZE,
-            index=number % GROUP_SIZE,
-            step=0,
-            group_size=GROUP_SIZE,
-            prompt_ids=ids,
-            completion_ids=ids,
-            logprobs=logprobs,
-            spans=((0, 0),),
-            text="a completion " * 64,
-            extra={"delay_s": delay_s},
-        )
+        make_trajectory(*divmod(number, GROUP_SIZE), extra={"delay_s": delay_s}, **common)
         for number, delay_s in enumerate(delays_s)
     ]
 
 
-def main(
-    consumers: Annotated[str, typer.Option(help="numbers of consumers to measure")] = "1,2,4,8",
-    slots: Annotated[int, typer.Option(help="rewards in flight in each consumer")] = 64,
-    deep: Annotated[int, typer.Option(help="slots of one consumer in a row of its own")] = 1280,
-    scale: Annotated[float, typer.Option(help="delays of 1 to 40 s are divided by this")] = 40.0,
-    groups: Annotated[int, typer.Option(help="groups of five samples")] = GROUPS,
-) -> None:
+def main(groups: int = 1024) -> None:
     """Measure how scoring scales with consumers and slots."""
     chance = random.Random(0)
-    delays_s = [chance.uniform(*DELAY_S) / scale for _ in range(groups * GROUP_SIZE)]
+    delays_s = [chance.uniform(*DELAY_S) / SCALE for _ in range(groups * GROUP_SIZE)]
     rows, efficiency = [], {}
-    for count, each in [*((int(number), slots) for number in consumers.split(",")), (1, deep)]:
-        wall_s, used_s = run_main(measure(count, each, delays_s))
-        ideal_s, per_score = ideal_time_s(delays_s, count * each), used_s / len(delays_s)
-        efficiency[f"{count} x {each}"] = round(ideal_s / wall_s, 3)
-        cells = f"{wall_s:.2f}", f"{ideal_s:.2f}", f"{len(delays_s) / wall_s:,.0f}", f"{1000 * per_score:.2f}"
-        rows.append((f"{count} x {each:,}", *cells, f"{ideal_s / wall_s:.3f}"))
-    columns = ("consumers x slots", "time s", "ideal s", "scores/s", "CPU ms", "efficiency")
-    title = f"Scoring {len(delays_s):,} samples of {DELAY_S[0] / scale:g} to {DELAY_S[1] / scale:g} s"
+    for consumers, slots in SETTINGS:
+        wall_s, used_s = run_main(measure(consumers, slots, delays_s))
+        ideal_s, name = ideal_time_s(delays_s, consumers * slots), f"{consumers} x {slots}"
+        efficiency[name] = round(ideal_s / wall_s, 3)
+        per_second, cpu_ms = len(delays_s) / wall_s, 1000 * used_s / len(delays_s)
+        cells = f"{wall_s:.2f}", f"{ideal_s:.2f}", f"{per_second:,.0f}", f"{cpu_ms:.2f}", efficiency[name]
+        rows.append((name, *cells))
+    columns = "consumers x slots,time s,ideal s,scores/s,CPU ms,efficiency"
+    title = f"Scoring {len(delays_s):,} samples of {DELAY_S[0] / SCALE:g} to {DELAY_S[1] / SCALE:g} s"
     print_table(title, columns, rows, machine())
     print_result({"efficiency": efficiency})
 

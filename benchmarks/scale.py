@@ -12,26 +12,20 @@ nominal time. After the measured steps the run goes on until no ticket is ahead 
 was lost or trained twice is then counted from its commits, as in a run's summary.
 
 Time is scaled: all work and all pauses of loops take `stretch` times as long, so that the cores of this
-machine, which stand for those of hundreds, are not what limits. Without --stretch it follows from what the
-size before took of the cores, and from what the cores have left; Redis's figures are for unscaled time.
+machine, which stand for those of hundreds, are not what limits. Without --stretch it follows from their
+number. Samples, commands and Redis's share of a core are for unscaled time.
 """
 
-import asyncio
-import contextlib
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated
 
-import psutil
 import typer
 
 from benchmarks.report import machine, print_result, print_table
@@ -45,17 +39,15 @@ from tidemill.services.console.status.report import CommitTotals, RunSummary
 
 SIGMA, CUT = 0.99, 16.0
 MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 2, 1, 2
-STALENESS, WARM_STEPS, STEPS = 8, 1, 4
+STALENESS, WARM_STEPS = 8, 1
 """A step lasts two mean completions, the longest completion ten: this staleness keeps the trainer going."""
 REWARD_SLOTS, WORKERS_PER_REWARD_WORKER = 4, 5
 TRAINER_SHARE, REWARD_SHARES = 0.7, (0.01, 0.4)
 LEASE_S, DRAIN_S = 6.0, 1.0
-POLL_S, END_S, WRITTEN_AFTER_S = 0.2, 300.0, 1.5
-MEAN_S, MOST_STRETCH = 1.5, 12.0
-FIRST_CORES_PER_WORKER = 0.008
-"""Assumed before anything was measured."""
-CORES_USED = 0.4
-"""Share of the cores' free time that is used; the rest is for bursts."""
+POLL_S, END_S = 0.2, 300.0
+CORES_PER_WORKER = 0.0075
+"""What a worker, and its share of everything else, takes of the cores at stretch 1, over the share of them
+that may be busy; the rest is for bursts."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +82,7 @@ class Size:
             },
             rollout__max_num_seqs=SLOTS,
             rollout__max_groups_in_flight=GROUPS_HELD,
+            reward__function="exact_match",  # it runs in a worker's own loop
             reward__delay_s=[share * mean_s for share in REWARD_SHARES],
             reward__max_in_flight=REWARD_SLOTS,
             trainer__steps=steps + STALENESS + 1,
@@ -108,20 +101,16 @@ class Size:
 
 @dataclass
 class Outcome:
-    """Measurements of one size."""
+    """Measurements of one size; all but `mb_by_step` in unscaled time."""
 
     size: Size
     efficiency: float
     samples_per_s: float
-    step_s: float
-    cpu_shares: dict[str, float]
-    """CPU of each process, as a share of one core, in wall time."""
-    trainer_share: float
-    """Share of the time in which the trainer works."""
+    redis_share: float
+    """CPU of Redis, as a share of one core."""
+    commands_per_s: float
     mb_by_step: list[float]
     """Megabytes of all streams in Redis, after each measured step."""
-    commands_per_s: float
-    """Commands of Redis in unscaled time."""
     summary: RunSummary
 
     @property
@@ -135,127 +124,56 @@ class Outcome:
         half = len(self.mb_by_step) // 2
         return max(self.mb_by_step[half:]) / max(self.mb_by_step[: half or 1])
 
-    @property
-    def redis_share(self) -> float:
-        """CPU of Redis, as a share of one core, in unscaled time."""
-        return self.cpu_shares["redis"] * self.size.stretch
 
-    @property
-    def cores_per_worker(self) -> float:
-        """What a worker and its share of the rest would take without stretching."""
-        return sum(self.cpu_shares.values()) * self.size.stretch / self.size.workers
-
-
-class Cluster:
-    """The processes of one size, and the commits that were read so far."""
-
-    def __init__(self, folder: Path, size: Size, steps: int) -> None:
-        self.folder, self.size = folder, size
-        self.run = ServiceRun(folder, size.config(folder, steps), "scale")
-        self.pools: dict[str, subprocess.Popen[bytes]] = {}
-        self.commits: list[Commit] = []
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Run all processes during the block."""
-        async with self.run:
-            self.run.start("trainer")
-            self._reader = OffsetReader(self.run.broker, self.run.keys.commits, Commit)
-            try:
-                for role, count in (("rollout", self.size.workers), ("reward", self.size.reward_workers)):
-                    self.pools[role] = self._start_pool(role, count)
-                yield
-            finally:
-                for pool in self.pools.values():
-                    pool.kill()
-                    pool.wait()
-
-    def _start_pool(self, role: str, count: int) -> subprocess.Popen[bytes]:
-        words = ["-m", "benchmarks.scale_workers", role, str(count), str(self.size.stretch)]
-        words += [str(self.folder), self.run.keys.run_id]
-        variables = {"TIDEMILL_REDIS_URL": self.run.url, "TIDEMILL_RUNS_DIR": str(self.folder)}
-        variables |= {"OMP_NUM_THREADS": "1", "TIDEMILL_LOG_LEVEL": "ERROR"}
-        with open(self.folder / f"{role}.log", "wb") as log:
-            return subprocess.Popen(
-                [sys.executable, *words], stdin=subprocess.PIPE, stderr=log, env=os.environ | variables
-            )
-
-    async def until_step(self, step: int) -> None:
-        """Read the commits up to that of a step."""
-        deadline = time.monotonic() + 120.0 + 30 * self.size.mean_s * self.size.stretch
-        while len(self.commits) <= step:
-            entries = await self._reader.read(64, POLL_S)
-            self.commits += [entry.message for entry in entries if isinstance(entry, Entry)]
-            has_ended = self.run.processes["trainer"].poll() is not None and not entries
-            if has_ended or time.monotonic() > deadline:
-                raise RuntimeError(f"no step {step}:\n{self.run.log_of('trainer')[-3000:]}")
-
-    async def used(self) -> dict[str, float]:
-        """CPU seconds of each process since its start, and Redis's commands."""
-        cpu, stats = await self.run.broker.info("cpu"), await self.run.broker.info("stats")
-        pids = {role: pool.pid for role, pool in self.pools.items()}
-        pids["trainer"] = self.run.processes["trainer"].pid
-        times = {role: psutil.Process(pid).cpu_times() for role, pid in pids.items()}
-        return {
-            "commands": float(stats["total_commands_processed"]),
-            "redis": float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
-            **{role: used.user + used.system for role, used in times.items()},
-        }
-
-    async def megabytes(self) -> float:
-        """Megabytes of all streams in Redis."""
-        keys = self.run.keys
-        streams = (keys.prompts(), keys.trajectories(), keys.scores(), keys.commits, keys.weights)
-        return sum([await memory_bytes(self.run.broker, key) for key in streams]) / 1e6
-
-    def busy_share(self, begin: float, end: float) -> float:
-        """Share of the engines' slots that had work."""
-        lines = (self.folder / "work-rollout.jsonl").read_text().splitlines()
-        work: list[tuple[float, float]] = [json.loads(line) for line in lines]
-        spent = sum(max(0.0, min(end, at + took_s) - max(begin, at)) for at, took_s in work)
-        return spent / (self.size.workers * SLOTS * (end - begin))
-
-    async def end(self) -> RunSummary:
-        """Wait for the run's end; what its commits account for."""
-        await self.until_step(self.run.config.trainer.steps - 1)
-        if await self.run.wait("trainer", END_S):
-            raise RuntimeError(f"the trainer failed:\n{self.run.log_of('trainer')[-3000:]}")
-        for pool in self.pools.values():
-            await asyncio.to_thread(pool.communicate, timeout=END_S)
-        keys = self.run.keys
-        totals, state = CommitTotals(keys.run_id, GROUP_SIZE), await read_state(self.run.broker, keys)
-        for commit in self.commits:
-            totals.add(commit)
-        return totals.finish(int(state["tickets_issued"]))
-
-
-async def measure(folder: Path, size: Size, steps: int = STEPS) -> Outcome:
+async def measure(folder: Path, size: Size, steps: int = 4) -> Outcome:
     """Measure `steps` steps but for the first, which warms up."""
-    cluster = Cluster(folder, size, steps)
-    async with cluster.running():
-        await cluster.until_step(WARM_STEPS - 1)
-        before, begin = await cluster.used(), time.time()
-        mb_by_step = []
+    run, commits, mb_by_step = ServiceRun(folder, size.config(folder, steps), "scale"), list[Commit](), []
+
+    async def until_step(step: int) -> None:
+        """Read the commits up to that of a step."""
+        deadline = time.monotonic() + 120.0 + 30 * size.mean_s * size.stretch
+        while len(commits) <= step:
+            entries = await reader.read(64, POLL_S)
+            commits.extend(entry.message for entry in entries if isinstance(entry, Entry))
+            has_ended = run.processes["trainer"].poll() is not None and not entries
+            if has_ended or time.monotonic() > deadline:
+                raise RuntimeError(f"no step {step}:\n{run.log_of('trainer')[-3000:]}")
+
+    async with run:
+        reader = OffsetReader(run.broker, run.keys.commits, Commit)
+        run.start("trainer")
+        for role, count in (("rollout", size.workers), ("reward", size.reward_workers)):
+            run.start("benchmarks.scale_workers", role, arguments=(str(count), str(size.stretch)))
+        await until_step(WARM_STEPS - 1)
+        before = await used(run)
         for step in range(WARM_STEPS, steps):
-            await cluster.until_step(step)
-            mb_by_step.append(await cluster.megabytes())
-        after, end = await cluster.used(), time.time()
-        await asyncio.sleep(WRITTEN_AFTER_S)  # pools have written what they did
-        efficiency = cluster.busy_share(begin, end)
-        measured, wall_s = cluster.commits[WARM_STEPS:steps], end - begin
-        waits = [v for c in measured for name, v in c.metrics.items() if name.startswith("time/wait_")]
-        shares = {name: (after[name] - before[name]) / wall_s for name in before}
-        return Outcome(
-            size,
-            efficiency,
-            sum(len(set(commit.trained_keys)) for commit in measured) * size.stretch / wall_s,
-            wall_s / len(measured) / size.stretch,
-            shares,
-            1.0 - sum(waits) / wall_s,
-            mb_by_step,
-            shares.pop("commands") * size.stretch,
-            await cluster.end(),
-        )
+            await until_step(step)
+            keys = run.keys
+            streams = (keys.prompts(), keys.trajectories(), keys.scores(), keys.commits, keys.weights)
+            mb_by_step.append(sum([await memory_bytes(run.broker, key) for key in streams]) / 1e6)
+        after = await used(run)
+        await until_step(run.config.trainer.steps - 1)
+        if await run.wait("trainer", END_S):
+            raise RuntimeError(f"the trainer failed:\n{run.log_of('trainer')[-3000:]}")
+        totals, state = CommitTotals(keys.run_id, GROUP_SIZE), await read_state(run.broker, keys)
+    for commit in commits:
+        totals.add(commit)
+    seconds, *numbers = (later - earlier for later, earlier in zip(after, before, strict=True))
+    samples = sum(len(set(commit.trained_keys)) for commit in commits[WARM_STEPS:steps])
+    rates = (size.stretch * each / seconds for each in (samples, *numbers))
+    busy_s = sum(
+        max(0.0, min(after[0], at + took_s) - max(before[0], at))
+        for at, took_s in map(json.loads, (folder / "work-rollout.jsonl").read_text().splitlines())
+    )
+    efficiency = busy_s / (size.workers * SLOTS * seconds)
+    return Outcome(size, efficiency, *rates, mb_by_step, totals.finish(int(state["tickets_issued"])))
+
+
+async def used(run: ServiceRun) -> tuple[float, float, float]:
+    """Now; CPU seconds of Redis since its start, and its commands."""
+    cpu, stats = await run.broker.info("cpu"), await run.broker.info("stats")
+    seconds = float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
+    return time.time(), seconds, float(stats["total_commands_processed"])
 
 
 def mean_of_lengths(sigma: float, cut: float) -> float:
@@ -268,65 +186,45 @@ def mean_of_lengths(sigma: float, cut: float) -> float:
     return math.exp(sigma**2 / 2) * normal.cdf(edge - sigma) + cut * (1.0 - normal.cdf(edge))
 
 
-def stretch_for(workers: int, cores_per_worker: float) -> float:
-    """The stretch with which all processes together take `CORES_USED` of the cores' free time."""
-    begun, used = time.perf_counter(), time.process_time()
-    while time.perf_counter() - begun < 1.0:
-        pass
-    share = (time.process_time() - used) / (time.perf_counter() - begun)
-    wanted = workers * cores_per_worker / (CORES_USED * share * len(os.sched_getaffinity(0)))
-    return round(min(max(1.0, wanted), MOST_STRETCH), 1)
-
-
 NOTE = """\
-efficiency: slots filled with work, of all. trainer: share of time that it works. Redis: CPU, of
-a core, in unscaled time, like samples, steps and commands. loop: CPU of all rollout workers, of a
-core, in wall time: below 0.9 the loop that they share does not limit. MB a step: what streams
-take in Redis; growth: the most of it in the second half of the steps, over the first.
+efficiency: slots filled with work, of all. Redis: CPU, of a core, in unscaled time, like samples
+and commands. MB a step: what streams take in Redis; growth: the most of it in the second half of
+the steps, over the first.
 """
 
 
-def print_outcomes(outcomes: list[Outcome]) -> None:
+def main(
+    workers: str = "10,100,1000",
+    mean_s: float = 1.5,
+    stretch: float = 0.0,
+    steps: int = 4,
+    trim: bool = False,
+) -> None:
+    """Measure one size after the other, and print one line of JSON."""
+    outcomes: list[Outcome] = []
+    for number in map(int, workers.split(",")):
+        needed = max(1.0, round(number * CORES_PER_WORKER / len(os.sched_getaffinity(0)), 1))
+        size = Size(number, mean_s, stretch or needed, trim)
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(run_main(measure(Path(folder), size, steps)))
+        print(f"{number} workers: {outcomes[-1].efficiency:.3f}", file=sys.stderr)
     rows = [
         (
             f"{o.size.workers:,} + {o.size.reward_workers:,}",
             f"{o.size.stretch:g}",
             f"{o.efficiency:.3f}",
             f"{o.samples_per_s:,.1f}",
-            f"{o.step_s:.2f}",
-            f"{o.trainer_share:.2f}",
             f"{o.commands_per_s:,.0f}",
             f"{o.redis_share:.3f}",
-            f"{o.cpu_shares['rollout']:.2f}",
             f"{o.mb_per_step:.2f}",
             f"{o.memory_growth:.2f}",
-            str(o.summary.lost),
-            str(o.summary.duplicated_in_training),
+            o.summary.lost,
+            o.summary.duplicated_in_training,
         )
         for o in outcomes
     ]
-    titles = "workers,stretch,efficiency,samples/s,step s,trainer,commands/s,Redis,loop,MB a step,growth,lost"
-    print_table("Workers on one Redis", (*titles.split(","), "twice"), rows, NOTE + machine())
-
-
-def main(
-    workers: Annotated[str, typer.Option(help="numbers of rollout workers")] = "10,100,1000",
-    mean_s: Annotated[float, typer.Option(help="what a completion takes, on average")] = MEAN_S,
-    stretch: Annotated[float, typer.Option(help="wall seconds of a second; 0: as the machine needs")] = 0.0,
-    steps: Annotated[int, typer.Option(min=2, help="of each run, that count or warm up")] = STEPS,
-    trim: Annotated[
-        bool, typer.Option("--trim", help="streams, as a run does: is Redis's memory flat?")
-    ] = False,
-) -> None:
-    """Measure one size after the other, and print one line of JSON."""
-    outcomes: list[Outcome] = []
-    for number in map(int, workers.split(",")):
-        per_worker = outcomes[-1].cores_per_worker if outcomes else FIRST_CORES_PER_WORKER
-        size = Size(number, mean_s, stretch or stretch_for(number, per_worker), trim)
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes.append(run_main(measure(Path(folder), size, steps)))
-        print(f"{number} workers: {outcomes[-1].efficiency:.3f}", file=sys.stderr)
-    print_outcomes(outcomes)
+    columns = "workers,stretch,efficiency,samples/s,commands/s,Redis,MB a step,growth,lost,twice"
+    print_table("Workers on one Redis", columns, rows, NOTE + machine())
     largest = outcomes[-1]
     print_result(
         {

@@ -1,25 +1,24 @@
-"""Many workers of one role in one process: `python -m benchmarks.scale_workers ROLE COUNT STRETCH DIR RUN`.
+"""Many workers of one role in one process: a module that `ServiceRun` starts with COUNT and STRETCH.
 
 Each has what a process of its own would have: a context, a connection, a consumer for each lane, leases,
 heartbeats, and the service's own loops. Only the thread that renews for a blocked loop and the port of
 /metrics are missing; the loop here is shared, and `STRETCH` keeps it from being what limits.
 
-They run until stdin ends. What the engines did is appended to `work-ROLE.jsonl` in the folder.
+They run until the process is killed. What the engines do is appended to `work-ROLE.jsonl`.
 """
 
 import asyncio
+import os
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, TextIO
 
 import tidemill.common.process.service as frame
 import tidemill.common.redis.broker as broker
 import tidemill.common.streams.lane_worker as lane_worker
-import tidemill.services.reward.rewards.weighted_sum as weighted_sum
 import tidemill.services.reward.worker as reward
 import tidemill.services.rollout.service as rollout
 import tidemill.services.rollout.weight_follower as weight_follower
@@ -32,8 +31,6 @@ from tidemill.common.redis.client import make_client
 from tidemill.common.run.state import read_config
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.common.wire.keys import Keys
-from tidemill.services.reward.outcome import RewardOutcome
-from tidemill.services.reward.sample import RewardSample
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
 
 INTERVALS: tuple[tuple[Any, str], ...] = (
@@ -52,38 +49,18 @@ LOCAL_S = 1.0
 """Interval of probes of a process's own state, which services make 50 and 4 times a second."""
 JOIN_S = 0.5
 """Starts are spread over this time, as those of processes that a scheduler starts."""
+SERVE = {"rollout": rollout.serve, "reward": reward.serve}
 
 
 class MeasuredEngine(SimulatedEngine):
     """Records when each completion begins, and how long it takes."""
 
-    def __init__(self, config: RunConfig, work: list[tuple[float, float]]) -> None:
-        super().__init__(config)
-        self.work = work
+    work: ClassVar[TextIO]
 
     def _duration_s(self, key: int, num_tokens: int) -> float:
         duration_s = super()._duration_s(key, num_tokens)
-        self.work.append((time.time(), duration_s))
+        self.work.write(f"[{time.time():.3f}, {duration_s:.4f}]\n")
         return duration_s
-
-
-class LoopReward:
-    """A reward without the processes that a function is given; `reward.delay_s` is its time."""
-
-    slots: int | None = None
-
-    async def score(self, sample: RewardSample) -> RewardOutcome:
-        """The same score for all samples: the policy is not real."""
-        return RewardOutcome(0.5)
-
-    async def close(self) -> None:
-        """Nothing to free."""
-
-
-SERVE: dict[str, Callable[[ServiceContext], Awaitable[None]]] = {
-    "rollout": rollout.serve,
-    "reward": reward.serve,
-}
 
 
 async def work(role: str, name: str, keys: Keys, config: RunConfig, folder: Path, join_s: float) -> None:
@@ -100,41 +77,25 @@ async def work(role: str, name: str, keys: Keys, config: RunConfig, folder: Path
         print(f"{name} ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-def write_work(path: Path, begun: list[tuple[float, float]]) -> None:
-    """Append what the engines began since the last call."""
-    with open(path, "a") as file:
-        file.writelines(f"[{at:.3f}, {duration_s:.4f}]\n" for at, duration_s in begun)
-    begun.clear()
-
-
-async def serve(role: str, count: int, stretch: float, folder: Path, run_id: str) -> None:
-    """Run the workers until stdin ends."""
+async def serve(run_id: str, role: str, count: int, stretch: float, folder: Path) -> None:
     for module, name in INTERVALS:
         setattr(module, name, getattr(module, name) * stretch)
     frame.LAG_PROBE_S, rollout.SAMPLE_S = LOCAL_S * stretch, LOCAL_S * stretch
     keys, redis = Keys(run_id), await Broker.connect()
     config = await read_config(redis, keys)
     await redis.close()
-    begun: list[tuple[float, float]] = []
-    rollout.build_engine = lambda config, _: MeasuredEngine(config, begun)  # type: ignore[attr-defined]
-    weighted_sum.make_reward = lambda *_: LoopReward()  # type: ignore[attr-defined]
-    workers = [
-        asyncio.create_task(work(role, f"{role}-{number}", keys, config, folder, JOIN_S * stretch))
-        for number in range(count)
-    ]
-    is_over = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-    while not is_over.done():
-        await asyncio.wait([is_over], timeout=1.0)
-        write_work(folder / f"work-{role}.jsonl", begun)
-    for worker in workers:
-        worker.cancel()
+    rollout.build_engine = lambda config, _: MeasuredEngine(config)  # type: ignore[attr-defined]
+    names = (f"{role}-{number}" for number in range(count))
+    await asyncio.gather(*(work(role, name, keys, config, folder, JOIN_S * stretch) for name in names))
 
 
 def main() -> None:
-    """Run until stdin ends."""
-    role, count, stretch, folder, run_id = sys.argv[1:]
+    _, run_id, _, role, count, stretch = sys.argv[1:]
+    folder = Path(os.environ["TIDEMILL_RUNS_DIR"])
+    os.environ["TIDEMILL_LOG_LEVEL"] = "ERROR"
     configure_logs(role, f"{role} x {count}")
-    run_main(serve(role, int(count), float(stretch), Path(folder), run_id))
+    with open(folder / f"work-{role}.jsonl", "a", buffering=1) as MeasuredEngine.work:
+        run_main(serve(run_id, role, int(count), float(stretch), folder))
 
 
 if __name__ == "__main__":

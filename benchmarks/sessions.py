@@ -7,34 +7,36 @@
   for its answer to each. Once it blocks (so it runs in processes), once it is async. The ideal is the
   longest session's delays alone.
 * `gateway`: what a call costs an agent program beyond the engine's own time: HTTP, rendering, parsing,
-  recording.
+  recording. Sessions one after the other, over loopback; the engine answers at once.
 * `slots`: sessions that grow in a vLLM whose KV cache has 16 MB: tokens a second and preemptions with fixed
-  numbers of groups in flight, and with `max_groups_in_flight: auto`. Long sessions of which each is a group,
-  then short ones in groups of eight, on the same engine.
+  numbers of groups in flight, each in turns with `max_groups_in_flight: auto`. Long sessions of which each is
+  a group, then short ones in groups of eight, on the same engine.
 """
 
 import random
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx
 import numpy as np
 import typer
 
-from benchmarks.report import machine, print_result, print_table
+from benchmarks.report import in_turns, machine, print_result, print_table
+from benchmarks.services import redis_time_s, time_of_entry
+from tests.support.letters import make_ticket
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.runs import ServiceRun
 from tests.support.training import messages
-from tests.support.waiting import wait_until
+from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
-from tidemill.common.streams import append_missing, last_id, length
+from tidemill.common.streams import append_missing, length
 from tidemill.common.wire.messages import SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.engines.model import open_model
@@ -77,8 +79,8 @@ class Shape(NamedTuple):
 
 
 HELD_DELAY_S, HELD_TURNS, ENGINE_S = (0.05, 2.0), 4, 0.1
-FIXED, ROUNDS = (16, 24, 32), 2
-"""Numbers of groups in flight, besides 64, and how often each is measured."""
+FIXED, ROUNDS, MANY = (16, 24, 32), 2, 64
+"""Numbers of groups in flight, how often each is measured, and one at which the cache overflows."""
 SHAPES = {
     "long": Shape(groups=96, size=1, turns=(6, 14), delay_s=(0.02, 0.2), words=96),
     "short": Shape(groups=96, size=8, turns=(1, 4), delay_s=(0.02, 0.2)),
@@ -93,42 +95,30 @@ TEMPLATE = (
 )
 
 
-def make_config(folder: Path, kind: str, **rollout: Any) -> RunConfig:
+def config_of(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     """A run whose sessions play the scripted environment."""
     maybe_async, sleep = KINDS[kind]
     (folder / "scripted.py").write_text(ENVIRONMENT.format(maybe_async=maybe_async, sleep=sleep))
     # Heads of 32, as vLLM wants them; nearly equal logits end a turn after 32 tokens, on average.
-    model = tiny_model(
-        folder / "model", max_position_embeddings=MODEL_TOKENS, hidden_size=128, initializer_range=0.02
-    )
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(model), "max_model_len": MODEL_TOKENS},
-            "data": {"train": "unused", "max_prompt_tokens": 64},
-            "reward": {"function": "exact_match"},
-            "rollout": {"environment": {"use": f"{folder}/scripted.py:Scripted", "max_turns": 16}} | rollout,
-        }
-    )
+    sizes = {"max_position_embeddings": MODEL_TOKENS, "hidden_size": 128, "initializer_range": 0.02}
+    model = {"path": str(tiny_model(folder / "model", **sizes)), "max_model_len": MODEL_TOKENS}
+    environment = {"use": f"{folder}/scripted.py:Scripted", "max_turns": 16}
+    reward, data = {"function": "exact_match"}, {"train": "unused", "max_prompt_tokens": 64}
+    return make_config(model=model, data=data, reward=reward, rollout={"environment": environment} | rollout)
 
 
-def make_ticket(number: int, shape: Shape, delays_s: Sequence[float], max_tokens: int) -> Ticket:
+def ticket_of(number: int, shape: Shape, delays_s: Sequence[float], max_tokens: int) -> Ticket:
     """A group of sessions that have as many turns as there are delays."""
-    return Ticket(
-        prompt_ids=np.arange(3, 19, dtype=np.int32),
-        prompt_text="w1 w2",
-        extra={"delays_s": list(delays_s), "turns": len(delays_s), "words": shape.words},
-        ticket=number,
-        step=0,
-        min_version=0,
-        group_size=shape.size,
-        sampling=SamplingParams(max_tokens=max_tokens),
-    )
+    row = {"delays_s": list(delays_s), "turns": len(delays_s), "words": shape.words}
+    ids, sampling = np.arange(3, 19, dtype=np.int32), SamplingParams(max_tokens=max_tokens)
+    group = {"step": 0, "group_size": shape.size, "sampling": sampling}
+    return make_ticket(number, prompt_ids=ids, prompt_text="w1 w2", extra=row, **group)
 
 
 async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, float]:
     """Play all sessions at once; returns seconds, measured and ideal."""
     shape = Shape(sessions // 8, 8, (HELD_TURNS, HELD_TURNS), HELD_DELAY_S)
-    config = make_config(
+    config = config_of(
         folder,
         kind,
         engine="simulated",
@@ -146,35 +136,26 @@ async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, f
 
 async def play(run: ServiceRun, shape: Shape) -> float:
     """Seconds by Redis's clock from the tickets to the last trajectory."""
-    trajectories, begun = run.keys.trajectories(), await run.broker.execute("TIME")
+    prompts, trajectories = run.keys.prompts(), run.keys.trajectories()
     wanted = await length(run.broker, trajectories) + shape.groups * shape.size
-    max_tokens, first = run.config.rollout.sampling.max_tokens, await length(run.broker, run.keys.prompts())
-    tickets = {n: make_ticket(n, shape, each, max_tokens) for n, each in enumerate(shape.delays(), first)}
-    await append_missing(run.broker, run.keys.prompts(), list(tickets), tickets.__getitem__)
-
-    async def is_done() -> bool:
-        return await length(run.broker, trajectories) >= wanted
-
-    await wait_until(is_done, 600)
-    ended_s = int((await last_id(run.broker, trajectories)).partition("-")[0]) / 1000
-    return ended_s - int(begun[0]) - int(begun[1]) / 1e6
+    max_tokens, first = run.config.rollout.sampling.max_tokens, await length(run.broker, prompts)
+    tickets = {n: ticket_of(n, shape, each, max_tokens) for n, each in enumerate(shape.delays(), first)}
+    begun_s = await redis_time_s(run)
+    await append_missing(run.broker, prompts, list(tickets), tickets.__getitem__)
+    return await time_of_entry(run, trajectories, wanted, 600) - begun_s
 
 
 class Measured(NamedTuple):
-    """Figures of one shape with one number of slots."""
+    """Figures of one shape with one number of slots: tokens a second, and preemptions for 1,000 turns."""
 
     speed: float
-    """Tokens a second."""
     preempted: float
-    """Preemptions for 1,000 turns."""
-    cached: float
-    """Share of the prompt tokens of later turns that were in the cache."""
 
 
 async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
     """Play all shapes with this number of slots, on one engine."""
     num_blocks = CACHE_BYTES // TOKEN_BYTES // BLOCK_TOKENS
-    config = make_config(
+    config = config_of(
         folder,
         "async",
         engine="vllm",
@@ -197,14 +178,9 @@ async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
             wall_s = await play(run, shape)
             num_preempted = await _num_preempted(run) - before
             samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
-            sessions = [sample.session for sample in samples[-shape.groups * shape.size :]]
-            turns = [turn for session in sessions if session is not None for turn in session.turns]
-            later = [turn for session in sessions if session is not None for turn in session.turns[1:]]
-            cached = sum(turn.num_cached_tokens for turn in later) / sum(
-                turn.num_prompt_tokens for turn in later
-            )
+            turns = [turn for one in samples[-shape.groups * shape.size :] for turn in one.session.turns]
             tokens = sum(turn.num_tokens for turn in turns)
-            found[name] = Measured(tokens / wall_s, 1000 * num_preempted / len(turns), cached)
+            found[name] = Measured(tokens / wall_s, 1000 * num_preempted / len(turns))
     return found
 
 
@@ -218,9 +194,8 @@ async def _num_preempted(run: ServiceRun) -> float:
 
 
 async def measure_gateway(folder: Path) -> tuple[float, float]:
-    """Sessions one after the other, over HTTP on loopback; the engine answers at once, so a call's time is
-    what the gateway adds. Returns its median and 99th percentile in milliseconds."""
-    config = make_config(folder, "async", engine="transformers", sampling={"max_tokens": 64})
+    """What the gateway adds to a call: median and 99th percentile in milliseconds."""
+    config = config_of(folder, "async", engine="transformers", sampling={"max_tokens": 64})
     write_tokenizer(folder / "model", TEMPLATE)
     chat, decode = open_chat(config), open_model(config.model).decode
     sampling, limits = SamplingParams(max_tokens=64), config.rollout.environment
@@ -246,90 +221,66 @@ async def _answer(ids: Sequence[int], sampling: SamplingParams) -> Generation:
 
 async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[float]:
     """The time of each call of one session, in milliseconds. The history grows as an agent's does."""
-    words = " ".join(f"w{place % 29}" for place in range(100))
-    messages, times = [{"role": "user", "content": words}], []
+    url, headers = f"{root}/v1/chat/completions", {"Authorization": f"Bearer {key}"}
+    asked = {"role": "user", "content": " ".join(f"w{place % 29}" for place in range(100))}
+    history, times = [asked], []
     for _ in range(GATEWAY_TURNS):
         begun = time.perf_counter()
-        response = await client.post(
-            f"{root}/v1/chat/completions",
-            json={"model": "policy", "messages": messages},
-            headers={"Authorization": f"Bearer {key}"},
-        )
+        response = await client.post(url, json={"model": "policy", "messages": history}, headers=headers)
         times.append((time.perf_counter() - begun) * 1e3)
         response.raise_for_status()
-        answer = response.json()["choices"][0]["message"]
-        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": words}]
+        content = response.json()["choices"][0]["message"]["content"]
+        history += [{"role": "assistant", "content": content}, asked]
     return times
 
 
-def report_slots() -> None:
+def in_folder(measure: Any, *rest: Any) -> Any:
+    """Run a measurement in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_main(measure(Path(folder), *rest))
+
+
+def report_slots() -> dict[str, float]:
     """The sweep of fixed numbers, and how `auto` compares with 64 and with the fastest of them."""
-    # Alternating: a machine's speed drifts by more than they differ. Each is compared with its neighbours.
-    order: list[int | str] = ["auto"]
-    for slots in FIXED * ROUNDS:
-        order += [slots, "auto"]
-    order.append(64)
-    played = []
-    for number in order:
-        with tempfile.TemporaryDirectory() as folder:
-            played.append(run_main(measure_slots(Path(folder), number)))
-    result: dict[str, float | None] = {}
-    columns = (
-        "groups in flight",
-        "tokens/s",
-        "tokens/s of auto, before and after",
-        "preemptions per 1,000 turns",
-        "histories in the cache",
-    )
+    play = {slots: partial(in_folder, measure_slots, slots) for slots in (*FIXED, MANY, "auto")}
+    # In turns with each: a machine's speed drifts by more than they differ.
+    played = {slots: in_turns({one: play[one] for one in (slots, "auto")}, ROUNDS) for slots in FIXED}
+    many, result = play[MANY](), {}
     for name in SHAPES:
-        of = [measured[name] for measured in played]
-        autos, rows, ratios = of[0:-1:2], [], dict[int, list[float]]()
-        for slots, own, (before, after) in zip(FIXED * ROUNDS, of[1:-1:2], pairwise(autos), strict=True):
-            ratios.setdefault(slots, []).append((before.speed + after.speed) / 2 / own.speed)
-            beside = f"{before.speed:,.0f}, {after.speed:,.0f}"
-            rows.append(
-                (str(slots), f"{own.speed:,.0f}", beside, f"{own.preempted:.1f}", f"{own.cached:.0%}")
-            )
-        rows.append(("64", f"{of[-1].speed:,.0f}", "", f"{of[-1].preempted:.1f}", f"{of[-1].cached:.0%}"))
-        preempted, cached = (
-            mean(each) for each in zip(*((a.preempted, a.cached) for a in autos), strict=True)
-        )
-        rows.append(("auto", "", "", f"{preempted:.1f}", f"{cached:.0%}"))
+        rows, ratios, autos = [], [], []
+        for slots in FIXED:
+            fixed, auto = ([found[name] for found in plays] for plays in played[slots].values())
+            ratios.append(mean(one.speed / other.speed for one, other in zip(auto, fixed, strict=True)))
+            autos += [one.preempted for one in auto]
+            speeds = (f"{mean(one.speed for one in plays):,.0f}" for plays in (fixed, auto))
+            rows.append((slots, *speeds, f"{mean(one.preempted for one in fixed):.1f}"))
+        rows.append((MANY, f"{many[name].speed:,.0f}", "", f"{many[name].preempted:.1f}"))
+        rows.append(("auto", "", "", f"{mean(autos):.1f}"))
+        columns = "groups in flight,tokens/s,tokens/s of auto beside it,preemptions per 1000 turns"
         print_table(f"Slots, {name} sessions, KV cache of 16 MB", columns, rows, machine())
         result |= {
-            f"slots_{name}_preemptions_64": round(of[-1].preempted, 1),
-            f"slots_{name}_preemptions_auto": round(preempted, 2),
-            f"slots_{name}_speed_to_best": round(min(map(mean, ratios.values())), 3),
+            f"slots_{name}_preemptions_64": round(many[name].preempted, 1),
+            f"slots_{name}_preemptions_auto": round(mean(autos), 2),
+            f"slots_{name}_speed_to_best": round(min(ratios), 3),
         }
-    print_result(result)
+    return result
 
 
-def main(
-    only: Annotated[str, typer.Option(help="One of held, gateway, slots; empty: the first two.")] = "",
-    sessions: Annotated[int, typer.Option(help="Sessions held at once.")] = 512,
-) -> None:
+def main(only: Literal["", "held", "gateway", "slots"] = "", sessions: int = 512) -> None:
     """Measure, print a table, and end with one line of JSON."""
-    if only not in ("", "held", "gateway", "slots"):
-        raise typer.BadParameter(f"{only!r} is neither held, gateway nor slots")
     if only == "slots":
-        report_slots()
+        print_result(report_slots())
         return
-    result: dict[str, float | None] = dict.fromkeys(("efficiency_512", "gateway_ms_p50"))
-    rows: list[tuple[str, ...]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for kind in KINDS if only in ("", "held") else ():
-            (folder / kind).mkdir()
-            wall_s, ideal_s = run_main(measure_held(folder / kind, kind, sessions))
-            result["efficiency_512"] = min(
-                result["efficiency_512"] or float("inf"), round(ideal_s / wall_s, 3)
-            )
-            rows.append((f"{sessions} sessions, {kind}", f"{wall_s:.2f} s", f"ideal: {ideal_s:.2f} s"))
-        if only in ("", "gateway"):
-            p50, p99 = run_main(measure_gateway(folder))
-            result["gateway_ms_p50"] = round(p50, 2)
-            rows.append(("a call through the gateway", f"+{p50:.2f} ms", f"p99: +{p99:.2f} ms"))
-    print_table("Sessions", ("what", "measured", "beside it"), rows, machine())
+    rows, result = [], dict[str, float]()
+    for kind in KINDS if only != "gateway" else ():
+        wall_s, ideal_s = in_folder(measure_held, kind, sessions)
+        rows.append((f"{sessions} sessions, {kind}", f"{wall_s:.2f} s", f"ideal: {ideal_s:.2f} s"))
+        result["efficiency_512"] = min(result.get("efficiency_512", 2.0), round(ideal_s / wall_s, 3))
+    if only != "held":
+        p50, p99 = in_folder(measure_gateway)
+        result["gateway_ms_p50"] = round(p50, 2)
+        rows.append(("a call through the gateway", f"+{p50:.2f} ms", f"p99: +{p99:.2f} ms"))
+    print_table("Sessions", "what,measured,beside it", rows, machine())
     print_result(result)
 
 

@@ -5,14 +5,14 @@
 What is compared: forward, loss, backward, clipping and optimizer update over one batch of completions that
 exist already. Both sides have the same random weights, token ids and advantages, the same loss (token-level,
 no reference model, no correction of the rollout's logprobs), fp32 on CPUs and bf16 over fp32 weights on
-GPUs, no gradient checkpointing, fused AdamW, and a micro-batch budget of `--budget` tokens. TRL counts
-sequences: it gets as many as fit the budget at the longest length, and its own padding and training loop;
-only generation and rewards are replaced by given tensors, outside of the measured time. The column `norm` is
-the gradient norm of the first step: equal norms mean equal work.
+GPUs, no gradient checkpointing, fused AdamW, and a micro-batch budget of 4,096 tokens (x 8 on a GPU). TRL
+counts sequences: it gets as many as fit the budget at the longest length, and its own padding and training
+loop; only generation and rewards are replaced by given tensors, outside of the measured time. The column
+`norm` is the gradient norm of the first step: equal norms mean equal work.
 
-Each side is a process of its own with the same number of threads; sides alternate, `--rounds` times. The
-time of a step is the fastest one after the first. tokens/s counts prompt and completion tokens without
-padding. Memory is the peak above what the process held, model included, before its first step.
+Each side is a process of its own with the same number of threads; sides take turns. The time of a step is
+the fastest one after the first. tokens/s counts prompt and completion tokens without padding. Memory is the
+peak above what the process held, model included, before its first step.
 
 `ratio_equal` is our tokens/s over TRL's, the smaller of `short` and `long` completions; `ratio_unequal` that
 of very unequal lengths (8 to 512, each octave equally likely); `memory_ratio` is our peak over TRL's, the
@@ -29,27 +29,27 @@ import json
 import os
 import subprocess
 import sys
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import typer
 
-from benchmarks.report import machine, print_result, print_table
+from benchmarks.report import in_turns, machine, print_result, print_table
 from benchmarks.trainer_sides import CASES, SHARED
 
-SIDES = ("tidemill", "trl")
-MIB = 1 << 20
+BUDGET, STEPS, ROUNDS = 4096, 2, 2
 LARGER = {"4096": 4}
 """Factor of a case's budget: in a budget that has no room for a group, nothing is shared."""
 
 
-def measure(side: str, case: str, budget: int, steps: int, threads: int) -> dict[str, Any]:
+def measure(side: str, case: str, steps: int, threads: int) -> dict[str, Any]:
     """One side on one case, in a process of its own."""
     print(f"running: {case}, {side}", flush=True)
     # One arena: what the allocator keeps for each thread would be counted as the side's need. Threads wait
     # without spinning, as in the services.
     variables = {"OMP_NUM_THREADS": str(threads), "MALLOC_ARENA_MAX": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "benchmarks.trainer_sides", side, case]
-    command += map(str, (budget, steps, threads))
+    command += map(str, (BUDGET * LARGER.get(case, 1), steps, threads))
     environment = os.environ | variables | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -58,68 +58,41 @@ def measure(side: str, case: str, budget: int, steps: int, threads: int) -> dict
     return result
 
 
-def compare_with_trl(budget: int, steps: int, rounds: int, threads: int, note: str) -> dict[str, float]:
+def compare_with_trl(threads: int, note: str) -> dict[str, float]:
     """The step beside TRL's."""
-    rows: list[tuple[str, ...]] = []
-    speed: dict[str, float] = {}
-    memory: dict[str, float] = {}
+    rows, speed, memory = [], dict[str, float](), []
     for case in CASES:
-        found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-        for _ in range(rounds):
-            for side in SIDES:
-                found[side].append(measure(side, case, budget, steps, threads))
-        tokens_s = {
-            side: results[0]["tokens"] / min(step_s for result in results for step_s in result["step_s"])
-            for side, results in found.items()
-        }
-        peak = {side: max(result["peak_bytes"] for result in results) for side, results in found.items()}
-        speed[case], memory[case] = (each["tidemill"] / each["trl"] for each in (tokens_s, peak))
-        for side in SIDES:
-            cells = f"{tokens_s[side]:,.0f}", f"{peak[side] / MIB:,.0f}", f"{found[side][0]['grad_norm']:.5f}"
+        sides = {side: partial(measure, side, case, STEPS, threads) for side in ("tidemill", "trl")}
+        tokens_s, peak = dict[str, float](), dict[str, int]()
+        for side, found in in_turns(sides, ROUNDS).items():
+            tokens_s[side] = found[0]["tokens"] / min(step_s for one in found for step_s in one["step_s"])
+            peak[side] = max(one["peak_bytes"] for one in found)
+            cells = f"{tokens_s[side]:,.0f}", f"{peak[side] >> 20:,}", f"{found[0]['grad_norm']:.5f}"
             rows.append((case, side, *cells))
-    columns = ("case", "side", "tokens/s", "peak MiB", "norm")
-    print_table("One GRPO step, given completions", columns, rows, f"{note} x {rounds}.")
-    return {
-        "ratio_equal": round(min(speed["short"], speed["long"]), 3),
-        "ratio_unequal": round(speed["unequal"], 3),
-        "memory_ratio": round(max(memory.values()), 3),
-    }
+        speed[case] = tokens_s["tidemill"] / tokens_s["trl"]
+        memory.append(peak["tidemill"] / peak["trl"])
+    print_table("One GRPO step, given completions", "case,side,tokens/s,peak MiB,norm", rows, note)
+    ratios = min(speed["short"], speed["long"]), speed["unequal"], max(memory)
+    names = "ratio_equal", "ratio_unequal", "memory_ratio"
+    return {name: round(ratio, 3) for name, ratio in zip(names, ratios, strict=True)}
 
 
-def compare_with_bare(budget: int, pairs: int, threads: int, note: str) -> dict[str, float]:
-    """The step beside a bare loop's."""
-    rows, ratios = [], []
-    for case in CASES:
-        result = measure("bare", case, budget, pairs, threads)
-        ratios.append(result["ratio"])
-        tokens_s = [f"{result['tokens'] / step_s:,.0f}" for step_s in result["step_s"]]
-        rows.append((case, *tokens_s, f"{ratios[-1]:.3f}"))
-    columns = ("case", "bare, tokens/s", "tidemill, tokens/s", "ratio")
-    print_table("The same step, beside a bare loop of torch", columns, rows, f"{note} x {pairs}.")
-    shared = {case: measure("bare", case, LARGER.get(case, 1) * budget, pairs, threads) for case in SHARED}
-    rows = [
-        (case, *(f"{found['tokens'] / step_s:,.0f}" for step_s in found["step_s"]), f"{found['ratio']:.2f}")
-        for case, found in shared.items()
-    ]
-    print_table("Samples that begin alike; the bare loop has a row for each", columns, rows, note)
-    return {"ratio_to_bare": round(min(ratios), 3)} | {
-        f"tree_{case}": round(found["ratio"], 2) for case, found in shared.items()
-    }
-
-
-def main(
-    budget: Annotated[int, typer.Option(help="tokens of a micro-batch (x 8 on a GPU)")] = 4096,
-    steps: Annotated[int, typer.Option(help="timed steps of each process")] = 2,
-    rounds: Annotated[int, typer.Option(help="processes of each side for each case")] = 2,
-    pairs: Annotated[int, typer.Option(help="timed steps of each side beside the bare loop")] = 7,
-    trl: Annotated[bool, typer.Option(help="compare with TRL too")] = True,
-    threads: Annotated[int, typer.Option(help="CPU threads of each side; 0 is every core")] = 0,
-) -> None:
+def main(pairs: int = 7, trl: bool = True, threads: int = 0) -> None:
     """Measure all sides on every case."""
     threads = threads or len(os.sched_getaffinity(0))
-    note = f"{machine()}, {threads} thread(s), micro-batches of {budget} tokens, sides alternate"
-    result = compare_with_trl(budget, steps, rounds, threads, note) if trl else {}
-    print_result(result | compare_with_bare(budget, pairs, threads, note))
+    note = f"{machine()}, {threads} thread(s), micro-batches of {BUDGET} tokens, sides in turns."
+    result = compare_with_trl(threads, note) if trl else {}
+    found = {case: measure("bare", case, pairs, threads) for case in (*CASES, *SHARED)}
+    rows = {
+        case: (case, *(f"{one['tokens'] / step_s:,.0f}" for step_s in one["step_s"]), f"{one['ratio']:.3f}")
+        for case, one in found.items()
+    }
+    columns = "case,bare: tokens/s,tidemill: tokens/s,ratio"
+    print_table("The same step, beside a bare loop of torch", columns, [rows[case] for case in CASES], note)
+    title = "Samples that begin alike; the bare loop has a row for each"
+    print_table(title, columns, [rows[case] for case in SHARED], note)
+    result["ratio_to_bare"] = min(found[case]["ratio"] for case in CASES)
+    print_result(result | {f"tree_{case}": found[case]["ratio"] for case in SHARED})
 
 
 if __name__ == "__main__":

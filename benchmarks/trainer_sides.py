@@ -7,8 +7,6 @@ the same work. SIDE `bare`: our side and a bare loop of torch in turns.
 """
 
 import copy
-import json
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,15 +15,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
-from benchmarks.device import is_gpu, now_s, random_sample
+from benchmarks.device import Peak, is_gpu, now_s, random_sample
+from benchmarks.report import in_turns, paired_ratio, print_result
+from tests.support.models import tiny_llama
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
@@ -69,21 +68,15 @@ SHARED = {
 """Named after the prompt that samples have in common."""
 
 
-def make_model() -> PreTrainedModel:
+def make_model() -> LlamaForCausalLM:
     """A dense Llama with random weights, always the same, in float32."""
-    torch.manual_seed(0)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     shape = (896, 24, 14, 4864, 151_936) if is_gpu() else (192, 4, 6, 512, 8192)
-    config = LlamaConfig(
-        **dict(zip(names, shape, strict=True)),
-        num_key_value_heads=2 if is_gpu() else 1,
-        max_position_embeddings=8192 * GPU_SCALE,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+    sizes = {"num_key_value_heads": 2 if is_gpu() else 1, "max_position_embeddings": 8192 * GPU_SCALE}
+    model = tiny_llama(
+        **dict(zip(names, shape, strict=True)), **sizes, initializer_range=0.02, eos_token_id=2
     )
-    return LlamaForCausalLM(config).eval().to("cuda" if is_gpu() else "cpu")  # type: ignore[arg-type]
+    return model.to("cuda" if is_gpu() else "cpu")  # type: ignore[arg-type]
 
 
 def make_batch(case: Case, vocab_size: int, scale: int) -> list[Sample]:
@@ -111,20 +104,6 @@ def make_batch(case: Case, vocab_size: int, scale: int) -> list[Sample]:
     ]
 
 
-class Peak:
-    """Peak memory above what was held when this was made, in bytes: of the GPU where there is one."""
-
-    def __init__(self) -> None:
-        if is_gpu():
-            torch.cuda.reset_peak_memory_stats()
-        self.base = torch.cuda.memory_allocated() if is_gpu() else psutil.Process().memory_info().rss
-
-    def above_base(self) -> int:
-        if is_gpu():
-            return torch.cuda.max_memory_allocated() - self.base
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.base
-
-
 def make_policy(model: Any, samples: Sequence[Sample], budget_tokens: int) -> TransformersPolicy:
     """The policy of a run that trains on these samples in micro-batches of this many tokens."""
     config = TrainerConfig.model_validate(
@@ -150,12 +129,9 @@ def train_step(policy: TransformersPolicy, samples: Sequence[Sample], budget_tok
 def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """Train `steps` steps after one to warm up."""
     policy = make_policy(model, samples, budget_tokens)
-    peak, times, norms = Peak(), [], []
-    for _ in range(steps + 1):
-        started = now_s()
-        norms.append(train_step(policy, samples, budget_tokens))
-        times.append(now_s() - started)
-    return {"step_s": times[1:], "peak_bytes": peak.above_base(), "grad_norm": norms[0]}
+    peak, norm = Peak(), train_step(policy, samples, budget_tokens)
+    times = [time_of(partial(train_step, policy, samples, budget_tokens)) for _ in range(steps)]
+    return {"step_s": times, "peak_bytes": peak.above_base(), "grad_norm": norm}
 
 
 class Rectangle(NamedTuple):
@@ -251,17 +227,19 @@ def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: i
             f"the gradient's norm is {norms[0]} in the bare loop and {norms[1]} in the trainer"
         )
     own = partial(train_step, policy, samples, budget_tokens)
-    sides: dict[str, Callable[[], object]] = {"bare": bare.step, "tidemill": own}
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(steps):
-        # The side that is first in a pair is second in the next.
-        for side in list(sides)[:: -1 if number % 2 else 1]:
-            started = now_s()
-            sides[side]()
-            times[side].append(now_s() - started)
     # Over pairs of steps: what else the machine does slows both steps of a pair.
-    ratio = median(bare_s / own_s for bare_s, own_s in zip(times["bare"], times["tidemill"], strict=True))
-    return {"step_s": [median(times[side]) for side in sides], "ratio": ratio}
+    times = in_turns(
+        {side: partial(time_of, work) for side, work in (("bare", bare.step), ("own", own))}, steps
+    )
+    ratio = paired_ratio(times["bare"], times["own"])
+    return {"step_s": [median(each) for each in times.values()], "ratio": ratio}
+
+
+def time_of(work: Callable[[], object]) -> float:
+    """Seconds of a step."""
+    started = now_s()
+    work()
+    return now_s() - started
 
 
 def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int) -> None:
@@ -274,8 +252,7 @@ def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int
     if run is None:
         from benchmarks.trainer_trl import run_trl as run  # imports all of TRL
     result = run(model, samples, budget_tokens * scale, steps)
-    result["tokens"] = sum(sample.num_tokens for sample in samples)
-    print(json.dumps(result), flush=True)
+    print_result(result | {"tokens": sum(sample.num_tokens for sample in samples)})
 
 
 if __name__ == "__main__":

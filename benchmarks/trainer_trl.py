@@ -2,18 +2,29 @@
 
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import pad
 
-from benchmarks.device import is_gpu, now_s
-from benchmarks.trainer_sides import GROUP_SIZE, LR, MAX_GRAD_NORM, Peak
+from benchmarks.device import Peak, is_gpu, now_s
+from benchmarks.trainer_sides import GROUP_SIZE, LR, MAX_GRAD_NORM
+from tests.support.models import write_tokenizer
 from tidemill.services.trainer.groups.samples import Sample
+
+PLAIN: dict[str, Any] = {
+    "beta": 0.0,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+"""What any run of TRL has here: no reference model, and nothing beside training."""
 
 
 class GivenCompletions(GRPOTrainer):  # type: ignore[misc]
@@ -45,7 +56,6 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.norms: list[float] = []
         self.trainer: GivenCompletions
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -55,11 +65,6 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         # What stands in for generation is no part of the step.
         self.times.append(now_s() - self.started - (self.trainer.given_s - self.given_s))
 
-    def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
-        """Keep the gradient norm."""
-        if logs and "grad_norm" in logs:
-            self.norms.append(float(logs["grad_norm"]))
-
 
 def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """Train `steps` steps after one to warm up, in rows of at most `budget_tokens` padded tokens."""
@@ -68,6 +73,7 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
         per_batch -= 1
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
         trainer = GivenCompletions(
             samples,
             model=model,
@@ -80,26 +86,18 @@ def run_trl(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: in
                 learning_rate=LR,
                 max_grad_norm=MAX_GRAD_NORM,
                 loss_type="dapo",
-                beta=0.0,
                 bf16=is_gpu(),
                 use_cpu=not is_gpu(),
-                gradient_checkpointing=False,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
+                **PLAIN,
             ),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             train_dataset=Dataset.from_dict({"prompt": ["w"] * len(samples)}),
             # TRL requires a tokenizer, though no text is read here.
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "w": 2}, unk_token="w")),
-                pad_token="<pad>",
-                eos_token="<eos>",
-            ),
+            processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
             callbacks=[clock],
         )
         clock.trainer = trainer
         peak = Peak()
         trainer.train()
-    return {"step_s": clock.times[1:], "peak_bytes": peak.above_base(), "grad_norm": clock.norms[0]}
+    norms = [logged["grad_norm"] for logged in trainer.state.log_history if "grad_norm" in logged]
+    return {"step_s": clock.times[1:], "peak_bytes": peak.above_base(), "grad_norm": float(norms[0])}

@@ -3,14 +3,14 @@
     python -m benchmarks.transport
     python -m benchmarks.transport --appendfsync always
 
-A record is a `Trajectory` of 256 prompt ids, 1,024 completion ids and 1,024 logprobs. The writer encodes
-and appends; the reader is a `Consumer` that fetches, decodes, validates and acknowledges every record.
-Both are processes of their own, beside an embedded Redis on a unix socket. Records exist
-before the clock starts; after it has stopped the reader must have seen each one exactly once. The ways to
-send are measured one after the other, `--repeats` times, each on a fresh server, so that ratios hold on a
-busy machine too. A rate is records over the time from the common start until the last acknowledgement: once
-without an append-only file, once with one that is flushed as `--appendfsync` says.
+A record is a `Trajectory` of 256 prompt ids, 1,024 completion ids and 1,024 logprobs. Writer and reader are
+processes of their own, beside an embedded Redis on a unix socket. Records exist before the clock starts; the
+reader must have seen each one exactly once. The ways to send take turns, `--repeats` times, each on a fresh
+server. A rate is records over the time from the common start until the last acknowledgement: once without an
+append-only file, once with one that is flushed as `--appendfsync` says.
 
+* records a call: the writer encodes and appends; the reader is a `Consumer` that fetches, decodes, validates
+  and acknowledges.
 * raw: redis-py without Tidemill: the same arrays as plain bytes, XADD, XREADGROUP, XACK, nothing validated.
 * PipelineRL: what its streams do (`pipelinerl/streams.py`): lists of numbers, pickled, one XADD a record,
   XREAD of one record, no group, no acknowledgement.
@@ -26,19 +26,18 @@ import multiprocessing
 import pickle
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from threading import Barrier
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import redis
 import typer
 
-from benchmarks.report import machine, print_result, print_table
+from benchmarks.report import in_turns, machine, paired_ratio, print_result, print_table
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
@@ -47,30 +46,21 @@ from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, enc
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
 
-PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 256, 1024, 8
-VOCABULARY = 151_936
+PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE, VOCABULARY = 256, 1024, 8, 151_936
 LEASE_S, BLOCK_S = 60.0, 1.0
 IN_FLIGHT = 2
 """One call travels while the next one is encoded, or the last one decoded."""
-CELLS = PROMPT_TOKENS + 2 * COMPLETION_TOKENS
 KEYS = Keys("transport")
 PEER_MAXLEN, PEER_BLOCK_MS = 1_000_000, 100
-Times = tuple[float, float]
-"""Start and stop of the writer or the reader, on the machine's monotonic clock."""
+Steps = AsyncIterator[None]
+"""One end of a way to send: what is before its first `yield` prepares, and its work ends with the second."""
 common_start: Barrier
 """Barrier at which writer and reader start, set in each of their processes."""
 
 
-def begin() -> float:
-    """Wait until writer and reader have prepared everything; returns the time."""
-    common_start.wait()
-    return time.monotonic()
-
-
 def trajectories(count: int) -> list[Trajectory]:
     """Records as a rollout worker makes them, every one different."""
-    rng = np.random.default_rng(0)
-    now = time.time()
+    rng, now = np.random.default_rng(0), time.time()
     return [
         Trajectory(
             ticket=number // GROUP_SIZE,
@@ -91,14 +81,8 @@ def trajectories(count: int) -> list[Trajectory]:
 
 def score_of(trajectory: Trajectory) -> Score:
     """A score as a reward worker publishes it."""
-    return Score(
-        ticket=trajectory.ticket,
-        index=trajectory.index,
-        status=ScoreStatus.OK,
-        value=0.5,
-        components={"correct": 0.5},
-        worker="reward-0",
-    )
+    own = {"ticket": trajectory.ticket, "index": trajectory.index, "components": {"correct": 0.5}}
+    return Score(status=ScoreStatus.OK, value=0.5, worker="reward-0", **own)
 
 
 async def send_plainly(broker: Broker, key: str, *messages: Message) -> None:
@@ -107,30 +91,27 @@ async def send_plainly(broker: Broker, key: str, *messages: Message) -> None:
     await broker.pipeline([("XADD", key, "*", *pairs) for pairs in fields])
 
 
-async def _write_with(send: Callable[..., Awaitable[Any]], url: str, records: int, per_call: int) -> Times:
+async def _write_with(send: Callable[..., Awaitable[Any]], url: str, records: int, per_call: int) -> Steps:
     """Send all records, `per_call` at a time, from a few tasks at once as a worker does."""
-    broker, key, batch = await Broker.connect(url), KEYS.trajectories(), trajectories(records)
+    broker, batch = await Broker.connect(url), trajectories(records)
     calls = iter(range(0, records, per_call))
 
     async def write() -> None:
         for first in calls:
-            await send(broker, key, *batch[first : first + per_call])
+            await send(broker, KEYS.trajectories(), *batch[first : first + per_call])
 
-    started = begin()
+    yield
     await asyncio.gather(*(write() for _ in range(IN_FLIGHT)))
-    times = started, time.monotonic()
+    yield
     await broker.close()
-    return times
 
 
 async def _read_with(
     result_of: Callable[[Delivery[Trajectory]], Score | None], url: str, records: int, per_call: int
-) -> Times:
+) -> Steps:
     """Fetch, decode, validate and acknowledge until every record was seen."""
-    broker = await Broker.connect(url)
-    consumer = Consumer(
-        broker, KEYS.trajectories(), REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=KEYS.dead
-    )
+    broker, key = await Broker.connect(url), KEYS.trajectories()
+    consumer = Consumer(broker, key, REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=KEYS.dead)
     seen: set[TrajectoryKey] = set()
     finished, acknowledged = asyncio.Event(), 0
 
@@ -146,19 +127,18 @@ async def _read_with(
         finished.set()
 
     async with consumer:
-        started = begin()
+        yield
         readers = [asyncio.create_task(read()) for _ in range(IN_FLIGHT)]
         await finished.wait()
-        times = started, time.monotonic()
+        yield
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
     assert len(seen) == records, f"{records} records were written, {len(seen)} arrived"
     await broker.close()
-    return times
 
 
-async def read_forgotten(url: str, records: int, per_call: int) -> Times:
+async def read_forgotten(url: str, records: int, per_call: int) -> Steps:
     """XREAD from a position of its own, and the same scores by plain XADDs: no group, no acknowledgement.
 
     A batch is decoded and answered while the next one travels, so that this end is no slower by design.
@@ -166,7 +146,7 @@ async def read_forgotten(url: str, records: int, per_call: int) -> Times:
     broker = await Broker.connect(url)
     reader, num_read = OffsetReader(broker, KEYS.trajectories(), Trajectory), 0
     sending: set[asyncio.Task[None]] = set()
-    started = begin()
+    yield
     while num_read < records:
         entries = await reader.read(per_call, BLOCK_S)
         scores = [score_of(entry.message) for entry in entries if not isinstance(entry, Garbled)]
@@ -175,50 +155,47 @@ async def read_forgotten(url: str, records: int, per_call: int) -> Times:
             _, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
         sending.add(asyncio.create_task(send_plainly(broker, KEYS.scores(), *scores)))
     await asyncio.gather(*sending)
-    times = started, time.monotonic()
+    yield
     await broker.close()
-    return times
 
 
-async def write_raw(url: str, records: int, per_call: int) -> Times:
+async def write_raw(url: str, records: int, per_call: int) -> Steps:
     """Arrays as bytes, a pipeline of plain XADDs."""
     client, batch = redis.Redis.from_url(url), trajectories(records)
-    started = begin()
+    yield
     for first in range(0, records, per_call):
         pipe = client.pipeline(transaction=False)
         for record in batch[first : first + per_call]:
             arrays = (record.prompt_ids, record.completion_ids, record.logprobs)
             pipe.xadd(KEYS.trajectories(), {"p": b"".join(array.tobytes() for array in arrays)})
         pipe.execute()
-    return started, time.monotonic()
+    yield
 
 
-async def read_raw(url: str, records: int, per_call: int) -> Times:
+async def read_raw(url: str, records: int, per_call: int) -> Steps:
     """XREADGROUP and XACK, the arrays cut out of the bytes."""
-    client, key = redis.Redis.from_url(url), KEYS.trajectories()
+    client, key, acknowledged = redis.Redis.from_url(url), KEYS.trajectories(), 0
     client.xgroup_create(key, REWARD_GROUP, "0", mkstream=True)
-    acknowledged = 0
-    started = begin()
+    yield
     while acknowledged < records:
-        block_ms = int(BLOCK_S * 1000)
-        reply: Any = client.xreadgroup(REWARD_GROUP, "reader", {key: ">"}, count=per_call, block=block_ms)
+        place: Any = {key: ">"}
+        reply: Any = client.xreadgroup(REWARD_GROUP, "reader", place, per_call, int(BLOCK_S * 1000))
         for _, entries in reply:
             for _, fields in entries:
-                assert len(np.frombuffer(fields[b"p"], dtype=np.int32)) == CELLS
+                assert len(np.frombuffer(fields[b"p"], np.int32)) == PROMPT_TOKENS + 2 * COMPLETION_TOKENS
             client.xack(key, REWARD_GROUP, *[entry_id for entry_id, _ in entries])
             acknowledged += len(entries)
-    return started, time.monotonic()
+    yield
 
 
-async def write_peer(url: str, records: int, per_call: int) -> Times:
+async def write_peer(url: str, records: int, per_call: int) -> Steps:
     """Write as PipelineRL does: lists of numbers, pickled, one XADD a record, approximately trimmed."""
-    client = redis.Redis.from_url(url)
-    batch = [peer_record(record) for record in trajectories(records)]
-    started = begin()
+    client, batch = redis.Redis.from_url(url), [peer_record(record) for record in trajectories(records)]
+    yield
     for index, record in enumerate(batch):
         fields: Any = {"index": index, "data": pickle.dumps(record)}
         client.xadd(KEYS.trajectories(), fields, maxlen=PEER_MAXLEN, approximate=True)
-    return started, time.monotonic()
+    yield
 
 
 def peer_record(record: Trajectory) -> dict[str, Any]:
@@ -231,12 +208,11 @@ def peer_record(record: Trajectory) -> dict[str, Any]:
     return {**arrays, "group_id": str(record.ticket), "reward": 0.0, "metadata": {"model_version": 0}}
 
 
-async def read_peer(url: str, records: int, per_call: int) -> Times:
+async def read_peer(url: str, records: int, per_call: int) -> Steps:
     """Read as PipelineRL does: XREAD of one record from its own position, unpickled; no acknowledgement."""
-    client, key = redis.Redis.from_url(url), KEYS.trajectories()
+    client, key, num_read = redis.Redis.from_url(url), KEYS.trajectories(), 0
     last_id: Any = 0
-    num_read = 0
-    started = begin()
+    yield
     while num_read < records:
         reply: Any = client.xread({key: last_id}, count=1, block=PEER_BLOCK_MS)
         for _, entries in reply:
@@ -244,40 +220,30 @@ async def read_peer(url: str, records: int, per_call: int) -> Times:
             assert int(fields[b"index"]) == num_read
             assert len(pickle.loads(fields[b"data"])["logprobs"]) == COMPLETION_TOKENS
             num_read += 1
-    return started, time.monotonic()
+    yield
 
 
 NO_AOF = "no-aof"
 SINGLE, BATCHED = "one record a call", "64 records a call"
 RAW, PEER = "raw arrays, 64 a call", "PipelineRL's way, one a call"
 SCORED, FORGOTTEN = "with scores, 64 a call", "fire-and-forget, 64 a call"
-WRITE_STREAM = partial(_write_with, append)
-READ_STREAM = partial(_read_with, lambda delivery: None)
+WRITE, READ = partial(_write_with, append), partial(_read_with, lambda delivery: None)
 # As in a reward worker, each score and the acknowledgement of its trajectory are one unit.
 READ_SCORED = partial(_read_with, lambda delivery: score_of(delivery.message))
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
-    SINGLE: (WRITE_STREAM, READ_STREAM, 1),
-    BATCHED: (WRITE_STREAM, READ_STREAM, 64),
+    SINGLE: (WRITE, READ, 1),
+    BATCHED: (WRITE, READ, 64),
     RAW: (write_raw, read_raw, 64),
     PEER: (write_peer, read_peer, 1),
-    SCORED: (WRITE_STREAM, READ_SCORED, 64),
+    SCORED: (WRITE, READ_SCORED, 64),
     FORGOTTEN: (partial(_write_with, send_plainly), read_forgotten, 64),
 }
 """Writer, reader, and records a call."""
 
 
-@dataclass
-class Measured:
-    """One way to send: a value for each repeat."""
-
-    num_bytes: list[float] = field(default_factory=list)
-    """Bytes of a record: all that the server received from both, protocol included."""
-    rates: list[float] = field(default_factory=list)
-    rates_aof: list[float] = field(default_factory=list)
-
-
 def hop(way: str, records: int, appendfsync: str) -> tuple[float, float]:
-    """Send all records over a fresh server; returns records a second and received bytes a record."""
+    """Send all records over a fresh server; returns records a second, and all bytes that the server received
+    from both ends, protocol included, for each record."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
         server = EmbeddedRedis(Path(folder), appendfsync)
@@ -298,47 +264,45 @@ def _set_start(barrier: Barrier) -> None:
     common_start = barrier
 
 
-def run_end(call: tuple[str, int, str, int]) -> Times:
-    """One end, in a process of its own."""
+def run_end(call: tuple[str, int, str, int]) -> tuple[float, float]:
+    """One end, in a process of its own: its start and stop, on the machine's monotonic clock."""
     way, end, url, records = call
-    result = WAYS[way][end](url, records, WAYS[way][2])
-    return run_main(result) if asyncio.iscoroutine(result) else result
+
+    async def run() -> tuple[float, float]:
+        steps = WAYS[way][end](url, records, WAYS[way][2])
+        await anext(steps)
+        common_start.wait()
+        started = time.monotonic()
+        await anext(steps)
+        times = started, time.monotonic()
+        await anext(steps, None)
+        return times
+
+    return run_main(run())
 
 
 def main(
-    records: Annotated[int, typer.Option(min=1, help="records of each measurement")] = 5000,
-    repeats: Annotated[int, typer.Option(min=1, help="measurements of each way")] = 3,
-    appendfsync: Annotated[
-        Literal["everysec", "always"], typer.Option(help="flushes of the AOF")
-    ] = "everysec",
+    records: int = 5000, repeats: int = 3, appendfsync: Literal["everysec", "always"] = "everysec"
 ) -> None:
     """Measure records a second over one hop through a stream."""
-    ways = {way: Measured() for way in WAYS}
-    for _ in range(repeats):
-        for way, measured in ways.items():
-            rate, num_bytes = hop(way, records, NO_AOF)
-            measured.rates.append(rate)
-            measured.num_bytes.append(num_bytes)
-            measured.rates_aof.append(hop(way, records, appendfsync)[0])
-    rows = [
-        (way, *(f"{median(values):,.0f}" for values in (row.num_bytes, row.rates, row.rates_aof)))
-        for way, row in ways.items()
-    ]
+    sides = {(way, aof): partial(hop, way, records, aof) for way in WAYS for aof in (NO_AOF, appendfsync)}
+    found = {side: list(zip(*hops, strict=True)) for side, hops in in_turns(sides, repeats).items()}
+    rates = {aof: {way: found[way, aof][0] for way in WAYS} for aof in (NO_AOF, appendfsync)}
+    medians = {aof: {way: round(median(each)) for way, each in rates[aof].items()} for aof in rates}
+    num_bytes = {way: round(median(found[way, NO_AOF][1])) for way in WAYS}
+    rows = [(way, *(f"{each[way]:,}" for each in (num_bytes, *medians.values()))) for way in WAYS]
     note = f"{machine()}; Redis on a unix socket; {records:,} records, medians of {repeats}"
-    columns = ("records/s", "bytes a record", "no AOF", f"AOF {appendfsync}")
+    columns = f"records/s,bytes a record,no AOF,AOF {appendfsync}"
     print_table("One hop through a stream", columns, rows, note)
-
-    def ratio(own: list[float], others: list[float]) -> float:
-        return round(median(mine / theirs for mine, theirs in zip(own, others, strict=True)), 3)
-
+    plain, flushed = rates[NO_AOF], rates[appendfsync]
     print_result(
         {
-            "ratio_to_raw": ratio(ways[BATCHED].rates_aof, ways[RAW].rates_aof),
-            "ratio_to_pipelinerl": ratio(ways[SINGLE].rates_aof, ways[PEER].rates_aof),
-            "ratio_guaranteed": ratio(ways[SCORED].rates_aof, ways[FORGOTTEN].rates),
-            "bytes_per_record": round(median(ways[BATCHED].num_bytes)),
-            "records_per_s": {way: round(median(row.rates_aof)) for way, row in ways.items()},
-            "records_per_s_no_aof": {way: round(median(row.rates)) for way, row in ways.items()},
+            "ratio_to_raw": paired_ratio(flushed[BATCHED], flushed[RAW]),
+            "ratio_to_pipelinerl": paired_ratio(flushed[SINGLE], flushed[PEER]),
+            "ratio_guaranteed": paired_ratio(flushed[SCORED], plain[FORGOTTEN]),
+            "bytes_per_record": num_bytes[BATCHED],
+            "records_per_s": medians[appendfsync],
+            "records_per_s_no_aof": medians[NO_AOF],
             "appendfsync": appendfsync,
         }
     )

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu                        # what is not done yet; a dry run where there is no GPU
     python -m benchmarks.gpu --part mfu_4b          # one part, also where it is done
-    python -m benchmarks.gpu --part 'engine_*' --minutes 9
-    python -m benchmarks.gpu --list
+    python -m benchmarks.gpu --part 'engine_*' --minutes 9    # begins none that would probably end later
 
+`--dry` is on the CPU with tiny models, `--fresh` forgets what was done, `--out` is the folder of the results.
 Ends with 0 where every part is done or the machine is too small for it, with 1 where one failed or ran over
 its time, with 2 where something is missing that can be installed or set right.
 """
@@ -16,44 +16,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import ge, le
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from benchmarks.gpu.parts import LIMIT_S, Part, chosen
+from benchmarks.gpu.parts import Part, chosen
 from benchmarks.gpu.runner import DONE, FAILED, LATE, MISSING, ROOT, Proof, Record
 from benchmarks.report import print_result, print_table
 
-OUT = ROOT / "runs/gpu-proof"
-OUT_DRY = ROOT / "runs/gpu-proof-dry"
 NOT_TRIED: Record = {"state": "not tried"}
 
 
-def main(
-    part: Annotated[
-        str, typer.Option(help="parts by name or pattern, with commas between; done ones too")
-    ] = "",
-    out: Annotated[Path | None, typer.Option(help="folder of the results; runs/gpu-proof")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="forget what was done")] = False,
-    dry: Annotated[bool, typer.Option("--dry", help="on the CPU with tiny models")] = False,
-    minutes: Annotated[
-        float, typer.Option(help="begin no part that would probably end later; 0 is no limit")
-    ] = 0.0,
-    limit: Annotated[float, typer.Option(help="seconds after which a part is ended")] = LIMIT_S,
-    listed: Annotated[bool, typer.Option("--list", help="say what the parts are")] = False,
-) -> None:
+def main(part: str = "", out: str = "", fresh: bool = False, dry: bool = False, minutes: float = 0.0) -> None:
     """Run the parts."""
     names = [name.strip() for name in part.split(",") if name.strip()]
     try:
         parts = chosen(names)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if listed:
-        rows = [(p.name, p.text, f"{p.estimate_s} s", str(p.gpus), f"{p.gpu_gib:g}") for p in parts]
-        titles = ("part", "what", "about, on an H100", "GPUs", "GiB each")
-        print_table("Parts (times are estimates)", titles, rows)
-        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part that runs
     # Asked by a process of its own: looking at a GPU would keep some of its memory.
     command = [sys.executable, "-m", "benchmarks.gpu.machine"]
@@ -62,23 +44,22 @@ def main(
     if facts["gpu_problem"] and not facts["driver"] and not dry:
         print(f"{facts['gpu_problem']}: a dry run on the CPU, with tiny models\n", flush=True)
         dry = True
-    proof = Proof(out or (OUT_DRY if dry else OUT), facts, dry, limit)
+    proof = Proof(Path(out or ROOT / f"runs/gpu-proof{'-dry' if dry else ''}"), facts, dry)
     for each in parts if fresh else ():
         proof.records.pop(each.name, None)
     until = time.monotonic() + minutes * 60 if minutes else math.inf
-    for each in parts if names else proof.order(parts):
+    for each in parts if names else proof.left(parts):
         if time.monotonic() + each.estimate_s > until:
             print(f"{each.name}: not begun, it takes about {each.estimate_s} s", flush=True)
             continue
         print(f"{each.name}: {each.text} ...", flush=True)
         record = proof.run(each)
         seconds = f" in {record['seconds']:.0f} s" if "seconds" in record else ""
-        lacks = "; ".join(record.get("missing", []))
-        print(f"{each.name}: {record['state']}{seconds} {lacks}", flush=True)
+        print(f"{each.name}: {record['state']}{seconds} {'; '.join(record.get('missing', []))}", flush=True)
         if tail := record.get("tail"):
             print("  " + "\n  ".join(tail.splitlines()[-10:]), flush=True)
     rows = list(figures(parts, proof.records))
-    print_table("GPU proof", ("part", "figure", "value", "goal", "met"), rows, facts["machine"])
+    print_table("GPU proof", "part,figure,value,goal,met", rows, facts["machine"])
     print_result({each.name: proof.records.get(each.name, NOT_TRIED)["state"] for each in parts})
     raise typer.Exit(exit_code([proof.records[each.name] for each in parts if each.name in proof.records]))
 
@@ -95,9 +76,7 @@ def figures(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[tu
             goal, met = "", ""
             if name in goals:
                 sign, bound = goals[name]
-                is_met = isinstance(value, int | float) and (
-                    value >= bound if sign == ">=" else value <= bound
-                )
+                is_met = isinstance(value, int | float) and (ge if sign == ">=" else le)(value, bound)
                 goal, met = f"{sign} {bound:g}", "yes" if is_met else "no"
             text = f"{value:,.4g}" if isinstance(value, float) else json.dumps(value)
             yield part.name, name, text, goal, met

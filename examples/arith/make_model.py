@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # small_models
+
 MAX_OPERAND = 50
 """Operands are 1 to this; a difference is never negative."""
 
 CONTEXT_TOKENS = 128
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ANSWER_MARK = "\n#### "
 """GSM8K's mark before the final answer; one token, so that a completion stays short."""
 
@@ -129,80 +130,61 @@ def draw_problems(rng: random.Random, count: int, forbidden: set[tuple[str, int,
     return list(problems.values())
 
 
+def read_problems(name: str) -> list[Problem]:
+    """Those of a file beside this one."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    asked = [[row["extra_info"][part] for part in ("op", "a", "b")] for row in rows]
+    return [
+        Problem(*one, row["data_source"][6:], row["prompt"]) for one, row in zip(asked, rows, strict=True)
+    ]
+
+
 def write_rows(path: Path, split: str, problems: Iterable[Problem]) -> None:
     lines = (json.dumps(problem.row(split, index)) for index, problem in enumerate(problems))
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Digits and signs one by one, words with their leading space, the answer mark as one token.
-
-    Decoding concatenates the pieces, so text survives a round trip unchanged.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """Digits and signs one by one, words with their leading space, the answer mark as one token."""
+    from small_models import piece_tokenizer
 
     templates = [form for forms in WORD_FORMS.values() for form in forms]
     words = [*_PIECE.findall(" ".join(t.format(name="", item="", a="", b="") for t in templates)), *NAMES]
     words += [" " + name for name in NAMES] + [" " + item for item in ITEMS]
     pieces = [*"0123456789+-=.?,", " ", "\n", "####", ANSWER_MARK, *sorted(set(words))]
-    vocab = {piece: index for index, piece in enumerate(dict.fromkeys([PAD, EOS, UNK, *pieces]))}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECE.pattern), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
-        tokenizer_object=backend,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNK,
-        model_max_length=CONTEXT_TOKENS,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
+    return piece_tokenizer(pieces, _PIECE.pattern, model_max_length=CONTEXT_TOKENS, padding_side="left")
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of about a million parameters, with nothing that an inference engine might not support."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Llama of about a million parameters."""
+    from small_models import llama_config
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    config = llama_config(
+        tokenizer,
         hidden_size=192,
         intermediate_size=576,
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=6,
         head_dim=32,
-        # Prompts are short: a low base tells neighbouring digits apart, and halves the training.
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
+    return LlamaForCausalLM(config)
 
 
 def encode_batch(
     tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, right-padded to `[B, T]`, int64; only completions and their EOS have labels."""
-    import torch
+    """Ids and labels `[B, T]`; only completions and their EOS have labels."""
+    from small_models import pad_rows
 
-    assert isinstance(tokenizer.pad_token_id, int) and isinstance(tokenizer.eos_token_id, int)
     prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
     completions = tokenizer([completion for _, completion in pairs])["input_ids"]
     rows = [[*p, *c, tokenizer.eos_token_id] for p, c in zip(prompts, completions, strict=True)]
-    width = max(map(len, rows))
-    ids_BT = torch.full((len(rows), width), tokenizer.pad_token_id)
-    labels_BT = torch.full((len(rows), width), -100)
-    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        ids_BT[i, : len(row)] = torch.tensor(row)
-        labels_BT[i, len(prompt) : len(row)] = ids_BT[i, len(prompt) : len(row)]
-    return ids_BT, labels_BT
+    return pad_rows(rows, [len(prompt) for prompt in prompts], tokenizer.pad_token_id)
 
 
 @dataclass(frozen=True)
@@ -225,19 +207,12 @@ def train_pass(
     words_per_step: int = 16,
 ) -> None:
     """Train on fresh problems, never a held-out one. Digit and word rows go apart: no padding to share."""
-    import torch
+    from small_models import fit
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     slips, odds = list(spec.slips), list(spec.slips.values())
-    model.train()
-    for step in range(spec.num_steps):
-        progress = step / spec.num_steps
-        warmup = min(1.0, (step + 1) / 20)
-        lr = spec.peak_lr * warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.zero_grad()
-        total = 0.0
+
+    def batches() -> list[tuple[Tensor, Tensor]]:
+        found = []
         for form, count in (("digits", digits_per_step), ("words", words_per_step)):
             problems: list[Problem] = []
             while len(problems) < count:
@@ -246,14 +221,10 @@ def train_pass(
                     problems.append(problem)
             chosen = rng.choices(slips, odds, k=count)
             pairs = [(p.prompt, p.completion(slip)) for p, slip in zip(problems, chosen, strict=True)]
-            ids_BT, labels_BT = encode_batch(tokenizer, pairs)
-            loss = model(input_ids=ids_BT, labels=labels_BT).loss / 2
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 50 == 0 or step == spec.num_steps - 1:
-            print(f"{spec.name:>6} step {step:4d}/{spec.num_steps}  loss {total:.3f}", flush=True)
+            found.append(encode_batch(tokenizer, pairs))
+        return found
+
+    fit(model, spec.num_steps, spec.peak_lr, batches, spec.name)
 
 
 def accuracy(
@@ -263,7 +234,6 @@ def accuracy(
     import torch
     from transformers import GenerationConfig
 
-    model.train(False)
     generator: Any = model  # the stubs of `generate` do not accept their own classes
     batch = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True)
     how = (
@@ -330,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
 
     import torch
+    from small_models import save
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -341,11 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for spec in (skill, habit):
         train_pass(model, tokenizer, rng, spec, held_out)
         report(f"after {spec.name}", model, tokenizer, eval_problems)
-    model.save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model")
-    (args.out / "model" / "model.safetensors").chmod(
-        0o644
-    )  # written as 0600; workers may run as another user
+    save(model, tokenizer, args.out / "model")
 
 
 if __name__ == "__main__":

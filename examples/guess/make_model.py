@@ -18,15 +18,18 @@ threads. Shape legend: B games, T tokens.
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from game import GUESSES, NUMBERS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from small_models import EOS, PAD, UNK, llama_config, pad_rows, save
+
 WORDS = ["guess", "higher", "lower", "number?"]
 CONTEXT_TOKENS = 32
 PEAK_LR = 3e-3
@@ -45,26 +48,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A small Llama, with nothing that an inference engine might not support."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=CONTEXT_TOKENS,
-            tie_word_embeddings=False,
-            initializer_range=0.1,
-            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            dtype=torch.float32,
-        )
+    config = llama_config(
+        tokenizer,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
     )
+    return LlamaForCausalLM(config)
 
 
 CARELESS = 0.1
@@ -100,12 +96,7 @@ def imitate(
         games = [
             tokenizer.convert_tokens_to_ids(play_game(rng, rng.random() < share_well)) for _ in range(128)
         ]
-        width = max(map(len, games))
-        ids_BT = torch.full((len(games), width), tokenizer.pad_token_id)
-        labels_BT = torch.full_like(ids_BT, -100)
-        for row, game in enumerate(games):
-            ids_BT[row, : len(game)] = torch.tensor(game)
-            labels_BT[row, 1 : len(game)] = ids_BT[row, 1 : len(game)]
+        ids_BT, labels_BT = pad_rows(games, [1] * len(games), tokenizer.pad_token_id)
         loss = model(input_ids=ids_BT, labels=labels_BT).loss
         optimizer.zero_grad()
         loss.backward()
@@ -138,9 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
     imitate(model, tokenizer, rng, 150, share_well=1.0)
     imitate(model, tokenizer, rng, 100, share_well=CARELESS)
-    model.save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model")
-    (args.out / "model" / "model.safetensors").chmod(0o644)  # written as 0600; workers may be another user
+    save(model, tokenizer, args.out / "model")
 
 
 if __name__ == "__main__":

@@ -9,24 +9,23 @@ parameters and stands behind the same API; everything around it stays as it is h
 Shape legend: B sequences, T tokens.
 """
 
-from __future__ import annotations
-
 import argparse
-import math
 import random
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from small_models import fit, llama_config, pad_rows, piece_tokenizer, save
 
 CONTEXT_TOKENS = 64
 WIDTH = 6
 """Characters of a number; longer ones are cut."""
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 PIECES = ["Reference:", "Answer:", "Score:", " ", "\n", "-", *"0123456789"]
 PIECE = re.compile(r"Reference:|Answer:|Score:|[0-9]|.|\n")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -59,95 +58,43 @@ def draw(rng: random.Random) -> tuple[str, str]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The pieces above, each a token; anything else is unknown."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {piece: index for index, piece in enumerate([PAD, EOS, UNK, *PIECES])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE.pattern), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNK,
-        model_max_length=CONTEXT_TOKENS,
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+    return piece_tokenizer(
+        PIECES, PIECE.pattern, model_max_length=CONTEXT_TOKENS, chat_template=CHAT_TEMPLATE
     )
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    config = llama_config(
+        tokenizer,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
     )
     return LlamaForCausalLM(config)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, right-padded to `[B, T]`, int64; the answer, the verdict and EOS have labels.
+    """Ids and labels `[B, T]`; the answer, the verdict and EOS have labels.
 
     Half of the answers repeat the reference. To foretell them, the model learns to look back at the digit to
     compare with, which the verdict alone teaches only slowly.
     """
-    import torch
-
     rows, starts = [], []
     answer_id = tokenizer.convert_tokens_to_ids("Answer:")
     for prompt, verdict in pairs:
         prompt_ids, verdict_ids = tokenizer(prompt)["input_ids"], tokenizer(verdict)["input_ids"]
         rows.append([*prompt_ids, *verdict_ids, tokenizer.eos_token_id])
         starts.append(prompt_ids.index(answer_id) + 1)
-    ids_BT = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
-    labels_BT = torch.full_like(ids_BT, -100)
-    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        ids_BT[i, : len(row)] = torch.tensor(row)
-        labels_BT[i, start : len(row)] = ids_BT[i, start : len(row)]
-    return ids_BT, labels_BT
-
-
-def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random, steps: int
-) -> None:
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(steps):
-        progress = step / steps
-        for group in optimizer.param_groups:
-            group["lr"] = (
-                3e-3 * min(1.0, (step + 1) / 50) * (0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
-            )
-        ids_BT, labels_BT = encode(tokenizer, [draw(rng) for _ in range(256)])
-        optimizer.zero_grad()
-        loss = model(input_ids=ids_BT, labels=labels_BT).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 100 == 0 or step == steps - 1:
-            print(f"step {step:4d}/{steps}  loss {loss.item():.4f}", flush=True)
+    return pad_rows(rows, starts, tokenizer.pad_token_id)
 
 
 def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> float:
     """Share of 4,000 fresh questions whose likeliest verdict is right."""
-    import torch
-
     ids_BT, _ = encode(tokenizer, [draw(rng) for _ in range(4000)])
     score_B = (ids_BT == tokenizer.convert_tokens_to_ids("Score:")).int().argmax(1)
     rows_B = torch.arange(len(ids_BT))
@@ -165,20 +112,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=600)
     args = parser.parse_args(argv)
-
-    import torch
-
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
-    train(model, tokenizer, rng, args.steps)
+    one_batch = lambda: [encode(tokenizer, [draw(rng) for _ in range(256)])]  # noqa: E731
+    fit(model, args.steps, 3e-3, one_batch, warmup_steps=50, least_lr=0.02)
     print(f"right verdicts: {accuracy(model, tokenizer, rng):.2%}", flush=True)
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    (args.out / "model.safetensors").chmod(0o644)  # written as 0600; servers may run as another user
+    save(model, tokenizer, args.out)
 
 
 if __name__ == "__main__":

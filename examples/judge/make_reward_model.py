@@ -9,18 +9,20 @@ number is right is the judge's business. A real reward model stands behind the s
 Shape legend: B sequences, T tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import LlamaForSequenceClassification, PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import AutoTokenizer, LlamaForSequenceClassification, PreTrainedTokenizerBase
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from small_models import llama_config, pad_rows, save
 
 ARITH = Path(__file__).parents[1] / "arith"
 CONTEXT_TOKENS = 64
@@ -40,15 +42,11 @@ class Examples:
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
         """Right-padded ids `[B, T]`, int64, and labels `[B]`, float32: 1 for the wanted form."""
-        import torch
-
         wanted = [self._rng.random() < 0.5 for _ in range(size)]
         rows = [
             self._rng.choice(self._prompts) + (self._good() if is_good else self._bad()) for is_good in wanted
         ]
-        ids_BT = torch.full((size, max(map(len, rows))), self._pad_id)
-        for i, row in enumerate(rows):
-            ids_BT[i, : len(row)] = torch.tensor(row)
+        ids_BT, _ = pad_rows(rows, [0] * size, self._pad_id)
         return ids_BT, torch.tensor(wanted, dtype=torch.float32)
 
     def _good(self) -> list[int]:
@@ -71,31 +69,20 @@ class Examples:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForSequenceClassification:
-    import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    config = llama_config(
+        tokenizer,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         max_position_embeddings=CONTEXT_TOKENS,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         num_labels=1,
-        dtype=torch.float32,
     )
     return LlamaForSequenceClassification(config)
 
 
 def train(model: LlamaForSequenceClassification, examples: Examples, steps: int) -> None:
-    import torch
-    from torch.nn.functional import binary_cross_entropy_with_logits
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     for step in range(steps):
@@ -112,8 +99,6 @@ def train(model: LlamaForSequenceClassification, examples: Examples, steps: int)
 
 def accuracy(model: LlamaForSequenceClassification, examples: Examples) -> float:
     """Share of 2,000 fresh completions on whose form the model is right."""
-    import torch
-
     ids_BT, labels_B = examples.batch(2000)
     with torch.inference_mode():
         return ((model(input_ids=ids_BT).logits[:, 0] > 0) == (labels_B > 0)).float().mean().item()
@@ -127,10 +112,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args(argv)
-
-    import torch
-    from transformers import AutoTokenizer
-
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(ARITH / "model")
@@ -139,9 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
     train(model, examples, args.steps)
     print(f"right about the form: {accuracy(model.eval(), examples):.2%}", flush=True)
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    (args.out / "model.safetensors").chmod(0o644)  # written as 0600; servers may run as another user
+    save(model, tokenizer, args.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ not among its rows.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -68,26 +67,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     sys.path.insert(0, str(ARITH))
-    import make_model as arith  # type: ignore[import-not-found, unused-ignore]
+    import make_model as arith
+    from small_models import save
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(ARITH / "model")
     model = upcycle(AutoModelForCausalLM.from_pretrained(ARITH / "model"))
-    rows = [json.loads(line) for line in (ARITH / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
-    held_out = [
-        arith.Problem(
-            *(row["extra_info"][name] for name in ("op", "a", "b")), row["data_source"][6:], row["prompt"]
-        )
-        for row in rows
-    ]
+    held_out = arith.read_problems("eval.jsonl")
     settle = arith.Pass("settle", args.steps, 5e-4, arith.TUTOR_SLIPS)
     keys = {problem.key for problem in held_out}
     arith.train_pass(model, tokenizer, random.Random(0), settle, keys)
     arith.report(f"{model.num_parameters():,} parameters", model, tokenizer, held_out)
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    (args.out / "model.safetensors").chmod(0o644)  # written as 0600; workers may run as another user
+    save(model, tokenizer, args.out)
 
 
 if __name__ == "__main__":

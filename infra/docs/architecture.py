@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
+from infra.docs.made import keep
+from infra.docs.pages import REPO
 from tidemill.common.wire.keys import StreamName
 from tidemill.common.wire.messages import Lane
 
-REPO = Path(__file__).resolve().parents[2]
 DRAWING = REPO / "docs" / "architecture.svg"
 
 
@@ -193,16 +193,5 @@ def _legend(end: float) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the drawing, or with `--check` compare it. Returns the exit code."""
-    drawing = draw()
-    if "--check" not in arguments:
-        DRAWING.write_text(drawing, encoding="utf-8")
-    elif not DRAWING.exists() or DRAWING.read_text(encoding="utf-8") != drawing:
-        print(f"{DRAWING.name} is not current: python -m infra.docs.architecture", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(keep({DRAWING: draw()}, "infra.docs.architecture", sys.argv[1:]))

@@ -10,32 +10,24 @@ from pathlib import Path
 from types import ModuleType
 
 from infra.docs import api_page, config_page, fits_table, metric_table
+from infra.docs.made import keep
 
 DOCS = Path(__file__).parents[2] / "docs"
-MADE: dict[str, ModuleType] = {
-    "api.md": api_page,
-    "config.md": config_page,
-    "metrics.md": metric_table,
-    "operations/sizing.md": fits_table,
+MADE: dict[Path, ModuleType] = {
+    DOCS / "api.md": api_page,
+    DOCS / "config.md": config_page,
+    DOCS / "metrics.md": metric_table,
+    DOCS / "operations/sizing.md": fits_table,
 }
-
-
-def current(page: str) -> str:
-    """The whole text that a page should have."""
-    made = MADE[page]
-    text: str = (DOCS / page).read_text(encoding="utf-8").partition(made.HEADING)[0] + made.as_markdown()
-    return text
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages that changed, or with `--check` name them. Returns the exit code."""
-    is_check = "--check" in arguments
-    changed = {page: text for page in MADE if (text := current(page)) != (DOCS / page).read_text("utf-8")}
-    for page, text in changed.items():
-        print(f"docs/{page} is not current: python -m infra.docs.reference" if is_check else f"docs/{page}")
-        if not is_check:
-            (DOCS / page).write_text(text, encoding="utf-8")
-    return int(is_check and bool(changed))
+    texts = {
+        path: path.read_text(encoding="utf-8").partition(made.HEADING)[0] + made.as_markdown()
+        for path, made in MADE.items()
+    }
+    return keep(texts, "infra.docs.reference", arguments)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from grafana_foundation_sdk.models.text import TextMode
 
+from infra.docs.pages import anchor_of
 from infra.grafana.panels import Board, Panel
-from infra.grafana.runbook import RUNBOOK_TITLE, RUNBOOK_UID, Paragraph, anchor_of, paragraph_url
+from infra.grafana.runbook import RUNBOOK_TITLE, RUNBOOK_UID, Paragraph, paragraph_url
 
 TAG = "tidemill"
 PANEL_ROWS = 8

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+from infra.docs.pages import REPO, anchor_of
+
 RUNBOOK = REPO / "docs" / "troubleshooting.md"
 RUNBOOK_UID = "tidemill-runbook"
 RUNBOOK_TITLE = "Runbook"
@@ -45,11 +46,6 @@ class Paragraph:
 def paragraph_url(panel_id: int) -> str:
     """Address at which Grafana shows only one paragraph."""
     return f"/d/{RUNBOOK_UID}?viewPanel=panel-{panel_id}"
-
-
-def anchor_of(heading: str) -> str:
-    """`Worker silent, or gone` becomes `worker-silent-or-gone`."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 def read_runbook(path: Path = RUNBOOK) -> tuple[Paragraph, ...]:

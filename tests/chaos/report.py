@@ -23,7 +23,7 @@ def print_faults(outcome: Outcome) -> None:
         f"{outcome.replay.num_compared} versions trained again, {len(outcome.replay.different)} different, "
         f"{len(outcome.replay.not_standing)} whose records Redis has lost."
     )
-    columns = ("fault", "of", "at, s", "version", "loaded, s", "useful again, s", "")
+    columns = "fault,of,at (s),version,loaded (s),useful again (s),"
     print_table(f"seed {outcome.seed}: what was done to the run", columns, rows, note)
 
 

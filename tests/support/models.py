@@ -67,9 +67,10 @@ def tiny_model(path: Path, seed: int = 0, **changes: Any) -> Path:
     return path
 
 
-def write_tokenizer(path: Path, chat_template: str | None = None) -> None:
-    """The tokenizer of `PIECES`."""
-    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="<unk>"))
+def write_tokenizer(path: Path, chat_template: str | None = None, num_pieces: int = len(PIECES)) -> None:
+    """The tokenizer of `PIECES`, or of more words of the same kind."""
+    pieces = [*PIECES, *(f"w{number - 3}" for number in range(len(PIECES), num_pieces))]
+    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=backend,

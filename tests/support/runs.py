@@ -95,9 +95,10 @@ class ServiceRun:
     ) -> Process:
         """Start one service process; its output goes into `<name>.log`. `within` is a command that runs it.
 
-        `role` may be a module of tests that does a role's work.
+        `role` may be a module of tests or benchmarks that does a role's work.
         """
-        name, module = name or role, role if role.startswith("tests.") else f"tidemill.services.{role}"
+        is_own = role.startswith(("tests.", "benchmarks."))
+        name, module = name or role, role if is_own else f"tidemill.services.{role}"
         words = ["--run", self.keys.run_id, "--name", name]
         words += [part for override in overrides for part in ("--set", override)]
         words += arguments

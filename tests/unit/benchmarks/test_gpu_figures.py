@@ -1,4 +1,4 @@
-"""What the proof on a GPU computes and decides, without one: kernels, FLOPs, what is missing."""
+"""What the proof on a GPU computes and decides, without one: kernels, what is missing."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +7,8 @@ import pytest
 from torch.autograd import DeviceType
 
 from benchmarks.gpu.__main__ import exit_code
-from benchmarks.gpu.mfu import NONE, Work, count_flops, kernel_shares
+from benchmarks.gpu.mfu import NONE, kernel_shares
 from benchmarks.gpu.parts import PARTS, missing
-from benchmarks.gpu.shapes import shape_of
 
 H100: dict[str, Any] = {
     "machine": "16 cores",
@@ -47,17 +46,6 @@ def test_what_a_program_names_itself_is_no_kernel() -> None:
     assert shares["matrix products"] == pytest.approx(0.5) and shares["optimizer"] == pytest.approx(0.2)
     assert shares[NONE] == pytest.approx(0.3) and sum(shares.values()) == pytest.approx(1.0)
     assert kernel_shares(events, 10.0, DeviceType.CPU)["matrix products"] == pytest.approx(0.9)
-
-
-@pytest.mark.parametrize(("name", "tied"), [("4b", True), ("8b", False)])
-def test_flops_are_those_counted_by_hand(name: str, tied: bool) -> None:
-    """The tiny model: per layer q and o 128 x 128, k and v 128 x 64, gate, up and down 128 x 256."""
-    shape, work = shape_of(name, dry=True), Work(packed=64, sequence=32, prompt=8, micro_batches=2)
-    assert shape.tie_word_embeddings is tied
-    body = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
-    head, tokens, scored = 512 * 128, 128, 128 * 24 // 32
-    pairs = 4 * 32 * 32 / 2
-    assert count_flops(shape, work) == 6 * body * tokens + 6 * head * scored + 12 * 128 * 2 * pairs
 
 
 SMALL, OLD = H100 | {"gpu_gib": 23.0}, H100 | {"gpus": [], "gpu_problem": "the driver is too old"}

@@ -13,10 +13,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import Counter
 from prometheus_client.metrics import MetricWrapperBase
 
+from infra.docs.pages import anchor_of
 from infra.grafana.__main__ import DASHBOARDS, main
 from infra.grafana.build import as_json
 from infra.grafana.panels import BOARDS, Board
-from infra.grafana.runbook import anchor_of, read_runbook
+from infra.grafana.runbook import read_runbook
 from tests.support.prometheus import ALERTS, RULES, Rule, expressions, metric_names, substituted
 from tidemill.common.telemetry import metrics
 
