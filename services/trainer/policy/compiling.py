@@ -37,7 +37,7 @@ def compile_model(
     """
     device = device or model.device
     # All layers have the same code, so that it is compiled once; and ranks shard them one by one.
-    parts = layers_of(model) or [model.base_model]
+    parts = layers_of(model) or [body_of(model)]
     is_cast = dtype not in (torch.float32, torch.float64)
     if is_cast:
         round_alike(model)
@@ -61,6 +61,13 @@ def compile_model(
     return True
 
 
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """The model below its output head; the model itself where it names no such part. Llama 4 names one that
+    it does not have, and calls it `model` as others do."""
+    body: nn.Module = model.base_model
+    return getattr(model, "model", model) if body is model else body
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that transformers keeps in one piece, and that are in no other such block; ranks gather them
     one after the other."""
@@ -78,7 +85,7 @@ def outermost(module: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[
 def _output_of(model: PreTrainedModel, device: torch.device, **named: Any) -> Tensor:
     """The last hidden states of two short rows."""
     ids_BT = torch.arange(1, 9, device=device)[None].expand(2, -1) % model.config.get_text_config().vocab_size
-    hidden: Tensor = model.base_model(input_ids=ids_BT, use_cache=False, **named).last_hidden_state
+    hidden: Tensor = body_of(model)(input_ids=ids_BT, use_cache=False, **named).last_hidden_state
     return hidden
 
 

@@ -26,6 +26,7 @@ from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tok
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Precomputed, Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
+from tidemill.services.trainer.policy.compiling import body_of
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import Tile, TokenRow, choose_layout, kinds_of_layers, make_tile
 from tidemill.services.trainer.policy.precision import round_alike
@@ -44,12 +45,12 @@ def output_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def find_scaling(model: PreTrainedModel) -> Scaling | None:
-    """How the model scales `lm_head(base_model(...).last_hidden_state)`; None where that is not known.
+    """How the model scales `lm_head(body_of(model)(...).last_hidden_state)`; None where that is not known.
 
     Replaces the head's output by marked values for one pass. What the model gives back is held against what
     its configuration says.
     """
-    head, base = output_head(model), model.base_model
+    head, base = output_head(model), body_of(model)
     if head is None or base is model:
         return None
     marked: list[Tensor] = []
@@ -181,7 +182,7 @@ class TokenScorer:
                 logits_NV = rows_at(output.logits.flatten(0, 1), sources_N)
                 scores = score_logits(logits_NV, targets_N, temperature, entropy_gradient, tile.kept)
                 return TileScores(*scores, hidden_NH)
-            hidden_BTH = self._model.base_model(**kwargs).last_hidden_state
+            hidden_BTH = body_of(self._model)(**kwargs).last_hidden_state
             hidden_NH = rows_at(hidden_BTH.flatten(0, 1), sources_N)
             head = output_head(self._model)
             assert head is not None and hidden_NH is not None, "a chunked model has a head"
@@ -204,7 +205,7 @@ class TokenScorer:
         kwargs = self._inputs(tile)
         with self._autocast():
             if self.scaling is not None:
-                hidden_BTH = self._model.base_model(**kwargs).last_hidden_state
+                hidden_BTH = body_of(self._model)(**kwargs).last_hidden_state
             else:
                 hidden_BTH = self._model(**kwargs, output_hidden_states=True).hidden_states[-1]
         hidden_NH = rows_at(hidden_BTH.flatten(0, 1), tile.sources_N.to(self._device))

@@ -183,7 +183,7 @@ class RankPolicy(TransformersPolicy):
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         head = super()._make_value_head(model)
         if head is not None:
-            # As the root above: gathered rows would outlive a change of the weights after a pass without backward.
+            # As the root: what is gathered for a pass without backward would outlive a change of the weights.
             fully_shard(head.layer, mesh=self._ranks.mesh, reshard_after_forward=True)
             sum_gradients(head.layer)
             self._remember(head.layer)

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from tests.support.allocations import peak_bytes
+from tests.support.architectures import make_model
 from tests.support.models import PIECES, assert_all_close, attend_as_varlen, make_samples, tiny_llama
 from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.groups.samples import Sample
@@ -248,6 +249,8 @@ def unusual_model(name: str) -> PreTrainedModel:
         return GPT2LMHeadModel(
             GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3, **IDS)
         ).eval()
+    if name == "llama4":
+        return make_model("Llama4Text", num_local_experts=2, intermediate_size_mlp=32, head_dim=8)
     if name == "cohere":
         return CohereForCausalLM(CohereConfig(**SMALL, **HEADS, **IDS, logit_scale=0.25)).eval()
     if name == "granite":
@@ -260,6 +263,7 @@ def unusual_model(name: str) -> PreTrainedModel:
     ("name", "scaling"),
     [
         ("gpt2", PLAIN),
+        ("llama4", PLAIN),
         ("cohere", Scaling(0.25)),
         ("granite", Scaling(0.25)),
         ("gemma2", Scaling(1.0, 30.0)),
