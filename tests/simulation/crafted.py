@@ -77,7 +77,10 @@ def _trim(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafte
     setup = replace(setup, steps=6, checkpoint_every=1, keep_checkpoints=1, trim=True, archive=False)
     how = {"for_s": for_s, "lose_commits": 1, "lose": rng.randint(8, 64), "before": ["trim", "trajectories"]}
     how |= {"clock_s": -round(rng.uniform(15.0, 90.0), 1), "hold_s": round(rng.uniform(3.0, 6.0), 1)}
-    return replace(setup, max_staleness=rng.choice((1, 3)), sample_s=1.0), [Fault(at_s, "failover", "", how)]
+    setup = replace(setup, max_staleness=rng.choice((1, 3)), sample_s=1.0)
+    if rng.random() < 0.5:  # before it has its mark
+        how["before"] = ["mark", "trimming"]
+    return setup, [Fault(at_s, "failover", "", how)]
 
 
 def _oldest(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:

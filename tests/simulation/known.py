@@ -122,6 +122,11 @@ KNOWN = {
             {"for_s": 0.29, "lose_commits": 2, "before": ["HSET", "state"], "clock_s": -9.7}),
         Fault(10.315, "freeze", "reward-1", {"for_s": 5.32}),
     )),
+    "a server takes over before a trim has its mark": Schedule(
+        5, Setup(steps=6, checkpoint_every=1, keep_checkpoints=1), (
+        Fault(5.737, "failover", "", {"for_s": 1.93, "lose_commits": 1, "lose": 58,
+            "before": ["mark", "trimming"], "clock_s": -66.8, "hold_s": 5.5}),
+    )),
     "Redis is emptied while it is looked for strays": Schedule(
         100684, Setup(steps=6, group_size=2, checkpoint_every=1, evaluation=True, rollouts=3, rewards=1), (
         Fault(1.607, "tear", "trainer", {"what": "checkpoint", "share": 0.712}),

@@ -329,7 +329,7 @@ async def test_stopping_hands_back_what_does_not_finish_in_time(
 async def test_stopping_finishes_what_does_and_leaves_the_group(
     broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Scores are still gathered when the lane has stopped to fetch: it must not leave before they are published.
+    # Scores are still gathered when the lane no longer fetches: it must not leave before they are published.
     monkeypatch.setattr("tidemill.services.reward.worker.GATHER_S", 1.0)
     reward = GatedReward()
     await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(3)])

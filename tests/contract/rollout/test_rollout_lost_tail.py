@@ -146,6 +146,34 @@ class TestLostHistory:
         assert sorted(sample.index for sample in samples) == [0, 1, 2, 3]
         assert {sample.max_version for sample in samples} == {1}
 
+    async def test_what_ends_while_other_weights_are_loaded_is_generated_again(
+        self, make, broker, keys, announce
+    ):
+        await issue(broker, keys)
+        async with make() as worker:
+            await announce(3)
+            await wait_until(lambda: worker.engine.version == 3)
+            engine, load = worker.engine, worker.engine.load
+            engine.held = set(range(SIZE))
+
+            async def load_late(*given: Any) -> Any:
+                begun, engine.released = engine.released, asyncio.Event()
+                begun.set()
+                await wait_until(lambda: len(engine.asked) == 2 * SIZE)
+                return await load(*given)
+
+            engine.load = load_late
+            task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
+            await wait_until(lambda: len(engine.asked) == SIZE)
+            await lose_tail(broker, keys.weights, START)
+            await announce(1, term=2)
+            await wait_until(lambda: engine.version == 1)
+            engine.released.set()
+            worker.consumer.lease_s = 0.1  # as above
+            await asyncio.wait_for(task, 120)
+        samples = await samples_of(broker, keys)
+        assert {(sample.max_version, sample.index) for sample in samples} == {(1, i) for i in range(SIZE)}
+
 
 async def lose_samples(broker: Broker, keys: Keys, num_kept: int, ticket: int = 0) -> None:
     """As a Redis does that comes back without its last second: samples and progress go together."""

@@ -3,6 +3,8 @@
 import asyncio
 import random
 
+import pytest
+
 from tests.support.consumers import (
     LEASE_S,
     fall_silent,
@@ -171,13 +173,14 @@ async def test_a_renewal_that_was_on_its_way_does_not_undo_a_hand_back(broker, k
     assert (taken.entry_id, taken.attempts) == (ids[0], 1)
 
 
-async def test_what_another_holds_cannot_be_handed_back(broker, keys):
+@pytest.mark.parametrize("call", ["hand_back", "park", "unpark"])
+async def test_what_another_holds_cannot_be_handed_back_or_parked(broker, keys, call):
     ids = await publish(broker, keys, 1)
     slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
     held = await fetched(slow, 1)
     await fall_silent(broker, keys, "slow", ids)
     (taken,) = await fetched(rival, 1)
-    await slow.hand_back(held)
+    await getattr(slow, call)(held)
     assert await make_consumer(broker, keys, "third").fetch(10, 0) == []
     assert await rival.complete([(taken, make_score(0))], keys.scores()) == [True]
 
