@@ -42,9 +42,7 @@ async def history_of(broker: Broker, keys: Keys, first_step: int = 0) -> list[Co
     return await read_commits(History(keys.run_id, None, broker), first_step)
 
 
-async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(broker, keys):
     """An entry that has no id of a step never was a commit, so nothing is missing without it."""
     await append_commit(broker, keys, commit_of(0))
     await broker.execute("XADD", keys.commits, "1-1", "v", b"1.0", "p", b"\xc1")
@@ -56,9 +54,7 @@ async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(
 
 
 @pytest.mark.parametrize("number", [2.5, math.nan, math.inf])
-async def test_our_own_commit_may_be_repeated_after_a_lost_connection(
-    broker: Broker, keys: Keys, number: float
-) -> None:
+async def test_our_own_commit_may_be_repeated_after_a_lost_connection(broker, keys, number):
     """A skipped update has a gradient norm that is not finite, and NaN differs from itself."""
     for _ in range(2):
         await append_commit(broker, keys, commit_of(metrics={"grad_norm": number}))
@@ -68,7 +64,7 @@ async def test_our_own_commit_may_be_repeated_after_a_lost_connection(
 @pytest.mark.parametrize(
     "other", [{"digest": "cd" * 16}, {"groups": (0, 1)}, {"finished_at": 1.0}, {"metrics": {"loss": 2.5}}]
 )
-async def test_another_trainers_commit_ends_this_one(broker: Broker, keys: Keys, other: dict) -> None:
+async def test_another_trainers_commit_ends_this_one(broker, keys, other):
     await append_commit(broker, keys, commit_of(**other))
     with pytest.raises(SecondTrainerError, match="step 0"):
         await append_commit(broker, keys, commit_of())
@@ -78,7 +74,7 @@ async def test_another_trainers_commit_ends_this_one(broker: Broker, keys: Keys,
         await append_commit(broker, keys, commit_of())
 
 
-async def test_a_hole_between_commits_and_a_damaged_one_are_errors(broker: Broker, keys: Keys) -> None:
+async def test_a_hole_between_commits_and_a_damaged_one_are_errors(broker, keys):
     await append_numbered(broker, keys.commits, [(step, commit_of(step)) for step in (0, 2)])
     with pytest.raises(TidemillError, match="step 2 where step 1"):
         await history_of(broker, keys)
@@ -87,9 +83,7 @@ async def test_a_hole_between_commits_and_a_damaged_one_are_errors(broker: Broke
         await history_of(broker, keys, 2)
 
 
-async def test_a_commit_is_not_appended_where_the_one_before_or_its_mark_is_missing(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_a_commit_is_not_appended_where_the_one_before_or_its_mark_is_missing(broker, keys):
     """There would be no place for the one before any more; what the step was trained on may be gone with the
     mark."""
     mark = Mark(keys.state, "committing", b'"1"')
@@ -103,7 +97,7 @@ async def test_a_commit_is_not_appended_where_the_one_before_or_its_mark_is_miss
     assert await history_of(broker, keys) == [commit_of(0)]
 
 
-def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
+def test_a_commit_says_what_was_trained_and_what_was_left_out():
     samples = make_samples(6)  # tickets 0 (four samples) and 1 (two)
     sources = pending_groups(
         [make_trajectory(*sample.key) for sample in samples],

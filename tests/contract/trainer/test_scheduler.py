@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -17,14 +16,14 @@ from tidemill.services.trainer.batch.scheduler import Scheduler
 
 
 @pytest.fixture
-def make(broker: Broker, keys: Keys) -> Any:
+def make(broker, keys):
     """A scheduler with groups of two, two a step; what it expected is in `expected`."""
 
-    def make(state: dict[str, Any] | None = None, **trainer: Any) -> Scheduler:
+    def make(state=None, **trainer):
         expected: list[Ticket] = []
         config = trainer_config(**trainer)
         scheduler = Scheduler(broker, keys, config, make_plan(config), expected.extend)
-        scheduler.expected = expected  # type: ignore[attr-defined]
+        scheduler.expected = expected
         if state is not None:
             scheduler.restore(state)
         return scheduler
@@ -98,7 +97,7 @@ class TestGate:
         scheduler, order = make(), []
         scheduler.expect = lambda items: order.append(("expected", [item.ticket for item in items]))
 
-        async def spy(broker: Broker, key: str, numbers: Any, build: Any) -> list[int]:
+        async def spy(broker, key, numbers, build):
             appended = await append_missing(broker, key, numbers, build)
             order.append(("appended", appended))
             return appended
@@ -169,7 +168,7 @@ class TestAfterRedisLostItsTail:
         scheduler, execute, is_lost = make(), broker.execute, False
         await scheduler.admit(0)
 
-        async def look_and_lose(*command: Any) -> Any:
+        async def look_and_lose(*command):
             nonlocal is_lost
             reply = await execute(*command)
             if command[:2] == ("XINFO", "STREAM") and not is_lost:

@@ -55,7 +55,7 @@ def assert_alike(mine: Numbers, expected: Numbers) -> None:
         assert result.lr == other_result.lr
 
 
-def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path):
     model, samples, later = tiny_model(tmp_path / "model"), make_samples(7), range(STEPS, STEPS + 1)
     alone, config = open_policy(training_config(model, 1)), training_config(model, 2)
     start, expected = alone.digest(), train(alone, config.trainer, range(STEPS))
@@ -101,7 +101,7 @@ def values(paths: list[Path]) -> dict[object, list[int]]:
 
 
 @pytest.mark.parametrize(("num_ranks", "options"), [(3, {}), (4, LORA)], ids=["unequal shards", "adapters"])
-def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int, options: dict[str, Any]) -> None:
+def test_ranks_write_what_one_writes(tmp_path, num_ranks, options):
     model = tiny_model(tmp_path / "model")
     alone = open_policy(writing_config(model, 1, **options))
     start, full = alone.digest(), save_weights(alone, tmp_path / "start")

@@ -24,30 +24,34 @@ FROZEN = {"reference": {"model": "frozen"}}
 ROLLOUT = {"old_logprobs": "rollout"}
 TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "exact_match"}}}
 FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
+SESSIONS = {
+    "rollout": {"environment": {"use": "my_env.py:MyEnv"}},
+    "reward": {"rewards": {"game": {"environment": True}}},
+}
+TEACHER = {"teacher": {"servers": "there"}}
+
+
+def taught(*sections: dict[str, Any], **rewards: Any) -> dict[str, Any]:
+    """Sections of a run with a teacher, or with other rewards that use its servers."""
+    reward = {"rewards": rewards or {"wise": TEACHER}}
+    tree: dict[str, Any] = {"servers": {"there": {}}, "reward": reward}
+    for section in sections:
+        tree |= {name: tree.get(name, {}) | fields for name, fields in section.items()}
+    return tree
 
 
 @pytest.mark.parametrize(
     ("algorithm", "sections", "reason"),
     [
-        (
-            {"advantage": "gae", "value": {"model": "own"}},
-            {"trainer": {"lora": {}}},
-            "a whole second model",
-        ),
+        ({"advantage": "gae", "value": {"model": "own"}}, {"trainer": {"lora": {}}}, "a whole second model"),
         ({"kl": {"place": "loss"}}, {}, "needs a reference model"),
         ({"kl": {"place": "reward"}, **FROZEN}, FILTERED, "put the penalty into the loss"),
         ({**ROLLOUT}, FILTERED, "trainer.algorithm.old_logprobs: rollout would clip"),
-        (
-            {"rejection": {"bounds": {"seq_mean_k1": [0.99, 1.01]}}},
-            FILTERED,
-            "bounds.seq_mean_k1 would reject",
-        ),
+        ({"rejection": {"bounds": {"seq_mean_k1": [0.99, 1.01]}}}, FILTERED,
+         "bounds.seq_mean_k1 would reject"),
         ({"importance": {"level": "sequence"}}, FILTERED, "importance.level: sequence would multiply"),
-        (
-            {"importance": {"mode": "mask", "level": "geometric", "low": 0.99, "high": 1.01}},
-            FILTERED,
-            "importance.level: geometric would multiply",
-        ),
+        ({"importance": {"mode": "mask", "level": "geometric", "low": 0.99, "high": 1.01}}, FILTERED,
+         "importance.level: geometric would multiply"),
         ({"loss": "gspo"}, {}, "importance.level: token would weigh or mask single tokens"),
         ({"loss": "sapo"}, {}, "always 1 with one update a step"),
         ({"kl": {"place": "reward", "estimator": "k3+"}, **FROZEN}, {}, "is k3 with another gradient"),
@@ -59,11 +63,8 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
         ({"rollout_penalty": 0.1}, FILTERED, "rollout_penalty would pull"),
         ({"importance": {"mode": "mask", "normalise": True}}, {}, "importance.mode is mask"),
         ({"importance": {"normalise": True}, **ROLLOUT}, {}, "importance.mode is off"),
-        (
-            {"loss": "reinforce", "importance": {"normalise": True}},
-            {"trainer": {"mini_batches": 2}},
-            "which moves with each of 2 updates",
-        ),
+        ({"loss": "reinforce", "importance": {"normalise": True}}, {"trainer": {"mini_batches": 2}},
+         "which moves with each of 2 updates"),
         ({"loss": "gspo", "top_entropy_quantile": 0.2, **ROLLOUT}, {}, "gradient reaches all its tokens"),
         ({"top_entropy_quantile": 0.0}, {}, "top_entropy_quantile"),
         ({"loss": "vespo"}, {}, "set `old_logprobs: rollout`"),
@@ -75,18 +76,21 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
         ({"loss": "reinforce"}, {"trainer": {"passes": 2}}, "how far later passes have moved"),
         ({"importance": {"mode": "mask"}, **ROLLOUT}, {}, "would weigh every token twice"),
         ({"loss": "gspo", "advantage": "gae", **ROLLOUT}, {}, "needs one advantage for it"),
-        (
-            {
-                "loss": "gspo",
-                "advantage": "reinforce_plus_plus",
-                "kl": {"place": "reward"},
-                **FROZEN,
-                **ROLLOUT,
-            },
-            {},
-            "gives one for each token",
-        ),
+        ({"loss": "gspo", "advantage": "reinforce_plus_plus", "kl": {"place": "reward"}, **FROZEN,
+         **ROLLOUT}, {}, "gives one for each token"),
         ({"gamma": 0.9}, {}, "knows one reward for a sequence"),
+        ({"advantage": "reinforce_plus_plus", "loss": "gspo", **ROLLOUT}, SESSIONS, "one advantage"),
+        ({"overlong": {"penalty": 1.0}}, SESSIONS, "rollout.environment.max_tokens"),
+        ({}, taught({"rollout": {"sampling": {"temperature": 0.7}}}), "temperature is 0.7"),
+        ({}, taught({"rollout": {"sampling": {"top_p": 0.9}}}), "take place: loss"),
+        ({"preset": "gspo"}, taught(), "one advantage for a sequence"),
+        ({"teacher": {"place": "loss", "gamma": 0.5}}, taught(), "leave gamma out"),
+        ({}, taught({"reward": {"on_failure": 0.0}}), "cannot stand for a teacher"),
+        ({}, taught(wise=TEACHER | {"weight": -1.0}), "at least 0"),
+        ({}, taught(wise=TEACHER, other=TEACHER), "both teachers of all data sources"),
+        ({}, taught(**{n: TEACHER | {"applies_to": ["a", n]} for n in "xy"}), "both teachers of a,"),
+        ({}, taught(wise={"teacher": {"servers": "there", "prompt_column": "a", "template": "b"}}),
+         "not both"),
         ({"overlong": {"penalty": 1.0}, "mask_truncated": True}, {}, "choose one"),
         ({"advantage": "pass_at_k", "pass_k": 9}, {}, "holds no set of that many"),
         ({"advantage": "gdpo"}, {}, "reward.rewards has 0 for training"),
@@ -114,7 +118,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
             for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "max_rl", "remax")
         ),
     ],
-)
+)  # fmt: skip
 def test_a_bad_combination_is_refused_with_the_reason(algorithm, sections, reason):
     with pytest.raises(ConfigError) as caught:
         config_of(algorithm, **sections)

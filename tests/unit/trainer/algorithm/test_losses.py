@@ -589,7 +589,7 @@ class TestNoTokenTakesOverAStep:
         ids=str,
     )
     def test_a_token_that_the_model_rules_out_adds_finite_numbers_and_no_gradient(self, fields, has_proximal):
-        def terms_of(probability: float) -> Any:
+        def terms_of(probability):
             given = {"proximal_logprobs_N": tensor(probability, 0.3).log()} if has_proximal else {}
             given["reference_logprobs_N"] = tensor(probability, 0.2).log()
             tokens = make_tokens([probability, 0.5], [0.4, 0.4], [-1.0, 1.0], **given)

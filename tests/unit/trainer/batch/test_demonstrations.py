@@ -46,7 +46,7 @@ def words(demonstration: Demonstration) -> tuple[str, str, str]:
     trained = demonstration.completion_ids[demonstration.mask]
     return tuple(
         " ".join(names[i] for i in ids) for ids in (demonstration.ids, demonstration.completion_ids, trained)
-    )  # type: ignore[return-value]
+    )
 
 
 def said(*turns: str) -> list[dict[str, str]]:
@@ -68,7 +68,6 @@ LAST = ("w21 w1 w20 w2 <eos> w21 w3 w20", "w4 w5 <eos>", "w4 w5 <eos>")
         ({"prompt": said("w1"), "completion": said("w0", "w2")[1:]}, ANSWERED),
         ({"question": "w1", "response": "w2"}, ANSWERED),
         ({"messages": said("w1", "w2", "w3", "w4 w5")}, LONG),
-        ({"messages": said("w1", "w2", "w3", "w4 w5", "w6")[:4] + said("w6")[:0]}, LONG),
         ({"prompt": said("w1", "w2", "w3"), "completion": "w4 w5"}, LAST),
     ],
 )
