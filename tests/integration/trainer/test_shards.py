@@ -28,8 +28,6 @@ from tidemill.services.trainer.weights.pretrained import TensorInFile, give_stor
 from tidemill.services.trainer.weights.store import model_tensors, whole_tensor
 
 CPU = torch.device("cpu")
-
-
 FAMILIES = ("Qwen3", "Mixtral", "Gemma4Text", "GPTNeoX", "DeepseekV3")
 """Tied embeddings, experts in one tensor, buffers that are weights, biases, compressed keys."""
 

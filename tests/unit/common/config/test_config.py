@@ -28,8 +28,6 @@ SECTIONS = sorted((ROOT / "examples" / "rewards").glob("*.yaml"))
 
 
 EXAMPLES = sorted(set((ROOT / "examples").glob("**/*.yaml")) - set(SECTIONS))
-
-
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
 
@@ -79,8 +77,6 @@ OUT_OF_BOUNDS: list[tuple[str, str, Any]] = [
 
 
 FILTERS_ALONE = {"group_size": 1, "algorithm": {"filter_zero_variance": True}}
-
-
 CURRICULUM = MINIMAL["data"] | {"curriculum": {"easy": 0.5, "hard": 0.5}}
 
 
@@ -341,14 +337,8 @@ def test_a_file_that_is_no_mapping_in_plain_yaml_is_refused(tmp_path, content, s
 
 
 JUDGE: dict[str, Any] = {"judge": {"servers": "s", "template": "{{ completion }}"}}
-
-
 MODEL: dict[str, Any] = {"model": {"servers": "s"}}
-
-
 TEACHER: dict[str, Any] = {"teacher": {"servers": "s"}}
-
-
 LOCAL: dict[str, Any] = {"model": "m", "local": {}}
 
 

@@ -14,8 +14,6 @@ from tidemill.services.rollout.engines.vllm_launch import OWNER_VARIABLE
 DUMPABLE = "import ctypes; print(ctypes.CDLL(None).prctl(3))"
 """PR_GET_DUMPABLE: 1 where other processes of the user may read this one."""
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other means for that")
-
-
 OF_THE_MACHINE = ("PATH", "HOME", "LC_ALL", "https_proxy", "CUDA_VISIBLE_DEVICES", "HF_HOME", "JAVA_HOME")
 OF_THE_MACHINE += ("LD_LIBRARY_PATH", "TIDEMILL_RUNS_DIR", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
 SECRET = ("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "WANDB_API_KEY")

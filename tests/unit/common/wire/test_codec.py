@@ -251,8 +251,6 @@ UNSAFE = re.compile(
 
 
 RUNS_TEXT = re.compile(r"(?<![.\w])(?:eval|exec)\(")
-
-
 SANDBOX = "services/jobs/sandbox/"
 """Where running untrusted code is the purpose."""
 

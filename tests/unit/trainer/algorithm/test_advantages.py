@@ -43,20 +43,10 @@ from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.groups.samples import Sample, Teaching, TurnEnd, make_sample
 
 GENERATOR = np.random.default_rng(7)
-
-
 GROUPS = [GENERATOR.random(size).round(2).tolist() for size in (4, 3, 6, 2)] + [[0.4] * 4, [1.0]]
-
-
 LENGTHS = [GENERATOR.integers(0, 50, len(group)).tolist() for group in GROUPS]
-
-
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
-
-
 EPSILON = 1e-4
-
-
 FIRST = 0.5 / (math.sqrt(0.5) + EPSILON)
 """What grpo makes of rewards 1 and 0."""
 
@@ -276,8 +266,6 @@ def test_overlong_punishment_grows_over_the_buffer(num_tokens, penalty):
 
 
 REFERENCE = {"reference": {"model": "frozen"}}
-
-
 LOG2 = np.log(2.0)
 
 
@@ -349,8 +337,6 @@ def centred(values: list[float]) -> Any:
 
 
 SOLVED = [1.0, 1.0, 0.0, 0.0]
-
-
 TWO_TURNS = (TurnEnd(5, 0.0), TurnEnd(10, 0.0))
 
 
@@ -437,8 +423,6 @@ def test_gae_goes_over_trained_tokens_and_whitening_takes_the_batch_and_leaves_t
 
 
 GAMMA, LAMBDA = 0.9, 0.8
-
-
 VALUES = (0.5, -0.25, 0.125, 0.75, -1.0)
 """At the model's tokens of `session`."""
 

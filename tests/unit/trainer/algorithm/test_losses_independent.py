@@ -37,8 +37,6 @@ from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGr
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
-
-
 Formula = Callable[[SimpleNamespace], torch.Tensor]
 
 
@@ -408,11 +406,7 @@ def test_an_algorithm_without_statistics_leaves_samples_as_they_are():
 
 
 LENGTHS = [[3, 7, 5], [2, 6]]
-
-
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]
-
-
 MAX_TOKENS = 8
 
 

@@ -106,11 +106,7 @@ def chat(*messages: tuple[str, str]) -> list[dict[str, str]]:
 
 
 PREFILLED = chat(("user", "1 ?"), ("assistant", "Answer :"))
-
-
 DIALOGUE = chat(("system", "So"), ("user", "1 ?"), ("assistant", "2"), ("user", "3 ?"))
-
-
 BRIEF = {"system_prompt": "Be brief .", "prompt_suffix": " Think ."}
 
 

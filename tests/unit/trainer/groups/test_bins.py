@@ -26,8 +26,6 @@ from tidemill.services.trainer.groups.trie import MOST_KEYS
 from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
 
 TILE = 400
-
-
 LAYOUTS: list[Layout] = ["tree", "varlen", "padded"]
 
 

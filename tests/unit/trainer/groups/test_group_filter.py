@@ -81,8 +81,6 @@ def test_a_token_as_old_as_the_bound_is_trained_one_step_older_is_not(max_stalen
 
 
 FILTER = {"algorithm": {"filter_zero_variance": True}}
-
-
 FAILED = [(1, FAILED_SCORE), (3, FAILED_SCORE)]
 
 

@@ -33,8 +33,6 @@ from tidemill.services.trainer.groups.samples import Sample, with_teaching
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 FROZEN: dict[str, Any] = {"reference": {"model": "frozen"}}
-
-
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
 
 

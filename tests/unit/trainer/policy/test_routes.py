@@ -53,8 +53,6 @@ def mixture(name: str) -> PreTrainedModel:
 
 
 double_policy = partial(make_policy, torch.float64)
-
-
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 """Norms of these models compute in float32."""
 
