@@ -36,6 +36,12 @@ def large(ticket: Ticket, index: int) -> Trajectory:
     )  # fmt: skip
 
 
+OPTIONS: dict[str, Any] = {
+    "trims": True, "archives": True, "keep_checkpoints": 1, "group_size": 3, "reward": {"min_group_size": 2},
+    "checkpoint_every": 100,
+}  # fmt: skip
+
+
 @pytest.fixture
 def store(make, broker):
     """Of the run that `make` makes; nearly all samples are larger than its limit."""
@@ -64,12 +70,10 @@ def claiming(broker, keys, store):
 async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behind(
     make, broker, keys, store, claiming, archives_at_once, capfd, lost
 ):
-    options: dict[str, Any] = {"trims": True, "archives": True, "keep_checkpoints": 1, "group_size": 3}
-    options |= {"reward": {"min_group_size": 2}, "checkpoint_every": 100}
     async with claiming(lost):
-        await crash_after_commit(make(**options), 3)
+        await crash_after_commit(make(**OPTIONS), 3)
         assert len(list(store.folder.iterdir())) >= 4 * GROUPS * 3 - (lost is not None)
-        await run(make(**options))
+        await run(make(**OPTIONS))
     told, run_dir = capfd.readouterr().out, make().run_dir
     assert told.count("step replayed, same weights") == 4 and "weights differ" not in told
     left_out = [one for commit in await commits_of(broker, keys) for one in commit.dropped]
@@ -174,9 +178,7 @@ def chosen(ticket: Ticket, index: int, other: int = 30) -> Trajectory:
 async def test_a_run_with_choices_trains_archives_and_replays(
     make, broker, keys, archives_at_once, capfd, least_bytes, keeps, lost
 ):
-    options: dict[str, Any] = {"trims": True, "archives": True, "keep_checkpoints": 1, "group_size": 3}
-    options |= {"reward": {"min_group_size": 2}, "checkpoint_every": 100}
-    options |= {"sampling": {"top_k": 2}, "archive": {"keep_choices": keeps}}
+    options = OPTIONS | {"sampling": {"top_k": 2}, "archive": {"keep_choices": keeps}}
     run_dir = make().run_dir
     broker.claims = store = ClaimStore(run_dir, least_bytes)
 

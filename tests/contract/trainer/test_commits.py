@@ -27,14 +27,10 @@ from tidemill.services.trainer.step import MiniBatch, StepResult, make_commit
 
 def commit_of(step: int = 0, **fields: object) -> Commit:
     values = {
-        "mini_batches": ((((0, 1), (0, 0)), ((1, 0),)),),
-        "groups": (1, 0),
-        "dropped": ((7, -1, "stale"), (1, 1, "failed_score")),
-        "advantages": {"0": [0.5, -0.5], "1": [0.1]},
-        "metrics": {"reward": 1 / 3, "loss": 2.0},
-        "digest": "ab" * 16,
-        "started_at": 12.5,
-    } | fields
+        "mini_batches": ((((0, 1), (0, 0)), ((1, 0),)),), "groups": (1, 0), "dropped": ((7, -1, "stale"), (1,
+        1, "failed_score")), "advantages": {"0": [0.5, -0.5], "1": [0.1]}, "metrics": {"reward": 1 / 3,
+        "loss": 2.0}, "digest": "ab" * 16, "started_at": 12.5,
+    } | fields  # fmt: skip
     return Commit(step=step, version=step + 1, **values)
 
 

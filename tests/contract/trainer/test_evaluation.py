@@ -89,16 +89,11 @@ class TestSums:
         await publish(values, finish="length", group_size=3)
         await publish({(14, index): None for index in range(3)} | {(12, 0): 0.0}, group_size=3)
         results = await evaluated(make(algorithm={"success_threshold": 0.4}, samples=3), 4)
+        # 1 - C(1, 2) / C(3, 2) pass at 2; the other prompt has one score.
         assert results["a"] == {
-            "score": pytest.approx(1.4 / 4),
-            "accuracy": 0.5,
-            "pass_at_k": 0.5,
-            "mean_length": 3.0,
-            "clipped_ratio": 1.0,
-            "num_samples": 4,
-            "num_failed": 2,
-            "pass_at_2": 1.0,  # 1 - C(1, 2) / C(3, 2); the other prompt has one score
-        }
+            "score": pytest.approx(1.4 / 4), "accuracy": 0.5, "pass_at_k": 0.5, "mean_length": 3.0,
+            "clipped_ratio": 1.0, "num_samples": 4, "num_failed": 2, "pass_at_2": 1.0,
+        }  # fmt: skip
         b = results["b"]
         assert math.isnan(b["score"]) and math.isnan(b["pass_at_2"])
         assert (b["num_samples"], b["num_failed"]) == (0, 3)

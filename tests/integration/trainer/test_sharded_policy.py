@@ -24,25 +24,17 @@ from tidemill.services.trainer.weights.store import WeightStore
 def training_config(folder: Path, num_ranks: int) -> RunConfig:
     """Two updates a step, a frozen reference, statistics of a mini-batch, coefficients that move: everything
     that ranks do together."""
-    return run_config(
-        folder,
-        trainer={
-            "num_ranks": num_ranks,
-            "device": "cpu",
-            "groups_per_step": 4,
-            "mini_batches": 2,
-            "optimizer": {"lr": 1e-2, "eps": 1e-3},
-            "algorithm": {
-                "reference": {"model": "frozen"},
-                "kl": {"place": "loss", "coefficient": 0.1},
-                "kl_control": {"target": 0.01, "horizon": 20.0},
-                "entropy_control": {"target": 9.0, "delta": 0.05},
-                "top_entropy_quantile": 0.8,
-                "importance": {"normalise": True},
-                "rejection": {"bounds": {"seq_mean_k3": 20.0}, "denominator": "kept"},
-            },
-        },
-    )
+    algorithm = {
+        "reference": {"model": "frozen"}, "kl": {"place": "loss", "coefficient": 0.1},
+        "kl_control": {"target": 0.01, "horizon": 20.0}, "entropy_control": {"target": 9.0, "delta": 0.05},
+        "top_entropy_quantile": 0.8, "importance": {"normalise": True},
+        "rejection": {"bounds": {"seq_mean_k3": 20.0}, "denominator": "kept"},
+    }  # fmt: skip
+    trainer = {
+        "num_ranks": num_ranks, "device": "cpu", "groups_per_step": 4, "mini_batches": 2,
+        "optimizer": {"lr": 1e-2, "eps": 1e-3}, "algorithm": algorithm,
+    }  # fmt: skip
+    return run_config(folder, trainer=trainer)
 
 
 def assert_alike(mine: Numbers, expected: Numbers) -> None:

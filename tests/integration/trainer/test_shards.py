@@ -31,14 +31,11 @@ CPU = torch.device("cpu")
 FAMILIES = ("Qwen3", "Mixtral", "Gemma4Text", "GPTNeoX", "DeepseekV3")
 """Tied embeddings, experts in one tensor, buffers that are weights, biases, compressed keys."""
 
-
-MLA: dict[str, Any] = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
-
-
-MLA |= {"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-
-
-MLA |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+MLA: dict[str, Any] = {
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def written(family: str, folder: Path) -> ModelConfig:

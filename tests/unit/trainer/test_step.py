@@ -96,23 +96,14 @@ class Arrivals:
 def config_of(
     num_mini_batches: int, micro_batch_tokens: int = 64, passes: int = 1, **algorithm: Any
 ) -> RunConfig:
-    return run_config(
-        "x",
-        trainer={
-            "groups_per_step": GROUPS,
-            "group_size": SIZE,
-            "mini_batches": num_mini_batches,
-            "passes": passes,
-            "micro_batch_tokens": micro_batch_tokens,
-            "optimizer": OPTIMIZER,
-            "algorithm": algorithm,
-        },
-        rollout={
-            "sampling": {"max_tokens": 14, "temperature": 1.0},
-            "environment": {"use": "my_env.py:MyEnv", "max_tokens": 14},
-        },
-        reward={"rewards": {"game": {"environment": True, "weight": 0.5}}},
-    )
+    trainer = {
+        "groups_per_step": GROUPS, "group_size": SIZE, "mini_batches": num_mini_batches, "passes": passes,
+        "micro_batch_tokens": micro_batch_tokens, "optimizer": OPTIMIZER, "algorithm": algorithm,
+    }  # fmt: skip
+    environment = {"use": "my_env.py:MyEnv", "max_tokens": 14}
+    rollout = {"sampling": {"max_tokens": 14, "temperature": 1.0}, "environment": environment}
+    reward = {"rewards": {"game": {"environment": True, "weight": 0.5}}}
+    return run_config("x", trainer=trainer, rollout=rollout, reward=reward)
 
 
 def runner_of(config: RunConfig, policy: Policy) -> StepRunner:

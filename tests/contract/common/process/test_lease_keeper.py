@@ -14,7 +14,7 @@ LEASE_S = 2.0
 
 
 def hold_up_the_loop() -> None:
-    time.sleep(3 * LEASE_S)  # what users' code does where it should await
+    time.sleep(2 * LEASE_S)  # what users' code does where it should await
 
 
 async def test_a_loop_that_stands_still_loses_no_lease_and_what_it_did_is_named(broker, keys, redis_server):

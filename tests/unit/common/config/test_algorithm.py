@@ -1,5 +1,6 @@
 """`trainer.algorithm`: presets fill in, and each combination that would not do what it says is refused."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.
 def config_of(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
     trainer = {"algorithm": algorithm, **sections.pop("trainer", {})}
     return parse_config(MINIMAL | {"trainer": trainer} | sections, "run.yaml")
+
+
+def loaded(folder: Path, algorithm: str, overrides: Sequence[str] = ()) -> AlgorithmConfig:
+    """Of a file with this text in the section."""
+    path = folder / "run.yaml"
+    path.write_text(f"model: {{path: m}}\ndata: {{train: t.jsonl}}\ntrainer: {{algorithm: {algorithm}}}\n")
+    return load_config(path, overrides).trainer.algorithm
 
 
 FROZEN = {"reference": {"model": "frozen"}}
@@ -168,19 +176,13 @@ class TestPresets:
         assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
     def test_on_the_command_line_too(self, tmp_path):
-        path = tmp_path / "run.yaml"
-        path.write_text("model: {path: m}\ndata: {train: t.jsonl}\n")
-        config = load_config(path, ["trainer.algorithm.preset=gspo", "trainer.algorithm.clip_low=0.1"])
-        assert (config.trainer.algorithm.loss, config.trainer.algorithm.clip_low) == ("gspo", 0.1)
+        overrides = ["trainer.algorithm.preset=gspo", "trainer.algorithm.clip_low=0.1"]
+        algorithm = loaded(tmp_path, "{}", overrides)
+        assert (algorithm.loss, algorithm.clip_low) == ("gspo", 0.1)
 
 
 def test_off_means_off_though_yaml_reads_it_as_false(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {path: m}\ndata: {train: t.jsonl}\n"
-        "trainer: {algorithm: {importance: {mode: off}, kl: {place: off}, reference: {model: off}}}\n"
-    )
-    algorithm = load_config(path).trainer.algorithm
+    algorithm = loaded(tmp_path, "{importance: {mode: off}, kl: {place: off}, reference: {model: off}}")
     assert (algorithm.importance.mode, algorithm.kl.place, algorithm.reference.model) == ("off",) * 3
 
 
@@ -209,12 +211,7 @@ def test_the_docs_tell_of_every_name_in_the_table():
 
 def test_paths_of_a_users_own_are_relative_to_the_config(tmp_path):
     (tmp_path / "mine.py").touch()
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {path: m}\ndata: {train: t.jsonl}\n"
-        "trainer: {algorithm: {advantage: 'mine.py:f', loss: ppo}}\n"
-    )
-    algorithm = load_config(path).trainer.algorithm
+    algorithm = loaded(tmp_path, "{advantage: 'mine.py:f', loss: ppo}")
     assert (algorithm.advantage, algorithm.loss) == (f"{tmp_path / 'mine.py'}:f", "ppo")
     assert is_users_own(algorithm.advantage) and not is_users_own(algorithm.loss)
 

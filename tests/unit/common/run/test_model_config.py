@@ -102,13 +102,9 @@ def test_vllm_gets_whole_values():
 
 
 LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.1],
-    "long_factor": [2.0, 4.0],
-    "short_mscale": 1.1,
-    "long_mscale": 1.3,
-    "original_max_position_embeddings": 32,
-}
+    "rope_type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0], "short_mscale": 1.1,
+    "long_mscale": 1.3, "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 
 class Config(SimpleNamespace):

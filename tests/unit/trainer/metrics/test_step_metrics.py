@@ -120,27 +120,14 @@ def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominato
     numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
     assert numbers["loss"] == -2.0
     expected = {
-        "entropy": 2.0,
-        "kl": 0.05,
-        "rollout_kl": 0.1,
-        "clip_ratio/low_mean": 1 / 9,
-        "clip_ratio/high_mean": 2 / 9,
-        "clip_ratio/region_mean": 3 / 9,
-        "clip_ratio/dual_mean": 3 / 9,
-        "sampling/importance_sampling_ratio/mean": 1.1,
-        "sampling/importance_sampling_ratio/max": 1.5,
-        "sampling/importance_sampling_ratio/bounded_mean": 3 / 9,
-        "sampling/rejected_mean": 0.0,
-        "sampling/off_policy_mean": 0.0,
-        # 12^2 / (9 tokens * 20)
-        "sampling/effective_sample_size": 0.8,
-        "logprob_gap/mean": 0.2,
-        "logprob_gap/max": 0.7,
-        "grad_norm": 0.25,
-        "learning_rate": 1e-3,
-        "update_skipped": 0.0,
-        "micro_batches": 0.0,
-    }
+        "entropy": 2.0, "kl": 0.05, "rollout_kl": 0.1, "clip_ratio/low_mean": 1 / 9,
+        "clip_ratio/high_mean": 2 / 9, "clip_ratio/region_mean": 3 / 9, "clip_ratio/dual_mean": 3 / 9,
+        "sampling/importance_sampling_ratio/mean": 1.1, "sampling/importance_sampling_ratio/max": 1.5,
+        "sampling/importance_sampling_ratio/bounded_mean": 3 / 9, "sampling/rejected_mean": 0.0,
+        "sampling/off_policy_mean": 0.0, "sampling/effective_sample_size": 12**2 / (9 * 20),
+        "logprob_gap/mean": 0.2, "logprob_gap/max": 0.7, "grad_norm": 0.25, "learning_rate": 1e-3,
+        "update_skipped": 0.0, "micro_batches": 0.0,
+    }  # fmt: skip
     assert {name: numbers[name] for name in expected} == pytest.approx(expected)
 
 
@@ -213,17 +200,11 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none():
         groups.append(TrainableGroup(source, [replace(one, reward=reward) for one, reward in made]))
     numbers = source_metrics(4, groups, success_threshold=0.5)
     assert numbers == {
-        "source/a/groups": 2.0,
-        "source/a/reward": 0.5,
-        "source/a/pass_rate": 0.5,
-        "source/a/mean_length": 2.5,
-        "source/a/staleness": 1.4,  # six tokens of 1, four of 2
-        "source/b/groups": 1.0,
-        "source/b/reward": 0.45,
-        "source/b/pass_rate": 0.5,
-        "source/b/mean_length": 2.0,
+        "source/a/groups": 2.0, "source/a/reward": 0.5, "source/a/pass_rate": 0.5,
+        "source/a/mean_length": 2.5, "source/a/staleness": (6 * 1 + 4 * 2) / 10, "source/b/groups": 1.0,
+        "source/b/reward": 0.45, "source/b/pass_rate": 0.5, "source/b/mean_length": 2.0,
         "source/b/staleness": 1.0,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.0])

@@ -164,21 +164,14 @@ COPIES = {
 
 def test_what_ranks_that_hold_copies_take_by_hand():
     take = trainer_take(config_of(COPIES), model_of(), 1e9, 16, recomputed=True)
+    # Activations of the longest sequence, and of the critic's.
     assert take.parts == {
-        "master weights": 1000,
-        "gradients": 1000,
-        "AdamW moments": 2000,
-        "version before, for deltas": 500,
-        "gradients until an update": 4000,
-        "reference model": 500,
-        "critic": 4000,
-        "held weights": 1000,
-        "activations": 2 * 1024 * (160 + 100 + 80),  # of the longest sequence, and the critic's
-        "gradients of one layer's activations": 1024 * 100,
-        "logits": 12 * 1024 * 30 + 6 * 300 + 2 * 4 * 1024 * 10,
-        "gathered layers": 2 * (400 + 2 * 200),
+        "master weights": 1000, "gradients": 1000, "AdamW moments": 2000, "version before, for deltas": 500,
+        "gradients until an update": 4000, "reference model": 500, "critic": 4000, "held weights": 1000,
+        "activations": 2 * 1024 * (160 + 100 + 80), "gradients of one layer's activations": 1024 * 100,
+        "logits": 12 * 1024 * 30 + 6 * 300 + 2 * 4 * 1024 * 10, "gathered layers": 2 * (400 + 2 * 200),
         "gradients being summed": 6 * 400,
-    }
+    }  # fmt: skip
     tight = trainer_take(config_of(COPIES), model_of(), 15_000, 16, recomputed=True)
     assert "gradients until an update" not in tight.parts, "4000 are more than a quarter"
 
