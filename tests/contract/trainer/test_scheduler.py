@@ -204,6 +204,14 @@ class TestAfterRedisLostItsTail:
         assert await second.find_skipped() == [2]
 
 
+async def test_the_same_tickets_from_two_processes_are_in_the_stream_once(make, broker, keys):
+    """Nor is it an error where an append was done before the connection broke, and is repeated."""
+    for scheduler in (make(), make()):
+        await scheduler.admit(0)
+        await scheduler.replace(0, 0)
+    assert [t.ticket for t in await tickets_of(broker, keys)] == [0, 1, 2, 3, 4]
+
+
 async def test_a_ticket_that_the_stream_refuses_is_an_error_and_not_a_silent_loss(make, broker, keys):
     """A stray entry is moved aside; one in the place of a ticket that looks like ours is not touched."""
     scheduler = make()
