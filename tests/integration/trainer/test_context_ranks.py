@@ -7,6 +7,7 @@ is the order of sums.
 import copy
 from collections.abc import Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support.architectures import make_model
-from tests.support.models import logprobs_of, make_relatives, make_samples
+from tests.support.models import logprobs_of, make_relatives, make_samples, save_state
 from tests.support.rank_runs import (
     FIELDS,
     assert_same_outcome,
@@ -26,6 +27,7 @@ from tests.support.rank_runs import (
     policy_on,
     train_alone,
     train_cases,
+    update,
 )
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
@@ -153,3 +155,24 @@ def test_what_cannot_be_shared_is_refused_by_name(tmp_path):
     messages = on_ranks(4, refusals, tmp_path)
     assert len(messages) == 4 and all("trainer.context_ranks" in message for message in messages)
     assert "mamba" in messages[0] and "take 2" in messages[3]
+
+
+def digest_and_norm(ranks: Ranks, folder: Path, context_size: int, begins: bool = False) -> tuple[str, float]:
+    config = TrainerConfig.model_validate(FIELDS | {"num_ranks": 4, "context_ranks": context_size})
+    policy = policy_on(ranks, copy.deepcopy(model_of("all share")), config)
+    if begins:
+        update(policy, make_samples(9))
+        save_state(policy, folder)
+    else:
+        policy.load_state(folder)
+    digest = policy.digest()
+    return digest, update(policy, make_samples(9, seed=1))[1].grad_norm
+
+
+def test_a_state_is_continued_with_and_without_shared_passes(tmp_path):
+    run = partial(digest_and_norm, folder=tmp_path / "state")
+    digest, norm = on_ranks(4, partial(run, context_size=4, begins=True), tmp_path)
+    again, same = on_ranks(4, partial(run, context_size=4), tmp_path)
+    other, near = on_ranks(4, partial(run, context_size=1), tmp_path)
+    assert digest == again == other
+    assert norm == same == pytest.approx(near, rel=1e-9)
