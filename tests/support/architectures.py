@@ -9,18 +9,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tests.support.models import PIECES
 
 SIZES: dict[str, Any] = {
-    "vocab_size": len(PIECES),
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+    "vocab_size": len(PIECES), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 """The vision part of models that read images too; no test gives them any."""
@@ -36,20 +28,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 4},
     "Gemma2": {"head_dim": 8, **SLIDING, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
     "Gemma3Text": {"head_dim": 8, **SLIDING},
-    "Gemma3": {
-        "text_config": {**SIZES, "head_dim": 8, **SLIDING},
-        "vision_config": VISION | {"image_size": 28, "patch_size": 14},
-        "mm_tokens_per_image": 4,
-        "image_token_index": 42,
-    },
+    "Gemma3": {"text_config": {**SIZES, "head_dim": 8, **SLIDING},
+        "vision_config": VISION | {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4,
+        "image_token_index": 42},
     "Gemma4Text": GEMMA4,
-    "Gemma4": {
-        "text_config": {**SIZES, "num_hidden_layers": 4, **GEMMA4, "num_kv_shared_layers": 2}
-        | {"layer_types": SLIDING["layer_types"] * 2},
-        "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 8},
-        "audio_config": None,
-        **IMAGE_IDS,
-    },
+    "Gemma4": {"text_config": {**SIZES, "num_hidden_layers": 4, **GEMMA4,
+        "num_kv_shared_layers": 2} | {"layer_types": SLIDING["layer_types"] * 2},
+        "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 8}, "audio_config": None,
+        **IMAGE_IDS},
     "Olmo2": {},
     "Mixtral": {"num_local_experts": 3},
     "Phimoe": {"num_local_experts": 4},
@@ -59,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Falcon": {"alibi": True, "num_key_value_heads": None},
     "Mamba": {"state_size": 4, "num_heads": None},
     "RecurrentGemma": {"lru_width": 32, "attention_window_size": 4, "head_dim": 8},
-}
+}  # fmt: skip
 HAS_OUTER_CONFIG = ("Gemma3", "Gemma4")
 """The text model's fields stand one level down in their configs, as `text_config`."""
 

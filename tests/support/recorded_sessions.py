@@ -9,18 +9,13 @@ from tidemill.common.wire.segments import Segment, Session, Turn
 
 QUESTION, RESULT, ANSWER, SECOND = "17 * 23", "391 exactly", "The product is 391.", "I said it before: 391."
 MESSAGES: tuple[dict[str, Any], ...] = (
-    {
-        "role": "assistant",
-        "content": "I ask the calculator.",
-        "tool_calls": [
-            {"id": "c0", "type": "function", "function": {"name": "calculator", "arguments": QUESTION}}
-        ],
-    },
+    {"role": "assistant", "content": "I ask the calculator.", "tool_calls": [{"id": "c0", "type": "function",
+     "function": {"name": "calculator", "arguments": QUESTION}}]},
     {"role": "tool", "name": "calculator", "tool_call_id": "c0", "content": RESULT},
     {"role": "assistant", "content": ANSWER},
     {"role": "user", "content": "Say it again."},
     {"role": "assistant", "content": SECOND},
-)
+)  # fmt: skip
 TURNS = (
     Turn(
         first=0, num_tokens=4, num_prompt_tokens=4, num_cached_tokens=0, num_calls=2, num_wrong_calls=1,

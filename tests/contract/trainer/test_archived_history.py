@@ -38,7 +38,7 @@ async def crashed(make: Any, broker: Broker, keys: Keys) -> Path:
 
 async def test_steps_that_redis_let_go_of_are_replayed_from_the_archive(
     make, broker, keys, answers, archives_at_once, capfd
-) -> None:
+):
     await crashed(make, broker, keys)
     before = await commits_of(broker, keys)
     await run(make(**TIGHT))
@@ -52,7 +52,7 @@ async def test_steps_that_redis_let_go_of_are_replayed_from_the_archive(
 
 async def test_commits_go_too_and_a_restart_reads_them_from_the_archive(
     make, broker, keys, answers, archives_at_once, monkeypatch
-) -> None:
+):
     monkeypatch.setattr(checkpointing, "KEPT_COMMITS", 1)
     context = make(**TIGHT)
     await crash_after_commit(context, 4)
@@ -65,7 +65,7 @@ async def test_commits_go_too_and_a_restart_reads_them_from_the_archive(
 @pytest.mark.parametrize("loss", ["the disk", "the last file", "a file in the middle", "bytes of a file"])
 async def test_what_is_missing_is_said_before_anything_is_trained(
     make, broker, keys, answers, archives_at_once, monkeypatch, loss
-) -> None:
+):
     run_dir = await crashed(make, broker, keys)
     files = sorted(stream_folder(run_dir, STREAM).glob("*.parquet"))
     if loss == "the disk":
@@ -93,7 +93,7 @@ async def mark_of(broker: Broker, keys: Keys) -> Mark:
 @pytest.mark.parametrize("is_trimmed", [False, True])
 async def test_a_starting_trainer_has_the_archive_forget_what_redis_has_lost_above_its_checkpoint(
     make, broker, keys, is_trimmed
-) -> None:
+):
     """Seven entries, six of them archived; the checkpoint had settled the first two, and Redis loses all but
     four. Both kinds of what it then holds of them: entries that stand, and a trim that stands."""
     context = make(**TIGHT)
@@ -115,9 +115,7 @@ async def test_a_starting_trainer_has_the_archive_forget_what_redis_has_lost_abo
     assert not await archived.missing({STREAM: entries[1][0]})
 
 
-async def test_a_trainer_that_goes_on_keeps_what_it_settled_and_new_entries_come_after_it(
-    make, broker, keys
-) -> None:
+async def test_a_trainer_that_goes_on_keeps_what_it_settled_and_new_entries_come_after_it(make, broker, keys):
     """Two entries that Redis has lost stay archived; the next ids are above theirs, whatever the time is."""
     context = make(**TIGHT)
     future = 1 << 42
@@ -133,7 +131,7 @@ async def test_a_trainer_that_goes_on_keeps_what_it_settled_and_new_entries_come
 
 async def test_entries_that_came_where_the_archive_is_already_are_archived_after_it_has_given_way(
     make, broker, keys
-) -> None:
+):
     context = make(**TIGHT)
     await fill(broker, keys.trajectories(), range(3), garbled=False)
     entries = await raw(broker, keys.trajectories())
@@ -145,7 +143,7 @@ async def test_entries_that_came_where_the_archive_is_already_are_archived_after
     assert await archive(broker, keys, context.run_dir) == 1
 
 
-async def test_retention_leaves_what_a_restart_replays(make, broker, keys) -> None:
+async def test_retention_leaves_what_a_restart_replays(make, broker, keys):
     context = make(**TIGHT)
     await fill(broker, keys.trajectories(), range(6), garbled=False)
     await archive(broker, keys, context.run_dir, segment_bytes=1)

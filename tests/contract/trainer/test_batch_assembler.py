@@ -1,17 +1,12 @@
 """A step gets its groups as they complete; what cannot be trained is replaced, and told of."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from prometheus_client import REGISTRY
 
 from tests.support.training import make_context, make_parts, messages, publish_group, reading, trainer_config
 from tests.support.waiting import wait_until
 from tidemill.common.process.service import StoppedError
-from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import append
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter, Ticket
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
 from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
@@ -19,10 +14,10 @@ from tidemill.services.trainer.groups.group_filter import GroupFilter
 
 
 @pytest.fixture
-def make(broker: Broker, keys: Keys) -> Callable[..., BatchAssembler]:
+def make(broker, keys):
     """An assembler with all its parts around it."""
 
-    def make(**trainer: Any) -> BatchAssembler:
+    def make(**trainer):
         config = trainer_config(**trainer)
         scheduler, join = make_parts(broker, keys, config)
         streams = RunStreams(scheduler, join, Reconciler(broker, keys, scheduler))
@@ -70,19 +65,6 @@ async def test_a_stop_is_noticed_also_when_groups_are_never_missing(make, broker
             await assembler.take(0, 2)
 
 
-async def test_a_failing_reader_ends_the_wait(make, broker, keys):
-    assembler = make()
-
-    async def fail() -> None:
-        raise RuntimeError("the reader broke")
-
-    assembler.context.start(fail(), "reader")
-    with pytest.raises(StoppedError):
-        await assembler.take(0, 2)
-    with pytest.raises(RuntimeError, match="the reader broke"):
-        assembler.context.raise_failure()
-
-
 async def test_dead_groups_are_replaced_for_the_same_step_and_told_of(make, broker, keys):
     assembler = make()
     await assembler.scheduler.admit(0)
@@ -110,7 +92,7 @@ async def test_a_group_that_dies_while_it_is_taken_is_trained_and_not_replaced_t
         await wait_until(lambda: len(assembler.join.complete) == 2)
         select = assembler._select
 
-        async def select_then_die(step: int, places: int) -> list[int]:
+        async def select_then_die(step, places):
             selected = await select(step, places)
             assembler.join.dead[0] = ("1-0", "refused")
             return selected

@@ -27,14 +27,10 @@ from tidemill.services.trainer.step import MiniBatch, StepResult, make_commit
 
 def commit_of(step: int = 0, **fields: object) -> Commit:
     values = {
-        "mini_batches": ((((0, 1), (0, 0)), ((1, 0),)),),
-        "groups": (1, 0),
-        "dropped": ((7, -1, "stale"), (1, 1, "failed_score")),
-        "advantages": {"0": [0.5, -0.5], "1": [0.1]},
-        "metrics": {"reward": 1 / 3, "loss": 2.0},
-        "digest": "ab" * 16,
-        "started_at": 12.5,
-    } | fields
+        "mini_batches": ((((0, 1), (0, 0)), ((1, 0),)),), "groups": (1, 0), "dropped": ((7, -1, "stale"), (1,
+        1, "failed_score")), "advantages": {"0": [0.5, -0.5], "1": [0.1]}, "metrics": {"reward": 1 / 3,
+        "loss": 2.0}, "digest": "ab" * 16, "started_at": 12.5,
+    } | fields  # fmt: skip
     return Commit(step=step, version=step + 1, **values)
 
 
@@ -42,9 +38,7 @@ async def history_of(broker: Broker, keys: Keys, first_step: int = 0) -> list[Co
     return await read_commits(History(keys.run_id, None, broker), first_step)
 
 
-async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(broker, keys):
     """An entry that has no id of a step never was a commit, so nothing is missing without it."""
     await append_commit(broker, keys, commit_of(0))
     await broker.execute("XADD", keys.commits, "1-1", "v", b"1.0", "p", b"\xc1")
@@ -56,9 +50,7 @@ async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(
 
 
 @pytest.mark.parametrize("number", [2.5, math.nan, math.inf])
-async def test_our_own_commit_may_be_repeated_after_a_lost_connection(
-    broker: Broker, keys: Keys, number: float
-) -> None:
+async def test_our_own_commit_may_be_repeated_after_a_lost_connection(broker, keys, number):
     """A skipped update has a gradient norm that is not finite, and NaN differs from itself."""
     for _ in range(2):
         await append_commit(broker, keys, commit_of(metrics={"grad_norm": number}))
@@ -68,7 +60,7 @@ async def test_our_own_commit_may_be_repeated_after_a_lost_connection(
 @pytest.mark.parametrize(
     "other", [{"digest": "cd" * 16}, {"groups": (0, 1)}, {"finished_at": 1.0}, {"metrics": {"loss": 2.5}}]
 )
-async def test_another_trainers_commit_ends_this_one(broker: Broker, keys: Keys, other: dict) -> None:
+async def test_another_trainers_commit_ends_this_one(broker, keys, other):
     await append_commit(broker, keys, commit_of(**other))
     with pytest.raises(SecondTrainerError, match="step 0"):
         await append_commit(broker, keys, commit_of())
@@ -78,7 +70,7 @@ async def test_another_trainers_commit_ends_this_one(broker: Broker, keys: Keys,
         await append_commit(broker, keys, commit_of())
 
 
-async def test_a_hole_between_commits_and_a_damaged_one_are_errors(broker: Broker, keys: Keys) -> None:
+async def test_a_hole_between_commits_and_a_damaged_one_are_errors(broker, keys):
     await append_numbered(broker, keys.commits, [(step, commit_of(step)) for step in (0, 2)])
     with pytest.raises(TidemillError, match="step 2 where step 1"):
         await history_of(broker, keys)
@@ -87,9 +79,7 @@ async def test_a_hole_between_commits_and_a_damaged_one_are_errors(broker: Broke
         await history_of(broker, keys, 2)
 
 
-async def test_a_commit_is_not_appended_where_the_one_before_or_its_mark_is_missing(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_a_commit_is_not_appended_where_the_one_before_or_its_mark_is_missing(broker, keys):
     """There would be no place for the one before any more; what the step was trained on may be gone with the
     mark."""
     mark = Mark(keys.state, "committing", b'"1"')
@@ -103,7 +93,7 @@ async def test_a_commit_is_not_appended_where_the_one_before_or_its_mark_is_miss
     assert await history_of(broker, keys) == [commit_of(0)]
 
 
-def test_a_commit_says_what_was_trained_and_what_was_left_out() -> None:
+def test_a_commit_says_what_was_trained_and_what_was_left_out():
     samples = make_samples(6)  # tickets 0 (four samples) and 1 (two)
     sources = pending_groups(
         [make_trajectory(*sample.key) for sample in samples],

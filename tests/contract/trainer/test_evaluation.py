@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +27,10 @@ def prompts(count: int) -> list[Prompt]:
 
 
 @pytest.fixture
-def make(broker: Broker, keys: Keys) -> Callable[..., Evaluator]:
+def make(broker, keys):
     """An evaluator of two samples a prompt, on sets `a` of two prompts and `b` of one."""
 
-    def make(a: int = 2, b: int = 1, algorithm: Any = None, **evaluation: Any) -> Evaluator:
+    def make(a=2, b=1, algorithm=None, **evaluation):
         sampled = {"samples": 2, "temperature": 0.7, **evaluation}
         config = trainer_config(evaluation=sampled, algorithm=algorithm or {})
         context = make_context(broker, keys, config)
@@ -42,10 +40,10 @@ def make(broker: Broker, keys: Keys) -> Callable[..., Evaluator]:
 
 
 @pytest.fixture
-def publish(broker: Broker, keys: Keys) -> Callable[..., Any]:
+def publish(broker, keys):
     """Answer samples of the evaluation lane: from (ticket, index) to the score, None for a failed one."""
 
-    async def publish(values: Mapping[tuple[int, int], float | None], **fields: Any) -> None:
+    async def publish(values, **fields):
         for (ticket, index), value in values.items():
             sample = make_trajectory(ticket, index, **{"group_size": 2} | fields)
             await append(broker, keys.trajectories(EVAL), sample)
@@ -73,9 +71,7 @@ def test_which_versions_are_evaluated(make, every, at_start, due):
     assert [version for version in range(7) if evaluator.is_due(version, 6)] == due
 
 
-def test_what_is_due_and_how_it_is_sampled_is_what_its_own_section_says(
-    make: Callable[..., Evaluator],
-) -> None:
+def test_what_is_due_and_how_it_is_sampled_is_what_its_own_section_says(make):
     assert not any(make(0, 0, every=1).is_due(version, 6) for version in range(7)), "there are no prompts"
     plain, own = make().sampling, make(top_p=0.7, top_k=20, min_p=0.05).sampling
     assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (0.7, 1.0, 0, 0.0)
@@ -93,16 +89,11 @@ class TestSums:
         await publish(values, finish="length", group_size=3)
         await publish({(14, index): None for index in range(3)} | {(12, 0): 0.0}, group_size=3)
         results = await evaluated(make(algorithm={"success_threshold": 0.4}, samples=3), 4)
+        # 1 - C(1, 2) / C(3, 2) pass at 2; the other prompt has one score.
         assert results["a"] == {
-            "score": pytest.approx(1.4 / 4),
-            "accuracy": 0.5,
-            "pass_at_k": 0.5,
-            "mean_length": 3.0,
-            "clipped_ratio": 1.0,
-            "num_samples": 4,
-            "num_failed": 2,
-            "pass_at_2": 1.0,  # 1 - C(1, 2) / C(3, 2); the other prompt has one score
-        }
+            "score": pytest.approx(1.4 / 4), "accuracy": 0.5, "pass_at_k": 0.5, "mean_length": 3.0,
+            "clipped_ratio": 1.0, "num_samples": 4, "num_failed": 2, "pass_at_2": 1.0,
+        }  # fmt: skip
         b = results["b"]
         assert math.isnan(b["score"]) and math.isnan(b["pass_at_2"])
         assert (b["num_samples"], b["num_failed"]) == (0, 3)
@@ -138,7 +129,7 @@ class TestSums:
     ):
         evaluator, execute, places = make(a=1, b=0), broker.execute, []
 
-        async def noted(*command: Any) -> Any:
+        async def noted(*command):
             if command[0] == "XREAD" and command[-2] == keys.dead:
                 places.append(command[-1])
             return await execute(*command)
@@ -262,7 +253,7 @@ class TestLosses:
         """They have lower ids than what was read of the server before."""
         read, seen, far = OffsetReader.read, set(), "9999999999999-0"
 
-        async def note(reader: Any, *args: Any) -> Any:
+        async def note(reader, *args):
             entries = await read(reader, *args)
             seen.add((reader.key, reader.position))
             return entries

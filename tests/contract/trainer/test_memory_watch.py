@@ -1,8 +1,6 @@
 """Someone lets Redis evict keys in the middle of a run: that is said at once, and loudly."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,6 @@ from tests.support.waiting import wait_until
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.keys import Keys
 from tidemill.services.trainer.durable import memory_watch
 from tidemill.services.trainer.durable.memory_watch import (
     EVICTS,
@@ -26,7 +23,7 @@ from tidemill.services.trainer.durable.memory_watch import (
 
 
 @pytest.fixture
-async def own_broker(tmp_path: Path) -> AsyncIterator[Broker]:
+async def own_broker(tmp_path):
     """A server whose settings a test may change."""
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()
@@ -37,8 +34,8 @@ async def own_broker(tmp_path: Path) -> AsyncIterator[Broker]:
 
 
 async def test_keys_that_redis_deletes_are_said_and_counted_and_nothing_is_called_safe(
-    own_broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    own_broker, keys, monkeypatch
+):
     monkeypatch.setattr(memory_watch, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(memory_watch, "FULL_SHARE", 0.0)
     checkpointer: Any = SimpleNamespace(trimmer=SimpleNamespace(is_waiting=False))

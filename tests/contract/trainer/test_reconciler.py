@@ -1,7 +1,6 @@
 """After Redis lost its tail, or a worker its work, the streams hold again what they should."""
 
 import asyncio
-from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -19,14 +18,11 @@ from tests.support.training import (
 )
 from tests.support.trajectories import make_commit, make_trajectory
 from tests.support.waiting import wait_until
-from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
 from tidemill.common.streams.selection import StreamName
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
+from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import Ticket, Trajectory, WeightManifest
 from tidemill.services.trainer.batch.reconciler import Reconciler
-from tidemill.services.trainer.batch.scheduler import Scheduler
-from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.durable.commits import CommitJournal, append_commit, restore_commits
 from tidemill.services.trainer.durable.trimming import Trimmer
 
@@ -38,7 +34,7 @@ def manifest_of(version: int) -> WeightManifest:
 
 
 @pytest.fixture
-def parts(broker: Broker, keys: Keys) -> tuple[Scheduler, StreamJoin, Reconciler]:
+def parts(broker, keys):
     scheduler, join = make_parts(broker, keys, trainer_config(max_staleness=2))
     return scheduler, join, Reconciler(broker, keys, scheduler)
 
@@ -77,7 +73,7 @@ class TestLostTails:
         assert not await reconciler.take_restart()
         assert not reconciler.needs_checkpoint
 
-        async def info(section: str) -> dict[str, str]:
+        async def info(section):
             return {"run_id": "another"}
 
         monkeypatch.setattr(broker, "info", info)
@@ -91,7 +87,7 @@ class TestLostTails:
         _, _, reconciler = parts
         run_id, answered = "a", asyncio.Event()
 
-        async def info(section: str) -> dict[str, str]:
+        async def info(section):
             if section == "persistence":
                 await answered.wait()
             return {"run_id": run_id, "master_replid": "r"}
@@ -129,7 +125,7 @@ class TestLostTails:
 
 class TestAbandonedGroups:
     @pytest.fixture
-    async def tickets(self, broker, keys) -> Any:
+    async def tickets(self, broker, keys):
         consumer = Consumer(
             broker, keys.prompts(), ROLLOUT_GROUP, "w", Ticket, lease_s=60, dead_key=keys.dead
         )
@@ -137,7 +133,7 @@ class TestAbandonedGroups:
             yield consumer
 
     @pytest.fixture
-    async def samples(self, broker, keys) -> Any:
+    async def samples(self, broker, keys):
         key = keys.trajectories()
         consumer = Consumer(broker, key, REWARD_GROUP, "r", Trajectory, lease_s=60, dead_key=keys.dead)
         async with consumer:

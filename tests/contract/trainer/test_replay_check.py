@@ -1,7 +1,6 @@
 """A replay that does not give the committed weights is told of, with how far they are apart."""
 
 import shutil
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("answers")
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Any:
+def elsewhere(monkeypatch):
     """Let policies made from now on start with other weights, so that replays differ."""
 
-    def elsewhere() -> None:
-        def start(policy: SimulatedPolicy, config: Any) -> None:
+    def elsewhere():
+        def start(policy, config):
             initialise(policy, config)
             policy._chain = b"elsewhere elsew."
 

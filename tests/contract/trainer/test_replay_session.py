@@ -1,6 +1,5 @@
 """Steps are trained again from the records alone, and come out bit by bit, whatever the algorithm."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,41 +21,27 @@ TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function":
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"preset": "grpo"}},
     "ppo with a value head": {"algorithm": {"preset": "ppo"}, "mini_batches": 2},
-    "ppo with a critic, several passes": {
-        "algorithm": {"preset": "ppo", "value": {"model": "own"}},
-        "mini_batches": 2,
-        "passes": 2,
-    },
+    "ppo with a critic, several passes": {"algorithm": {"preset": "ppo", "value": {"model": "own"}},
+        "mini_batches": 2, "passes": 2},
     "advantages over the batch, with a reference": {"algorithm": {"preset": "reinforce_plus_plus", **KL}},
-    "a reference that follows": {
-        "algorithm": {
-            "reference": {"model": "updated", "every": 2},
-            "kl": {"place": "loss", "estimator": "k3", "coefficient": 0.01},
-        }
-    },
+    "a reference that follows": {"algorithm": {"reference": {"model": "updated", "every": 2},
+        "kl": {"place": "loss", "estimator": "k3", "coefficient": 0.01}}},
     "sessions of several turns": {"algorithm": {"preset": "reinforce_plus_plus", "gamma": 0.9}},
-    "statistics of mini-batches": {
-        "algorithm": {"top_entropy_quantile": 0.3, "importance": {"normalise": True}},
-        "mini_batches": 2,
-    },
-    "coefficients that move": {
-        "algorithm": {
-            "reference": {"model": "frozen"},
-            "kl": {"place": "reward", "estimator": "k1", "coefficient": 0.5},
-            "kl_control": {"target": 1e-6, "horizon": 4.0},
-            "entropy_control": {"target": 50.0, "delta": 0.1},
-        }
-    },
+    "statistics of mini-batches": {"algorithm": {"top_entropy_quantile": 0.3,
+        "importance": {"normalise": True}}, "mini_batches": 2},
+    "coefficients that move": {"algorithm": {"reference": {"model": "frozen"}, "kl": {"place": "reward",
+        "estimator": "k1", "coefficient": 0.5}, "kl_control": {"target": 1e-6, "horizon": 4.0},
+        "entropy_control": {"target": 50.0, "delta": 0.1}}},
     "remax": {"algorithm": {"advantage": "remax"}},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
     "delays in place of a model": {"policy": "simulated"},
     "gdpo": {"algorithm": {"advantage": "gdpo"}, "reward": TWO_REWARDS},
-}
+}  # fmt: skip
 """Those with state of their own or with other inputs; of all others `test_step` replays a step."""
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+def redis_server(tmp_path_factory):
     """One kind of server is enough: what is tested reads through the history."""
     server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
     server.start()
@@ -150,7 +135,7 @@ async def test_nothing_of_the_run_is_written(make, broker, keys, answers):
     context = make(policy="transformers", steps=3, checkpoint_every=2)
     await run(context)
 
-    async def everything() -> tuple[dict[str, tuple[int, int]], dict[str, bytes]]:
+    async def everything():
         files = {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in context.run_dir.rglob("*")}
         names = sorted(await broker.execute("KEYS", f"*{keys.run_id}*"))
         return files, {name: await broker.execute("DUMP", name) for name in names}

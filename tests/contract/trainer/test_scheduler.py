@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -17,14 +16,14 @@ from tidemill.services.trainer.batch.scheduler import Scheduler
 
 
 @pytest.fixture
-def make(broker: Broker, keys: Keys) -> Any:
+def make(broker, keys):
     """A scheduler with groups of two, two a step; what it expected is in `expected`."""
 
-    def make(state: dict[str, Any] | None = None, **trainer: Any) -> Scheduler:
+    def make(state=None, **trainer):
         expected: list[Ticket] = []
         config = trainer_config(**trainer)
         scheduler = Scheduler(broker, keys, config, make_plan(config), expected.extend)
-        scheduler.expected = expected  # type: ignore[attr-defined]
+        scheduler.expected = expected
         if state is not None:
             scheduler.restore(state)
         return scheduler
@@ -98,7 +97,7 @@ class TestGate:
         scheduler, order = make(), []
         scheduler.expect = lambda items: order.append(("expected", [item.ticket for item in items]))
 
-        async def spy(broker: Broker, key: str, numbers: Any, build: Any) -> list[int]:
+        async def spy(broker, key, numbers, build):
             appended = await append_missing(broker, key, numbers, build)
             order.append(("appended", appended))
             return appended
@@ -169,7 +168,7 @@ class TestAfterRedisLostItsTail:
         scheduler, execute, is_lost = make(), broker.execute, False
         await scheduler.admit(0)
 
-        async def look_and_lose(*command: Any) -> Any:
+        async def look_and_lose(*command):
             nonlocal is_lost
             reply = await execute(*command)
             if command[:2] == ("XINFO", "STREAM") and not is_lost:
@@ -205,24 +204,22 @@ class TestAfterRedisLostItsTail:
         assert await second.find_skipped() == [2]
 
 
-class TestWritersBesideTheTrainer:
-    async def test_the_same_tickets_from_two_processes_are_in_the_stream_once(self, make, broker, keys):
-        """Nor is it an error where an append was done before the connection broke, and is repeated."""
-        for scheduler in (make(), make()):
-            await scheduler.admit(0)
-            await scheduler.replace(0, 0)
-        assert [t.ticket for t in await tickets_of(broker, keys)] == [0, 1, 2, 3, 4]
-
-    async def test_a_ticket_that_the_stream_refuses_is_an_error_and_not_a_silent_loss(
-        self, make, broker, keys
-    ):
-        """A stray entry is moved aside; one in the place of a ticket that looks like ours is not touched."""
-        scheduler = make()
+async def test_the_same_tickets_from_two_processes_are_in_the_stream_once(make, broker, keys):
+    """Nor is it an error where an append was done before the connection broke, and is repeated."""
+    for scheduler in (make(), make()):
         await scheduler.admit(0)
-        stray = (await tickets_of(broker, keys))[0]
-        await append(broker, keys.prompts(), stray)  # under an id of the clock, far beyond all tickets
-        await scheduler.admit(1)
-        assert [ticket.ticket for ticket in await tickets_of(broker, keys)] == list(range(6))
-        await append_numbered(broker, keys.prompts(), [(8, stray.model_copy(update={"ticket": 8}))])
-        with pytest.raises(TidemillError, match=r"ticket 6 cannot be issued.*XSETID"):
-            await scheduler.admit(2)
+        await scheduler.replace(0, 0)
+    assert [t.ticket for t in await tickets_of(broker, keys)] == [0, 1, 2, 3, 4]
+
+
+async def test_a_ticket_that_the_stream_refuses_is_an_error_and_not_a_silent_loss(make, broker, keys):
+    """A stray entry is moved aside; one in the place of a ticket that looks like ours is not touched."""
+    scheduler = make()
+    await scheduler.admit(0)
+    stray = (await tickets_of(broker, keys))[0]
+    await append(broker, keys.prompts(), stray)  # under an id of the clock, far beyond all tickets
+    await scheduler.admit(1)
+    assert [ticket.ticket for ticket in await tickets_of(broker, keys)] == list(range(6))
+    await append_numbered(broker, keys.prompts(), [(8, stray.model_copy(update={"ticket": 8}))])
+    with pytest.raises(TidemillError, match=r"ticket 6 cannot be issued.*XSETID"):
+        await scheduler.admit(2)

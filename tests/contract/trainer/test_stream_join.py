@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +21,10 @@ EARLY, LATE = "1700000000000-0", "1700000600000-0"
 
 
 @pytest.fixture
-def make(broker: Broker, keys: Keys) -> Callable[..., Any]:
+def make(broker, keys):
     """A join of groups of two that expects some tickets."""
 
-    def make(*tickets: int) -> StreamJoin:
+    def make(*tickets):
         join = StreamJoin(broker, keys)
         join.expect(outstanding(*tickets))
         return join
@@ -318,7 +317,7 @@ class TestAfterRedisLostItsTail:
         reader, replies = join._readers[TRAJECTORIES], []
         read = reader.read
 
-        async def late(*args: Any) -> Any:
+        async def late(*args):
             reply = await read(*args)
             if reply:
                 join.reread()
@@ -341,7 +340,7 @@ class TestAfterRedisLostItsTail:
         """Of one answer the first entry cannot be decoded, and the second one is lost meanwhile."""
         join, was_lost = make(0), asyncio.Event()
 
-        async def lose(*_: Any) -> None:
+        async def lose(*_):
             await lose_tail(broker, keys.scores(), START)
             join.reread()
             was_lost.set()

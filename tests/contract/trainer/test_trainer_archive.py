@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,10 @@ from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import History, StreamName
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.process.service import ServiceContext
-from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
 from tidemill.common.store import ClaimStore
 from tidemill.common.streams import append, ensure_group, length, memory_bytes, read_range
-from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.durable import archive_requests
 from tidemill.services.trainer.service import serve
@@ -32,9 +29,7 @@ ONE_SERVER = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indire
 
 
 @pytest.fixture
-async def context(
-    broker: Broker, keys: Keys, tmp_path: Path, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> ServiceContext:
+async def context(broker, keys, tmp_path, redis_server, monkeypatch):
     monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TIDEMILL_RUNS_DIR", str(tmp_path))
     config = trainer_config(streams__archive=ARCHIVE)
@@ -47,9 +42,7 @@ def archived(context: ServiceContext, stream: StreamName = STREAM) -> Manifest:
 
 
 @ONE_SERVER
-async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is_done(
-    context: ServiceContext, broker: Broker, keys: Keys
-) -> None:
+async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is_done(context, broker, keys):
     """Long after the checkpoint that asked for it; the entries themselves are far smaller than a file."""
     store = ClaimStore(context.run_dir, 1)
     context.config = trainer_config(streams__archive=ARCHIVE, streams__claim_check_bytes=1)
@@ -67,13 +60,11 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     assert left == entries[30:] and not trimmer.is_waiting
     assert {int(path.name.partition("-")[0]) for path in store.folder.iterdir()} == set(range(20, 40))
     found = await scanned(History(keys.run_id, context.run_dir, None))
-    assert [record.message for record in found] == samples[: len(found)]  # type: ignore[union-attr]
+    assert [record.message for record in found] == samples[: len(found)]
 
 
 @ONE_SERVER
-async def test_what_fills_no_file_is_archived_where_memory_runs_low(
-    context: ServiceContext, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_fills_no_file_is_archived_where_memory_runs_low(context, broker, keys, monkeypatch):
     monkeypatch.setattr(archive_requests, "POLL_S", 0.05)
     await fill(broker, keys.trajectories(), range(20))
     entries = await raw(broker, keys.trajectories())
@@ -86,9 +77,7 @@ async def test_what_fills_no_file_is_archived_where_memory_runs_low(
 
 @ONE_SERVER
 @pytest.mark.parametrize("is_over", [True, False])
-async def test_a_run_ends_with_all_archived_that_was_asked_for(
-    context: ServiceContext, broker: Broker, keys: Keys, is_over: bool
-) -> None:
+async def test_a_run_ends_with_all_archived_that_was_asked_for(context, broker, keys, is_over):
     await fill(broker, keys.trajectories(), range(60))
     entries = await raw(broker, keys.trajectories())
     trimmer = make_trimmer(context)
@@ -101,9 +90,7 @@ async def test_a_run_ends_with_all_archived_that_was_asked_for(
 
 
 @ONE_SERVER
-async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
-    context: ServiceContext, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(context, broker, keys, monkeypatch):
     await fill(broker, keys.trajectories(), range(1))
     (first, _), *_ = await raw(broker, keys.trajectories())
     trimmer = make_trimmer(context)
@@ -116,8 +103,8 @@ async def test_what_fills_no_file_is_asked_for_only_when_memory_runs_low(
 
 @ONE_SERVER
 async def test_a_run_that_trims_to_its_archive_keeps_every_entry_and_resumes(
-    make, broker: Broker, keys: Keys, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make, broker, keys, redis_server, monkeypatch
+):
     """Stopped half-way and resumed: the checkpoint needs nothing of what was trimmed."""
     monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
     monkeypatch.setattr(archive_requests, "POLL_S", 0.05)
@@ -151,9 +138,7 @@ async def test_a_run_that_trims_to_its_archive_keeps_every_entry_and_resumes(
     assert await length(broker, keys.trajectories()) < len(seen[StreamName.TRAJECTORIES])
 
 
-async def test_the_dead_are_forgotten_after_a_while_with_what_they_hold_kept(
-    context: ServiceContext, broker: Broker, keys: Keys
-) -> None:
+async def test_the_dead_are_forgotten_after_a_while_with_what_they_hold_kept(context, broker, keys):
     """What killed workers leave in Redis goes; what is held, and whoever is there, stays."""
     prompts = keys.prompts()
     await ensure_group(broker, prompts, ROLLOUT_GROUP)

@@ -3,7 +3,6 @@ and resumed anywhere, the weights are the same bits."""
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +23,10 @@ STEPS, GROUPS = 6, 4
 
 
 @pytest.fixture
-def make(tmp_path: Path, model: Path) -> Any:
+def make(tmp_path, model):
     """The context of a trainer on demonstrations, and on prompts where they have a weight."""
 
-    def make(broker: Any, keys: Keys, prompts: float = 0.0, **trainer: Any) -> ServiceContext:
+    def make(broker, keys, prompts=0.0, **trainer):
         rows = [{"prompt": f"w{i}", "completion": f" w{i} w{i + 1}", "ground_truth": "1"} for i in range(9)]
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -35,15 +34,10 @@ def make(tmp_path: Path, model: Path) -> Any:
         if prompts:
             sources.append({"name": "sums", "path": str(path), "weight": prompts})
         options = {
-            "policy": "transformers",
-            "steps": STEPS,
-            "groups_per_step": GROUPS,
-            "checkpoint_every": 2,
-            "num_threads": 1,
-            "deterministic": True,
-            "optimizer": {"lr": 1e-2},
+            "policy": "transformers", "steps": STEPS, "groups_per_step": GROUPS, "checkpoint_every": 2,
+            "num_threads": 1, "deterministic": True, "optimizer": {"lr": 1e-2},
             "algorithm": {"filter_zero_variance": True},
-        }
+        }  # fmt: skip
         run_dir = tmp_path / keys.run_id
         return trainer_context(
             broker, keys, run_dir, model, data={"train": sources}, trainer=options | trainer
@@ -90,7 +84,7 @@ async def test_beside_prompts_each_step_has_its_exact_share_also_where_groups_ar
 ):
     """A quarter of each batch; of the prompts' groups every third is replaced, by prompts."""
 
-    def value(ticket: int, index: int) -> float:
+    def value(ticket, index):
         return 0.0 if ticket % 3 == 0 else float(index)
 
     # These workers score demonstrations too, as those of an older release would: nobody reads that.
@@ -110,7 +104,7 @@ async def test_beside_prompts_each_step_has_its_exact_share_also_where_groups_ar
 async def test_what_redis_loses_of_them_is_published_again(make, broker, keys, monkeypatch):
     lost = []
 
-    async def lose_the_first(*args: Any) -> list[str]:
+    async def lose_the_first(*args):
         if len(lost) < 2:
             lost.append(args)
             return []

@@ -34,7 +34,7 @@ from tidemill.common.streams import id_order
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.trainer.durable import waiting
-from tidemill.services.trainer.durable.checkpoint import CheckpointError, CheckpointStore, TrainerState
+from tidemill.services.trainer.durable.checkpoint import CheckpointError, CheckpointStore
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import JOURNAL_FILE
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
@@ -138,7 +138,7 @@ class TestFullDisk:
         """A step whose weights cannot be written is not announced; no step is committed after it."""
         context, begin, loop = make(), WeightStore.begin, asyncio.get_running_loop()
 
-        def full(store: WeightStore, version: int, *rest: Any) -> Any:
+        def full(store, version, *rest):
             if version == 2:
                 loop.call_soon_threadsafe(context.stopping.set)
                 raise StorageError("the weights", store.folder, 28, "No space left on device")
@@ -179,7 +179,7 @@ class TestWhatIsKept:
         """A stop right after a checkpoint writes it once more; the one before stays needed."""
         context, begin = make(steps=12, trims=True), Checkpointer.begin
 
-        async def begin_and_stop(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
+        async def begin_and_stop(checkpointer, version, *rest):
             await begin(checkpointer, version, *rest)
             if version == 8:
                 context.stopping.set()
@@ -221,12 +221,12 @@ class TestCheckpointBesideSteps:
     """One that is still being written while steps go on counts for nothing before it is whole."""
 
     @pytest.fixture
-    def gate(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def gate(self, monkeypatch):
         """What the disk does with one checkpoint: waits, then takes it or not."""
         gate = SimpleNamespace(opened=threading.Event(), is_held=threading.Event(), error=None)
         save = CheckpointStore.save
 
-        def held(store: CheckpointStore, state: TrainerState, write: Any) -> Any:
+        def held(store, state, write):
             if state.version == HELD and not gate.opened.is_set():
                 gate.is_held.set()
                 assert gate.opened.wait(60)
@@ -238,7 +238,7 @@ class TestCheckpointBesideSteps:
         return gate
 
     @pytest.fixture
-    def context(self, make: Any) -> Any:
+    def context(self, make):
         """Of the trainer whose checkpoint is held up; call it again for the one after."""
         return lambda trims=True: make(trims=trims, steps=STEPS, checkpoint_every=EVERY, keep_checkpoints=1)
 

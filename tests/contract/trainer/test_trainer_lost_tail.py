@@ -2,7 +2,6 @@
 
 import asyncio
 from argparse import Namespace
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -27,7 +26,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import FINISHED, RUNNING, publish_config, read_config, read_state
 from tidemill.common.streams import Entry, entry_id_of, read_range
 from tidemill.common.wire.keys import Keys, StreamName
-from tidemill.common.wire.messages import Commit, Lane, Ticket, WeightManifest
+from tidemill.common.wire.messages import Lane, Ticket, WeightManifest
 from tidemill.services.trainer import trainer as trainer_module
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.trainer import Trainer
@@ -97,10 +96,10 @@ async def test_records_that_redis_has_lost_are_not_needed_once_their_commit_is_o
     """Redis loses what a step has trained on, and the trainer dies as soon as it has committed the step."""
     info, is_second = broker.info, False
 
-    async def info_of_two_servers(section: str) -> dict[str, str]:
+    async def info_of_two_servers(section):
         return await info(section) | {"run_id": "second" if is_second else "first"}
 
-    async def lose(result: Any) -> None:
+    async def lose(result):
         nonlocal is_second
         await lose_tail(broker, keys.commits, "1-0")
         for stream in (StreamName.TRAJECTORIES, StreamName.SCORES):
@@ -125,11 +124,11 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
     """What was trained on may be gone, so that the steps since the last checkpoint cannot be replayed."""
     info, saved, begin = broker.info, [], Checkpointer.begin
 
-    async def info_of_two_servers(section: str) -> dict[str, str]:
+    async def info_of_two_servers(section):
         found = await info(section)
         return found | {"run_id": "second" if await num_commits(broker, keys) >= 2 else "first"}
 
-    async def note(checkpointer: Checkpointer, version: int, *rest: Any) -> None:
+    async def note(checkpointer, version, *rest):
         saved.append(version)
         await begin(checkpointer, version, *rest)
 
@@ -141,7 +140,7 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
 
 
 async def test_an_evaluation_gets_the_announcement_back_that_its_workers_wait_for(make, broker, keys):
-    async def is_announced() -> bool:
+    async def is_announced():
         return bool(await broker.execute("XLEN", keys.weights))
 
     serving = asyncio.ensure_future(run(make(steps=1, has_eval=True)))
@@ -161,7 +160,7 @@ async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, 
     somebody else's may stand where the commits end now."""
     finish, lost = trainer_module.finish_state, []
 
-    async def lose_and_finish(*arguments: Any, **state: Any) -> bool:
+    async def lose_and_finish(*arguments, **state):
         if not lost:
             lost.append(await lose_tail(broker, keys.commits, entry_id_of(3)))
             if is_hidden:
@@ -179,14 +178,14 @@ async def test_a_checkpoint_comes_before_a_commit_whose_mark_is_lost(make, broke
     """What the step was trained on may be gone with the mark: nobody could replay the commit."""
     append_commit, save, order = trainer_module.append_commit, Trainer._save, []
 
-    async def lose_and_append(_broker: Broker, _keys: Keys, commit: Commit, *mark: Any) -> None:
+    async def lose_and_append(_broker, _keys, commit, *mark):
         if commit.step == 3 and "lost" not in order:
             order.append("lost")
             await broker.execute("HDEL", keys.state, "committing")
         await append_commit(_broker, _keys, commit, *mark)
         order.append(commit.step)
 
-    async def note_save(trainer: Trainer) -> None:
+    async def note_save(trainer):
         await save(trainer)
         order.append(f"version {trainer.version}")
 
@@ -216,7 +215,7 @@ class TestEmptied:
         async with answering(broker, keys):
             await wait_until(lambda: has_commits(broker, keys, 2))
 
-        async def waits() -> bool:  # it may have committed one step more before the answers ended
+        async def waits():  # it may have committed one step more before the answers ended
             return await has_tickets(broker, keys, GROUPS * (await num_commits(broker, keys) + 2))
 
         await wait_until(waits)
@@ -251,14 +250,14 @@ class TestEmptied:
         await publish_config(broker, keys, context.config)
         append_commit, saves = trainer_module.append_commit, Trainer._save
 
-        async def never(_broker: Broker, _keys: Keys, commit: Commit, *mark: Any) -> None:
+        async def never(_broker, _keys, commit, *mark):
             if commit.step == 4:
                 raise InterruptedError
             await append_commit(_broker, _keys, commit, *mark)
             if commit.step == 3:
                 await empty(broker, keys)
 
-        async def save_early(trainer: Trainer) -> None:
+        async def save_early(trainer):
             if trainer.version <= 2:
                 await saves(trainer)
 

@@ -25,7 +25,7 @@ MOST_BYTES = 6 << 20
 async def test_memory_is_flat_over_a_thousand_steps(make, broker, keys, answers, monkeypatch):
     step, seen = Trainer._step, {}
 
-    async def measured(trainer: Trainer, number: int) -> None:
+    async def measured(trainer, number):
         if number in (WARM_UP, STEPS - 1):
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)  # what is free is no growth, wherever the allocator keeps it

@@ -31,7 +31,6 @@ from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.evaluation import Evaluator
-from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.trainer import Trainer
 from tidemill.services.trainer.weights.store import WeightStore
@@ -44,7 +43,7 @@ async def test_a_trainer_that_starts_after_its_workers_takes_in_what_they_did_me
     be thrown away. There is no checkpoint yet, so everything is read again."""
     adopt = Scheduler.adopt_issued
 
-    async def slowly(scheduler: Scheduler, *history: Any) -> Any:
+    async def slowly(scheduler, *history):
         adopted = await adopt(scheduler, *history)
         for _ in range(200):
             await asyncio.sleep(0)
@@ -111,7 +110,7 @@ async def test_replacements_survive_crashes(make, broker, keys, order):
     """Every third group has equal rewards and is replaced; the trainer dies twice on the way."""
     options = {"algorithm": {"filter_zero_variance": True}, "batch_order": order}
 
-    def value(ticket: int, index: int) -> float:
+    def value(ticket, index):
         return 0.0 if ticket % 3 == 0 else float(index)
 
     async with answering(broker, keys, value):
@@ -127,7 +126,7 @@ async def test_replacements_survive_crashes(make, broker, keys, order):
 async def test_work_beside_the_steps_that_fails_ends_the_trainer_with_its_error(
     make, broker, keys, answers, monkeypatch, owner, name
 ):
-    async def fail(*_: object) -> None:
+    async def fail(*_):
         raise RuntimeError("it broke")
 
     monkeypatch.setattr(owner, name, fail)
@@ -143,17 +142,17 @@ async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_befor
     order: list[tuple[str, int]] = []
     finish, announce = WeightStore.finish, Reconciler.announce
 
-    async def note_commit(*arguments: Any) -> None:
+    async def note_commit(*arguments):
         order.append(("commit", arguments[2].version))
         await append_commit(*arguments)
 
-    async def note_announcement(reconciler: Reconciler, *manifest: WeightManifest) -> bool:
+    async def note_announcement(reconciler, *manifest):
         is_new = await announce(reconciler, *manifest)
         if is_new:
             order.append(("announce", reconciler.manifest.version))
         return is_new
 
-    def note_write(store: WeightStore, begun: Any) -> Any:
+    def note_write(store, begun):
         manifest = finish(store, begun)
         order.append(("write", manifest.version))
         return manifest
@@ -212,7 +211,7 @@ class TestEvaluations:
     async def test_a_crash_between_record_and_trim_does_not_make_the_next_start_wait(
         self, make, broker, keys, answers, monkeypatch
     ):
-        async def die(*_: object) -> None:
+        async def die(*_):
             raise InterruptedError
 
         with monkeypatch.context() as patch:
@@ -254,7 +253,7 @@ class TestSeveralUpdates:
         context = make(**updates, checkpoint_every=2)
         update, count = SimulatedPolicy.update, 0
 
-        def update_or_die(policy: SimulatedPolicy, denominator: float) -> UpdateResult:
+        def update_or_die(policy, denominator):
             nonlocal count
             count += 1
             if count == number:
@@ -275,7 +274,7 @@ class TestSeveralUpdates:
     ):
         context, updates, update = make(mini_batches=2), [], SimulatedPolicy.update
 
-        def note(policy: SimulatedPolicy, denominator: float) -> UpdateResult:
+        def note(policy, denominator):
             updates.append(update(policy, denominator))
             return updates[-1]
 

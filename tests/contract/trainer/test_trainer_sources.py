@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +23,10 @@ WEIGHTS = {"sums": 2, "words": 1, "code": 1}
 
 
 @pytest.fixture
-def make(tmp_path: Path, model: Path) -> Any:
+def make(tmp_path, model):
     """The context of a trainer on three sources."""
 
-    def make(broker: Any, keys: Keys, **trainer: Any) -> ServiceContext:
+    def make(broker, keys, **trainer):
         sources = []
         for number, (name, size) in enumerate(SIZES.items()):
             path = tmp_path / f"{name}.jsonl"

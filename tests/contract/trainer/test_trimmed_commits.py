@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("answers")
 
 
 @pytest.fixture(autouse=True)
-def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_are_kept(monkeypatch):
     for module in (checkpointing, commits):
         monkeypatch.setattr(module, "KEPT_COMMITS", KEPT)
 

@@ -1,7 +1,5 @@
 """A user's own advantage and loss are tried in a process of their own before anything starts."""
 
-from pathlib import Path
-
 import pytest
 
 from tidemill.common.config import AlgorithmConfig
@@ -10,12 +8,12 @@ from tidemill.common.process import checks
 from tidemill.common.process.checks import check_algorithm
 
 
-def test_what_is_built_in_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_built_in_needs_no_process(monkeypatch):
     monkeypatch.setattr(checks, "run_own", None)
     check_algorithm(AlgorithmConfig(preset="dapo"))
 
 
-def test_a_mistake_is_one_line_that_names_field_file_and_reason(tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_that_names_field_file_and_reason(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(
         "print('hello')\n"

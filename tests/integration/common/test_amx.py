@@ -8,7 +8,7 @@ import torch
 from tests.support.preloaded import REPO
 
 
-def test_bfloat16_is_refused_where_the_cpu_lists_tiles_that_may_not_be_used() -> None:
+def test_bfloat16_is_refused_where_the_cpu_lists_tiles_that_may_not_be_used():
     """On a CPU without tiles vLLM computes it without them."""
     program = (
         "from tidemill.common.process import vllm_machine as m\n"

@@ -67,7 +67,7 @@ async def num_taken(streams: Streams, start: bytes, piece: bytes, limit: int) ->
     [(GET + b"x: ", b"a" * 4096), (GET, b"name: value\r\n" * 300), (b"GET /", b"a" * 4096)],
     ids=["a header", "headers", "an address"],
 )
-async def test_a_head_without_an_end_is_taken_up_to_a_bound(start: bytes, piece: bytes) -> None:
+async def test_a_head_without_an_end_is_taken_up_to_a_bound(start, piece):
     async with served() as port:
         streams = await asyncio.open_connection("127.0.0.1", port)
         # What lies in the kernel's buffers comes on top of what the server takes.
@@ -75,9 +75,7 @@ async def test_a_head_without_an_end_is_taken_up_to_a_bound(start: bytes, piece:
         assert await is_answered(await asyncio.open_connection("127.0.0.1", port))
 
 
-async def test_connections_beyond_the_limit_are_closed_and_those_before_are_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_connections_beyond_the_limit_are_closed_and_those_before_are_served(monkeypatch):
     monkeypatch.setattr(BoundedProtocol, "max_connections", 4)
     async with served() as port:
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
@@ -88,7 +86,7 @@ async def test_connections_beyond_the_limit_are_closed_and_those_before_are_serv
         assert await is_answered(await asyncio.open_connection("127.0.0.1", port))
 
 
-async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_S", 0.0)
     async with served() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,13 +83,13 @@ def test_where_the_compiler_fails_training_goes_on_without_it(capsys, compiler, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_without_weights_is_tried_by_one_of_its_layers(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_model_without_weights_is_tried_by_one_of_its_layers(tmp_path, dtype):
     """As ranks do, which read their weights once the model is split."""
     model, _ = open_model(run_config(tiny_model(tmp_path)).model, CPU)
     assert model.device.type == "meta"
     sizes: list[int] = []
 
-    def compiler(graph: torch.fx.GraphModule, _: object) -> object:
+    def compiler(graph, _):
         sizes.append(len(graph.graph.nodes))
         return graph.forward
 
@@ -98,7 +97,7 @@ def test_a_model_without_weights_is_tried_by_one_of_its_layers(tmp_path: Path, d
     assert max(sizes) > 20 and model.device.type == "meta"
     assert all(layer._compiled_call_impl is not None for layer in model.base_model.layers)
 
-    def takes_simple_code(graph: torch.fx.GraphModule, _: object) -> object:
+    def takes_simple_code(graph, _):
         if len(graph.graph.nodes) > 20:
             raise RuntimeError("out of registers")
         return graph.forward
@@ -108,7 +107,7 @@ def test_a_model_without_weights_is_tried_by_one_of_its_layers(tmp_path: Path, d
     assert all(layer._compiled_call_impl is None for layer in model.base_model.layers)
 
 
-def test_the_trial_computes_in_the_dtype_of_training() -> None:
+def test_the_trial_computes_in_the_dtype_of_training():
     """Kernels of attention on GPUs take half precision alone."""
     model, seen = tiny_llama(num_hidden_layers=1), []
     attention = model.base_model.layers[0].self_attn

@@ -38,59 +38,29 @@ from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 
 SIZE = 4
 MLA = {
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-}
+    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_routed_experts": 4,
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    "GPTNeoX": {},
-    "Llama": {"num_key_value_heads": 1},
-    "Qwen2": {},
-    "Qwen3": {},
-    "Mistral": {},
-    "Gemma3Text": {},
-    "Gemma4Text": {},
-    "Olmo2": {},
-    "Mixtral": {"experts_implementation": "eager"},
+    "GPTNeoX": {}, "Llama": {"num_key_value_heads": 1}, "Qwen2": {}, "Qwen3": {}, "Mistral": {},
+    "Gemma3Text": {}, "Gemma4Text": {}, "Olmo2": {}, "Mixtral": {"experts_implementation": "eager"},
     "DeepseekV3": MLA | {"experts_implementation": "eager"},
-}
+}  # fmt: skip
 """With one key head, two and four for four ranks; windows; heads of MLA."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "two of four share": {
-        "context_ranks": 2,
-        "algorithm": {
-            "reference": {"model": "frozen"},
-            "kl": {"place": "loss", "coefficient": 0.1},
-            "entropy_coefficient": 0.1,
-            "importance": {"normalise": True},
-            "rejection": {"bounds": {"seq_mean_k3": 20.0}, "denominator": "kept"},
-        },
-    },
+    "two of four share": {"context_ranks": 2, "algorithm": {"reference": {"model": "frozen"},
+        "kl": {"place": "loss", "coefficient": 0.1}, "entropy_coefficient": 0.1,
+        "importance": {"normalise": True}, "rejection": {"bounds": {"seq_mean_k3": 20.0},
+        "denominator": "kept"}}},
     "all share": {"context_ranks": 4, "gradient_checkpointing": True},
-    "two copies, adapters, value head": {
-        "context_ranks": 2,
-        "shard_ranks": 2,
-        "lora": {"rank": 3, "alpha": 12},
-        "algorithm": {"advantage": "gae"},
-    },
-    "critic, moments on the host": {
-        "context_ranks": 2,
-        "offload_optimizer": True,
-        "sum_gradients": "micro_batch",
-        "algorithm": {"advantage": "gae", "value": {"model": "own"}},
-    },
+    "two copies, adapters, value head": {"context_ranks": 2, "shard_ranks": 2, "lora": {"rank": 3,
+        "alpha": 12}, "algorithm": {"advantage": "gae"}},
+    "critic, moments on the host": {"context_ranks": 2, "offload_optimizer": True,
+        "sum_gradients": "micro_batch", "algorithm": {"advantage": "gae", "value": {"model": "own"}}},
     "routers": {"context_ranks": 4, "algorithm": {"router": {"balance": 0.1, "z": 0.01}}},
     "compiled": {"context_ranks": 2},
-}
+}  # fmt: skip
 
 
 @cache
@@ -115,7 +85,7 @@ def train_all(ranks: Ranks, names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def of_four(tmp_path_factory):
     *names, compiled = OPTIONS  # every rank compiles for itself, which takes most of the time
     return {
         **on_ranks(SIZE, partial(train_all, names=names), tmp_path_factory.mktemp("four")),
@@ -152,7 +122,7 @@ def of_families(ranks: Ranks | None, families: tuple[str, ...]) -> dict[str, tup
 
 
 @pytest.fixture(scope="module")
-def families_of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, Tensor]]:
+def families_of_four(tmp_path_factory):
     return on_ranks(SIZE, partial(of_families, families=tuple(FAMILIES)), tmp_path_factory.mktemp("families"))
 
 

@@ -52,36 +52,17 @@ from tidemill.services.trainer.weights.store import WeightStore
 SIZE = 4
 RANKS = {"shard_ranks": None, "context_ranks": 1, "expert_ranks": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "two of four have a part, critic, moments on the host": {
-        "expert_ranks": 2,
-        "offload_optimizer": True,
-        "algorithm": {
-            "advantage": "gae",
-            "value": {"model": "own"},
-            "reference": {"model": "frozen"},
-            "kl": {"place": "loss", "coefficient": 0.1},
-            "importance": {"normalise": True},
-        },
-    },
-    "four, recomputed, routers": {
-        "expert_ranks": 4,
-        "gradient_checkpointing": True,
-        "algorithm": {"router": {"balance": 0.1, "z": 0.01}},
-    },
-    "two of six, and shared passes": {
-        "expert_ranks": 2,
-        "context_ranks": 2,
-        "sum_gradients": "micro_batch",
-    },
+    "two of four have a part, critic, moments on the host": {"expert_ranks": 2, "offload_optimizer": True,
+        "algorithm": {"advantage": "gae", "value": {"model": "own"}, "reference": {"model": "frozen"},
+        "kl": {"place": "loss", "coefficient": 0.1}, "importance": {"normalise": True}}},
+    "four, recomputed, routers": {"expert_ranks": 4, "gradient_checkpointing": True,
+        "algorithm": {"router": {"balance": 0.1, "z": 0.01}}},
+    "two of six, and shared passes": {"expert_ranks": 2, "context_ranks": 2, "sum_gradients": "micro_batch"},
     "four, and shared passes, compiled": {"expert_ranks": 4, "context_ranks": 2},
     "four, adapters": {"expert_ranks": 4, "lora": {"rank": 3, "alpha": 12}},
-    "two copies, and shared passes, value head": {
-        "expert_ranks": 2,
-        "shard_ranks": 2,
-        "context_ranks": 2,
-        "algorithm": {"advantage": "gae"},
-    },
-}
+    "two copies, and shared passes, value head": {"expert_ranks": 2, "shard_ranks": 2, "context_ranks": 2,
+        "algorithm": {"advantage": "gae"}},
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16},
     "GptOss": {},
@@ -207,12 +188,12 @@ def refusal(ranks: Ranks, family: str, size: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("four")
 
 
 @pytest.fixture(scope="module")
-def of_four(folder: Path) -> dict[str, Any]:
+def of_four(folder):
     make_model("Mixtral", num_local_experts=4).save_pretrained(folder / "model")
     found: dict[str, Any] = on_ranks(SIZE, partial(train_all, folder=folder), folder)
     return found

@@ -26,11 +26,7 @@ LOSS_TYPES = {"sequence": "grpo", "token": "dapo", "constant": "dr_grpo", "seque
 
 
 def trl_loss(
-    trainer_class: Any,
-    data: SimpleNamespace,
-    algorithm: AlgorithmConfig,
-    has_proximal: bool,
-    corrects_kl: bool = False,
+    trainer_class: Any, data: Any, algorithm: AlgorithmConfig, has_proximal: bool, corrects_kl: bool
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """TRL's own `_compute_loss`, given our logprobs in place of a model's; its loss, gradient and metrics."""
     current_BT = torch.tensor(data.current, requires_grad=True)
@@ -39,56 +35,36 @@ def trl_loss(
     has_kl, entropies_BT = algorithm.kl.place == "loss", torch.tensor(data.entropies)
     loss_type = LOSS_TYPES[algorithm.normalisation]
     identity = SimpleNamespace(
-        num_processes=1,
-        gather=lambda value: value,
-        reduce=lambda value, reduction: value,
-        sync_gradients=True,
+        num_processes=1, sync_gradients=True, gather=lambda own: own, reduce=lambda own, reduction: own
     )
+    args = SimpleNamespace(
+        delta=algorithm.dual_clip_bound, steps_per_generation=1, use_bias_correction_kl=corrects_kl,
+        sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        vespo_k_pos=algorithm.vespo.positive[0], vespo_lambda_pos=algorithm.vespo.positive[1],
+        vespo_k_neg=algorithm.vespo.negative[0], vespo_lambda_neg=algorithm.vespo.negative[1],
+    )  # fmt: skip
     stub = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (current_BT, entropies_BT, None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (current_BT, entropies_BT, None), args=args,
         loss_type=algorithm.loss if algorithm.loss in ("cispo", "sapo", "vespo") else loss_type,
-        epsilon_low=algorithm.clip_low,
-        epsilon_high=algorithm.clip_high + (algorithm.loss == "cispo"),
-        use_vllm=is_decoupled,
-        vllm_importance_sampling_correction=is_decoupled,
-        args=SimpleNamespace(
-            delta=algorithm.dual_clip_bound,
-            steps_per_generation=1,
-            use_bias_correction_kl=corrects_kl,
-            sapo_temperature_pos=1.0,
-            sapo_temperature_neg=1.05,
-            vespo_k_pos=algorithm.vespo.positive[0],
-            vespo_lambda_pos=algorithm.vespo.positive[1],
-            vespo_k_neg=algorithm.vespo.negative[0],
-            vespo_lambda_neg=algorithm.vespo.negative[1],
-        ),
-        max_completion_length=MAX_COMPLETION,
-        accelerator=identity,
-        model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=1,
+        epsilon_low=algorithm.clip_low, epsilon_high=algorithm.clip_high + (algorithm.loss == "cispo"),
+        use_vllm=is_decoupled, vllm_importance_sampling_correction=is_decoupled,
+        max_completion_length=MAX_COMPLETION, accelerator=identity, model=SimpleNamespace(training=True),
         importance_sampling_level="sequence" if algorithm.loss == "gspo" else "token",
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=algorithm.off_policy_threshold,
-        get_gamma_weights=trainer_class.get_gamma_weights,
-        get_off_policy_mask=trainer_class.get_off_policy_mask,
-        aux_loss_enabled=False,
-        beta=algorithm.kl.coefficient if has_kl else 0.0,
-        _entropy_bonus_enabled=algorithm.entropy_coefficient > 0,
-        use_adaptive_entropy=False,
+        current_gradient_accumulation_steps=1, off_policy_mask_threshold=algorithm.off_policy_threshold,
+        get_gamma_weights=trainer_class.get_gamma_weights, top_entropy_quantile=1.0,
+        get_off_policy_mask=trainer_class.get_off_policy_mask, aux_loss_enabled=False,
+        beta=algorithm.kl.coefficient if has_kl else 0.0, use_adaptive_entropy=False,
+        _entropy_bonus_enabled=algorithm.entropy_coefficient > 0, _metrics={"train": defaultdict(list)},
         entropy_coef=algorithm.entropy_coefficient,
-        _metrics={"train": defaultdict(list)},
-    )
+    )  # fmt: skip
     inputs = {
-        "prompt_ids": torch.ones(4, 1, dtype=torch.long),
-        "prompt_mask": torch.ones(4, 1, dtype=torch.long),
-        "completion_ids": torch.ones_like(mask_BT),
-        "completion_mask": mask_BT,
-        "advantages": torch.tensor(data.advantages),
-        "num_items_in_batch": mask_BT.sum(),
+        "prompt_ids": torch.ones(4, 1, dtype=torch.long), "prompt_mask": torch.ones(4, 1, dtype=torch.long),
+        "completion_ids": torch.ones_like(mask_BT), "completion_mask": mask_BT,
+        "advantages": torch.tensor(data.advantages), "num_items_in_batch": mask_BT.sum(),
         "importance_sampling_ratio": trl_importance(data, algorithm, has_proximal) if is_decoupled else None,
         "ref_per_token_logps": torch.tensor(data.reference),
         "sampling_per_token_logps": torch.tensor(data.rollout),
-    }
+    }  # fmt: skip
     if not is_decoupled:
         inputs["old_per_token_logps"] = torch.tensor(data.rollout)
     elif has_proximal:
@@ -125,11 +101,13 @@ TRL_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_same(trainer_class: Any, algorithm: AlgorithmConfig, has_proximal: bool = False) -> None:
+def assert_same(
+    trainer_class: Any, algorithm: AlgorithmConfig, has_proximal: bool = False, corrects_kl: bool = False
+) -> None:
     for seed in range(3):
         data = rectangle(seed)
         ours, our_gradient_BT, _ = our_loss(data, algorithm, has_proximal)
-        theirs, their_gradient_BT, _ = trl_loss(trainer_class, data, algorithm, has_proximal)
+        theirs, their_gradient_BT, _ = trl_loss(trainer_class, data, algorithm, has_proximal, corrects_kl)
         assert ours == pytest.approx(theirs, abs=1e-5)
         np.testing.assert_allclose(our_gradient_BT, their_gradient_BT, atol=1e-5)
 
@@ -163,7 +141,7 @@ def test_counts_what_trl_counts_as_clipped(trl_trainer_class):
     algorithm = AlgorithmConfig(**ROLLOUT, **REFERENCE, kl={"place": "loss", "coefficient": 0.1})
     data = rectangle(0)
     _, _, terms = our_loss(data, algorithm)
-    _, _, metrics = trl_loss(trl_trainer_class, data, algorithm, False)
+    _, _, metrics = trl_loss(trl_trainer_class, data, algorithm, has_proximal=False, corrects_kl=False)
     num_tokens = data.mask.sum()
     assert terms.sums["clipped_low"].item() / num_tokens == pytest.approx(metrics["clip_ratio/low_mean"])
     assert terms.sums["clipped_high"].item() / num_tokens == pytest.approx(metrics["clip_ratio/high_mean"])
@@ -175,12 +153,7 @@ def test_counts_what_trl_counts_as_clipped(trl_trainer_class):
 def test_equals_trls_corrected_kl(trl_trainer_class, has_proximal):
     """TRL's default since 1.16; `use_bias_correction_kl=False` is our k3."""
     kl = {"place": "loss", "estimator": "corrected_k3", "coefficient": 0.2, "bound": None}
-    for seed in range(3):
-        data, algorithm = rectangle(seed), AlgorithmConfig(kl=kl, **REFERENCE)
-        ours, ours_BT, _ = our_loss(data, algorithm, has_proximal)
-        theirs, theirs_BT, _ = trl_loss(trl_trainer_class, data, algorithm, has_proximal, corrects_kl=True)
-        assert ours == pytest.approx(theirs, abs=1e-5)
-        np.testing.assert_allclose(ours_BT, theirs_BT, atol=1e-5)
+    assert_same(trl_trainer_class, AlgorithmConfig(kl=kl, **REFERENCE), has_proximal, corrects_kl=True)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ threading.Event().wait()  # as a call on a GPU does
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     path = tmp_path / "config.json"
     trainer = {"num_ranks": 3, "device": "cpu", "num_threads": 1}
     path.write_text(run_config(tiny_model(tmp_path / "model"), trainer=trainer).model_dump_json())
@@ -36,7 +35,7 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def leader(request: pytest.FixtureRequest, config: Path) -> Iterator["subprocess.Popen[str]"]:
+def leader(request, config):
     """Rank 0, in a call that waits: for others, or for what only a GPU would end."""
     waits_for = getattr(request, "param", "device")
     command = [sys.executable, "-c", PROGRAM, str(config), waits_for]
@@ -60,7 +59,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("leader", ["collective", "device"], indirect=True)
-def test_rank_0_names_the_rank_that_died_and_ends_the_others(leader: "subprocess.Popen[str]") -> None:
+def test_rank_0_names_the_rank_that_died_and_ends_the_others(leader):
     first, second = pids_of(leader)
     os.kill(second, signal.SIGKILL)
     _, errors = leader.communicate(timeout=120)
@@ -69,7 +68,7 @@ def test_rank_0_names_the_rank_that_died_and_ends_the_others(leader: "subprocess
     assert not is_alive(first)
 
 
-async def test_ranks_die_with_rank_0(leader: "subprocess.Popen[str]") -> None:
+async def test_ranks_die_with_rank_0(leader):
     others = pids_of(leader)
     for pid in others:
         os.kill(pid, signal.SIGSTOP)  # as blind to broken connections as a call on a GPU
@@ -89,7 +88,7 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGSTOP), (0, signal.SIGSTOP), (0, signal.SIGKILL)])
-def test_hosts_notice_that_another_one_hangs_or_is_gone(lost: int, number: signal.Signals) -> None:
+def test_hosts_notice_that_another_one_hangs_or_is_gone(lost, number):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

@@ -42,18 +42,11 @@ def trained(policy: TransformersPolicy, steps: range) -> dict[str, Tensor]:
 
 LEAVING: dict[str, dict[str, Any]] = {
     "a critic": {"algorithm": {"advantage": "gae", "value": {"model": "own"}}},
-    "a reference that moves": {
-        "algorithm": {
-            "reference": {"model": "updated", "every": 1},
-            "kl": {"place": "loss", "coefficient": 0.1},
-        },
-        "offload_optimizer": True,
-    },
-    "adapters": {
-        "algorithm": {"reference": {"model": "frozen"}, "kl": {"place": "loss", "coefficient": 0.1}},
-        "lora": {"rank": 2},
-    },
-}
+    "a reference that moves": {"algorithm": {"reference": {"model": "updated", "every": 1},
+        "kl": {"place": "loss", "coefficient": 0.1}}, "offload_optimizer": True},
+    "adapters": {"algorithm": {"reference": {"model": "frozen"}, "kl": {"place": "loss",
+        "coefficient": 0.1}}, "lora": {"rank": 2}},
+}  # fmt: skip
 
 
 def leaving(policy: TransformersPolicy) -> TransformersPolicy:
@@ -75,7 +68,7 @@ def leaving(policy: TransformersPolicy) -> TransformersPolicy:
             for tensor in left:
                 tensor.fill_(torch.nan)  # who still computes with what was left is found out
 
-    policy.update = update_between  # type: ignore[method-assign]
+    policy.update = update_between
     return policy
 
 

@@ -48,26 +48,17 @@ HEAD: dict[str, Any] = {"advantage": "gae"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "all sums": {"algorithm": {"reference": {"model": "frozen"}, **SUMS}},
     "a sum with every micro-batch": {"sum_gradients": "micro_batch"},
-    "updated reference": {
-        "algorithm": {
-            "kl": {"place": "loss", "coefficient": 0.1},
-            "reference": {"model": "updated", "every": 1},
-        }
-    },
+    "updated reference": {"algorithm": {"kl": {"place": "loss", "coefficient": 0.1},
+        "reference": {"model": "updated", "every": 1}}},
     "value head": {"algorithm": HEAD},
     "critic": {"algorithm": HEAD | {"value": {"model": "own"}}},
-    "adapters": {
-        "lora": {"rank": 3, "alpha": 12},
-        "algorithm": HEAD | {"reference": {"model": "frozen"}, "kl": SUMS["kl"]},
-    },
+    "adapters": {"lora": {"rank": 3, "alpha": 12}, "algorithm": HEAD | {"reference": {"model": "frozen"},
+        "kl": SUMS["kl"]}},
     # Without trees: where rows meet in a token, its norms in float32 round the sum of their gradients.
-    "routers": {
-        "algorithm": {"router": {"balance": 0.1, "z": 0.01}},
-        "gradient_checkpointing": True,
-        "packing": False,
-    },
+    "routers": {"algorithm": {"router": {"balance": 0.1, "z": 0.01}}, "gradient_checkpointing": True,
+        "packing": False},
     "compiled": {},
-}
+}  # fmt: skip
 OF_FOUR: dict[str, dict[str, Any]] = {
     "all sums": {},
     "value head": {},
@@ -98,13 +89,13 @@ def alone(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def of_two(tmp_path_factory):
     cases = [(name, model_of(name), config_of(name, num_ranks=2)) for name in OPTIONS]
     return on_ranks(2, partial(train_cases, cases=cases), tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def of_four(tmp_path_factory):
     cases = [(name, model_of(name), config_of(name, num_ranks=4, **more)) for name, more in OF_FOUR.items()]
     return on_ranks(4, partial(train_cases, cases=cases), tmp_path_factory.mktemp("four"))
 
@@ -192,7 +183,7 @@ def bytes_received(ranks: Ranks, model: PreTrainedModel) -> list[int]:
         received[0] += len(payload)
         return payload
 
-    ranks.deal = counted  # type: ignore[method-assign]
+    ranks.deal = counted
     policy.accumulate(MicroBatch(tuple(make_samples(24))))
     return [unpack(part) for part in ranks.gather(pack(received[0]))]
 
@@ -218,14 +209,9 @@ def test_a_groups_numbers_are_the_same_bits_whichever_groups_come_with_it(tmp_pa
 
 
 IN_HALF: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen3": {},
-    "Gemma2": {},
-    "Gemma4Text": {},
-    "GPTNeoX": {},
-    "Mixtral": {"experts_implementation": "eager"},
-    "Mamba": {},
-}
+    "Llama": {}, "Qwen3": {}, "Gemma2": {}, "Gemma4Text": {}, "GPTNeoX": {},
+    "Mixtral": {"experts_implementation": "eager"}, "Mamba": {},
+}  # fmt: skip
 
 
 @cache
@@ -256,7 +242,7 @@ def in_dtype(
 
 
 @pytest.fixture(scope="module")
-def half_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, Tensor]]:
+def half_of_two(tmp_path_factory):
     return on_ranks(2, partial(in_dtype, dtype=torch.bfloat16), tmp_path_factory.mktemp("half"))
 
 

@@ -47,12 +47,8 @@ def plant_bug(config: RunConfig, truth: str) -> None:
     path.write_text(f"{head}{BUG.format(truth=truth)}{body}")
 
 
-async def test_a_flipped_reward_is_found_in_three_commands(tmp_path: Path) -> None:
-    config = simulated_config(
-        tmp_path,
-        trainer__max_staleness=0,
-        trainer__start_early=False,
-    )
+async def test_a_flipped_reward_is_found_in_three_commands(tmp_path):
+    config = simulated_config(tmp_path, trainer__max_staleness=0, trainer__start_early=False)
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()
     try:

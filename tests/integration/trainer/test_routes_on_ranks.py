@@ -37,7 +37,7 @@ def gradient_on(ranks: Ranks, model: Any, fields: dict[str, Any]) -> tuple[torch
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_of_foreign_routes(name: str, tmp_path: Any, monkeypatch: Any) -> None:
+def test_gradient_of_foreign_routes(name, tmp_path, monkeypatch):
     size, fields = CASES[name]
     model = wide_mixtral(monkeypatch)
     found, sums = on_ranks(size, partial(gradient_on, model=model, fields=fields), tmp_path)

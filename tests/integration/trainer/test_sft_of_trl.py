@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,9 +34,7 @@ ANSWERS = [
         pytest.param(TEXTS, None, {}, id="text"),
     ],
 )  # fmt: skip
-def test_tokens_loss_and_gradient_are_those_of_trl(
-    tmp_path: Path, rows: list[dict[str, Any]], template: str | None, options: dict[str, Any]
-) -> None:
+def test_tokens_loss_and_gradient_are_those_of_trl(tmp_path, rows, template, options):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     folder = tiny_model(tmp_path / "model")
     write_tokenizer(folder, template)
@@ -48,8 +44,8 @@ def test_tokens_loss_and_gradient_are_those_of_trl(
     losses: list[float] = []
     gradients: list[torch.Tensor] = []
 
-    class Trainer(trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    class Trainer(trl.SFTTrainer):
+        def training_step(self, *args, **kwargs):
             loss: torch.Tensor = super().training_step(*args, **kwargs)
             losses.append(loss.item())
             # A copy: the optimizer's step, which follows the last of them, clips it.
@@ -58,18 +54,10 @@ def test_tokens_loss_and_gradient_are_those_of_trl(
             return loss
 
     args = trl.SFTConfig(
-        output_dir=str(tmp_path / "out"),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=len(rows) // 2,
-        max_steps=1,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **options,
-    )
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=2,
+        gradient_accumulation_steps=len(rows) // 2, max_steps=1, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True, **options,
+    )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(folder)
     Trainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64),

@@ -24,25 +24,17 @@ from tidemill.services.trainer.weights.store import WeightStore
 def training_config(folder: Path, num_ranks: int) -> RunConfig:
     """Two updates a step, a frozen reference, statistics of a mini-batch, coefficients that move: everything
     that ranks do together."""
-    return run_config(
-        folder,
-        trainer={
-            "num_ranks": num_ranks,
-            "device": "cpu",
-            "groups_per_step": 4,
-            "mini_batches": 2,
-            "optimizer": {"lr": 1e-2, "eps": 1e-3},
-            "algorithm": {
-                "reference": {"model": "frozen"},
-                "kl": {"place": "loss", "coefficient": 0.1},
-                "kl_control": {"target": 0.01, "horizon": 20.0},
-                "entropy_control": {"target": 9.0, "delta": 0.05},
-                "top_entropy_quantile": 0.8,
-                "importance": {"normalise": True},
-                "rejection": {"bounds": {"seq_mean_k3": 20.0}, "denominator": "kept"},
-            },
-        },
-    )
+    algorithm = {
+        "reference": {"model": "frozen"}, "kl": {"place": "loss", "coefficient": 0.1},
+        "kl_control": {"target": 0.01, "horizon": 20.0}, "entropy_control": {"target": 9.0, "delta": 0.05},
+        "top_entropy_quantile": 0.8, "importance": {"normalise": True},
+        "rejection": {"bounds": {"seq_mean_k3": 20.0}, "denominator": "kept"},
+    }  # fmt: skip
+    trainer = {
+        "num_ranks": num_ranks, "device": "cpu", "groups_per_step": 4, "mini_batches": 2,
+        "optimizer": {"lr": 1e-2, "eps": 1e-3}, "algorithm": algorithm,
+    }  # fmt: skip
+    return run_config(folder, trainer=trainer)
 
 
 def assert_alike(mine: Numbers, expected: Numbers) -> None:
@@ -55,7 +47,7 @@ def assert_alike(mine: Numbers, expected: Numbers) -> None:
         assert result.lr == other_result.lr
 
 
-def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path):
     model, samples, later = tiny_model(tmp_path / "model"), make_samples(7), range(STEPS, STEPS + 1)
     alone, config = open_policy(training_config(model, 1)), training_config(model, 2)
     start, expected = alone.digest(), train(alone, config.trainer, range(STEPS))
@@ -101,7 +93,7 @@ def values(paths: list[Path]) -> dict[object, list[int]]:
 
 
 @pytest.mark.parametrize(("num_ranks", "options"), [(3, {}), (4, LORA)], ids=["unequal shards", "adapters"])
-def test_ranks_write_what_one_writes(tmp_path: Path, num_ranks: int, options: dict[str, Any]) -> None:
+def test_ranks_write_what_one_writes(tmp_path, num_ranks, options):
     model = tiny_model(tmp_path / "model")
     alone = open_policy(writing_config(model, 1, **options))
     start, full = alone.digest(), save_weights(alone, tmp_path / "start")

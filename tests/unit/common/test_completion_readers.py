@@ -88,7 +88,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_hostile_texts_are_read_in_linear_time(name: str) -> None:
+def test_hostile_texts_are_read_in_linear_time(name):
     slow = []
     for start, unit, end in SHAPES:
         text = start + unit * ((NUM_CHARACTERS - len(start) - len(end)) // len(unit)) + end
@@ -108,7 +108,7 @@ def test_hostile_texts_are_read_in_linear_time(name: str) -> None:
         "<tool_call><function=f><parameter=x>{}</parameter></function></tool_call>",
     ],
 )
-def test_a_call_that_is_nested_too_deep_to_be_encoded_is_a_wrong_call(call: str, depth: int) -> None:
+def test_a_call_that_is_nested_too_deep_to_be_encoded_is_a_wrong_call(call, depth):
     _, (found,) = find_calls(call.format("[" * depth + "]" * depth), "hermes")
     json.dumps(found.arguments)
     assert found.error or isinstance(found.arguments["x"], str)

@@ -29,7 +29,7 @@ def fail_with(number: int):
     return fail
 
 
-def test_an_atomic_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_an_atomic_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path):
     path = tmp_path / "a.json"
     write_atomically(path, "a long first content")
     write_atomically(path, b"short")
@@ -38,9 +38,7 @@ def test_an_atomic_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tm
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch, call):
     path = tmp_path / "a.json"
     write_atomically(path, "old")
     monkeypatch.setattr(files.os, call, fail_with(errno.ENOSPC))
@@ -60,7 +58,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
         (errno.ENOTDIR, False),
     ],
 )
-def test_a_storage_error_says_whether_waiting_makes_sense(number: int, can_clear: bool) -> None:
+def test_a_storage_error_says_whether_waiting_makes_sense(number, can_clear):
     with (
         pytest.raises(StorageError, match="cannot write the weights to /x: ") as caught,
         storage_errors("the weights", Path("/x")),
@@ -70,7 +68,7 @@ def test_a_storage_error_says_whether_waiting_makes_sense(number: int, can_clear
     assert caught.value.errno == number
 
 
-def test_a_full_disk_inside_safetensors_is_the_same_error() -> None:
+def test_a_full_disk_inside_safetensors_is_the_same_error():
     with (
         pytest.raises(StorageError, match="No space left on device") as caught,
         storage_errors("x", Path("/x")),
@@ -79,18 +77,16 @@ def test_a_full_disk_inside_safetensors_is_the_same_error() -> None:
     assert caught.value.errno == errno.ENOSPC and caught.value.can_clear
 
 
-def test_a_folder_appears_by_one_rename_after_every_file_in_it_is_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_appears_by_one_rename_after_every_file_in_it_is_flushed(tmp_path, monkeypatch):
     flushed: set[int] = set()
     at_rename: list[set[int]] = []
     fsync, rename = os.fsync, os.rename
 
-    def note_fsync(descriptor: int) -> None:
+    def note_fsync(descriptor):
         flushed.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    def note_rename(source: Path, target: Path) -> None:
+    def note_rename(source, target):
         at_rename.append(set(flushed))
         rename(source, target)
 
@@ -111,7 +107,7 @@ def test_a_folder_appears_by_one_rename_after_every_file_in_it_is_flushed(
     assert os.listdir(tmp_path) == ["v1"]
 
 
-def test_published_files_are_readable_by_whoever_may_read_the_folder(tmp_path: Path) -> None:
+def test_published_files_are_readable_by_whoever_may_read_the_folder(tmp_path):
     target = tmp_path / "v1"
     with aside_folder(target) as aside:
         (aside / "model.safetensors").touch(mode=0o600)
@@ -119,7 +115,7 @@ def test_published_files_are_readable_by_whoever_may_read_the_folder(tmp_path: P
     assert (target / "model.safetensors").stat().st_mode & 0o777 == target.stat().st_mode & 0o666
 
 
-def test_an_error_while_a_folder_is_filled_leaves_the_old_one(tmp_path: Path) -> None:
+def test_an_error_while_a_folder_is_filled_leaves_the_old_one(tmp_path):
     target = tmp_path / "v1"
     target.mkdir()
     (target / "a").write_text("old")
@@ -133,7 +129,7 @@ def test_an_error_while_a_folder_is_filled_leaves_the_old_one(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["v1"]
 
 
-def test_what_a_crash_left_is_cleared_and_everything_else_stays(tmp_path: Path) -> None:
+def test_what_a_crash_left_is_cleared_and_everything_else_stays(tmp_path):
     (tmp_path / ".v1.0a1b2c3d.aside").mkdir()
     (tmp_path / ".a.json.0a1b2c3d.aside").write_text("x")
     (tmp_path / ".hidden").write_text("the user's own")
@@ -142,7 +138,7 @@ def test_what_a_crash_left_is_cleared_and_everything_else_stays(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == [".hidden", "v2"]
 
 
-def test_a_crash_between_the_two_renames_of_a_replacement_brings_the_old_folder_back(tmp_path: Path) -> None:
+def test_a_crash_between_the_two_renames_of_a_replacement_brings_the_old_folder_back(tmp_path):
     (tmp_path / ".v1.replaced").mkdir()
     (tmp_path / ".v1.replaced" / "a").write_text("old")
     clear_aside(tmp_path)
@@ -151,9 +147,7 @@ def test_a_crash_between_the_two_renames_of_a_replacement_brings_the_old_folder_
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, (1 << 16) + 7])
-def test_the_checksum_is_xxh3_128_of_all_bytes_however_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_the_checksum_is_xxh3_128_of_all_bytes_however_they_are_read(tmp_path, monkeypatch, size):
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 10)
     data = bytes(i % 251 for i in range(size))
     (tmp_path / "f").write_bytes(data)
@@ -161,7 +155,7 @@ def test_the_checksum_is_xxh3_128_of_all_bytes_however_they_are_read(
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
-def test_what_a_full_disk_does_not_take_whole_is_not_appended_in_part(tmp_path: Path, share: float) -> None:
+def test_what_a_full_disk_does_not_take_whole_is_not_appended_in_part(tmp_path, share):
     path, data = tmp_path / "lines", b"x" * 9999 + b"\n"
     append_durably(path, data)
     with largest_file(int((1 + share) * len(data))), pytest.raises(StorageError):

@@ -20,7 +20,7 @@ def facts_of(tmp_path: Path, **sections: Any) -> dict[str, Fact]:
     return {found["what"]: Fact(**found) for found in examine(request)["facts"]}
 
 
-def test_a_cpu_is_measured_and_what_is_left_out_is_named(tmp_path: Path) -> None:
+def test_a_cpu_is_measured_and_what_is_left_out_is_named(tmp_path):
     facts = facts_of(tmp_path)
     assert list(facts) == [
         "driver", "compiler", "host memory", "host copies", "ranks", "/dev/shm", "disk", "checkpoints",
@@ -30,9 +30,7 @@ def test_a_cpu_is_measured_and_what_is_left_out_is_named(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing stays"
 
 
-def test_what_the_run_would_fail_at_is_a_problem_with_its_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_run_would_fail_at_is_a_problem_with_its_remedy(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(total=64 << 20, free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     facts = facts_of(tmp_path)
@@ -40,14 +38,14 @@ def test_what_the_run_would_fail_at_is_a_problem_with_its_remedy(
         assert facts[name].is_problem and remedy in facts[name].remedy
 
 
-def test_a_slow_disk_is_no_problem_but_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_is_no_problem_but_has_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "SLOW_DISK", 1e15)
     disk = facts_of(tmp_path)["disk"]
     assert "checkpoint_every" in disk.remedy and not disk.is_problem
 
 
-def test_a_folder_that_takes_nothing_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: Any) -> None:
+def test_a_folder_that_takes_nothing_is_a_problem(tmp_path, monkeypatch):
+    def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", refuse)
@@ -63,7 +61,7 @@ GPUS: dict[str, Any] = {
 }
 
 
-def test_a_gpu_that_another_process_uses_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_another_process_uses_is_a_problem(monkeypatch):
     for name, value in GPUS.items():
         monkeypatch.setattr(machine.torch.cuda, name, value)
     links = "GPU 0: NVIDIA H100\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
@@ -75,20 +73,20 @@ def test_a_gpu_that_another_process_uses_is_a_problem(monkeypatch: pytest.Monkey
     assert {fact.what: fact for fact in machine._look_at_memory()}["NVLink"].remedy
 
 
-def test_a_driver_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_torch_cannot_use_is_a_problem(monkeypatch):
     monkeypatch.setattr(machine, "driver_list", lambda: "NVIDIA H100, 525.60")
     (found,) = machine._look_at_driver()
     assert found.is_problem and "driver" in found.remedy
 
 
 @pytest.mark.long
-def test_ranks_sum_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_sum_in_processes_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "RANKS_DEADLINE_S", 240.0)  # other tests may have the cores
     facts = facts_of(tmp_path, trainer={"num_ranks": 2})
     assert "GB/s of bus" in facts["gloo over 2 ranks"].text
 
 
 @pytest.mark.long
-def test_ranks_that_hang_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_hang_are_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "RANKS_DEADLINE_S", 0.1)
     assert facts_of(tmp_path, trainer={"num_ranks": 2})["gloo over 2 ranks"].is_problem

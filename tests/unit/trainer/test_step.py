@@ -96,23 +96,14 @@ class Arrivals:
 def config_of(
     num_mini_batches: int, micro_batch_tokens: int = 64, passes: int = 1, **algorithm: Any
 ) -> RunConfig:
-    return run_config(
-        "x",
-        trainer={
-            "groups_per_step": GROUPS,
-            "group_size": SIZE,
-            "mini_batches": num_mini_batches,
-            "passes": passes,
-            "micro_batch_tokens": micro_batch_tokens,
-            "optimizer": OPTIMIZER,
-            "algorithm": algorithm,
-        },
-        rollout={
-            "sampling": {"max_tokens": 14, "temperature": 1.0},
-            "environment": {"use": "my_env.py:MyEnv", "max_tokens": 14},
-        },
-        reward={"rewards": {"game": {"environment": True, "weight": 0.5}}},
-    )
+    trainer = {
+        "groups_per_step": GROUPS, "group_size": SIZE, "mini_batches": num_mini_batches, "passes": passes,
+        "micro_batch_tokens": micro_batch_tokens, "optimizer": OPTIMIZER, "algorithm": algorithm,
+    }  # fmt: skip
+    environment = {"use": "my_env.py:MyEnv", "max_tokens": 14}
+    rollout = {"sampling": {"max_tokens": 14, "temperature": 1.0}, "environment": environment}
+    reward = {"rewards": {"game": {"environment": True, "weight": 0.5}}}
+    return run_config("x", trainer=trainer, rollout=rollout, reward=reward)
 
 
 def runner_of(config: RunConfig, policy: Policy) -> StepRunner:
@@ -152,7 +143,7 @@ def run_step(
     arrivals = Arrivals(runner.group_filter, runner.precompute, order, portions, num_waiting)
     if isinstance(policy, RecordingPolicy):
         arrivals.log = policy.calls
-    return complete(runner.run(0, arrivals))  # type: ignore[arg-type]
+    return complete(runner.run(0, arrivals))
 
 
 def policy_of(config: RunConfig, dtype: torch.dtype = torch.float64) -> TransformersPolicy:
@@ -201,11 +192,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 1},
     "luspo": {"preset": "luspo", "clip_low": 0.1, "clip_high": 0.1},
     "scalerl": {"preset": "scalerl", "filter_zero_variance": False},
-    "kl and entropy": {
-        "reference": {"model": "updated", "every": 1},
-        "kl": {"place": "loss", "coefficient": 0.5},
-        "entropy_coefficient": 0.1,
-    },
+    "kl and entropy": {"reference": {"model": "updated", "every": 1}, "kl": {"place": "loss",
+        "coefficient": 0.5}, "entropy_coefficient": 0.1},
     "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.1},
     "gmpo": {"loss": "gmpo", "old_logprobs": "rollout", "normalisation": "sequence_sum"},
     "rejected sequences": {"rejection": {"bounds": {"seq_max_k3": 20.0}, "denominator": "kept"}},
@@ -214,12 +202,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.3}, "old_logprobs": "rollout"},
     "vespo": {"loss": "vespo", "old_logprobs": "rollout"},
     "a penalty of length": {"length_penalty": {"tokens": 0.25, "of": "successes"}},
-    **{
-        name: {"advantage": name}
-        for name in ("opo", "max_rl", "grpo_passk", "dr_grpo_passk", "grpo_batch", "scale_rl", "gpg")
-    },
+    **{name: {"advantage": name} for name in ("opo", "max_rl", "grpo_passk", "dr_grpo_passk", "grpo_batch",
+        "scale_rl", "gpg")},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
-}
+}  # fmt: skip
 
 PORTIONS = st.lists(st.integers(1, GROUPS), max_size=GROUPS)
 
@@ -309,7 +295,7 @@ def test_a_mini_batch_is_the_next_groups_to_arrive():
 
 def calls_of(config: RunConfig, **arrivals: Any) -> list[str]:
     policy = RecordingPolicy(policy_of(config))
-    run_step(config, policy, range(GROUPS), **arrivals)  # type: ignore[arg-type]
+    run_step(config, policy, range(GROUPS), **arrivals)
     return policy.calls
 
 

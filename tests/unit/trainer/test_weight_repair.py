@@ -2,7 +2,6 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -16,7 +15,7 @@ VERSION = 3
 
 
 @pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+def trainer(monkeypatch):
     """Between two steps, with a worker that reports its version as damaged."""
 
     parts = {name: MagicMock() for name in Trainer.__dataclass_fields__} | {"version": VERSION}
@@ -25,11 +24,11 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     trainer.runner.has_begun = False
     trainer.context.start = lambda work, _: asyncio.create_task(work)
 
-    async def read_heartbeats(*_: Any) -> list[Any]:
+    async def read_heartbeats(*_):
         trainer.memory.num_looks += 1
         return [SimpleNamespace(name="w", counts={DAMAGED_VERSION: VERSION})]
 
-    async def publish(*_: Any) -> None:
+    async def publish(*_):
         pass
 
     trainer.memory.num_looks = 0
@@ -40,7 +39,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-async def test_nothing_is_written_again_once_the_trainer_ends(trainer: Any, has_ended: bool) -> None:
+async def test_nothing_is_written_again_once_the_trainer_ends(trainer, has_ended):
     if has_ended:
         await trainer.weights_work.give_up()
     watching = asyncio.create_task(trainer.watch_damage())

@@ -21,7 +21,7 @@ async def publish(broker: Broker, keys: Keys, *samples: tuple[int, int, float]) 
 
 
 def cursor_of(broker: Broker, keys: Keys, **options: object) -> GroupCursor:
-    return GroupCursor(History(keys.run_id, None, broker), SIZE, 4, **options)  # type: ignore[arg-type]
+    return GroupCursor(History(keys.run_id, None, broker), SIZE, 4, **options)
 
 
 async def test_the_first_entry_of_a_key_counts_in_the_order_of_the_stream(broker, keys):

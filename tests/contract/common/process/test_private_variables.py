@@ -10,7 +10,7 @@ from tidemill.common.process.programs import Child
 
 
 @pytest.mark.parametrize("child", list(Child))
-def test_processes_of_users_code_hold_no_passwords(monkeypatch: pytest.MonkeyPatch, child: Child) -> None:
+def test_processes_of_users_code_hold_no_passwords(monkeypatch, child):
     secrets = ("REDIS_URL", "REDIS_USERNAME", "REDIS_PASSWORD", "SENTINEL_PASSWORD", "WEIGHTS_TOKEN")
     for name in secrets:
         monkeypatch.setenv(f"TIDEMILL_{name}", "s3cret")

@@ -1,7 +1,10 @@
-"""Services that start in any order, late, or on their own."""
+"""Services that start in any order, late, or on their own; and a run's only trainer."""
 
 import argparse
 import asyncio
+import json
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
 from tidemill.common.process import service
+from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, check_sole_trainer, publish_heartbeat
 from tidemill.common.run.state import (
     FINISHED,
     has_finished,
@@ -54,7 +58,7 @@ async def test_nobody_waits_for_ever(broker, keys, monkeypatch, role, wait_s):
 
 class TestRegistering:
     @pytest.fixture
-    def file(self, tmp_path: Path) -> Path:
+    def file(self, tmp_path):
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(CONFIG.model_dump(mode="json")))
         return path
@@ -106,7 +110,7 @@ async def test_a_worker_that_comes_too_late_has_nothing_to_do(broker, keys, redi
     await update_state(broker, keys, status=FINISHED, version=3)
     monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
 
-    def load() -> Any:
+    def load():
         raise AssertionError("nothing heavy is imported")
 
     late = argparse.Namespace(run=keys.run_id, name="late", set=[], config=None, metrics_port=0)
@@ -123,10 +127,10 @@ async def test_a_service_that_is_stopped_while_it_waits_ends_without_an_error(
     await publish_config(broker, keys, CONFIG)
     monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
 
-    async def wait() -> None:
+    async def wait():
         raise service.StoppedError
 
-    async def serve(context: service.ServiceContext) -> None:
+    async def serve(context):
         if not in_background:
             await wait()
         await asyncio.wait({context.start(wait(), "waits")})
@@ -134,3 +138,40 @@ async def test_a_service_that_is_stopped_while_it_waits_ends_without_an_error(
 
     stopped = argparse.Namespace(run=keys.run_id, name="t", set=[], config=None, metrics_port=0)
     assert await service._serve("trainer", stopped, lambda: serve) == 0
+
+
+OURS = Path("/runs/here")
+
+
+def beat_of(folder: str, host: str = "") -> Heartbeat:
+    beat = Heartbeat("trainer", "trainer", folder=folder)
+    beat.host = host or beat.host
+    return beat
+
+
+@pytest.mark.parametrize("other", [beat_of("/runs/elsewhere"), beat_of(str(OURS), host="another")])
+async def test_a_trainer_that_goes_on_speaking_elsewhere_is_found(broker, keys, other):
+    await publish_heartbeat(broker, keys, other)
+    check = asyncio.create_task(check_sole_trainer(broker, keys, OURS))
+
+    async def speaks_until_found():
+        await publish_heartbeat(broker, keys, other)
+        return check.done()
+
+    await wait_until(speaks_until_found)
+    with pytest.raises(ConfigError, match=other.host):
+        await check
+
+
+async def test_nobody_is_waited_for_where_none_has_spoken_or_died_in_the_same_folder(broker, keys):
+    await check_sole_trainer(broker, keys, OURS)
+    await publish_heartbeat(broker, keys, beat_of(str(OURS)))
+    await check_sole_trainer(broker, keys, OURS)
+
+
+@pytest.mark.parametrize("age_s", [GONE_AFTER_S - 0.5, GONE_AFTER_S + 1.0])
+async def test_a_trainer_that_died_elsewhere_is_waited_for_until_it_counts_as_gone(broker, keys, age_s):
+    dead = beat_of("/runs/elsewhere")
+    dead.at = time.time() - age_s
+    await broker.execute("HSET", keys.workers("trainer"), dead.name, json.dumps(asdict(dead)))
+    await check_sole_trainer(broker, keys, OURS)

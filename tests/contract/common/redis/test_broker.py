@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-from pathlib import Path
 
 import psutil
 import pytest
@@ -65,7 +64,7 @@ async def test_a_server_that_is_not_redis_is_a_broker_error(answer, monkeypatch)
     monkeypatch.setattr(lines, "ANSWER_TIMEOUT_S", 0.5)
     finished = asyncio.Event()
 
-    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(_, writer):
         writer.write(answer)
         await finished.wait()
         writer.close()
@@ -109,17 +108,17 @@ async def test_nothing_is_lost_or_doubled_when_redis_is_killed_and_restarted(own
     total, seen = 1500, 0
     await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
 
-    async def write() -> None:
+    async def write():
         for number in range(total):
             await append_numbered(broker, keys.trajectories(), [(number, make_trajectory(number))])
 
-    async def work() -> None:
+    async def work():
         async with make_consumer(broker, keys, lease_s=0.5) as worker:
             while await streams.length(broker, keys.scores()) < total:
                 held = await worker.fetch(16, 0.2)
                 await worker.complete([(one, make_score(one.message.ticket)) for one in held], keys.scores())
 
-    async def read() -> list[int]:
+    async def read():
         nonlocal seen
         reader = OffsetReader(broker, keys.scores(), Score)
         tickets: list[int] = []
@@ -162,7 +161,7 @@ async def test_a_refused_number_is_never_passed_by_later_ones(own_redis, keys):
     """Memory comes and goes while tickets are appended: a gap could never be filled any more."""
     broker, other = await Broker.connect(own_redis.url), await Broker.connect(own_redis.url)
 
-    async def squeeze() -> None:
+    async def squeeze():
         for _ in range(300):
             await other.execute("CONFIG", "SET", "maxmemory", 1)
             await other.execute("CONFIG", "SET", "maxmemory", 0)
@@ -216,9 +215,7 @@ def test_the_server_named_in_the_environment_comes_first_and_without_any_the_way
         find_server()
 
 
-async def test_a_server_for_other_machines_asks_for_its_password_which_no_command_line_shows(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_for_other_machines_asks_for_its_password_which_no_command_line_shows(tmp_path):
     server = EmbeddedRedis(tmp_path / "redis", listen=f"127.0.0.1:{free_port()}")
     server.start()
     try:

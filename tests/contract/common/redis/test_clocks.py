@@ -25,7 +25,7 @@ async def test_what_a_dead_consumer_holds_is_taken_over_after_a_lease_though_the
     rival = make_consumer(broker, keys, "rival", lease_s=0.2)
     taken: list[str] = []
 
-    async def takes_over() -> bool:
+    async def takes_over():
         taken.extend(entry.entry_id for entry in await rival.fetch(10, 0))
         return len(taken) == 3
 
@@ -98,7 +98,7 @@ async def test_heartbeats_of_a_machine_whose_clock_is_wrong_are_alive(broker, ke
 async def test_a_heartbeat_from_before_the_clock_was_set_back_is_not_alive(broker, keys, monkeypatch):
     execute = broker.execute
 
-    async def ahead(*command: object) -> object:
+    async def ahead(*command):
         reply = await execute(*command)
         return [b"%d" % (int(reply[0]) + 600), reply[1]] if command == ("TIME",) else reply
 

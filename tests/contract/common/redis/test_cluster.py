@@ -67,7 +67,7 @@ async def test_two_runs_and_their_jobs_share_a_cluster_and_outlive_a_primary(nod
         await broker.execute("SADD", RUNS, keys.run_id)
     assert await known_runs(broker) == sorted(keys.run_id for keys in runs)
 
-    async def score(keys: Keys, count: int) -> None:
+    async def score(keys, count):
         async with make_consumer(broker, keys) as consumer:
             await append(broker, keys.trajectories(), *(make_trajectory(number) for number in range(count)))
             while count:
@@ -81,7 +81,7 @@ async def test_two_runs_and_their_jobs_share_a_cluster_and_outlive_a_primary(nod
     unit = [("HSET", runs[1].state, "a", "1"), ("SET", runs[1].config, "{}", "NX")]
     assert await broker.pipeline(unit, atomic=True) == [1, b"OK"]
 
-    async def port_of(keys: Keys) -> int:
+    async def port_of(keys):
         assert await length(broker, keys.scores()) >= 9
         return int((await broker.info("server"))["tcp_port"])
 

@@ -83,7 +83,7 @@ async def test_lost_deliveries_are_found_behind_others_that_were_trimmed(broker,
     for lost in ([ids[2], ids[5]], [ids[6]]):
         broker.num_interruptions += 1
         assert [found.entry_id for found in await consumer.fetch(2, 0)] == lost
-    assert [found.attempts for found in consumer.held.values()] == [1] * 3  # type: ignore[union-attr]
+    assert [found.attempts for found in consumer.held.values()] == [1] * 3
     rows = await broker.execute("XPENDING", key, REWARD_GROUP, "-", "+", 9)
     assert [row[0].decode() for row in rows] == list(consumer.held)
 
@@ -110,7 +110,7 @@ async def test_a_look_that_an_outage_cut_short_takes_nothing_when_redis_is_back(
     await fall_silent(broker, keys, "healthy", [delivery.entry_id for delivery in held])
     execute, refusals = broker.redis.execute_command, [ConnectionError("away")] * 3
 
-    async def away(*command: Any, **options: Any) -> Any:
+    async def away(*command, **options):
         if refusals:
             raise refusals.pop()
         return await execute(*command, **options)
@@ -204,7 +204,7 @@ async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun
 async def test_a_consumer_whose_renewal_died_says_so(broker, keys):
     consumer = make_consumer(broker, keys, "a")
 
-    async def fail() -> None:
+    async def fail():
         raise PermissionError("no XCLAIM for this user")
 
     async with consumer:

@@ -46,7 +46,7 @@ async def test_an_orderly_failover_moves_everybody_while_the_old_master_lives(pa
         await wait_until(pair.is_replicated)
         await wait_until(pair.fails_over)
 
-        async def has_moved() -> bool:
+        async def has_moved():
             return (await broker.info("server"))["tcp_port"] == str(pair.replica.port)
 
         await wait_until(has_moved)

@@ -2,6 +2,10 @@
 
 import asyncio
 import random
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
 
 import pytest
 
@@ -10,6 +14,7 @@ from tests.support.consumers import (
     fall_silent,
     fetched,
     make_consumer,
+    make_rollout,
     make_score,
     pending,
     publish,
@@ -22,7 +27,8 @@ from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common import streams
-from tidemill.common.streams import Delivery
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Consumer, Delivery, append
 from tidemill.common.wire.keys import REWARD_GROUP
 
 
@@ -118,7 +124,7 @@ async def test_leases_are_renewed_in_the_background(broker, keys):
     ids = await publish(broker, keys, 1)
     consumer = make_consumer(broker, keys, lease_s=0.2)
 
-    async def is_renewed() -> bool:
+    async def is_renewed():
         ((_, _, idle_ms, _),) = await broker.execute("XPENDING", consumer.key, REWARD_GROUP, "-", "+", 1)
         return int(idle_ms) < 1000 * LEASE_S
 
@@ -238,7 +244,7 @@ async def test_a_publisher_waits_while_redis_is_full_and_goes_on_when_it_is_not(
         work = list(map(asyncio.ensure_future, calls))
         before = broker.waited_s
 
-        async def is_waiting() -> bool:  # servers count such errors since 6.2
+        async def is_waiting():  # servers count such errors since 6.2
             return broker.waited_s > before and "errorstat_OOM" in await broker.info("errorstats")
 
         await wait_until(is_waiting)
@@ -246,8 +252,167 @@ async def test_a_publisher_waits_while_redis_is_full_and_goes_on_when_it_is_not(
     finally:
         await broker.execute("CONFIG", "SET", "maxmemory", 0)
     assert await asyncio.gather(*work[:3]) == [[True, True], False, 3]
-    assert len(await work[3]) == 1  # type: ignore[arg-type]
+    assert len(await work[3]) == 1
     assert await scored(broker, keys) == [0, 1]
     assert await pending(broker, keys) == []
     assert await streams.length(broker, keys.prompts()) == 4
     assert await samples_of(broker, keys) == [0, 0, 1]
+
+
+@pytest.fixture
+def late_answers(monkeypatch):
+    """Answers to a script arrive only when the test says so; what the script did is done."""
+
+    def late_answers(consumer, name):
+        arrived = asyncio.Event()
+        script = consumer.broker.script
+
+        async def delayed(called, *arguments):
+            answer = await script(called, *arguments)
+            if called == name:
+                await arrived.wait()
+            return answer
+
+        monkeypatch.setattr(consumer.broker, "script", delayed)
+        return arrived
+
+    return late_answers
+
+
+async def acknowledged(consumer: Consumer[Any]) -> bool:
+    """Nothing is pending for it."""
+    command = ("XPENDING", consumer.key, consumer.group, "-", "+", 10, consumer.name)
+    return not await consumer.broker.execute(*command)
+
+
+async def assert_nothing_is_called_lost(consumer, delivery, arrived, work):
+    working = asyncio.ensure_future(work)
+    await wait_until(lambda: acknowledged(consumer))
+    with capture_logs() as lines:
+        await consumer.renew()
+        arrived.set()
+        await working
+    assert not delivery.is_lost
+    assert [line for line in lines if "lease lost" in line["event"]] == []
+    assert consumer.held == {}
+
+
+async def test_the_last_sample_of_a_group(broker, keys, late_answers):
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=1))])
+    async with make_rollout(broker, keys) as consumer:
+        (delivery,) = await consumer.fetch(1, 1.0)
+        arrived = late_answers(consumer, "publish_sample")
+        sample = make_trajectory(0, 0, group_size=1)
+        work = consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
+        await assert_nothing_is_called_lost(consumer, delivery, arrived, work)
+
+
+@pytest.mark.parametrize("script", ["complete", "hand_back"])
+async def test_a_score_and_what_is_handed_back(broker, keys, late_answers, script):
+    await append(broker, keys.trajectories(), make_trajectory(0, 0))
+    async with make_consumer(broker, keys) as consumer:
+        (delivery,) = await consumer.fetch(1, 1.0)
+        arrived = late_answers(consumer, script)
+        if script == "complete":
+            work = consumer.complete([(delivery, make_score(0))], keys.scores())
+        else:
+            work = consumer.hand_back([delivery])
+        await assert_nothing_is_called_lost(consumer, delivery, arrived, work)
+
+
+async def test_what_another_worker_has_taken_is_still_called_lost(broker, keys):
+    await append(broker, keys.trajectories(), make_trajectory(0, 0))
+    async with make_consumer(broker, keys) as consumer:
+        (delivery,) = await consumer.fetch(1, 1.0)
+        await broker.execute("XCLAIM", consumer.key, consumer.group, "other", 0, delivery.entry_id)
+        await consumer.renew()
+        assert delivery.is_lost
+
+
+async def test_another_sample_of_the_group_that_was_answered_before(broker, keys, monkeypatch):
+    """Two samples settle one ticket side by side; the one answered first does not speak for the other."""
+    await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=2))])
+    async with make_rollout(broker, keys) as consumer:
+        (delivery,) = await consumer.fetch(1, 1.0)
+        arrived = [asyncio.Event(), asyncio.Event()]
+        script, calls = consumer.broker.script, iter(arrived)
+
+        async def delayed(called, *arguments):
+            event = next(calls) if called == "publish_sample" else None
+            answer = await script(called, *arguments)
+            if event:
+                await event.wait()
+            return answer
+
+        monkeypatch.setattr(consumer.broker, "script", delayed)
+        where = (keys.trajectories(), keys.progress(0))
+        samples = [make_trajectory(0, index, group_size=2) for index in range(2)]
+        works = (consumer.publish_sample(delivery, *where, sample) for sample in samples)
+        first, last = map(asyncio.ensure_future, works)
+        await wait_until(lambda: acknowledged(consumer))
+        arrived[0].set()
+        await first
+        await assert_nothing_is_called_lost(consumer, delivery, arrived[1], last)
+
+
+async def num_reads(broker: Broker) -> int:
+    """How often the server has read from a socket so far."""
+    return int((await broker.info("stats"))["total_reads_processed"])
+
+
+async def test_one_record_a_call_takes_one_round_trip(broker, keys):
+    await publish(broker, keys, 20)
+    consumer = make_consumer(broker, keys)
+    await broker.keep_scripts(keys.state)
+    (held,) = await fetched(consumer, 1)
+    tickets = [held.message.ticket]
+    before = await num_reads(broker)
+    for _ in range(19):
+        assert await consumer.complete([(held, make_score(tickets[-1]))], keys.scores(), ahead=1) == [True]
+        (held,) = await fetched(consumer, 1)
+        tickets.append(held.message.ticket)
+    assert await num_reads(broker) - before == 19 + 1, "the last one is the question"
+    assert tickets == list(range(20))
+    assert await pending(broker, keys) == list(consumer.held) == [held.entry_id]
+    assert await consumer.complete([(held, None)], keys.scores(), ahead=1) == [True]
+    assert await consumer.fetch(1, 0) == []
+
+
+async def test_what_came_ahead_is_held_although_its_caller_was_cancelled(broker, keys):
+    ids = await publish(broker, keys, 3)
+    consumer = make_consumer(broker, keys)
+    (first,) = await fetched(consumer, 1)
+    call = asyncio.create_task(consumer.complete([(first, None)], keys.scores(), ahead=2))
+    await asyncio.sleep(0)
+    call.cancel()
+    await wait_until(lambda: list(consumer.held)[-2:] == ids[1:])
+    await consumer.leave()
+    other = make_consumer(broker, keys, "b")
+    found: Any = await other.fetch(3, 0)
+    assert [(one.entry_id, one.attempts) for one in found] == [(ids[1], 1), (ids[2], 1)], "not counted"
+    assert await consumer.fetch(3, 0) == [], "what was handed back is given to nobody here"
+
+
+async def test_what_was_lost_while_it_waited_is_not_given(broker, keys):
+    ids = await publish(broker, keys, 3)
+    consumer, other = make_consumer(broker, keys), make_consumer(broker, keys, "b")
+    (first,) = await fetched(consumer, 1)
+    assert await consumer.complete([(first, None)], keys.scores(), ahead=2) == [True]
+    await fall_silent(broker, keys, "a", ids[1:2])
+    assert [one.entry_id for one in await other.fetch(1, 0)] == ids[1:2]
+    await consumer.renew()
+    assert [one.entry_id for one in await fetched(consumer, 1)] == ids[2:]
+
+
+async def test_a_request_that_fails_is_left_to_the_next_fetch(broker, keys, monkeypatch):
+    await publish(broker, keys, 2)
+    consumer = make_consumer(broker, keys)
+    (first,) = await fetched(consumer, 1)
+    monkeypatch.setattr(consumer, "_read", ("NO_SUCH_COMMAND",))
+    assert await consumer.complete([(first, None)], keys.scores(), ahead=1) == [True]
+    monkeypatch.undo()
+    broker.redis.disconnect()  # no connection is open: nothing can be asked ahead
+    (second,) = await fetched(consumer, 1)
+    broker.redis.disconnect()
+    assert await consumer.complete([(second, None)], keys.scores(), ahead=1) == [True]
+    assert await pending(broker, keys) == []

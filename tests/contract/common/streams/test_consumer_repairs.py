@@ -1,7 +1,6 @@
 """Streams as queues: what cannot be decoded is dead-lettered, and what has vanished is made again."""
 
 from itertools import chain
-from typing import Any
 
 import pytest
 
@@ -165,7 +164,7 @@ async def test_a_burst_of_them_reads_each_letter_once(broker, keys, monkeypatch)
     await append(broker, keys.dead, *earlier)
     num_read, execute = 0, broker.execute
 
-    async def counted(*command: Any) -> Any:
+    async def counted(*command):
         nonlocal num_read
         reply = await execute(*command)
         num_read += len(reply) if command[:2] == ("XRANGE", keys.dead) else 0

@@ -24,7 +24,7 @@ ONE, OTHER = b"1" * 16, b"2" * 16
 
 
 @pytest.fixture
-async def held(broker: Broker, keys: Keys) -> tuple[Consumer[Ticket], Delivery[Ticket]]:
+async def held(broker, keys):
     """A worker with the only ticket."""
     await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=SIZE))])
     await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
@@ -128,14 +128,12 @@ async def test_what_followed_a_part_that_could_not_be_read_does_not_follow_the_o
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
-    broker: Broker, keys: Keys, seed: int
-) -> None:
+async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(broker, keys, seed):
     await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=16))])
     consumer, delivery = await take_ticket(broker, keys)
     order = random.Random(seed).sample(range(16), 16)
 
-    async def publish_one(index: int) -> bool:
+    async def publish_one(index):
         sample = make_trajectory(0, index, group_size=16)
         return await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
 
@@ -147,9 +145,7 @@ async def test_the_last_sample_acknowledges_the_ticket_whatever_the_order(
     assert consumer.held == {}
 
 
-async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(broker, keys):
     await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=2))])
     consumer, delivery = await take_ticket(broker, keys)
     await broker.execute("HSET", keys.progress(0), "version", 3)  # it counts as no sample

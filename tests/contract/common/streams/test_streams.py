@@ -1,4 +1,4 @@
-"""Streams as logs: numbered appends, reading by offset, trimming, and runs that share one Redis."""
+"""Streams as logs: numbered appends, reading by offset and size, trimming, runs that share one Redis."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,21 @@ from tests.support.consumers import make_consumer
 from tests.support.numbered import append_numbered
 from tests.support.trajectories import make_commit, make_trajectory
 from tidemill.common import streams
+from tidemill.common.history import History, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import read_state, update_state
-from tidemill.common.streams import Consumer, Delivery, Entry, Garbled, OffsetReader
+from tidemill.common.streams import (
+    Consumer,
+    Delivery,
+    Entry,
+    Garbled,
+    OffsetReader,
+    ReadSize,
+    append,
+    ensure_group,
+    log,
+    scan,
+)
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Score, ScoreStatus, Trajectory
 
@@ -59,7 +71,7 @@ async def test_many_and_large_messages_are_appended_in_order(broker, keys):
     ]
     ids = await streams.append(broker, keys.trajectories(), *sent)
     assert len(set(ids)) == 1500
-    read = [entry.message.ticket async for entry in streams.scan(broker, keys.trajectories(), Trajectory)]  # type: ignore[union-attr]
+    read = [entry.message.ticket async for entry in streams.scan(broker, keys.trajectories(), Trajectory)]
     assert read == list(range(1500))
 
 
@@ -118,13 +130,6 @@ async def test_a_reader_resumes_at_its_position(broker, keys):
     assert resumed.position == before
     await streams.append(broker, keys.trajectories(), make_trajectory(5))
     assert [m.ticket for m in messages_of(await resumed.read())] == [5]
-
-
-async def test_a_waiting_reader_is_woken_by_the_next_entry(broker, keys):
-    reader = OffsetReader(broker, keys.trajectories(), Trajectory)
-    reading = asyncio.create_task(reader.read(block_s=5.0))
-    await streams.append(broker, keys.trajectories(), make_trajectory(7))
-    assert [m.ticket for m in messages_of(await reading)] == [7]
 
 
 async def test_a_range_has_both_its_ends_and_a_scan_every_entry_once(broker, keys):
@@ -224,3 +229,72 @@ async def test_two_runs_on_one_redis_never_touch_each_other(broker, keys):
     new = set(await broker.execute("KEYS", "*")) - known
     assert len(new) >= 6
     assert all(f"{{{keys.run_id}}}".encode() in name for name in new)
+
+
+MIB = 1 << 20
+LIMIT_BYTES = 64 << 10
+
+
+@pytest.fixture
+def answers(broker, monkeypatch):
+    """How many entries each answer had."""
+    counts: list[int] = []
+    execute = broker.execute
+
+    async def counting(*command):
+        reply = await execute(*command)
+        if command[0] in ("XREAD", "XREADGROUP", "XRANGE") and reply:
+            counts.append(len(reply if command[0] == "XRANGE" else reply[0][1]))
+        return reply
+
+    monkeypatch.setattr(broker, "execute", counting)
+    monkeypatch.setattr(broker, "max_bytes", LIMIT_BYTES)
+    monkeypatch.setattr(log, "READ_BYTES", LIMIT_BYTES)
+    return counts
+
+
+async def by_offset(broker: Broker, keys: Keys) -> list[int]:
+    reader, found = OffsetReader(broker, keys.trajectories(), Trajectory), []
+    while entries := await reader.read():
+        found += [entry.message.index for entry in entries]
+    return found
+
+
+async def by_lease(broker: Broker, keys: Keys) -> list[int]:
+    consumer, found = make_consumer(broker, keys), []
+    while entries := await consumer.fetch(256, 0):
+        found += [entry.message.index for entry in entries]
+    return found
+
+
+async def by_scan(broker: Broker, keys: Keys) -> list[int]:
+    return [e.message.index async for e in scan(broker, keys.trajectories(), Trajectory)]
+
+
+async def by_history(broker: Broker, keys: Keys) -> list[int]:
+    history = History(keys.run_id, None, broker)
+    return [e.message.index async for e in history.scan(StreamName.TRAJECTORIES)]
+
+
+@pytest.mark.parametrize("read", [by_offset, by_lease, by_scan, by_history])
+async def test_answers_have_no_more_bytes_than_fit(broker, keys, answers, read):
+    """Small ones, then others of which three fit: one answer goes by what was seen before."""
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    texts = ["x" * size for size, count in ((10, 40), (20_000, 120)) for _ in range(count)]
+    samples = [make_trajectory(0, n, text=text, group_size=160) for n, text in enumerate(texts)]
+    await append(broker, keys.trajectories(), *samples)
+    assert await read(broker, keys) == list(range(160))
+    assert answers[0] == log.UNSEEN_SHARE
+    assert max(answers) > 16
+    assert max(answers[-10:]) <= 3
+
+
+def test_an_entry_that_is_larger_than_all_that_fits_is_read_alone_and_then_more_again():
+    size = ReadSize(64 * MIB)
+    assert size.limit(256) == 8 and size.limit(0) == 0
+    size.saw([(b"p", b"x" * (log.READ_BYTES + 1))])
+    assert size.limit(256) == 1
+    for expected in (1, 4, 8):
+        size.saw([(b"p", b"x")])
+        assert size.limit(256) == expected
+    assert ReadSize(None).limit(256) == 256

@@ -1,5 +1,6 @@
 """`trainer.algorithm`: presets fill in, and each combination that would not do what it says is refused."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,45 @@ def config_of(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
     return parse_config(MINIMAL | {"trainer": trainer} | sections, "run.yaml")
 
 
+def loaded(folder: Path, algorithm: str, overrides: Sequence[str] = ()) -> AlgorithmConfig:
+    """Of a file with this text in the section."""
+    path = folder / "run.yaml"
+    path.write_text(f"model: {{path: m}}\ndata: {{train: t.jsonl}}\ntrainer: {{algorithm: {algorithm}}}\n")
+    return load_config(path, overrides).trainer.algorithm
+
+
 FROZEN = {"reference": {"model": "frozen"}}
 ROLLOUT = {"old_logprobs": "rollout"}
 TWO_REWARDS = {"rewards": {"right": {"function": "gsm8k"}, "short": {"function": "exact_match"}}}
 FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
+SESSIONS = {
+    "rollout": {"environment": {"use": "my_env.py:MyEnv"}},
+    "reward": {"rewards": {"game": {"environment": True}}},
+}
+TEACHER = {"teacher": {"servers": "there"}}
+
+
+def taught(*sections: dict[str, Any], **rewards: Any) -> dict[str, Any]:
+    """Sections of a run with a teacher, or with other rewards that use its servers."""
+    reward = {"rewards": rewards or {"wise": TEACHER}}
+    tree: dict[str, Any] = {"servers": {"there": {}}, "reward": reward}
+    for section in sections:
+        tree |= {name: tree.get(name, {}) | fields for name, fields in section.items()}
+    return tree
 
 
 @pytest.mark.parametrize(
     ("algorithm", "sections", "reason"),
     [
-        (
-            {"advantage": "gae", "value": {"model": "own"}},
-            {"trainer": {"lora": {}}},
-            "a whole second model",
-        ),
+        ({"advantage": "gae", "value": {"model": "own"}}, {"trainer": {"lora": {}}}, "a whole second model"),
         ({"kl": {"place": "loss"}}, {}, "needs a reference model"),
         ({"kl": {"place": "reward"}, **FROZEN}, FILTERED, "put the penalty into the loss"),
         ({**ROLLOUT}, FILTERED, "trainer.algorithm.old_logprobs: rollout would clip"),
-        (
-            {"rejection": {"bounds": {"seq_mean_k1": [0.99, 1.01]}}},
-            FILTERED,
-            "bounds.seq_mean_k1 would reject",
-        ),
+        ({"rejection": {"bounds": {"seq_mean_k1": [0.99, 1.01]}}}, FILTERED,
+         "bounds.seq_mean_k1 would reject"),
         ({"importance": {"level": "sequence"}}, FILTERED, "importance.level: sequence would multiply"),
-        (
-            {"importance": {"mode": "mask", "level": "geometric", "low": 0.99, "high": 1.01}},
-            FILTERED,
-            "importance.level: geometric would multiply",
-        ),
+        ({"importance": {"mode": "mask", "level": "geometric", "low": 0.99, "high": 1.01}}, FILTERED,
+         "importance.level: geometric would multiply"),
         ({"loss": "gspo"}, {}, "importance.level: token would weigh or mask single tokens"),
         ({"loss": "sapo"}, {}, "always 1 with one update a step"),
         ({"kl": {"place": "reward", "estimator": "k3+"}, **FROZEN}, {}, "is k3 with another gradient"),
@@ -59,11 +71,8 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
         ({"rollout_penalty": 0.1}, FILTERED, "rollout_penalty would pull"),
         ({"importance": {"mode": "mask", "normalise": True}}, {}, "importance.mode is mask"),
         ({"importance": {"normalise": True}, **ROLLOUT}, {}, "importance.mode is off"),
-        (
-            {"loss": "reinforce", "importance": {"normalise": True}},
-            {"trainer": {"mini_batches": 2}},
-            "which moves with each of 2 updates",
-        ),
+        ({"loss": "reinforce", "importance": {"normalise": True}}, {"trainer": {"mini_batches": 2}},
+         "which moves with each of 2 updates"),
         ({"loss": "gspo", "top_entropy_quantile": 0.2, **ROLLOUT}, {}, "gradient reaches all its tokens"),
         ({"top_entropy_quantile": 0.0}, {}, "top_entropy_quantile"),
         ({"loss": "vespo"}, {}, "set `old_logprobs: rollout`"),
@@ -75,18 +84,21 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
         ({"loss": "reinforce"}, {"trainer": {"passes": 2}}, "how far later passes have moved"),
         ({"importance": {"mode": "mask"}, **ROLLOUT}, {}, "would weigh every token twice"),
         ({"loss": "gspo", "advantage": "gae", **ROLLOUT}, {}, "needs one advantage for it"),
-        (
-            {
-                "loss": "gspo",
-                "advantage": "reinforce_plus_plus",
-                "kl": {"place": "reward"},
-                **FROZEN,
-                **ROLLOUT,
-            },
-            {},
-            "gives one for each token",
-        ),
+        ({"loss": "gspo", "advantage": "reinforce_plus_plus", "kl": {"place": "reward"}, **FROZEN,
+         **ROLLOUT}, {}, "gives one for each token"),
         ({"gamma": 0.9}, {}, "knows one reward for a sequence"),
+        ({"advantage": "reinforce_plus_plus", "loss": "gspo", **ROLLOUT}, SESSIONS, "one advantage"),
+        ({"overlong": {"penalty": 1.0}}, SESSIONS, "rollout.environment.max_tokens"),
+        ({}, taught({"rollout": {"sampling": {"temperature": 0.7}}}), "temperature is 0.7"),
+        ({}, taught({"rollout": {"sampling": {"top_p": 0.9}}}), "take place: loss"),
+        ({"preset": "gspo"}, taught(), "one advantage for a sequence"),
+        ({"teacher": {"place": "loss", "gamma": 0.5}}, taught(), "leave gamma out"),
+        ({}, taught({"reward": {"on_failure": 0.0}}), "cannot stand for a teacher"),
+        ({}, taught(wise=TEACHER | {"weight": -1.0}), "at least 0"),
+        ({}, taught(wise=TEACHER, other=TEACHER), "both teachers of all data sources"),
+        ({}, taught(**{n: TEACHER | {"applies_to": ["a", n]} for n in "xy"}), "both teachers of a,"),
+        ({}, taught(wise={"teacher": {"servers": "there", "prompt_column": "a", "template": "b"}}),
+         "not both"),
         ({"overlong": {"penalty": 1.0}, "mask_truncated": True}, {}, "choose one"),
         ({"advantage": "pass_at_k", "pass_k": 9}, {}, "holds no set of that many"),
         ({"advantage": "gdpo"}, {}, "reward.rewards has 0 for training"),
@@ -114,7 +126,7 @@ FILTERED = {"rollout": {"sampling": {"top_p": 0.9}, "sampling_masks": False}}
             for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "max_rl", "remax")
         ),
     ],
-)
+)  # fmt: skip
 def test_a_bad_combination_is_refused_with_the_reason(algorithm, sections, reason):
     with pytest.raises(ConfigError) as caught:
         config_of(algorithm, **sections)
@@ -164,19 +176,13 @@ class TestPresets:
         assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
     def test_on_the_command_line_too(self, tmp_path):
-        path = tmp_path / "run.yaml"
-        path.write_text("model: {path: m}\ndata: {train: t.jsonl}\n")
-        config = load_config(path, ["trainer.algorithm.preset=gspo", "trainer.algorithm.clip_low=0.1"])
-        assert (config.trainer.algorithm.loss, config.trainer.algorithm.clip_low) == ("gspo", 0.1)
+        overrides = ["trainer.algorithm.preset=gspo", "trainer.algorithm.clip_low=0.1"]
+        algorithm = loaded(tmp_path, "{}", overrides)
+        assert (algorithm.loss, algorithm.clip_low) == ("gspo", 0.1)
 
 
 def test_off_means_off_though_yaml_reads_it_as_false(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {path: m}\ndata: {train: t.jsonl}\n"
-        "trainer: {algorithm: {importance: {mode: off}, kl: {place: off}, reference: {model: off}}}\n"
-    )
-    algorithm = load_config(path).trainer.algorithm
+    algorithm = loaded(tmp_path, "{importance: {mode: off}, kl: {place: off}, reference: {model: off}}")
     assert (algorithm.importance.mode, algorithm.kl.place, algorithm.reference.model) == ("off",) * 3
 
 
@@ -205,12 +211,7 @@ def test_the_docs_tell_of_every_name_in_the_table():
 
 def test_paths_of_a_users_own_are_relative_to_the_config(tmp_path):
     (tmp_path / "mine.py").touch()
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {path: m}\ndata: {train: t.jsonl}\n"
-        "trainer: {algorithm: {advantage: 'mine.py:f', loss: ppo}}\n"
-    )
-    algorithm = load_config(path).trainer.algorithm
+    algorithm = loaded(tmp_path, "{advantage: 'mine.py:f', loss: ppo}")
     assert (algorithm.advantage, algorithm.loss) == (f"{tmp_path / 'mine.py'}:f", "ppo")
     assert is_users_own(algorithm.advantage) and not is_users_own(algorithm.loss)
 

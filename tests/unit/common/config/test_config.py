@@ -1,8 +1,9 @@
-"""One YAML file per run: every mistake is answered with field, value and remedy."""
+"""One YAML file per run: every mistake is answered with field, value and remedy. What a resume may change."""
 
 import math
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,22 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tidemill.common.config import OptimizerConfig, RunConfig, load_config, parse_config
+from tests.support.trajectories import make_config
+from tidemill.common.config import OptimizerConfig, RunConfig, changed_fields, load_config, parse_config
+from tidemill.common.config.changes import FIXED
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
 from tidemill.services.console.check.explain import read_sections
 from tidemill.services.console.check.preflight import cost_of_choices, idle_settings
+from tidemill.services.console.launch.up import _check_changes
+from tidemill.services.console.options import UpOptions
+from tidemill.services.console.run.folder import RunFolder
 
 SECTIONS = sorted((ROOT / "examples" / "rewards").glob("*.yaml"))
 """Examples of the `reward` section alone."""
+
+
 EXAMPLES = sorted(set((ROOT / "examples").glob("**/*.yaml")) - set(SECTIONS))
 MINIMAL: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
@@ -38,7 +46,7 @@ def refused(tree: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_example_is_a_valid_config_whose_files_exist(path: Path) -> None:
+def test_every_example_is_a_valid_config_whose_files_exist(path):
     config = load_config(path)
     train = [config.data.train] if isinstance(config.data.train, str) else config.data.train
     files = (source if isinstance(source, str) else source.path for source in train)
@@ -48,13 +56,13 @@ def test_every_example_is_a_valid_config_whose_files_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SECTIONS, ids=lambda path: path.name)
-def test_every_example_of_a_section_is_valid(path: Path) -> None:
+def test_every_example_of_a_section_is_valid(path):
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     config = load_config(path, ["model.path=model", "data.train=train.jsonl"])
     assert config.reward.named.keys() == tree["reward"]["rewards"].keys()
 
 
-def test_two_lines_are_a_config_that_reads_back_the_same() -> None:
+def test_two_lines_are_a_config_that_reads_back_the_same():
     config = parse_config(MINIMAL, "run.yaml")
     assert config.trainer.max_staleness == 1
     assert config.reward.on_failure == "drop_sample"
@@ -62,18 +70,13 @@ def test_two_lines_are_a_config_that_reads_back_the_same() -> None:
 
 
 OUT_OF_BOUNDS: list[tuple[str, str, Any]] = [
-    ("trainer", "group_size", 0),
-    ("trainer", "max_staleness", -1),
-    ("trainer", "batch_order", "random"),
-    ("rollout", "workers", 100_000),
-    ("rollout", "engine", "magic"),
-    ("reward", "timeout_s", 0),
-    ("reward", "timeout_s", math.nan),
-    ("reward", "timeout_s", math.inf),
-    ("streams", "lease_s", 0.01),
-    ("streams", "max_message_mb", 10_000),
-    ("data", "max_prompt_tokens", 0),
-]
+    ("trainer", "group_size", 0), ("trainer", "max_staleness", -1), ("trainer", "batch_order", "random"),
+    ("rollout", "workers", 100_000), ("rollout", "engine", "magic"), ("reward", "timeout_s", 0),
+    ("reward", "timeout_s", math.nan), ("reward", "timeout_s", math.inf), ("streams", "lease_s", 0.01),
+    ("streams", "max_message_mb", 10_000), ("data", "max_prompt_tokens", 0),
+]  # fmt: skip
+
+
 FILTERS_ALONE = {"group_size": 1, "algorithm": {"filter_zero_variance": True}}
 CURRICULUM = MINIMAL["data"] | {"curriculum": {"easy": 0.5, "hard": 0.5}}
 
@@ -108,12 +111,12 @@ CURRICULUM = MINIMAL["data"] | {"curriculum": {"easy": 0.5, "hard": 0.5}}
         ({"reward": {"on_failure": "value"}}, ["reward.on_failure"]),
     ],
 )
-def test_a_mistake_is_named_by_its_field(tree: dict[str, Any], said: list[str]) -> None:
+def test_a_mistake_is_named_by_its_field(tree, said):
     found = refused(tree)
     assert [words for words in said if words not in found] == []
 
 
-def test_a_missing_section_is_named() -> None:
+def test_a_missing_section_is_named():
     with pytest.raises(ConfigError, match="data: required, but not given"):
         parse_config({"model": {"path": "m"}}, "run.yaml")
 
@@ -127,7 +130,7 @@ def with_sources(*changes: dict[str, Any], **sections: Any) -> dict[str, Any]:
     return {"data": {"train": changed}} | sections
 
 
-def test_sources_are_read_with_what_is_their_own(tmp_path: Path) -> None:
+def test_sources_are_read_with_what_is_their_own(tmp_path):
     (tmp_path / "a.jsonl").touch()
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(MINIMAL | with_sources({"sampling": {"top_p": 0.9}})))
     config = load_config(tmp_path / "run.yaml")
@@ -155,13 +158,11 @@ def test_sources_are_read_with_what_is_their_own(tmp_path: Path) -> None:
         ([{"environment": "shop"}], {}, "source 'a' names an environment, and rollout.environment.use is"),
     ],
 )
-def test_sources_that_do_not_fit_are_refused(
-    changes: list[dict[str, Any]], sections: dict[str, Any], said: str
-) -> None:
+def test_sources_that_do_not_fit_are_refused(changes, sections, said):
     assert said in refused(with_sources(*changes, **sections))
 
 
-def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too() -> None:
+def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too():
     reward = {"reward": {"rewards": {"x": {"function": "math", "sources": ["a", "b"]}}}}
     assert "data.train lists none" in refused(reward)
     tree = with_sources(**reward)
@@ -179,37 +180,27 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too() -> Non
         ({}, []),
         ({"streams": {"claim_check_url": "s3://bucket/x"}}, ["streams.claim_check_url"]),
         ({"streams": {"claim_check_url": "s3://bucket/x", "claim_check_bytes": 9}}, []),
-        (
-            {"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}},
-            ["trainer.evaluation.top_p", "trainer.evaluation.min_p", "trainer.evaluation.samples"],
-        ),
+        ({"trainer": {"evaluation": {"top_p": 0.9, "min_p": 0.1, "samples": 2}}},
+         ["trainer.evaluation.top_p", "trainer.evaluation.min_p", "trainer.evaluation.samples"]),
         ({"trainer": {"evaluation": {"top_p": 0.9, "temperature": 1.0}}}, []),
-        (
-            {"trainer": {"policy": "simulated", "algorithm": {"router": {"balance": 0.1}}}},
-            ["trainer.algorithm.router"],
-        ),
+        ({"trainer": {"policy": "simulated", "algorithm": {"router": {"balance": 0.1}}}},
+         ["trainer.algorithm.router"]),
         ({"rollout": {"environment": {"agent": "a.py:run"}}}, ["rollout.environment.agent"]),
-        (
-            {"trainer": {"algorithm": {"max_filter_rounds": 2, "dppo": {"max_ratio": 9}}}},
-            ["trainer.algorithm.max_filter_rounds", "trainer.algorithm.dppo"],
-        ),
+        ({"trainer": {"algorithm": {"max_filter_rounds": 2, "dppo": {"max_ratio": 9}}}},
+         ["trainer.algorithm.max_filter_rounds", "trainer.algorithm.dppo"]),
         ({"trainer": {"algorithm": {"loss": "clip_cov", "covariance": {"share": 0.1}}}}, []),
-        (
-            {
-                "servers": {"s": {"base_urls": ["http://h:1"], "model": "m"}},
-                "reward": {"rewards": {"x": {"model": {"servers": "s", "std": 2.0}}}},
-            },
-            ["reward.rewards.x.model.std"],
-        ),
+        ({"servers": {"s": {"base_urls": ["http://h:1"], "model": "m"}},
+         "reward": {"rewards": {"x": {"model": {"servers": "s", "std": 2.0}}}}},
+         ["reward.rewards.x.model.std"]),
     ],
-)
-def test_settings_that_do_nothing_are_named(sections: dict[str, Any], idle: list[str]) -> None:
+)  # fmt: skip
+def test_settings_that_do_nothing_are_named(sections, idle):
     found = [text.partition(" ")[0] for text in idle_settings(parse_config(MINIMAL | sections, "run.yaml"))]
     assert found == idle
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
-def test_filtered_sampling_is_refused_where_its_gap_would_count_as_movement(option: dict[str, Any]) -> None:
+def test_filtered_sampling_is_refused_where_its_gap_would_count_as_movement(option):
     own_ratio = {"trainer": {"algorithm": {"old_logprobs": "rollout"}}}
     bare: dict[str, Any] = {"sampling_masks": False}
     assert "old_logprobs: rollout" in refused({"rollout": {"sampling": option, **bare}} | own_ratio)
@@ -224,7 +215,7 @@ def test_filtered_sampling_is_refused_where_its_gap_would_count_as_movement(opti
         assert parse_config(MINIMAL | masked | others, "run.yaml").masked_sources == {""}
 
 
-def test_masks_are_those_of_sources_that_filter_their_sampling() -> None:
+def test_masks_are_those_of_sources_that_filter_their_sampling():
     tree = with_sources({"sampling": {"top_k": 5}})
     names = [source["name"] for source in tree["data"]["train"]]
     config = parse_config(MINIMAL | tree, "run.yaml")
@@ -243,7 +234,7 @@ def fields(model: type[BaseModel], where: str = "") -> Iterator[tuple[str, Field
             yield f"{where}{name}", field
 
 
-def test_every_number_has_bounds_and_every_field_is_documented() -> None:
+def test_every_number_has_bounds_and_every_field_is_documented():
     numbers = (int, float, int | None, float | None)
     assert [
         name for name, field in fields(RunConfig) if field.annotation in numbers and not field.metadata
@@ -268,15 +259,13 @@ def test_every_number_has_bounds_and_every_field_is_documented() -> None:
         (" trainer.steps =3", "trainer", "steps", 3),
     ],
 )
-def test_an_override_has_the_type_its_text_means(
-    tmp_path: Path, override: str, section: str, field: str, value: Any
-) -> None:
+def test_an_override_has_the_type_its_text_means(tmp_path, override, section, field, value):
     got = getattr(getattr(load_config(write(tmp_path, MINIMAL), [override]), section), field)
     assert got == value
     assert type(got) is type(value)
 
 
-def test_overrides_reach_into_sections_that_the_file_does_not_have_and_the_last_wins(tmp_path: Path) -> None:
+def test_overrides_reach_into_sections_that_the_file_does_not_have_and_the_last_wins(tmp_path):
     config = load_config(write(tmp_path, MINIMAL), ["trainer.optimizer.lr=1e-5", "seed=1", "seed=2"])
     assert (config.trainer.optimizer.lr, config.seed) == (1e-5, 2)
 
@@ -292,12 +281,12 @@ def test_overrides_reach_into_sections_that_the_file_does_not_have_and_the_last_
         ("trainer.step=3", "did you mean 'steps'"),
     ],
 )
-def test_an_override_that_cannot_be_is_refused(tmp_path: Path, override: str, said: str) -> None:
+def test_an_override_that_cannot_be_is_refused(tmp_path, override, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_config(write(tmp_path, MINIMAL | {"seed": 3}), [override])
 
 
-def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+def test_relative_paths_are_relative_to_the_file(tmp_path):
     for name in ("train.jsonl", "more.jsonl", "eval.jsonl", "reward.py"):
         (tmp_path / name).touch()
     (tmp_path / "model").mkdir()
@@ -316,7 +305,7 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert config.reward.function == f"{tmp_path / 'reward.py'}:score"
 
 
-def test_names_that_are_not_files_stay_names(tmp_path: Path) -> None:
+def test_names_that_are_not_files_stay_names(tmp_path):
     tree = {"model": {"path": "Qwen/Qwen2.5-0.5B"}, "data": {"train": "/data/t.jsonl"}}
     config = load_config(write(tmp_path, tree | {"reward": {"function": "package.module:name"}}))
     assert config.model.path == "Qwen/Qwen2.5-0.5B"
@@ -337,14 +326,132 @@ def test_names_that_are_not_files_stay_names(tmp_path: Path) -> None:
         (b"data: {}\ndata: {}", "(?s:not valid YAML.*line 1.*'data' again.*line 2)"),
         (b"data: 2026-02-30", "not valid YAML: day is out of range"),
         (b"data: " + b"9" * 5000, "not valid YAML: .* 5000 digits"),
-        (b"data: " + b"[" * 3000, "not valid YAML: maximum recursion"),
+        (b"data: " + b"[" * 1000, "not valid YAML: maximum recursion"),
     ],
 )
-def test_a_file_that_is_no_mapping_in_plain_yaml_is_refused(
-    tmp_path: Path, content: bytes | None, said: str
-) -> None:
+def test_a_file_that_is_no_mapping_in_plain_yaml_is_refused(tmp_path, content, said):
     path = tmp_path / "config.yaml"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{said}"):
         load_config(path)
+
+
+JUDGE: dict[str, Any] = {"judge": {"servers": "s", "template": "{{ completion }}"}}
+MODEL: dict[str, Any] = {"model": {"servers": "s"}}
+TEACHER: dict[str, Any] = {"teacher": {"servers": "s"}}
+LOCAL: dict[str, Any] = {"model": "m", "local": {}}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "servers", "field"),
+    [
+        ({"j": JUDGE}, {}, "reward.rewards.j.judge.servers"),
+        ({"f": {"function": "gsm8k", "router": "x"}}, {"s": {}}, "reward.rewards.f.router"),
+        ({"j": JUDGE}, {"s": {"base_urls": ["http://h:1"]}}, "servers.s"),  # a judge asks for a model by name
+        ({}, {"s": {"local": {}}}, "servers.s"),  # local servers serve one
+        ({}, {"a b": {}}, "servers.a b"),
+        ({"j": JUDGE, "m": MODEL}, {"s": LOCAL}, "servers.s.local"),
+        ({"one": MODEL, "all": {"model": {"servers": "s", "head": "token"}}}, {"s": LOCAL},
+         "servers.s.local"),
+        ({"j": JUDGE}, {"s": {"model": "m", "local": {"engine": "transformers"}}}, "servers.s.local.engine"),
+        ({"t": {**TEACHER}}, {"s": {"model": "m", "local": {"shares_rollout_gpus": True}}},
+         "servers.s.local"),
+        ({}, {"s": {"base_urls": ["ftp://h"]}}, "servers.s.base_urls"),
+        ({}, {"s": {"base_urls": ["http://user:secret@h"]}}, "servers.s.base_urls"),
+        ({}, {"s": {"base_urls": ["http://h", "http://h"]}}, "servers.s.base_urls"),
+        ({"m": {"model": {**MODEL["model"], "token_reward": "mean", "head": "token"}}}, {"s": {}}, "m.model"),
+        ({"m": {"model": {**MODEL["model"], "clip": [1.0, 0.0]}}}, {"s": {}}, "m.model.clip"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_its_field(rewards, servers, field):
+    with pytest.raises(ConfigError) as caught:
+        make_config(reward={"rewards": rewards} if rewards else {}, servers=servers)
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "servers"),
+    [
+        ({"j": JUDGE, "f": {"function": "gsm8k", "router": "s"}}, {"s": LOCAL}),
+        ({"a": JUDGE, "b": JUDGE}, {"s": LOCAL}),
+        ({"j": JUDGE, "m": MODEL}, {"s": {"model": "m", "base_urls": ["http://h:1"]}}),
+        ({"j": JUDGE, "m": MODEL}, {"s": {"model": "m", "local": {"command": ["serve"]}}}),
+        ({"m": MODEL}, {"s": {}}),  # replicas may register themselves
+    ],
+)
+def test_rewards_and_functions_share_servers(rewards, servers):
+    config = make_config(reward={"rewards": rewards}, servers=servers)
+    assert {one.servers or one.router for one in config.reward.named.values()} == {"s"}
+
+
+@pytest.mark.parametrize("kind", ["judge", "model", "teacher"])
+def test_a_field_of_servers_in_a_reward_is_refused_with_its_place(kind):
+    with pytest.raises(ConfigError, match=rf"reward.rewards.r.{kind}.base_urls.* servers.<name>.base_urls"):
+        make_config(reward={"rewards": {"r": {kind: {"base_urls": ["http://h:1/v1"]}}}})
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
+    found = changed_fields(make_config(**before), make_config(**after))
+    return {change.field: (change.before, change.after, bool(change.refusal)) for change in found}
+
+
+def test_changes_are_named_by_field_with_both_values():
+    before = {"trainer": {"steps": 4, "optimizer": {"lr": 0.1}}}
+    after = {"trainer": {"steps": 9, "optimizer": {"lr": 0.2}}, "rollout": {"workers": 3}}
+    assert changes(before, after) == {
+        "trainer.steps": (4, 9, False),
+        "trainer.optimizer.lr": (0.1, 0.2, False),
+        "rollout.workers": (1, 3, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("after", "field"),
+    [
+        ({"trainer": {"group_size": 4}}, "trainer.group_size"),
+        ({"trainer": {"groups_per_step": 4}}, "trainer.groups_per_step"),
+        ({"model": {"path": "other"}}, "model.path"),
+        ({"model": {"path": "model", "dtype": "bfloat16"}}, "model.dtype"),
+        ({"data": {"train": "other.jsonl"}}, "data.train"),
+        ({"seed": 3}, "seed"),
+        ({"data": {"train": [{"name": "a", "path": "train.jsonl"}]}}, "data.train"),
+        ({"data": {"train": "train.jsonl", "curriculum": {}}}, "data.curriculum"),
+        ({"data": {"train": "train.jsonl", "stream": True}}, "data.stream"),
+    ],
+)
+def test_what_would_contradict_the_history_is_refused(after, field):
+    (name, (_, _, is_refused)) = next(iter(changes({}, after).items()))
+    assert (name, is_refused) == (field, True)
+
+
+def test_the_id_of_the_run_is_no_change():
+    assert changes({"run_id": "a"}, {"run_id": "b"}) == {}
+
+
+def test_every_fixed_field_exists():
+    for name in FIXED:
+        section: Any = RunConfig
+        for part in name.split("."):
+            section = section.model_fields[part].annotation if hasattr(section, "model_fields") else None
+        assert section is not None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ({"steps": 9}, None),
+        ({"steps": 4, "group_size": 2}, r"trainer\.group_size: 8 -> 2 \(groups that were issued"),
+        ({"steps": 2}, r"3 committed steps, more than trainer\.steps = 2"),
+    ],
+    ids=["more steps are told", "another group size is refused", "steps are not taken back"],
+)
+def test_what_a_resume_may_change(tmp_path, trainer, said):
+    folder = RunFolder(tmp_path, "one")
+    folder.create(make_config(run_id="one", trainer={"steps": 4}))
+    records = "".join(f'{{"kind": "step", "step": {i}}}\n' for i in range(3))
+    (folder.path / "metrics.jsonl").write_text(records)
+    options = UpOptions(config=tmp_path / "config.yaml", run_id="one", resume=True)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        found = _check_changes(options, make_config(run_id="one", trainer=trainer), folder)
+        assert [str(change) for change in found] == ["trainer.steps: 4 -> 9"]

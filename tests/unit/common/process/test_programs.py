@@ -28,7 +28,7 @@ def names_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("program", Program)
-def test_every_program_is_a_module_that_can_be_run(program: Program) -> None:
+def test_every_program_is_a_module_that_can_be_run(program):
     spec = importlib.util.find_spec(program)
     assert spec is not None
     if spec.submodule_search_locations is None:
@@ -38,7 +38,7 @@ def test_every_program_is_a_module_that_can_be_run(program: Program) -> None:
 
 
 @pytest.mark.parametrize("dotted", [RUN_CODE, VLLM_EXTENSION])
-def test_what_a_job_or_vllm_asks_for_is_where_its_name_says(dotted: str) -> None:
+def test_what_a_job_or_vllm_asks_for_is_where_its_name_says(dotted):
     module, _, name = dotted.rpartition(".")
     spec = importlib.util.find_spec(module)
     assert spec is not None
@@ -46,7 +46,7 @@ def test_what_a_job_or_vllm_asks_for_is_where_its_name_says(dotted: str) -> None
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def test_no_other_file_names_a_module_in_a_string() -> None:
+def test_no_other_file_names_a_module_in_a_string():
     elsewhere = {
         str(path.relative_to(ROOT)): names
         for path in files_of("*.py")
@@ -55,7 +55,7 @@ def test_no_other_file_names_a_module_in_a_string() -> None:
     assert not elsewhere, "give these a line in common/process/programs.py"
 
 
-def test_images_start_what_the_registry_or_a_package_offers() -> None:
+def test_images_start_what_the_registry_or_a_package_offers():
     for path in files_of("Dockerfile"):
         for name in MODULE.finditer("\n".join(re.findall(r"^ENTRYPOINT .*", path.read_text(), re.MULTILINE))):
             assert importlib.util.find_spec(f"{name[0]}") is not None, f"{path} starts {name[0]}"
@@ -71,10 +71,10 @@ class Large:
         return "words"
 
 
-def test_a_result_is_returned_without_being_put_into_words() -> None:
+def test_a_result_is_returned_without_being_put_into_words():
     result = Large()
 
-    async def work() -> Large:
+    async def work():
         await asyncio.sleep(0)
         return result
 
@@ -82,8 +82,8 @@ def test_a_result_is_returned_without_being_put_into_words() -> None:
     assert result.num_asked == 0
 
 
-def test_an_error_is_raised_as_it_is() -> None:
-    async def work() -> None:
+def test_an_error_is_raised_as_it_is():
+    async def work():
         raise KeyError("as it is")
 
     with pytest.raises(KeyError, match="as it is"):

@@ -31,18 +31,18 @@ TOKEN = "a token of the run, long enough"
 
 
 @pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
-def is_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_cpu(request, monkeypatch):
     monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: request.param)
     return bool(request.param)
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(monkeypatch):
     monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: True)
 
 
 @pytest.fixture
-def no_libnuma(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_libnuma(on_cpu, monkeypatch):
     # `make unit` installs no vLLM.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(vllm_machine, "LIBNUMA", "libnowhere.so.1")
@@ -67,28 +67,23 @@ def dtypes_of(command: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("reward", [JUDGE, MODEL], ids=["judge", "model"])
-def test_a_server_on_a_cpu_computes_in_float32(reward: dict[str, Any], is_cpu: bool) -> None:
+def test_a_server_on_a_cpu_computes_in_float32(reward, is_cpu):
     assert dtypes_of(command_of(served(reward, engine="vllm"))) == (["float32"] if is_cpu else [])
 
 
 @pytest.mark.parametrize("said", [("--dtype", "half"), ("--dtype=half",), ("--config", "theirs.yaml")])
-def test_what_the_user_says_of_the_dtype_counts(said: tuple[str, ...], on_cpu: None) -> None:
-    for command in (
-        command_of(served(JUDGE, args=said)),
-        command_of(served(JUDGE), *said),
-    ):
+def test_what_the_user_says_of_the_dtype_counts(said, on_cpu):
+    for command in (command_of(served(JUDGE, args=said)), command_of(served(JUDGE), *said)):
         assert "float32" not in command and command[-len(said) :] == list(said)
 
 
-def test_a_server_of_another_kind_is_given_nothing(no_libnuma: None) -> None:
+def test_a_server_of_another_kind_is_given_nothing(no_libnuma):
     assert command_of(served(JUDGE, command=["serve", "{model}"])) == ["serve", "m"]
     assert "--dtype" not in command_of(served(MODEL))
 
 
 @pytest.mark.parametrize("missing", ["compiler", "headers"])
-def test_nothing_is_compiled_where_a_part_of_the_compiler_is_missing(
-    missing: str, tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_compiled_where_a_part_of_the_compiler_is_missing(missing, tmp_path, on_cpu, monkeypatch):
     (tmp_path / "g++").touch(mode=0o755)
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -100,9 +95,7 @@ def test_nothing_is_compiled_where_a_part_of_the_compiler_is_missing(
     assert machine_environment({"TORCH_COMPILE_DISABLE": "0"})["TORCH_COMPILE_DISABLE"] == "0"
 
 
-def test_a_libnuma_of_the_environment_is_found_by_all_processes_of_vllm(
-    no_libnuma: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_libnuma_of_the_environment_is_found_by_all_processes_of_vllm(no_libnuma, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_machine, "OWN_LIBRARIES", tmp_path)
     with pytest.raises(ConfigError, match="libnowhere"):
         check_machine("these tests")
@@ -114,7 +107,7 @@ def test_a_libnuma_of_the_environment_is_found_by_all_processes_of_vllm(
     assert command_environment["LD_LIBRARY_PATH"] == f"{tmp_path}:/theirs"
 
 
-def test_without_libnuma_it_is_said_what_to_install(no_libnuma: None) -> None:
+def test_without_libnuma_it_is_said_what_to_install(no_libnuma):
     what, config = "apt-get install libnuma1", served(JUDGE)
     with pytest.raises(ConfigError, match=f"servers.grader.*{what}"):
         check_local("r", config.reward.named["r"], config.servers["grader"])
@@ -122,32 +115,28 @@ def test_without_libnuma_it_is_said_what_to_install(no_libnuma: None) -> None:
         command_of(config)
 
 
-def test_the_engine_and_the_preflight_say_it_too(no_libnuma: None) -> None:
+def test_the_engine_and_the_preflight_say_it_too(no_libnuma):
     config = make_config(rollout={"engine": "vllm"})
     for look in (lambda: start_vllm(config, "w"), lambda: _check_engine(config)):
         with pytest.raises(ConfigError, match=r"rollout.engine is vllm.*libnuma1"):
             look()
 
 
-def test_a_vllm_server_asks_for_the_runs_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_vllm_server_asks_for_the_runs_token(monkeypatch):
     monkeypatch.setenv(MODEL_TOKEN_VARIABLE, TOKEN)
     config = served(JUDGE)
     assert server_environment(config.servers["grader"], 0)["VLLM_API_KEY"] == TOKEN
     assert TOKEN not in " ".join(command_of(config))
 
 
-def test_a_build_for_gpus_needs_and_gets_nothing(no_libnuma: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_for_gpus_needs_and_gets_nothing(no_libnuma, monkeypatch):
     monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: False)
     check_machine("these tests")
     assert machine_environment({"A": "b"}) == {"A": "b"}
     assert machine_arguments([], "these tests") == []
 
 
-def test_the_search_path_is_the_same_once_the_library_is_loaded(
-    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_path_is_the_same_once_the_library_is_loaded(on_cpu, tmp_path, monkeypatch):
     """A library that is loaded is found by its name from then on, but only in the process that loaded it."""
     monkeypatch.setattr(vllm_machine, "OWN_LIBRARIES", tmp_path)
     monkeypatch.setattr(vllm_machine, "LIBNUMA", "libshm.so")
@@ -157,7 +146,7 @@ def test_the_search_path_is_the_same_once_the_library_is_loaded(
     assert machine_environment({})["LD_LIBRARY_PATH"] == str(tmp_path)
 
 
-def test_masks_are_refused_on_a_cpu_with_what_to_take_instead(monkeypatch) -> None:
+def test_masks_are_refused_on_a_cpu_with_what_to_take_instead(monkeypatch):
     monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: True)
     with pytest.raises(ConfigError, match=r"transformers; or rollout\.sampling_masks: false"):
         check_records(masks=True)

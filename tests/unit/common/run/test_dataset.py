@@ -53,7 +53,7 @@ def error_of(path: Path, **kwargs: Any) -> str:
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_verls_columns_are_read_from_either_format(tmp_path: Path, write: Any) -> None:
+def test_verls_columns_are_read_from_either_format(tmp_path, write):
     path = write(
         tmp_path / f"a.{'jsonl' if write is write_jsonl else 'parquet'}", VERL, {**VERL, "ability": None}
     )
@@ -66,7 +66,7 @@ def test_verls_columns_are_read_from_either_format(tmp_path: Path, write: Any) -
     assert second.origin == f"{path} {'line 2' if write is write_jsonl else 'row 1'}"
 
 
-def test_where_the_environment_alone_rewards_no_truth_is_asked_for(tmp_path: Path) -> None:
+def test_where_the_environment_alone_rewards_no_truth_is_asked_for(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "Win.", "level": 3})
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": str(path)}}
     sections["rollout"] = {"environment": {"use": "my_env.py:MyEnv"}}
@@ -95,7 +95,7 @@ def failing():
 """
 
 
-def test_an_environment_may_own_its_rows(tmp_path: Path) -> None:
+def test_an_environment_may_own_its_rows(tmp_path):
     (tmp_path / "own_game.py").write_text(ENVIRONMENT)
     name = f"{tmp_path}/own_game.py"
     assert [row.extra for row in read_dataset(f"{name}:Game.rows")] == [{"level": 0}, {"level": 1}]
@@ -108,7 +108,7 @@ def test_an_environment_may_own_its_rows(tmp_path: Path) -> None:
         read_training_rows(streamed)
 
 
-def test_several_files_are_one_dataset_with_rows_counted_on(tmp_path: Path) -> None:
+def test_several_files_are_one_dataset_with_rows_counted_on(tmp_path):
     files = [write_jsonl(tmp_path / f"{name}.jsonl", VERL, VERL) for name in "ab"]
     assert [(row.number, row.origin[-8:]) for row in read_dataset(files)] == [
         (0, "l line 1"), (1, "l line 2"), (2, "l line 1"), (3, "l line 2"),
@@ -116,26 +116,26 @@ def test_several_files_are_one_dataset_with_rows_counted_on(tmp_path: Path) -> N
     assert len(read_dataset(files, max_rows=3)) == 3
 
 
-def test_blank_lines_and_a_byte_order_mark_are_skipped_but_counted(tmp_path: Path) -> None:
+def test_blank_lines_and_a_byte_order_mark_are_skipped_but_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + LINE + b"\r\n\r\n" + LINE)
     assert [row.origin for row in read_dataset(path)] == [f"{path} line 1", f"{path} line 3"]
 
 
-def test_separators_inside_text_do_not_end_a_line(tmp_path: Path) -> None:
+def test_separators_inside_text_do_not_end_a_line(tmp_path):
     prompt = "one\u2028two\x85three"
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({**VERL, "prompt": prompt}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [row.prompt for row in read_dataset(path)] == [prompt]
 
 
-def test_parquet_fills_messages_with_nulls_that_do_not_reach_the_template(tmp_path: Path) -> None:
+def test_parquet_fills_messages_with_nulls_that_do_not_reach_the_template(tmp_path):
     messages = [{"role": "system", "content": "Be brief.", "name": "s"}, {"role": "user", "content": "1+1?"}]
     path = write_parquet(tmp_path / "a.parquet", {**VERL, "prompt": messages})
     assert read_dataset(path)[0].prompt == messages
 
 
-def test_values_become_what_a_message_can_carry(tmp_path: Path) -> None:
+def test_values_become_what_a_message_can_carry(tmp_path):
     extra = {"day": date(2026, 1, 2), "price": Decimal("1.50"), "tags": ["a", None]}
     path = write_parquet(tmp_path / "a.parquet", {**VERL, "extra_info": extra})
     assert read_dataset(path)[0].extra == {
@@ -144,7 +144,7 @@ def test_values_become_what_a_message_can_carry(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_gsm8k_is_read_as_it_comes() -> None:
+def test_gsm8k_is_read_as_it_comes():
     rows = read_dataset(SAMPLE)
     assert len(rows) == 40
     first = rows[0]
@@ -173,7 +173,7 @@ def test_gsm8k_is_read_as_it_comes() -> None:
         ("#### ,", None),
     ],
 )
-def test_the_answer_is_the_number_at_the_end_without_commas(answer: str, number: str | None) -> None:
+def test_the_answer_is_the_number_at_the_end_without_commas(answer, number):
     assert gsm8k_answer(answer) == number
 
 
@@ -205,16 +205,14 @@ def test_the_answer_is_the_number_at_the_end_without_commas(answer: str, number:
         ("[1, 2]", "holds a list [1, 2]; expected a JSON object"),
     ],
 )  # fmt: skip
-def test_a_bad_row_is_named_by_file_and_line_and_told_in_plain_words(
-    tmp_path: Path, row: Any, words: str
-) -> None:
+def test_a_bad_row_is_named_by_file_and_line_and_told_in_plain_words(tmp_path, row, words):
     path = write_jsonl(tmp_path / "train.jsonl", VERL, "", row, VERL)
     message = error_of(path)
     assert message.startswith(f"{path} line 3")
     assert words in message
 
 
-def test_a_bad_parquet_row_is_named_by_file_and_row(tmp_path: Path) -> None:
+def test_a_bad_parquet_row_is_named_by_file_and_row(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", VERL, {**VERL, "reward_model": None})
     assert error_of(path).startswith(f"{path} row 1: the truth, 'reward_model.ground_truth'")
 
@@ -237,22 +235,20 @@ def test_a_bad_parquet_row_is_named_by_file_and_row(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer\n", "has no rows"),
     ],
 )
-def test_a_file_that_is_no_dataset_is_told_in_plain_words(
-    tmp_path: Path, name: str, content: bytes, words: str
-) -> None:
+def test_a_file_that_is_no_dataset_is_told_in_plain_words(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     message = error_of(tmp_path / name)
     assert str(tmp_path / name) in message and words in message
 
 
-def test_missing_files_and_folders_are_told_apart(tmp_path: Path) -> None:
+def test_missing_files_and_folders_are_told_apart(tmp_path):
     assert "does not exist" in error_of(tmp_path / "a.jsonl")
     assert "is a folder; name the files in it, such as" in error_of(tmp_path)
     with pytest.raises(ConfigError, match="at least one file"):
         read_dataset([])
 
 
-def test_an_empty_file_among_others_is_an_error_too(tmp_path: Path) -> None:
+def test_an_empty_file_among_others_is_an_error_too(tmp_path):
     (tmp_path / "b.jsonl").touch()
     with pytest.raises(ConfigError, match=r"b\.jsonl has no rows"):
         read_dataset([write_jsonl(tmp_path / "a.jsonl", VERL), tmp_path / "b.jsonl"])
@@ -268,12 +264,8 @@ USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "co
         ({"question": "1+1?", "answer": "2"}, "1+1?", "2", {"answer": "2"}),
         ({"question": "1+1?", "answer": 2}, "1+1?", 2, {"answer": 2}),
         ({"problem": "1+1=", "ground_truth": 2, "level": 3}, "1+1=", 2, {"level": 3}),
-        (
-            {"problem": "?", "solution": "so 2", "answer": "2"},
-            "?",
-            "so 2",
-            {"solution": "so 2", "answer": "2"},
-        ),
+        ({"problem": "?", "solution": "so 2", "answer": "2"}, "?", "so 2", {"solution": "so 2",
+         "answer": "2"}),
         ({"prompt": "?", "solution": "$2$"}, "?", "$2$", {"solution": "$2$"}),  # as datasets for TRL have it
         ({"messages": [USER], "ground_truth": "2", "answer": "3"}, [USER], "2", {"answer": "3"}),
         ({"messages": [USER, ASSISTANT]}, [USER], "2", {}),
@@ -283,16 +275,14 @@ USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "co
         ({"prompt": "Write.", "reward_model": {"ground_truth": None}}, "Write.", None, {}),
         ({"prompt": "?", "answer": 2, "extra_info": {"n": 0}, "n": 7}, "?", 2, {"answer": 2, "n": 0}),
     ],
-)
-def test_columns_are_found_by_the_names_that_people_use(
-    tmp_path: Path, row: dict[str, Any], prompt: Any, truth: Any, extra: dict[str, Any]
-) -> None:
+)  # fmt: skip
+def test_columns_are_found_by_the_names_that_people_use(tmp_path, row, prompt, truth, extra):
     path = write_jsonl(tmp_path / "a.jsonl", row)
     chat = {"prompt": prompt} if isinstance(prompt, list) else {}
     assert read_dataset(path) == [Row(prompt, "", truth, extra | chat, 0, f"{path} line 1")]
 
 
-def test_own_names_are_mapped_also_inside_of_columns(tmp_path: Path) -> None:
+def test_own_names_are_mapped_also_inside_of_columns(tmp_path):
     row = {"instruction": "1+1?", "meta": {"label": "2"}, "kind": "sums", "a.b": 1, "reward_model": {}}
     names = {"prompt": "instruction", "ground_truth": "meta.label", "data_source": "kind"}
     found = only(write_jsonl(tmp_path / "a.jsonl", row), names=names)
@@ -304,7 +294,7 @@ def test_own_names_are_mapped_also_inside_of_columns(tmp_path: Path) -> None:
     )
 
 
-def test_tables_and_lists_hold_the_same_rows_as_lines(tmp_path: Path) -> None:
+def test_tables_and_lists_hold_the_same_rows_as_lines(tmp_path):
     rows = [{"prompt": "one,\ntwo?", "answer": "3"}, {"prompt": 'say "hi"', "answer": "hi"}]
     (tmp_path / "a.csv").write_text('\ufeffprompt,answer\r\n"one,\ntwo?",3\r\n"say ""hi""",hi\r\n')
     (tmp_path / "a.tsv").write_text('prompt\tanswer\n"one,\ntwo?"\t3\n"say ""hi"""\thi\n')
@@ -316,12 +306,12 @@ def test_tables_and_lists_hold_the_same_rows_as_lines(tmp_path: Path) -> None:
     assert [row.origin[-6:] for row in read_dataset(tmp_path / "a.csv")] == ["line 2", "line 4"]
 
 
-def test_an_empty_value_of_a_table_is_none(tmp_path: Path) -> None:
+def test_an_empty_value_of_a_table_is_none(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,ground_truth,level\nhi,,\n")
     assert (only(tmp_path / "a.csv").ground_truth, only(tmp_path / "a.csv").extra) == (None, {})
 
 
-def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path):
     for name in ("b", "a", "c"):
         write_jsonl(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": name})
     (tmp_path / "notes.md").write_text("no data")

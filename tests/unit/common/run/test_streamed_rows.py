@@ -20,7 +20,7 @@ ROWS = [{"prompt": f"what is {i}?", "ground_truth": str(i), "level": i % 3} for 
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
@@ -43,7 +43,7 @@ def saved(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [jsonl, parquet, saved])
-def test_streamed_rows_are_those_that_are_read_at_once(tmp_path: Path, make: Any) -> None:
+def test_streamed_rows_are_those_that_are_read_at_once(tmp_path, make):
     path = str(make(tmp_path))
     whole = read_dataset([path, path])
     streamed = read_training_rows(DataConfig(train=[path, path], stream=True))[""]
@@ -54,7 +54,7 @@ def test_streamed_rows_are_those_that_are_read_at_once(tmp_path: Path, make: Any
         streamed[14]
 
 
-def test_sources_name_their_rows(tmp_path: Path) -> None:
+def test_sources_name_their_rows(tmp_path):
     rows = [{**ROWS[0], "data_source": "own", "environment": "own"}, *ROWS[1:3]]
     path = str(jsonl(tmp_path, rows=rows))
     for is_streamed in (False, True):
@@ -69,7 +69,7 @@ def test_sources_name_their_rows(tmp_path: Path) -> None:
         assert [row.source for row in read_evaluation_rows(data, 1)["held"]] == ["held"]
 
 
-def test_a_folder_with_splits_is_asked_for_one(tmp_path: Path) -> None:
+def test_a_folder_with_splits_is_asked_for_one(tmp_path):
     splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert len(read_dataset(tmp_path / "saved")) == 7
@@ -86,12 +86,10 @@ def test_a_folder_with_splits_is_asked_for_one(tmp_path: Path) -> None:
         ("hub:squad@train[:10%]", ("squad", None, "train[:10%]")),
     ],
 )
-def test_a_name_of_the_hub_says_dataset_config_and_split(
-    path: str, asked: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_of_the_hub_says_dataset_config_and_split(path, asked, monkeypatch):
     calls: list[Any] = []
 
-    def load(name: str, config: str | None, split: str) -> Any:
+    def load(name, config, split):
         calls.append((name, config, split))
         return datasets.Dataset.from_list(ROWS)
 
@@ -101,18 +99,18 @@ def test_a_name_of_the_hub_says_dataset_config_and_split(
     assert (rows[6].origin, rows[6].ground_truth) == (f"{path} row 6", "6")
 
 
-def test_a_name_of_another_form_says_what_is_expected() -> None:
+def test_a_name_of_another_form_says_what_is_expected():
     with pytest.raises(ConfigError, match="expected hub:OWNER/NAME"):
         read_dataset("hub:a/b/c/d")
 
 
-def test_without_the_package_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'tidemill\[datasets\]'"):
         read_dataset("hub:openai/gsm8k")
 
 
-def test_a_file_that_is_written_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_is_written_while_it_is_read_is_noticed(tmp_path):
     path = jsonl(tmp_path)
     rows = read_training_rows(DataConfig(train=str(path), stream=True))[""]
     with open(path, "a") as file:
@@ -122,13 +120,13 @@ def test_a_file_that_is_written_while_it_is_read_is_noticed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("text", "said"), [("\n \n", "has no rows"), ("[1]\n", "expected a JSON object")])
-def test_streamed_files_have_the_errors_of_others(tmp_path: Path, text: str, said: str) -> None:
+def test_streamed_files_have_the_errors_of_others(tmp_path, text, said):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=said):
         list(read_training_rows(DataConfig(train=str(tmp_path / "rows.jsonl"), stream=True))[""])
 
 
-def test_own_names_hold_for_streamed_rows_and_sources(tmp_path: Path) -> None:
+def test_own_names_hold_for_streamed_rows_and_sources(tmp_path):
     path = str(jsonl(tmp_path, rows=[{"text": "hi", "label": "ho"}]))
     columns = {"prompt": "text", "ground_truth": "label"}
     for is_streamed in (False, True):
@@ -140,7 +138,7 @@ def test_own_names_hold_for_streamed_rows_and_sources(tmp_path: Path) -> None:
         )
 
 
-def test_what_is_read_as_a_whole_is_not_streamed(tmp_path: Path) -> None:
+def test_what_is_read_as_a_whole_is_not_streamed(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\nhi,ho\n")
     with pytest.raises(ConfigError, match="cannot be read row by row"):
         read_training_rows(DataConfig(train=str(tmp_path / "a.csv"), stream=True))

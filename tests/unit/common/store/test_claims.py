@@ -189,7 +189,7 @@ def test_a_worker_that_does_not_see_the_runs_folder_makes_none(tmp_path):
 
 
 def test_half_a_file_never_has_a_name_that_a_claim_could_give(tmp_path, monkeypatch):
-    def fail(_: int) -> None:
+    def fail(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tidemill.common.files.os.fsync", fail)

@@ -1,7 +1,6 @@
 """Observations that gather before they are counted: each once, and all before anybody looks."""
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
@@ -10,7 +9,7 @@ from tidemill.common.telemetry import batched, metrics
 from tidemill.common.telemetry.batched import Batched, Histogram
 
 
-def test_who_looks_at_the_registry_sees_every_observation_once() -> None:
+def test_who_looks_at_the_registry_sees_every_observation_once():
     booked: list[int] = []
     items: Batched[int] = Batched(booked.extend)
     last: Batched[int] = Batched(lambda found: metrics.COMMITTED_VERSION.set(found[-1]))
@@ -23,7 +22,7 @@ def test_who_looks_at_the_registry_sees_every_observation_once() -> None:
     assert booked == [1, 2]
 
 
-def test_no_more_than_a_bounded_number_waits() -> None:
+def test_no_more_than_a_bounded_number_waits():
     sizes: list[int] = []
     items: Batched[int] = Batched(lambda found: sizes.append(len(found)))
     for number in range(batched.MOST + 1):
@@ -31,12 +30,12 @@ def test_no_more_than_a_bounded_number_waits() -> None:
     assert sizes == [batched.MOST]
 
 
-def test_none_is_lost_or_counted_twice_while_threads_look() -> None:
+def test_none_is_lost_or_counted_twice_while_threads_look():
     booked: list[int] = []
     items: Batched[int] = Batched(booked.extend)
     over = threading.Event()
 
-    def look() -> None:
+    def look():
         while not over.is_set():
             items.book()
 
@@ -53,8 +52,8 @@ def test_none_is_lost_or_counted_twice_while_threads_look() -> None:
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.1, 1.0, 1.5, 2.0, 7.0, 1e9], [2.0] * 50])
-def test_many_observations_are_the_same_as_one_at_a_time(values: Sequence[float]) -> None:
-    def exposition(together: bool) -> bytes:
+def test_many_observations_are_the_same_as_one_at_a_time(values):
+    def exposition(together):
         registry = CollectorRegistry()
         histogram = Histogram("h", "help", ["lane"], buckets=(1, 2, 5), registry=registry).labels("train")
         if together:

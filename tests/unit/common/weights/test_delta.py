@@ -74,8 +74,7 @@ def test_damage_anywhere_is_refused_or_changes_no_value(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("info", "place"),
-    [(TensorInfo("scale", "F32", (4,)), 3), (TensorInfo("scale", "F7", (8,)), 0)],
+    ("info", "place"), [(TensorInfo("scale", "F32", (4,)), 3), (TensorInfo("scale", "F7", (8,)), 0)]
 )
 def test_records_that_cannot_be_are_refused(tmp_path, info, place):
     writer = DeltaWriter(tmp_path / "a.safetensors")

@@ -1,5 +1,6 @@
 """What a message says survives the wire, and no bytes whatever do more harm than a CodecError."""
 
+import math
 import pickle
 import re
 import struct
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tests.support.message_strategies import messages, plain, trajectories
 from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import CodecError
 from tidemill.common.process.programs import ROOT
 from tidemill.common.wire import codec
+from tidemill.common.wire.arrays import MAX_TOKENS, BitArray, Float32Array, Int32Array, pack_bits
 from tidemill.common.wire.codec import pack, sendable
 from tidemill.common.wire.messages import (
     Commit,
@@ -26,6 +29,7 @@ from tidemill.common.wire.messages import (
     ScoreStatus,
     Ticket,
     Trajectory,
+    WeightFile,
     WeightManifest,
 )
 
@@ -168,22 +172,15 @@ HOSTILE = {
     "a map that claims 4 billion entries": b"\xdf\xff\xff\xff\xff",
     "an array that claims 4 billion elements": b"\x81\xa1a\xdd\xff\xff\xff\xff",
     "bytes that claim 4 GB": b"\x81\xa1a\xc6\xff\xff\xff\xff",
-    "text that claims 4 GB": b"\x81\xdb\xff\xff\xff\xff",
-    "an extension type": b"\x81\xa1a\xc7\x04\x05abcd",
+    "text that claims 4 GB": b"\x81\xdb\xff\xff\xff\xff", "an extension type": b"\x81\xa1a\xc7\x04\x05abcd",
     "arrays nested a million deep": b"\x91" * 1_000_000,
     "arrays nested, each claiming 900 thousand elements": b"\xdd\x00\x0d\xbb\xa0" * 200_000,
-    "maps nested a million deep": b"\x81\xa1a" * 1_000_000,
-    "something after the message": b"\x80\x80",
-    "a key that is a number": b"\x81\x01\x02",
-    "a key that is bytes": b"\x81\xc4\x06ticket\x02",
-    "text that is not UTF-8": b"\x81\xa1a\xa2\xff\xfe",
-    "a list": b"\x93\x01\x02\x03",
-    "a number": b"\x07",
-    "nothing": b"",
-    "a pickle": pickle.dumps({"ticket": 1}),
-    "a pickle that runs a command": b"cposix\nsystem\n(S'false'\ntR.",
-    "JSON": b'{"ticket": 1}',
-}
+    "maps nested a million deep": b"\x81\xa1a" * 1_000_000, "something after the message": b"\x80\x80",
+    "a key that is a number": b"\x81\x01\x02", "a key that is bytes": b"\x81\xc4\x06ticket\x02",
+    "text that is not UTF-8": b"\x81\xa1a\xa2\xff\xfe", "a list": b"\x93\x01\x02\x03", "a number": b"\x07",
+    "nothing": b"", "a pickle": pickle.dumps({"ticket": 1}),
+    "a pickle that runs a command": b"cposix\nsystem\n(S'false'\ntR.", "JSON": b'{"ticket": 1}',
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
@@ -251,9 +248,13 @@ UNSAFE = re.compile(
     r"|\btorch\.load\(|allow_pickle|read_pickle|\byaml\.(?:unsafe_|full_)?load\("
     r"|trust_remote_code=True|PickleSerializer"
 )
+
+
 RUNS_TEXT = re.compile(r"(?<![.\w])(?:eval|exec)\(")
 SANDBOX = "services/jobs/sandbox/"
 """Where running untrusted code is the purpose."""
+
+
 RQ = re.compile(r"^\s*(?:import rq\b|from rq\S* import .*\b(?:Queue|\w*Worker|Job|Repeat)\b)", re.MULTILINE)
 """RQ pickles its jobs unless it is given another serializer."""
 
@@ -284,3 +285,118 @@ def test_nothing_in_the_repository_unpickles_or_runs_what_it_reads():
 def test_what_would_unpickle_is_found(line):
     assert UNSAFE.search(line) or RUNS_TEXT.search(line)
     assert not UNSAFE.search("model.eval()") and not RUNS_TEXT.search("model.eval()")
+
+
+def test_the_oldest_version_is_found_wherever_it_stands_and_an_absent_mask_trains_every_token():
+    assert make_trajectory(spans=((5, 0), (4, 1))).min_version == 4
+    assert make_trajectory().mask.tolist() == [True, True, True]
+    masked = make_trajectory(loss_mask=np.array([True, False, True]))
+    assert masked.mask.tolist() == [True, False, True]
+    empty = make_trajectory(completion_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
+    assert (empty.num_tokens, empty.min_version) == (0, 0), "an empty completion has one span"
+
+
+def test_a_message_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        make_trajectory().ticket = 7
+
+
+@pytest.mark.parametrize(
+    ("status", "right", "wrong", "words"),
+    [
+        (ScoreStatus.FAILED, None, 0.0, "cannot have value"),
+        (ScoreStatus.TIMEOUT, None, 0.0, "cannot have value"),
+        (ScoreStatus.OK, 0.0, None, "cannot have value"),
+        *((ScoreStatus.OK, 1.0, value, "finite") for value in (math.nan, math.inf, -math.inf)),
+    ],
+)
+def test_a_success_has_a_finite_value_and_a_failure_has_none(status, right, wrong, words):
+    assert Score(ticket=0, index=0, status=status, value=right).value == right
+    with pytest.raises(ValidationError, match=words):
+        Score(ticket=0, index=0, status=status, value=wrong)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b", ".hidden", "", "x" * 201])
+def test_a_weight_file_stays_inside_its_folder(name):
+    with pytest.raises(ValidationError):
+        WeightFile(name=name, num_bytes=1, checksum="0" * 32)
+
+
+@pytest.mark.parametrize("folder", ["../v00000001", "v1", "v00000001/..", "v00000001\n", "/etc", "../.."])
+def test_a_version_stays_inside_the_weights_folder(folder):
+    with pytest.raises(ValidationError):
+        WeightManifest(version=1, folder=folder, files=(), digest="0" * 32)
+
+
+def test_a_commit_lists_what_it_trained_once_for_each_update():
+    commit = Commit(
+        step=0, version=1, groups=(4, 5), mini_batches=((((4, 0), (4, 1)), ((5, 0),)), (((4, 0),),))
+    )
+    assert commit.trained_keys == [(4, 0), (4, 1), (5, 0), (4, 0)]
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    ids: Int32Array = np.zeros(0, dtype=np.int32)
+    values: Float32Array = np.zeros(0, dtype=np.float32)
+    bits: BitArray = np.zeros(0, dtype=np.bool_)
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_bits_survive_packing_at_every_length(bits):
+    packed = pack_bits(np.array(bits, dtype=np.bool_))
+    assert len(packed) == 1 + (len(bits) + 7) // 8
+    unpacked = Fields(bits=packed).bits
+    assert unpacked.dtype == np.bool_
+    assert unpacked.tolist() == bits
+
+
+def test_bits_are_packed_first_bit_highest_behind_the_number_of_padding_bits():
+    assert pack_bits(np.array([True, False, True])) == bytes([5, 0b10100000])
+    assert pack_bits(np.zeros(0, dtype=np.bool_)) == b"\x00"
+
+
+@pytest.mark.parametrize("container", [bytes, bytearray, memoryview])
+def test_bytes_are_viewed_and_not_copied(container):
+    data = container(np.arange(5, dtype="<i4").tobytes())
+    ids = Fields(ids=data).ids
+    assert ids.tolist() == [0, 1, 2, 3, 4]
+    assert np.shares_memory(ids, np.frombuffer(data, dtype=np.uint8))
+
+
+def test_an_array_of_the_right_type_is_kept_as_it_is():
+    ids = np.arange(5, dtype=np.int32)
+    assert np.shares_memory(Fields(ids=ids).ids, ids)
+
+
+def test_lists_and_wider_arrays_are_converted():
+    fields = Fields(ids=[1, 2], values=np.array([0.5], dtype=np.float64))
+    assert fields.ids.dtype == np.int32
+    assert fields.values.dtype == np.float32
+    assert Fields(ids=[]).ids.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("ids", b"123", "3 bytes are not a whole number of int32 values"),
+        ("ids", np.zeros((2, 2), dtype=np.int32), r"got shape \(2, 2\)"),
+        ("ids", np.int32(3), r"got shape \(\)"),
+        ("ids", [0.5], "expected int32, got dtype float64"),
+        ("ids", [2**31], "do not fit int32"),
+        ("values", [1, 2], "expected float32, got dtype int64"),
+        ("ids", bytes(4 * (MAX_TOKENS + 1)), f"exceed the limit of {MAX_TOKENS}"),
+        ("bits", b"\x00" + bytes(MAX_TOKENS // 8 + 1), "cannot have"),
+        ("bits", b"\x08\xff\xff", "cannot have 8 padding bits"),
+        ("bits", b"\x01", "cannot have 1 padding bits"),
+        ("ids", ["a", "b"], "ids"),
+        ("ids", {"a": 1}, "ids"),
+        ("ids", None, "ids"),
+        ("bits", "text", r"got shape \(\)"),
+        ("bits", [0.0, 1.0], "expected a mask of booleans"),
+        ("bits", [0, 2], "expected a mask of booleans"),
+    ],
+)
+def test_what_is_not_such_an_array_is_refused(field, value, says):
+    with pytest.raises(ValidationError, match=says):
+        Fields(**{field: value})

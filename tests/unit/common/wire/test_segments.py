@@ -1,16 +1,21 @@
 """Sessions on the wire: turns, forks, and what does not fit."""
 
-import msgpack
+import base64
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from tidemill.common.process.programs import ROOT
+from tidemill.common.wire import codec
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.codec import decode, encode
-from tidemill.common.wire.messages import Trajectory
+from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.common.wire.segments import Segment, Session, Turn
+from tidemill.services.reward.sample import RewardSample
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder, choices_of
+from tidemill.services.trainer.groups.samples import make_sample
 
 
 def recorded() -> SegmentRecorder:
@@ -82,12 +87,6 @@ def test_a_session_survives_the_wire_with_its_forks_and_counts_their_versions():
     assert (received.min_version, received.max_version) == (0, 3)
 
 
-def test_a_single_turn_says_nothing_of_sessions_on_the_wire():
-    single = trajectory(recorded().segment()).model_copy(update={"session": None})
-    assert "session" not in msgpack.unpackb(encode(single)[b"p"])
-    assert len(single.segments) == 1
-
-
 def test_turns_that_do_not_fit_their_segment_are_refused():
     segment = recorded().segment()
     for turns in ((Turn(first=4, num_tokens=2),), (Turn(first=0, num_tokens=3), Turn(first=2, num_tokens=1))):
@@ -95,3 +94,20 @@ def test_turns_that_do_not_fit_their_segment_are_refused():
             segment.model_validate(dict(segment) | {"turns": turns})
     with pytest.raises(ValidationError, match="3 completion ids but 1 logprobs"):
         Segment(prompt_ids=[1], completion_ids=[1, 2, 3], logprobs=np.zeros(1), spans=((0, 0),))
+
+
+def test_payloads_from_before_there_were_sessions_are_read_scored_and_trained_as_single_turns():
+    """Base64 line by line; the file stays as it is."""
+    lines = (ROOT / "tests" / "data" / "payloads_before_sessions.txt").read_text().splitlines()
+    payloads = [base64.b64decode(line) for line in lines]
+    found = [codec.decode_payload(payload, Trajectory) for payload in payloads]
+    assert [made.key for made in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for made in found:
+        (segment,) = made.segments
+        assert made.session is None and segment.turns == ()
+        assert np.array_equal(segment.completion_ids, made.completion_ids)
+        sample = make_sample(made)
+        assert (sample.forked, sample.turns, sample.num_trained, sample.num_tokens) == ((), (), 3, 7)
+        assert made.token_versions()[sample.mask].tolist() == [0, 0, 1]
+        assert "num_turns" not in RewardSample(made, Lane.TRAIN).fields()["extra_info"]
+    assert [codec.encode_payload(made) for made in found] == payloads, "a single turn has grown"

@@ -397,14 +397,10 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(case):
 def test_absurd_ratios_stay_finite(case):
     far_N, near_N = torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, -500.0])  # e^499 is infinite in float32
     tokens = replace(
-        make_tokens([0.5, 0.5], [0.5, 0.5], [-1.0, 1.0]),
-        logprobs_N=near_N.requires_grad_(),
-        rollout_logprobs_N=far_N,
-        advantages_N=torch.tensor([-1.0, 1.0]),
-        sequence_N=torch.tensor([0, 1]),
-        num_sequences=2,
-        reference_logprobs_N=far_N,
-    )
+        make_tokens([0.5, 0.5], [0.5, 0.5], [-1.0, 1.0]), logprobs_N=near_N.requires_grad_(),
+        rollout_logprobs_N=far_N, advantages_N=torch.tensor([-1.0, 1.0]), sequence_N=torch.tensor([0, 1]),
+        num_sequences=2, reference_logprobs_N=far_N,
+    )  # fmt: skip
     terms = loss_of(tokens, kl={"place": "loss"}, **FROZEN, **LOSSES[case])
     terms.loss.backward()
     assert torch.isfinite(terms.loss) and torch.isfinite(near_N.grad).all()
@@ -589,7 +585,7 @@ class TestNoTokenTakesOverAStep:
         ids=str,
     )
     def test_a_token_that_the_model_rules_out_adds_finite_numbers_and_no_gradient(self, fields, has_proximal):
-        def terms_of(probability: float) -> Any:
+        def terms_of(probability):
             given = {"proximal_logprobs_N": tensor(probability, 0.3).log()} if has_proximal else {}
             given["reference_logprobs_N"] = tensor(probability, 0.2).log()
             tokens = make_tokens([probability, 0.5], [0.4, 0.4], [-1.0, 1.0], **given)

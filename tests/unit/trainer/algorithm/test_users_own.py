@@ -1,8 +1,6 @@
 """Advantages and losses of the user's own: what they are given, and how their mistakes are said."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +16,10 @@ Write = Callable[[str], str]
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Write:
+def write(tmp_path):
     """Writes a file of the user's and returns the name of the function in it."""
 
-    def write(text: str) -> str:
+    def write(text):
         (tmp_path / "mine.py").write_text(text)
         return f"{tmp_path / 'mine.py'}:{'loss' if 'loss' in text else 'advantage'}"
 
@@ -42,7 +40,7 @@ def write(tmp_path: Path) -> Write:
     ],
     ids=["of one group by rewards", "of a batch by tickets", "of each token by samples"],
 )
-def test_an_advantage_is_given_what_it_takes(write: Write, text: str, scope: str, expected: Any) -> None:
+def test_an_advantage_is_given_what_it_takes(write, text, scope, expected):
     advantages = Advantages(trainer_config(algorithm={"advantage": write(text)}))
     assert advantages.scope == scope
     mask = np.array([True, False, True])
@@ -59,17 +57,14 @@ def test_an_advantage_is_given_what_it_takes(write: Write, text: str, scope: str
     ("text", "fields", "gradient"),
     [
         ("def loss(ratio):\n    return 2 * ratio.ratio_N * ratio.advantages_N\n", {}, [-3.0, 6.0]),
-        (
-            "def loss(ratio, algorithm):\n    return algorithm.clip_high * ratio.logprobs_N\n",
-            {"clip_high": 7.0},
-            [-7.0, -7.0],
-        ),
+        ("def loss(ratio, algorithm):\n    return algorithm.clip_high * ratio.logprobs_N\n",
+         {"clip_high": 7.0}, [-7.0, -7.0]),
     ],
-)
-def test_a_loss_is_given_what_it_takes(write: Write, text: str, fields: Any, gradient: list[float]) -> None:
+)  # fmt: skip
+def test_a_loss_is_given_what_it_takes(write, text, fields, gradient):
     tokens = make_tokens([0.6, 0.9], [0.4, 0.3], [1.0, -1.0])
     loss_of(tokens, loss=write(text), old_logprobs="rollout", **fields).loss.backward()
-    np.testing.assert_allclose(tokens.logprobs_N.grad, gradient)  # type: ignore[arg-type]
+    np.testing.assert_allclose(tokens.logprobs_N.grad, gradient)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +88,7 @@ def test_a_loss_is_given_what_it_takes(write: Write, text: str, fields: Any, gra
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-def test_mistakes_are_found_at_the_start_and_name_the_function(write: Write, text: str, says: str) -> None:
+def test_mistakes_are_found_at_the_start_and_name_the_function(write, text, says):
     name = write(text)
     kind = name.rpartition(":")[2]
     with pytest.raises(ConfigError, match=rf"trainer\.algorithm\.{kind} .*mine\.py:{kind}") as caught:
@@ -104,6 +99,6 @@ def test_mistakes_are_found_at_the_start_and_name_the_function(write: Write, tex
     assert says in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"gone\.py does not exist on this machine"):
         Advantages(trainer_config(algorithm={"advantage": f"{tmp_path / 'gone.py'}:f"}))

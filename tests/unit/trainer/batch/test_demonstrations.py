@@ -46,7 +46,7 @@ def words(demonstration: Demonstration) -> tuple[str, str, str]:
     trained = demonstration.completion_ids[demonstration.mask]
     return tuple(
         " ".join(names[i] for i in ids) for ids in (demonstration.ids, demonstration.completion_ids, trained)
-    )  # type: ignore[return-value]
+    )
 
 
 def said(*turns: str) -> list[dict[str, str]]:
@@ -68,7 +68,6 @@ LAST = ("w21 w1 w20 w2 <eos> w21 w3 w20", "w4 w5 <eos>", "w4 w5 <eos>")
         ({"prompt": said("w1"), "completion": said("w0", "w2")[1:]}, ANSWERED),
         ({"question": "w1", "response": "w2"}, ANSWERED),
         ({"messages": said("w1", "w2", "w3", "w4 w5")}, LONG),
-        ({"messages": said("w1", "w2", "w3", "w4 w5", "w6")[:4] + said("w6")[:0]}, LONG),
         ({"prompt": said("w1", "w2", "w3"), "completion": "w4 w5"}, LAST),
     ],
 )
@@ -131,16 +130,11 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, row, temp
 
 def plan_of(weights: dict[str, float], groups_per_step: int = 4, **fields: Any) -> PromptPlan:
     """Sources by weight; those that begin with `shown` have 5 demonstrations, the others 7 prompts."""
-    sources = [
-        {
-            "name": n,
-            "path": "x",
-            "weight": w,
-            "kind": "demonstrations" if n.startswith("shown") else "prompts",
-        }
-        | ({"epochs": fields["epochs"]} if n == "shown" and "epochs" in fields else {})
-        for n, w in weights.items()
-    ]
+    sources: list[dict[str, Any]] = [{"name": n, "path": "x", "weight": w} for n, w in weights.items()]
+    for source in sources:
+        source["kind"] = "demonstrations" if source["name"].startswith("shown") else "prompts"
+        if source["name"] == "shown" and "epochs" in fields:
+            source["epochs"] = fields["epochs"]
     config = make_config(
         data={"train": sources}, trainer={"steps": 100, "groups_per_step": groups_per_step, "group_size": 2}
     )

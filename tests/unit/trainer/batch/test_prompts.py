@@ -1,5 +1,6 @@
-"""Prompts: rows as token ids, in an order that one integer describes."""
+"""Prompts: rows as token ids, in an order that one integer describes; exact shares of sources."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tidemill.common.config.data import DataConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.dataset import Row
 from tidemill.services.trainer.batch import prompts as module
-from tidemill.services.trainer.batch.prompt_plan import PromptPlan
+from tidemill.services.trainer.batch.prompt_plan import Mixture, PromptPlan
 from tidemill.services.trainer.batch.prompts import (
     Prompt,
     PromptSource,
@@ -69,7 +70,7 @@ def order(source: PromptSource, positions: range) -> list[int]:
     return [source.prompt_at(position).row for position in positions]
 
 
-def test_each_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_visits_every_row_once_in_an_order_of_its_own():
     source = make_source()
     epochs = [order(source, range(10 * epoch, 10 * epoch + 10)) for epoch in range(4)]
     assert all(sorted(rows) == list(range(10)) for rows in epochs)
@@ -79,7 +80,7 @@ def test_each_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
         source.prompt_at(-1)
 
 
-def test_the_order_is_a_function_of_seed_and_position_alone_and_the_same_in_every_release() -> None:
+def test_the_order_is_a_function_of_seed_and_position_alone_and_the_same_in_every_release():
     resumed = make_source()
     assert order(resumed, range(23, 40)) == order(make_source(), range(40))[23:]
     assert order(resumed, range(3)) == order(make_source(), range(3)), "also of an earlier position"
@@ -87,7 +88,7 @@ def test_the_order_is_a_function_of_seed_and_position_alone_and_the_same_in_ever
     assert order(make_source(8, seed=3), range(16)) == [0, 4, 7, 1, 5, 6, 3, 2, 0, 6, 2, 1, 3, 7, 4, 5]
 
 
-def test_a_resume_on_other_prompts_is_refused() -> None:
+def test_a_resume_on_other_prompts_is_refused():
     config = trainer_config()
     saved = PromptPlan([make_source()], config).state(3)
     assert saved == {"fingerprint": make_source().fingerprint}
@@ -118,17 +119,13 @@ BRIEF = {"system_prompt": "Be brief .", "prompt_suffix": " Think ."}
         (TEMPLATE, "1 ?", BRIEF, "<s> system Be brief . <s> user 1 ? Think . <s> assistant"),
         (TEMPLATE, PREFILLED, {}, "<s> user 1 ? <s> assistant Answer :"),
         # The row's own system prompt wins, and the suffix goes to the last question.
-        (
-            TEMPLATE,
-            DIALOGUE,
-            BRIEF,
-            "<s> system So <s> user 1 ? <s> assistant 2 <s> user 3 ? Think . <s> assistant",
-        ),
+        (TEMPLATE, DIALOGUE, BRIEF,
+         "<s> system So <s> user 1 ? <s> assistant 2 <s> user 3 ? Think . <s> assistant"),
     ],
-)
+)  # fmt: skip
 def test_a_row_becomes_the_text_of_its_template_without_doubled_special_tokens(
-    template: str | None, prompt: Any, fields: dict[str, str], expected: str
-) -> None:
+    template, prompt, fields, expected
+):
     tokenizer, rows = make_tokenizer(template), make_rows(prompt)
     with capture_logs() as logs:
         (made,) = encode_rows(rows, tokenizer, data(**fields))
@@ -153,14 +150,12 @@ def test_a_row_becomes_the_text_of_its_template_without_doubled_special_tokens(
         (None, "1", {"max_prompt_tokens": 1, "overlong_prompts": "drop"}, "all 2 .*a.jsonl line 1"),
     ],
 )
-def test_what_cannot_be_a_prompt_is_named(
-    template: str | None, prompt: Any, fields: dict[str, Any], named: str
-) -> None:
+def test_what_cannot_be_a_prompt_is_named(template, prompt, fields, named):
     with pytest.raises(ConfigError, match=named):
         encode_rows(make_rows("1", prompt), make_tokenizer(template), data(**fields))
 
 
-def test_prompts_that_are_too_long_can_be_dropped_with_a_count() -> None:
+def test_prompts_that_are_too_long_can_be_dropped_with_a_count():
     config = data(max_prompt_tokens=4, overlong_prompts="drop")
     with capture_logs() as logs:
         kept = encode_rows(make_rows("1", "1 2 3 4", "2"), make_tokenizer(), config)
@@ -172,7 +167,7 @@ def test_prompts_that_are_too_long_can_be_dropped_with_a_count() -> None:
     ("side", "limit", "kept"),
     [("left", 3, "2 3 4"), ("right", 3, "<s> 1 2"), ("middle", 3, "<s> 3 4"), ("middle", 4, "<s> 1 3 4")],
 )
-def test_prompts_that_are_too_long_can_be_cut(side: str, limit: int, kept: str) -> None:
+def test_prompts_that_are_too_long_can_be_cut(side, limit, kept):
     tokenizer, config = make_tokenizer(), data(max_prompt_tokens=limit, overlong_prompts=side)
     with capture_logs() as logs:
         short, long = encode_rows(make_rows("1", "1 2 3 4"), tokenizer, config)
@@ -181,14 +176,14 @@ def test_prompts_that_are_too_long_can_be_cut(side: str, limit: int, kept: str) 
     assert (logs[0]["num_overlong"], logs[0]["num_rows"]) == (1, 2) and side in logs[0]["event"]
 
 
-def test_a_chat_is_cut_after_its_template() -> None:
+def test_a_chat_is_cut_after_its_template():
     tokenizer = make_tokenizer(TEMPLATE)
     whole = encode_rows(make_rows("1 2 3 4"), tokenizer, data())[0].ids.tolist()
     cut = encode_rows(make_rows("1 2 3 4"), tokenizer, data(max_prompt_tokens=3, overlong_prompts="left"))
     assert cut[0].ids.tolist() == whole[-3:]
 
 
-def test_only_the_first_rows_are_read_where_that_is_asked(tmp_path: Path) -> None:
+def test_only_the_first_rows_are_read_where_that_is_asked(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"prompt": "{number}", "ground_truth": 1}}\n' for number in range(5)))
     config = DataConfig(train=[str(file), str(file)], max_rows=7, shuffle=False)
@@ -196,14 +191,14 @@ def test_only_the_first_rows_are_read_where_that_is_asked(tmp_path: Path) -> Non
     assert [prompt.text for prompt in source.prompts] == ["0", "1", "2", "3", "4", "0", "1"]
 
 
-def test_batches_of_any_size_give_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_any_size_give_the_same_prompts(monkeypatch):
     rows = make_rows(*[" ".join(map(str, range(i % 7 + 1))) for i in range(25)])
     whole = [prompt.ids.tolist() for prompt in encode_rows(rows, make_tokenizer(), data())]
     monkeypatch.setattr(module, "BATCH_ROWS", 4)
     assert [prompt.ids.tolist() for prompt in encode_rows(rows, make_tokenizer(), data())] == whole
 
 
-def test_training_and_evaluation_files_are_read_as_configured() -> None:
+def test_training_and_evaluation_files_are_read_as_configured():
     sample = str(Path(__file__).parents[3] / "data" / "gsm8k_sample.jsonl")
     config = DataConfig(train=[sample, sample], eval={"first": sample}, shuffle=False)
     (source,) = load_training_prompts(config, make_tokenizer(), seed=0)
@@ -213,7 +208,7 @@ def test_training_and_evaluation_files_are_read_as_configured() -> None:
     assert sets["first"][0].text.startswith("Natalia sold clips")
 
 
-def test_a_model_folder_without_a_tokenizer_is_told_in_plain_words(tmp_path: Path) -> None:
+def test_a_model_folder_without_a_tokenizer_is_told_in_plain_words(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=str(tmp_path)):
         load_tokenizer(str(tmp_path))
@@ -221,7 +216,7 @@ def test_a_model_folder_without_a_tokenizer_is_told_in_plain_words(tmp_path: Pat
     assert load_tokenizer(str(tmp_path))("1 2")["input_ids"] == make_tokenizer()("1 2")["input_ids"]
 
 
-def test_streamed_prompts_are_those_that_are_held_and_come_in_the_same_order(tmp_path: Path) -> None:
+def test_streamed_prompts_are_those_that_are_held_and_come_in_the_same_order(tmp_path):
     lines = [f'{{"prompt": "{"9 " * (i % 4 + 1)}{i}", "ground_truth": {i}}}\n' for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
     fields = {"train": str(tmp_path / "rows.jsonl"), "max_prompt_tokens": 5, "overlong_prompts": "drop"}
@@ -236,3 +231,68 @@ def test_streamed_prompts_are_those_that_are_held_and_come_in_the_same_order(tmp
     (tmp_path / "rows.jsonl").write_text("".join([lines[0].replace("9", "8"), *lines[1:]]))
     (changed,) = load_training_prompts(DataConfig(**fields, stream=True), make_tokenizer(), seed=3)
     assert changed.fingerprint != streamed.fingerprint
+
+
+def sources(mixture: Mixture, count: int) -> list[int]:
+    return [mixture.place_at(number)[0] for number in range(count)]
+
+
+def test_by_hand():
+    """Weights 1/2, 1/3, 1/6. After 6: three, two and one. At n = 1 all may come, due at 2, 3 and 6. At n = 2
+    sources 1 and 2 may (source 0 has 1 of 2 * 1/2), due at 3 and 6; at n = 3 only 0 (due 4) and 2; at n = 4
+    1 (due 6) and 2 (due 6), a tie; at n = 5 0 (due 6) and who lost the tie (due 6); at n = 6 who is left."""
+    for seed in range(8):
+        found = sources(Mixture([3, 2, 1], seed), 6)
+        assert found[:3] == [0, 1, 0]
+        assert sorted(found[3:]) == [0, 1, 2]
+        assert found[3] in (1, 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_any_number_of_tickets_each_source_is_within_one_of_its_share(seed):
+    rng = np.random.default_rng(seed)
+    weights = [round(float(weight), 3) + 0.001 for weight in rng.exponential(size=int(rng.integers(2, 9)))]
+    chosen = np.array(sources(Mixture(weights, seed), 3000))
+    counts = np.cumsum(np.eye(len(weights))[chosen], axis=0)
+    shares = np.outer(np.arange(1, 3001), np.array(weights) / np.sum(weights))
+    assert np.abs(counts - shares).max() < 1.0 + 1e-6
+
+
+def test_positions_of_a_source_count_up_without_a_gap():
+    mixture = Mixture([0.7, 0.2, 0.1], 3)
+    places = [mixture.place_at(number) for number in range(500)]
+    for source in range(3):
+        own = [position for one, position in places if one == source]
+        assert own == list(range(len(own)))
+    assert mixture.counts_at(500) == [350, 100, 50]
+    assert mixture.counts_at(0) == [0, 0, 0]
+
+
+def test_a_place_does_not_depend_on_which_were_asked_before():
+    forward = sources(Mixture([1, 1, 2], 7), 100)
+    backward = Mixture([1, 1, 2], 7)
+    assert [backward.place_at(number)[0] for number in reversed(range(100))] == forward[::-1]
+    assert sources(Mixture([1, 1, 2], 8), 100) != forward
+
+
+def test_the_order_never_changes_between_releases():
+    order = [0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 1, 0, 2, 0, 1, 0, 2, 1, 0]
+    assert sources(Mixture([0.5, 0.3, 0.2], 11), 20) == order
+
+
+def test_a_source_at_its_limit_leaves_its_place_to_the_others():
+    """One of two rows, twice: four turns of half of the tickets; then the two others share by 3 to 1."""
+    mixture = Mixture([4, 3, 1], 0, [4, None, None])
+    found = sources(mixture, 40)
+    assert Counter(found)[0] == 4
+    last = max(number for number, source in enumerate(found) if source == 0)
+    assert last < 8
+    rest = found[last + 1 :]
+    assert all(abs(rest[:n].count(1) - 0.75 * n) < 1 for n in range(1, len(rest)))
+
+
+def test_when_all_sources_are_at_their_limits_the_message_says_so():
+    mixture = Mixture([1, 1], 0, [2, 3])
+    assert Counter(sources(mixture, 5)) == {0: 2, 1: 3}
+    with pytest.raises(ConfigError, match="every source has been used for all its epochs, after 5 groups"):
+        mixture.place_at(5)

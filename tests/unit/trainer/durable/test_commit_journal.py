@@ -22,7 +22,7 @@ def filled(folder: Path, *steps: int) -> CommitJournal:
     return journal
 
 
-def test_commits_come_back_equal_also_to_the_next_process(tmp_path: Path) -> None:
+def test_commits_come_back_equal_also_to_the_next_process(tmp_path):
     filled(tmp_path, 0, 1, 2)
     journal = CommitJournal(tmp_path)
     assert journal.steps == range(3)
@@ -31,14 +31,14 @@ def test_commits_come_back_equal_also_to_the_next_process(tmp_path: Path) -> Non
     assert CommitJournal(tmp_path).read(3) == commit_of(3)
 
 
-def test_it_may_begin_anywhere_but_has_no_gap(tmp_path: Path) -> None:
+def test_it_may_begin_anywhere_but_has_no_gap(tmp_path):
     journal = filled(tmp_path, 5, 6)
     assert journal.steps == range(5, 7)
     journal.append(commit_of(9))
     assert journal.steps == CommitJournal(tmp_path).steps == range(9, 10)
 
 
-def test_a_step_that_is_trained_again_replaces_what_came_of_it(tmp_path: Path) -> None:
+def test_a_step_that_is_trained_again_replaces_what_came_of_it(tmp_path):
     journal = filled(tmp_path, 0, 1, 2)
     journal.append(commit_of(1, "f" * 32))
     assert journal.steps == range(2)
@@ -46,14 +46,14 @@ def test_a_step_that_is_trained_again_replaces_what_came_of_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("below", "left"), [(0, 0), (2, 2), (3, 3), (7, 3)])
-def test_the_newest_are_forgotten(tmp_path: Path, below: int, left: int) -> None:
+def test_the_newest_are_forgotten(tmp_path, below, left):
     journal = filled(tmp_path, 0, 1, 2)
     journal.cut(below)
     assert journal.steps == CommitJournal(tmp_path).steps == range(left)
 
 
 @pytest.mark.parametrize("num_cut", [1, 30, 150])
-def test_what_a_crash_tore_off_is_cut_away(tmp_path: Path, num_cut: int) -> None:
+def test_what_a_crash_tore_off_is_cut_away(tmp_path, num_cut):
     filled(tmp_path, 0, 1, 2)
     path = tmp_path / JOURNAL_FILE
     path.write_bytes(path.read_bytes()[:-num_cut])
@@ -65,9 +65,7 @@ def test_what_a_crash_tore_off_is_cut_away(tmp_path: Path, num_cut: int) -> None
 
 @pytest.mark.parametrize("num_sizes", [3, 3000], ids=["less than a buffer", "more than a buffer"])
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
-def test_a_disk_that_is_full_in_the_middle_of_a_line_leaves_none_of_it(
-    tmp_path: Path, num_sizes: int, share: float
-) -> None:
+def test_a_disk_that_is_full_in_the_middle_of_a_line_leaves_none_of_it(tmp_path, num_sizes, share):
     sizes = {str(number): number for number in range(num_sizes)}
     commits = [commit_of(step).model_copy(update={"sizes": sizes}) for step in range(3)]
     journal, path = CommitJournal(tmp_path), tmp_path / JOURNAL_FILE
@@ -82,7 +80,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_line_leaves_none_of_it(
     assert [kept.read(step) for step in kept.steps] == commits
 
 
-def test_what_a_start_cuts_off_is_kept(tmp_path: Path) -> None:
+def test_what_a_start_cuts_off_is_kept(tmp_path):
     filled(tmp_path, 0, 1, 2, 3)
     path = tmp_path / JOURNAL_FILE
     lines = path.read_bytes().splitlines(keepends=True)
@@ -94,7 +92,7 @@ def test_what_a_start_cuts_off_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / CUT_OFF_FILE).read_bytes().endswith(lines[3] + b"half of one")
 
 
-def test_a_flipped_byte_ends_what_is_believed(tmp_path: Path) -> None:
+def test_a_flipped_byte_ends_what_is_believed(tmp_path):
     filled(tmp_path, 0, 1, 2)
     path = tmp_path / JOURNAL_FILE
     lines = path.read_bytes().splitlines(keepends=True)

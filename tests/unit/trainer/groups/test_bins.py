@@ -1,11 +1,17 @@
-"""Bins: one forward pass on each rank, of like cost, and the same from whichever side they are computed."""
+"""Bins: one forward pass on each rank, of like cost, the same from whichever side they are computed;
+micro-batches on one rank, and rebuilding what a commit recorded."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests.support.models import make_samples
 from tests.support.training import plain_sample, sample_of
+from tidemill.common.errors import TidemillError
+from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.groups.bins import (
     Bin,
     Layout,
@@ -15,7 +21,7 @@ from tidemill.services.trainer.groups.bins import (
     split_groups,
     split_samples,
 )
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.samples import MicroBatch, Sample, rebuild
 from tidemill.services.trainer.groups.trie import MOST_KEYS
 from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
 
@@ -43,7 +49,7 @@ def num_tiles(samples: Sequence[Sample], layout: Layout) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_each_rank_has_one_forward_pass_for_each_micro_batch(layout: Layout, size: int, seed: int) -> None:
+def test_each_rank_has_one_forward_pass_for_each_micro_batch(layout, size, seed):
     samples = random_step(seed)
     batches = form_micro_batches(samples, TILE, size, layout)
     assert sorted(key for batch in batches for key in batch.keys) == sorted(s.key for s in samples)
@@ -54,7 +60,7 @@ def test_each_rank_has_one_forward_pass_for_each_micro_batch(layout: Layout, siz
         assert max(num_tiles(part, layout) for part in own) == 1
 
 
-def test_shares_do_not_depend_on_who_computes_them() -> None:
+def test_shares_do_not_depend_on_who_computes_them():
     samples = random_step(5)
     expected = split_samples(samples, 4, TILE)
     order = np.random.default_rng(1).permutation(len(samples)).tolist()
@@ -62,7 +68,7 @@ def test_shares_do_not_depend_on_who_computes_them() -> None:
     assert [tuple(order[i] for i in share) for share in again] == expected
 
 
-def test_what_is_in_common_counts_once_and_attention_by_the_square() -> None:
+def test_what_is_in_common_counts_once_and_attention_by_the_square():
     """20 + 30 + 10 tokens with a prompt of 20: pairs 50^2 / 2 and (30^2 - 20^2) / 2."""
     prompt = range(100, 120)
     samples = [sample_of((0, 0), prompt, range(30)), sample_of((0, 1), prompt, range(50, 60))]
@@ -73,7 +79,7 @@ def test_what_is_in_common_counts_once_and_attention_by_the_square() -> None:
     assert (PrefixOrder(samples, "tree").num_tokens, PrefixOrder(samples, "varlen").num_tokens) == (60, 80)
 
 
-def test_a_bin_has_no_more_keys_than_a_tile_may_copy() -> None:
+def test_a_bin_has_no_more_keys_than_a_tile_may_copy():
     prompt = range(1000, 1000 + TILE - 40)
     samples = [sample_of((0, i), prompt, [i] * 4) for i in range(10)]
     parts = PrefixOrder(samples, "tree").cut(TILE)
@@ -81,7 +87,7 @@ def test_a_bin_has_no_more_keys_than_a_tile_may_copy() -> None:
     assert max(part.row_tokens for part in parts) <= MOST_KEYS * TILE
 
 
-def test_a_group_is_divided_where_that_takes_less_time_and_not_for_a_fuller_bin() -> None:
+def test_a_group_is_divided_where_that_takes_less_time_and_not_for_a_fuller_bin():
     """Groups of 70 with a prompt of 10, in bins of 100: on one rank three bins compute 210, and parts of 40
     that fill them 240. On two ranks three bins take 70 + 35."""
     samples = [
@@ -96,7 +102,7 @@ def test_a_group_is_divided_where_that_takes_less_time_and_not_for_a_fuller_bin(
         assert [len(batch.samples) for batch in batches] == expected
 
 
-def test_padding_counts_where_rows_are_padded() -> None:
+def test_padding_counts_where_rows_are_padded():
     lengths = [100, 90, 30, 30, 30, 30]
     order = PrefixOrder([plain_sample(i, 0, 1.0, length - 2) for i, length in enumerate(lengths)], "padded")
     bins = order.fill(order.cut(200), 200)
@@ -104,7 +110,7 @@ def test_padding_counts_where_rows_are_padded() -> None:
     assert not Bin(rows=2, widest=100).takes(Bin(rows=1, widest=30), 200, "padded")
 
 
-def test_long_and_short_samples_are_divided_by_cost_and_not_by_tokens() -> None:
+def test_long_and_short_samples_are_divided_by_cost_and_not_by_tokens():
     """One of 200 tokens and ten of 20."""
     samples = [plain_sample(i, 0, 1.0, length - 2) for i, length in enumerate([200, *[20] * 10])]
     shares = split_samples(samples, 2, 1000, "varlen", scores_of_a_token=200.0)
@@ -114,7 +120,7 @@ def test_long_and_short_samples_are_divided_by_cost_and_not_by_tokens() -> None:
     assert sorted(sum(samples[i].num_tokens for i in share) for share in shares) == [200, 200]
 
 
-def test_parts_of_a_group_do_not_depend_on_the_groups_beside_it() -> None:
+def test_parts_of_a_group_do_not_depend_on_the_groups_beside_it():
     samples = random_step(7)
     first = [i for i, sample in enumerate(samples) if sample.key[0] == 3]
     alone = split_groups([samples[i] for i in first], 2, 300, "tree")
@@ -124,3 +130,67 @@ def test_parts_of_a_group_do_not_depend_on_the_groups_beside_it() -> None:
     assert {part for share in beside for part in share if part[0] in first} == expected
     loads = [sum(len(part) for part in share) for share in beside]
     assert min(loads) > 0
+
+
+def sized(num_tokens: int, ticket: int, index: int = 0) -> Sample:
+    """Two prompt tokens, the rest completion."""
+    return plain_sample(ticket, index, 1.0, num_tokens - 2)
+
+
+def test_first_fit_after_sorting_by_length():
+    samples = [sized(length, ticket) for ticket, length in enumerate([2, 4, 3, 5])]
+    batches = form_micro_batches(samples, max_tokens=7)
+    assert form_micro_batches([], 10) == []
+    # longest first: 5 opens a batch, 4 the next, 3 fits beside 4, 2 beside 5
+    assert [[sample.num_tokens for sample in batch.samples] for batch in batches] == [[5, 2], [4, 3]]
+
+
+def test_a_sample_above_the_budget_has_a_micro_batch_of_its_own():
+    samples = [sized(50, 0), sized(3, 1), sized(60, 2)]
+    batches = form_micro_batches(samples, max_tokens=10)
+    assert [batch.keys for batch in batches] == [((2, 0),), ((0, 0),), ((1, 0),)]
+
+
+def test_arrival_order_does_not_matter():
+    samples = make_samples(40)
+    expected = [batch.keys for batch in form_micro_batches(samples, 50)]
+    shuffled = [samples[i] for i in np.random.default_rng(3).permutation(len(samples))]
+    assert [batch.keys for batch in form_micro_batches(shuffled, 50)] == expected
+
+
+def test_a_composition_survives_the_commit_and_is_rebuilt_exactly():
+    samples = make_samples(20)
+    batches = form_micro_batches(samples, 40)
+    commit = Commit(step=0, version=1, groups=(0,), mini_batches=(tuple(batch.keys for batch in batches),))
+    stored = Commit.model_validate(json.loads(commit.model_dump_json())).mini_batches[0]
+    again = rebuild(stored, {sample.key: sample for sample in samples})
+    assert [batch.samples for batch in again] == [batch.samples for batch in batches]
+
+
+def test_rebuilding_names_what_is_missing():
+    samples = {sample.key: sample for sample in make_samples(4)}
+    with pytest.raises(TidemillError, match=r"1 of its trajectories .* \(9, 9\)"):
+        rebuild([[(0, 0), (9, 9)]], samples)
+
+
+def test_counts_of_a_micro_batch():
+    sample = sized(5, 0)
+    masked = replace(sized(4, 1), mask=np.array([True, False]))
+    batch = MicroBatch((sample, masked))
+    assert (batch.num_tokens, batch.num_trained) == (9, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout_logprobs": np.zeros(2, dtype=np.float32)}, "3 completion ids, 2 logprobs"),
+        ({"mask": np.ones(5, dtype=np.bool_)}, "a mask of 5"),
+        ({"prompt_ids": np.zeros(0, dtype=np.int32)}, "prompt is empty"),
+        ({"advantage": float("nan")}, "must be finite"),
+        ({"reward": float("inf")}, "must be finite"),
+        ({"rollout_logprobs": np.array([0, np.nan, 0], dtype=np.float32)}, "logprobs must be finite"),
+    ],
+)
+def test_a_sample_whose_parts_do_not_fit_is_never_built(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(sized(5, 0), **change)

@@ -1,5 +1,6 @@
-"""Every complete group has exactly one outcome, and the same one each time it is asked for."""
+"""What a group takes in, and its one outcome once it is complete: the same each time it is asked for."""
 
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,16 @@ from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
+from tidemill.common.streams import Entry
 from tidemill.common.wire.choices import KEPT, ROUTES, Rows
-from tidemill.common.wire.messages import Choices
+from tidemill.common.wire.messages import Choices, Score, Trajectory
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
     FAILED_SCORE,
     FEW_SCORES,
     GREEDY,
+    MISSING_TEACHER,
     NO_BASELINE,
     NO_CHOICES,
     STALE,
@@ -141,7 +144,7 @@ def test_advantages_are_over_the_samples_that_are_left(values, expected):
 
 
 class TestMasks:
-    def test_a_turn_that_was_cut_is_masked_alone_where_the_session_ended_well(self) -> None:
+    def test_a_turn_that_was_cut_is_masked_alone_where_the_session_ended_well(self):
         sub = make_segment((11,), (12, 13), (14,), (15,))
         cut = sub.model_copy(
             update={"turns": (sub.turns[0].model_copy(update={"finish": "length"}), sub.turns[1])}
@@ -250,7 +253,78 @@ class TestGreedyBaseline:
         assert advantages_of(config, filtered(config, self.with_greedy(0.0, 1.0, 1.0))) == [1.0, 1.0]
 
 
-def test_a_sample_without_its_routes_fails_where_the_policy_replays_them() -> None:
+RULE, TEACHER = {"function": "math"}, {"teacher": {"servers": "there"}}
+MEASURED = TEACHER | {"weight": 0.0}
+
+
+def teaching(rewards: Any = None, **fields: Any) -> RunConfig:
+    """Two samples a group, a rule and a teacher of all sources."""
+    return trainer_config(
+        reward__rewards=rewards or {"rule": RULE, "wise": TEACHER}, servers__there={}, **fields
+    )
+
+
+def taught(*values: float, teacher: Any = (-0.25, -0.5, -1.0), **fields: Any) -> PendingGroup:
+    """Completions of three tokens, each with logprob -0.5."""
+    group, update = group_of(*values, **fields), {"teacher_logprobs": np.array(teacher, np.float32)}
+    group.scores = {index: score.model_copy(update=update) for index, score in group.scores.items()}
+    return group
+
+
+class TestTeacher:
+    """On-policy distillation. Its terms in advantages, losses and metrics: see those."""
+
+    ALONE = teaching({"wise": TEACHER}, reward__min_group_size=1)
+
+    def test_each_sampled_token_gets_its_teachers_logprob(self):
+        segments = (make_segment((3, 4), (6,), (8, 9), (11, 12)), make_segment((14, 15, 16), (17, 18), (19,)))
+        logprobs = -np.arange(1, sum(int(one.mask.sum()) for one in segments) + 1, dtype=np.float32)
+        score = make_score(7, 0, 0.0, teacher_logprobs=logprobs)
+        group = PendingGroup(7, 5, {0: make_session(7, 0, *segments)}, {0: score})
+        (sample,) = trained(filtered(self.ALONE, group, group.trajectories[0].max_version)).samples
+        assert not sample.mask.all()
+        np.testing.assert_array_equal(sample.teaching.logprobs[sample.mask], logprobs)
+        assert not sample.teaching.logprobs[~sample.mask].any()
+
+    def test_a_score_that_a_value_stands_for_is_no_lesson(self):
+        """Such as that of a group function in place of a failed teacher's: never a silent zero."""
+        group = group_of(1.0, 0.0)
+        assert refused(filtered(teaching(), group)).reason == FEW_SCORES
+        group.scores[1] = taught(0.0, 0.0).scores[1]
+        found = trained(filtered(self.ALONE, group))
+        assert [sample.key[1] for sample in found.samples] == [1] and found.left_out == [(0, MISSING_TEACHER)]
+
+    def test_logprobs_of_other_tokens_are_refused(self):
+        refusal = refused(filtered(teaching(), taught(1.0, 0.0, teacher=(-0.5, -0.5))))
+        assert refusal.reason == BAD_NUMBERS and "2 logprobs for 3 sampled tokens" in refusal.detail
+
+    def test_samples_of_one_reward_teach_where_a_teacher_counts(self):
+        trained(filtered(teaching(**FILTER), taught(1.0, 1.0)))
+        refused(filtered(teaching({"rule": RULE, "wise": MEASURED}, **FILTER), taught(1.0, 1.0)))
+
+    def test_the_teacher_is_that_of_the_data_source(self):
+        one, two = (TEACHER | {"applies_to": [source], "weight": w} for source, w in (("a", 1.0), ("b", 2.0)))
+        config = teaching({"rule": RULE, "one": one, "two": two})
+        for source, expected in (("a", ("one", 1.0)), ("b", ("two", 2.0)), ("c", None)):
+            found = trained(filtered(config, taught(1.0, 0.0, data_source=source))).samples[0].teaching
+            assert (found and (found.teacher, found.weight)) == expected
+
+    def test_truncated_completions_are_left_out_of_the_lesson_too(self):
+        config = teaching(algorithm={"mask_truncated": True})
+        verdict = trained(filtered(config, taught(1.0, 0.0, finish="length")))
+        (group,) = Advantages(config).assign([verdict])
+        assert all(sample.num_trained == 0 and sample.mean_advantage == 0.0 for sample in group.samples)
+
+    def test_a_teacher_alone_can_teach_groups_of_one(self):
+        held_out, weightless = RULE | {"lanes": ["eval"]}, RULE | {"weight": 0.0}
+        one = teaching({"wise": TEACHER, "rule": held_out}, group_size=1, reward__min_group_size=1)
+        assert one.reward.distils_alone
+        assert teaching({"wise": TEACHER, "rule": weightless}).reward.distils_alone
+        for rewards in (None, {"rule": RULE, "wise": MEASURED}):
+            assert not teaching(rewards).reward.distils_alone
+
+
+def test_a_sample_without_its_routes_fails_where_the_policy_replays_them():
     group = group_of(1.0, 0.0, 1.0)
     routes = Rows(np.arange(12, dtype=np.uint8).reshape(6, 1, 2))  # 4 + 3 tokens, the last has none
     for index in (0, 1):
@@ -262,3 +336,58 @@ def test_a_sample_without_its_routes_fails_where_the_policy_replays_them() -> No
     found = trained(group_filter.apply(group, 5))
     assert found.left_out == [(2, NO_CHOICES)]
     assert [len(sample.routes[0].experts) for sample in found.samples] == [6, 6]
+
+
+def scored(text: str, index: int = 0) -> tuple[Trajectory, Score]:
+    """A sample whose tokens are its text, and a score of them: 0.25 for `lost`, 0.75 for others."""
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    logprobs = np.full(len(ids), -0.5, np.float32)
+    sample = make_trajectory(0, index, text, group_size=2, completion_ids=ids, logprobs=logprobs)
+    value = 0.25 if text == "lost" else 0.75
+    return sample, make_score(0, index, value, tokens_digest=sample.tokens_digest)
+
+
+def pending(*messages: Any) -> tuple[PendingGroup, list[str]]:
+    """A group of two that was given these messages, and the ids (from 1 on) of those that do not count."""
+    group = PendingGroup(0, 0, group_size=2)
+    entries = [Entry(f"{number}-0", message) for number, message in enumerate(messages, 1)]
+    return group, [refused.entry_id for entry in entries for refused in group.take(entry)]
+
+
+def values_in(group: PendingGroup) -> dict[int, float | None]:
+    return {index: score.value for index, score in sorted(group.scores.items())}
+
+
+def test_the_first_entry_of_a_key_wins_and_no_other_index_counts():
+    texts = [make_trajectory(0, index, text, group_size=9) for index, text in ((0, "a"), (0, "b"), (8, "c"))]
+    group, refused = pending(*texts, make_score(0, 0, 0.25), make_score(0, 0, 0.75), make_score(0, 8))
+    assert refused == ["2-0", "3-0", "5-0", "6-0"]
+    assert ([sample.text for sample in group.trajectories.values()], values_in(group)) == (["a"], {0: 0.25})
+    assert (group.trajectory_ids, group.score_ids) == ({0: "1-0"}, {0: "4-0"})
+
+
+def test_scores_of_other_tokens_are_refused_and_those_of_its_own_are_taken():
+    """A key has come twice: `lost` was generated before Redis lost its tail, `again` after it."""
+    (_, old), (sample, own) = scored("lost"), scored("again")
+    for in_order in permutations((sample, old, own)):
+        group, refused = pending(*in_order)
+        assert values_in(group) == {0: 0.75} and not group.other_scores
+        is_never_first = in_order[0] is own and in_order[2] is sample
+        assert refused == ([] if is_never_first else [f"{in_order.index(old) + 1}-0"])
+
+
+def test_scores_of_other_tokens_do_not_complete_a_group():
+    (_, old), (again, _), (other, its) = (scored("lost"), scored("again"), scored("again", 1))
+    for in_order in ((old, other, its, again), (again, other, its, old)):
+        group, _ = pending(*in_order)
+        assert not group.is_complete and list(group.scores) == [1]
+
+
+def test_a_score_of_an_older_release_names_no_tokens_and_is_taken():
+    assert values_in(pending(scored("again")[0], make_score(0, 0, 0.5))[0]) == {0: 0.5}
+
+
+def test_scores_that_wait_for_their_trajectory_are_bounded():
+    group, refused = pending(*(scored(text)[1] for text in ("lost", "one", "two", "three", "four")))
+    assert [entry.entry_id for entry in group.other_scores] == ["2-0", "3-0"]
+    assert refused == ["4-0", "5-0"]

@@ -4,7 +4,6 @@ import json
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ def record_run(run_dir: Path) -> None:
                 record.evaluation(step + 1, "test", {"score": 0.2 + step / 10})
 
 
-def test_a_step_is_one_json_object_on_one_line(tmp_path: Path) -> None:
+def test_a_step_is_one_json_object_on_one_line(tmp_path):
     with closing(Recorder(tmp_path)) as record:
         record.step(0, {"reward": 0.5, "num_groups": 8, "completions/mean_length": np.float32(12.5)})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -48,13 +47,13 @@ def test_a_step_is_one_json_object_on_one_line(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_path):
     with closing(Recorder(tmp_path)) as record:
         record.step(
             0, {"kl": float("nan"), "loss": float("inf"), "entropy": None, "grad_norm": np.float64("-inf")}
         )
 
-    def refuse(constant: str) -> Any:
+    def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     parsed = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
@@ -64,7 +63,7 @@ def test_values_that_are_not_finite_are_null_and_the_line_is_strict_json(tmp_pat
 
 
 @pytest.mark.parametrize("resume_at", [0, 1, 2, 3, 4])
-def test_a_resume_cuts_off_what_will_be_done_again(tmp_path: Path, resume_at: int) -> None:
+def test_a_resume_cuts_off_what_will_be_done_again(tmp_path, resume_at):
     record_run(tmp_path)
     with closing(Recorder(tmp_path, resume_at=resume_at)) as record:
         assert steps_on_record(tmp_path) == list(range(resume_at))
@@ -74,7 +73,7 @@ def test_a_resume_cuts_off_what_will_be_done_again(tmp_path: Path, resume_at: in
     assert steps_on_record(tmp_path) == [0, 1, 2, 3]
 
 
-def test_a_repeated_step_or_evaluation_is_recorded_once_and_the_first_one_stays(tmp_path: Path) -> None:
+def test_a_repeated_step_or_evaluation_is_recorded_once_and_the_first_one_stays(tmp_path):
     record_run(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with closing(Recorder(tmp_path, resume_at=4)) as record:
@@ -84,7 +83,7 @@ def test_a_repeated_step_or_evaluation_is_recorded_once_and_the_first_one_stays(
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_line_that_a_crash_cut_off_is_removed_before_the_next_is_written(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_off_is_removed_before_the_next_is_written(tmp_path):
     record_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
     os.truncate(path, path.stat().st_size - 5)
@@ -96,13 +95,13 @@ def test_a_line_that_a_crash_cut_off_is_removed_before_the_next_is_written(tmp_p
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_what_the_file_has_lost_comes_back_from_commits_and_the_runs_state(tmp_path: Path) -> None:
+def test_what_the_file_has_lost_comes_back_from_commits_and_the_runs_state(tmp_path):
     record_run(tmp_path)
     evaluations = [r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "evaluation"]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[3:4]))
 
-    def commit_of(step: int) -> Commit | None:
+    def commit_of(step):
         values = {"step": step, "version": step + 1, "mini_batches": (), "groups": (), "digest": "0" * 32}
         return Commit(**values, metrics={"reward": step / 10}, finished_at=9.0) if step else None
 
@@ -114,7 +113,7 @@ def test_what_the_file_has_lost_comes_back_from_commits_and_the_runs_state(tmp_p
     assert [entry["count"] for entry in logs if entry["log_level"] == "warning"] == [1], "that of step 0"
 
 
-def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(tmp_path: Path) -> None:
+def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(tmp_path):
     record = Recorder(tmp_path)
     record.step(0, {"reward": 0.0})
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -138,9 +137,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(tmp_path: Pat
     ],
     ids=["no records", "no finite reward", "no reward", "only an evaluation", "only one step", "a gap"],
 )
-def test_the_learning_curve_is_a_png_unless_there_is_nothing_to_draw(
-    tmp_path: Path, records: list[dict[str, Any]], is_drawn: bool
-) -> None:
+def test_the_learning_curve_is_a_png_unless_there_is_nothing_to_draw(tmp_path, records, is_drawn):
     timed = [{"time": 1.0, **record} for record in records]
     assert plot_learning_curve(timed, tmp_path / "reward.png") is is_drawn
     contents = [path.read_bytes()[:6] for path in tmp_path.iterdir()]

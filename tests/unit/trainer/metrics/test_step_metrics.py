@@ -28,15 +28,10 @@ from tidemill.services.trainer.step import MiniBatch, StepResult
 
 def sample_of(ticket: int, index: int, num_tokens: int, spans: Any, finish: str = "stop") -> Trajectory:
     return make_trajectory(
-        ticket,
-        index,
-        group_size=2,
-        prompt_ids=np.arange(5, dtype=np.int32),
-        completion_ids=np.arange(num_tokens, dtype=np.int32),
-        logprobs=np.zeros(num_tokens, np.float32),
-        spans=spans,
-        finish=finish,
-    )
+        ticket, index, group_size=2, prompt_ids=np.arange(5, dtype=np.int32),
+        completion_ids=np.arange(num_tokens, dtype=np.int32), logprobs=np.zeros(num_tokens, np.float32),
+        spans=spans, finish=finish,
+    )  # fmt: skip
 
 
 def group_of(samples: list[Trajectory], scores: list[Any]) -> TrainableGroup:
@@ -71,53 +66,27 @@ def step_of_two_groups() -> StepResult:
         [make_score(1, 0, 0.5, latency_s=3.0), make_score(1, 1, None, latency_s=6.0)],
     )
     sums = MicroBatchMetrics(
-        sequences=3,
-        tokens=9,
-        denominator=4.5,
-        loss_sum=-9.0,
-        entropy_sum=18.0,
-        kl_sum=0.45,
-        rollout_kl_sum=0.9,
-        clipped_low=1,
-        clipped_high=2,
-        clipped_dual=3,
-        weight_sum=9.9,
-        weight_max=1.5,
-        weights_bounded=3,
-        raw_weight_sum=12.0,
-        raw_weight_square_sum=20.0,
-        mismatch_sum=1.8,
+        sequences=3, tokens=9, denominator=4.5, loss_sum=-9.0, entropy_sum=18.0, kl_sum=0.45,
+        rollout_kl_sum=0.9, clipped_low=1, clipped_high=2, clipped_dual=3, weight_sum=9.9, weight_max=1.5,
+        weights_bounded=3, raw_weight_sum=12.0, raw_weight_square_sum=20.0, mismatch_sum=1.8,
         mismatch_max=0.7,
-    )
+    )  # fmt: skip
     return StepResult([first, second], [MiniBatch([], sums, UpdateResult(grad_norm=0.25, lr=1e-3))])
 
 
-def test_rewards_are_those_that_were_trained_on_and_completions_those_that_were_made() -> None:
+def test_rewards_are_those_that_were_trained_on_and_completions_those_that_were_made():
     """Rewards 1, 0, 0.5 of a batch: unbiased deviation 0.5, as TRL logs it. The first group's is sqrt(0.5);
     one sample has none. Of trained tokens 3 are new, 3 one step old and 3 two; one sample has no reward."""
     numbers = step_metrics(4, step_of_two_groups(), num_dropped=3, step_time_s=1.5)
     expected = {
-        "reward": 0.5,
-        "reward_std": 0.5,
-        "reward_group_std": math.sqrt(0.5) / 2,
-        "frac_reward_zero_std": 0.5,
-        "scores/failed_ratio": 0.25,
-        "scores/latency_s": 3.0,
-        "rewards/format/mean": 0.5,
-        "rewards/format/std": math.sqrt(0.5),
-        "groups_dropped": 3.0,
-        "groups_dropped_ratio": 3 / 5,
-        "step_time_s": 1.5,
-        "completions/mean_length": 2.5,
-        "completions/min_length": 1.0,
-        "completions/max_length": 4.0,
-        "completions/clipped_ratio": 0.25,
-        "completion_tokens": 10.0,
-        "step_tokens": 4 * 5 + 10.0,
-        "staleness/max": 2.0,
-        "staleness/mean": (3 * 1 + 3 * 2) / 9,
+        "reward": 0.5, "reward_std": 0.5, "reward_group_std": math.sqrt(0.5) / 2, "frac_reward_zero_std": 0.5,
+        "scores/failed_ratio": 0.25, "scores/latency_s": 3.0, "rewards/format/mean": 0.5,
+        "rewards/format/std": math.sqrt(0.5), "groups_dropped": 3.0, "groups_dropped_ratio": 3 / 5,
+        "step_time_s": 1.5, "completions/mean_length": 2.5, "completions/min_length": 1.0,
+        "completions/max_length": 4.0, "completions/clipped_ratio": 0.25, "completion_tokens": 10.0,
+        "step_tokens": 4 * 5 + 10.0, "staleness/max": 2.0, "staleness/mean": (3 * 1 + 3 * 2) / 9,
         **{f"staleness/share_{age}": 3 / 9 for age in range(3)},
-    }
+    }  # fmt: skip
     assert {name: numbers[name] for name in expected} == pytest.approx(expected)
     absent = ("rewards/length/", "staleness/share_3", "sessions/", "source/", "value/")
     assert not [name for name in numbers if name.startswith(absent)]
@@ -151,27 +120,14 @@ def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominato
     numbers = step_metrics(4, step_of_two_groups(), 0, 1.0)
     assert numbers["loss"] == -2.0
     expected = {
-        "entropy": 2.0,
-        "kl": 0.05,
-        "rollout_kl": 0.1,
-        "clip_ratio/low_mean": 1 / 9,
-        "clip_ratio/high_mean": 2 / 9,
-        "clip_ratio/region_mean": 3 / 9,
-        "clip_ratio/dual_mean": 3 / 9,
-        "sampling/importance_sampling_ratio/mean": 1.1,
-        "sampling/importance_sampling_ratio/max": 1.5,
-        "sampling/importance_sampling_ratio/bounded_mean": 3 / 9,
-        "sampling/rejected_mean": 0.0,
-        "sampling/off_policy_mean": 0.0,
-        # 12^2 / (9 tokens * 20)
-        "sampling/effective_sample_size": 0.8,
-        "logprob_gap/mean": 0.2,
-        "logprob_gap/max": 0.7,
-        "grad_norm": 0.25,
-        "learning_rate": 1e-3,
-        "update_skipped": 0.0,
-        "micro_batches": 0.0,
-    }
+        "entropy": 2.0, "kl": 0.05, "rollout_kl": 0.1, "clip_ratio/low_mean": 1 / 9,
+        "clip_ratio/high_mean": 2 / 9, "clip_ratio/region_mean": 3 / 9, "clip_ratio/dual_mean": 3 / 9,
+        "sampling/importance_sampling_ratio/mean": 1.1, "sampling/importance_sampling_ratio/max": 1.5,
+        "sampling/importance_sampling_ratio/bounded_mean": 3 / 9, "sampling/rejected_mean": 0.0,
+        "sampling/off_policy_mean": 0.0, "sampling/effective_sample_size": 12**2 / (9 * 20),
+        "logprob_gap/mean": 0.2, "logprob_gap/max": 0.7, "grad_norm": 0.25, "learning_rate": 1e-3,
+        "update_skipped": 0.0, "micro_batches": 0.0,
+    }  # fmt: skip
     assert {name: numbers[name] for name in expected} == pytest.approx(expected)
 
 
@@ -213,24 +169,13 @@ def test_a_session_is_one_completion_of_the_models_tokens_and_has_numbers_of_its
     result.groups = [group_of([long, short], scores)]
     numbers = step_metrics(4, result, 0, 1.0)
     expected = {
-        "completions/mean_length": 3.0,
-        "completions/max_length": 5.0,
-        "completions/clipped_ratio": 0.5,
-        "completion_tokens": 6.0,
-        "step_tokens": 15.0,
-        "staleness/share_0": 4 / 6,
-        "staleness/share_1": 2 / 6,
-        "sessions/mean_turns": 2.0,
-        "sessions/mean_segments": 1.5,
-        "sessions/environment_tokens_share": 3 / 9,
-        "sessions/tool_calls": 2.0,
-        "sessions/wrong_calls_share": 1 / 4,
-        "sessions/faults": 2.0,
-        "sessions/ended_done": 0.5,
-        "sessions/ended_timeout": 0.5,
-        "sessions/ended_max_turns": 0.0,
+        "completions/mean_length": 3.0, "completions/max_length": 5.0, "completions/clipped_ratio": 0.5,
+        "completion_tokens": 6.0, "step_tokens": 15.0, "staleness/share_0": 4 / 6, "staleness/share_1": 2 / 6,
+        "sessions/mean_turns": 2.0, "sessions/mean_segments": 1.5, "sessions/environment_tokens_share": 3 / 9,
+        "sessions/tool_calls": 2.0, "sessions/wrong_calls_share": 1 / 4, "sessions/faults": 2.0,
+        "sessions/ended_done": 0.5, "sessions/ended_timeout": 0.5, "sessions/ended_max_turns": 0.0,
         "sessions/cached_prompt_share": 4 / 7,
-    }
+    }  # fmt: skip
     assert {name: numbers[name] for name in expected} == pytest.approx(expected)
 
 
@@ -238,7 +183,7 @@ def replaced(model: Any, **fields: Any) -> Any:
     return model.model_copy(update=fields)
 
 
-def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> None:
+def test_each_source_has_its_own_numbers_and_a_run_without_sources_none():
     """Source a: rewards 0, 1, 1 and 0; three of them of 2 tokens, one of 4, at step 4 of versions 3 and 2."""
     groups = []
     for ticket, (name, rewards) in enumerate([("a", [0.0, 1.0]), ("b", [0.4, 0.5]), ("a", [1.0, 0.0])]):
@@ -255,20 +200,31 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none() -> Non
         groups.append(TrainableGroup(source, [replace(one, reward=reward) for one, reward in made]))
     numbers = source_metrics(4, groups, success_threshold=0.5)
     assert numbers == {
-        "source/a/groups": 2.0,
-        "source/a/reward": 0.5,
-        "source/a/pass_rate": 0.5,
-        "source/a/mean_length": 2.5,
-        "source/a/staleness": 1.4,  # six tokens of 1, four of 2
-        "source/b/groups": 1.0,
-        "source/b/reward": 0.45,
-        "source/b/pass_rate": 0.5,
-        "source/b/mean_length": 2.0,
+        "source/a/groups": 2.0, "source/a/reward": 0.5, "source/a/pass_rate": 0.5,
+        "source/a/mean_length": 2.5, "source/a/staleness": (6 * 1 + 4 * 2) / 10, "source/b/groups": 1.0,
+        "source/b/reward": 0.45, "source/b/pass_rate": 0.5, "source/b/mean_length": 2.0,
         "source/b/staleness": 1.0,
-    }
+    }  # fmt: skip
 
 
-def test_samples_that_failed_before_a_reward_saw_them_took_no_time_that_counts() -> None:
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_the_step_says_how_far_the_policy_is_from_each_teacher(weight):
+    """Groups that a teacher counts for are not without a lesson, although all rewards are equal."""
+    rewards = {"rule": {"function": "math"}, "wise": {"teacher": {"servers": "there"}, "weight": weight}}
+    logprobs = np.array([-0.25, -0.5, -1.0], np.float32)  # the rollout's are -0.5
+    made = {i: make_trajectory(7, i, group_size=2, spans=((5, 0),)) for i in range(2)}
+    scores = {i: make_score(7, i, 1.0, teacher_logprobs=logprobs) for i in range(2)}
+    judge = GroupFilter(trainer_config(reward__rewards=rewards, servers__there={}))
+    numbers = step_metrics(5, step_of(judge.apply(PendingGroup(7, 5, made, scores), 5)), 0, 1.0)
+    # -0.5 + 0.25, 0, -0.5 + 1: twice
+    assert numbers["teacher/wise/reverse_kl"] == pytest.approx(0.25 / 3)
+    assert numbers["teacher/wise/tokens"] == 6.0
+    assert numbers["frac_reward_zero_std"] == (0.0 if weight else 1.0)
+    plain = stage_metrics(list(made.values()), [make_score(7, 0)])
+    assert numbers["stages/record_bytes"] == plain["stages/record_bytes"] + 4 * 3
+
+
+def test_samples_that_failed_before_a_reward_saw_them_took_no_time_that_counts():
     made = [make_trajectory(0, n, started_at=10.0, finished_at=12.0, worker="r") for n in range(2)]
     failed = [make_trajectory(0, n, fault="an environment failed", started_at=0.0) for n in range(2, 6)]
     scores = [make_score(0, n, 1.0, latency_s=3.0, scored_at=20.0, worker="w") for n in range(2)]
@@ -285,17 +241,12 @@ def value(name: str, **labels: str) -> float:
 
 def commit_of(finished_at: float) -> Commit:
     return Commit(
-        step=4,
-        version=5,
-        groups=(0,),
-        mini_batches=(),
-        metrics={"step_time_s": 2.0, "reward": 0.5, "staleness/max": 1.0},
-        digest="",
-        finished_at=finished_at,
-    )
+        step=4, version=5, groups=(0,), mini_batches=(),
+        metrics={"step_time_s": 2.0, "reward": 0.5, "staleness/max": 1.0}, digest="", finished_at=finished_at,
+    )  # fmt: skip
 
 
-def test_tokens_are_counted_by_the_version_that_produced_each() -> None:
+def test_tokens_are_counted_by_the_version_that_produced_each():
     names = [("trained_tokens_total", {"staleness": str(age)}) for age in range(3)]
     before = [value(name, **labels) for name, labels in names]
     counted = ("trained_staleness_count", "trained_staleness_sum", "trained_spans_sum")
@@ -313,7 +264,7 @@ def test_tokens_are_counted_by_the_version_that_produced_each() -> None:
     assert (value("step_metric", metric="reward"), value("committed_version")) == (0.5, 5.0)
 
 
-def test_each_trajectory_is_timed_from_stage_to_stage() -> None:
+def test_each_trajectory_is_timed_from_stage_to_stage():
     stages = ("generate", "reward_queue", "reward", "trainer")
     before = {stage: value("stage_seconds_sum", stage=stage) for stage in stages}
     sample = sample_of(0, 0, 2, ((4, 0),)).model_copy(update={"started_at": 10.0, "finished_at": 13.0})

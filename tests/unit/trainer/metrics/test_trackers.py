@@ -53,7 +53,7 @@ def record_steps(
             r.evaluation(step + 1, "test", {"score": 0.25})
 
 
-def test_every_record_is_sent_once_over_restarts(tmp_path: Path) -> None:
+def test_every_record_is_sent_once_over_restarts(tmp_path):
     tracker = Memory()
     record_steps(tmp_path, tracker.open, range(2))
     record_steps(tmp_path, tracker.open, range(2, 4))
@@ -62,14 +62,14 @@ def test_every_record_is_sent_once_over_restarts(tmp_path: Path) -> None:
     ]
 
 
-def test_steps_that_are_trained_again_are_not_sent_again(tmp_path: Path) -> None:
+def test_steps_that_are_trained_again_are_not_sent_again(tmp_path):
     tracker = Memory()
     record_steps(tmp_path, tracker.open, range(3))
     record_steps(tmp_path, tracker.open, range(1, 4))
     assert [at for at, row in tracker.rows if "reward" in row] == [0, 1, 2, 3]
 
 
-def test_a_logger_that_joins_late_or_was_away_gets_what_it_lacks(tmp_path: Path) -> None:
+def test_a_logger_that_joins_late_or_was_away_gets_what_it_lacks(tmp_path):
     tracker = Memory()
     tracker.fails_at = 2
     with closing(Recorder(tmp_path)) as record:
@@ -93,18 +93,14 @@ def fail_later(run: TrackedRun) -> Tracker:
 
 
 @pytest.mark.parametrize(("open_tracker", "reason"), [(refuse, "no API key"), (fail_later, "no route")])
-def test_a_failing_logger_is_said_once_and_the_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], open_tracker: Any, reason: str
-) -> None:
+def test_a_failing_logger_is_said_once_and_the_run_goes_on(tmp_path, capsys, open_tracker, reason):
     record_steps(tmp_path, open_tracker, range(4))
     said = capsys.readouterr().out
     assert said.count("logger is off") == 1 and reason in said
     assert len(read_records(tmp_path / METRICS_FILE)) == 8
 
 
-def test_a_logger_that_hangs_does_not_hold_up_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_logger_that_hangs_does_not_hold_up_a_step(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sender_module, "CLOSE_S", 0.0)
     tracker = Memory()
     tracker.may_go_on.clear()
@@ -114,7 +110,7 @@ def test_a_logger_that_hangs_does_not_hold_up_a_step(
     assert len(read_records(tmp_path / METRICS_FILE)) == 20
 
 
-def test_a_tracker_finds_its_own_state_again(tmp_path: Path) -> None:
+def test_a_tracker_finds_its_own_state_again(tmp_path):
     record_steps(tmp_path, Memory().open, range(1))
     assert json.loads((tmp_path / "logger-wandb.json").read_text()) == {
         "next": {"": 1, "eval/test/": 2},
@@ -122,12 +118,12 @@ def test_a_tracker_finds_its_own_state_again(tmp_path: Path) -> None:
     }
 
 
-def test_a_logger_that_is_not_installed_is_a_mistake_with_its_remedy() -> None:
+def test_a_logger_that_is_not_installed_is_a_mistake_with_its_remedy():
     with pytest.raises(ConfigError, match=r"names absent_tracker, which is not.*pip install 'tidemill\["):
         check_loggers(["json", "absent_tracker"])
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     record_steps(tmp_path, TRACKERS["tensorboard"], range(3), name="tensorboard")
@@ -138,7 +134,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert [event.step for event in events.Scalars("eval/test/score")] == [1, 2, 3, 4]
 
 
-def test_wandb_offline_gets_the_names_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_gets_the_names_of_trl(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setattr(sender_module, "CLOSE_S", 240.0)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -152,7 +148,7 @@ def test_wandb_offline_gets_the_names_of_trl(tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "logger-wandb.json").read_text())["next"][""] == 3
 
 
-def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_its_run(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     from mlflow.tracking import MlflowClient

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ class OwnLinear(nn.Linear):
 @pytest.mark.parametrize(
     ("kind", "chunk"), [(nn.Linear, 7), (nn.Linear, 99), (OwnLinear, 7), (OwnLinear, 99)]
 )
-def test_the_head_is_a_dense_mask_in_value_and_gradient(kind, chunk, entropies, scaling) -> None:
+def test_the_head_is_a_dense_mask_in_value_and_gradient(kind, chunk, entropies, scaling):
     rng, vocabulary = np.random.default_rng(0), 37
     head = kind(8, vocabulary).double()
     hidden_NH = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
@@ -75,7 +74,7 @@ def test_the_head_is_a_dense_mask_in_value_and_gradient(kind, chunk, entropies, 
             for target, n in zip(targets_N.tolist(), sizes, strict=True)]  # fmt: skip
     of_logprobs_N, of_entropies_N = torch.randn(50).double(), entropies * torch.randn(50).double()
 
-    def gradients(logprobs_N: Tensor, entropies_N: Tensor) -> list[Tensor]:
+    def gradients(logprobs_N, entropies_N):
         loss = logprobs_N @ of_logprobs_N + (entropies_N @ of_entropies_N if entropies else 0.0)
         return list(torch.autograd.grad(loss, [hidden_NH, *head.parameters()]))
 
@@ -114,12 +113,12 @@ def reference(policy: Any, samples: Sequence[Sample], temperature: float) -> tup
 
 @pytest.mark.parametrize("layout", ["tree", "padded", "varlen"])
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"lora": {"rank": 2}}])
-def test_training_is_that_of_a_dense_mask_in_every_layout(layout: str, options: dict[str, Any]) -> None:
+def test_training_is_that_of_a_dense_mask_in_every_layout(layout, options):
     model = make_model("GPTNeoX")  # its norms are float64, as its weights are
     if layout == "varlen":
         attend_as_varlen(model)
     policy = make_policy(torch.float64, model=model, temperature=1.6, algorithm=PLAIN_LOSS, **options)
-    policy.layout = layout  # type: ignore[assignment]
+    policy.layout = layout
     if options.get("lora"):  # adapters begin as nothing
         with torch.no_grad():
             for _, weight in policy._parameters:
@@ -132,7 +131,7 @@ def test_training_is_that_of_a_dense_mask_in_every_layout(layout: str, options: 
     assert float((gradients_of(policy) - gradient).norm() / gradient.norm()) < 1e-12
 
 
-def test_samples_share_positions_whose_masks_differ() -> None:
+def test_samples_share_positions_whose_masks_differ():
     """A mask belongs to a prediction, and not to the position that makes it."""
     policy = make_policy(torch.float64, model=make_model("GPTNeoX"), algorithm=PLAIN_LOSS)
     sample = make_relatives(1)[0]
@@ -151,7 +150,7 @@ def test_samples_share_positions_whose_masks_differ() -> None:
     assert float((gradients_of(policy) - gradient).norm() / gradient.norm()) < 1e-12
 
 
-def test_a_reference_is_no_engine_and_scores_over_all_ids() -> None:
+def test_a_reference_is_no_engine_and_scores_over_all_ids():
     algorithm = {"kl": {"place": "loss"}, "reference": {"model": "frozen"}}
     policy = make_policy(torch.float64, algorithm=algorithm, passes=2)
     samples = with_masks(make_relatives(8))
@@ -172,7 +171,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-async def test_the_engines_logprobs_are_the_trainers(tmp_path: Path, filters: dict[str, Any]) -> None:
+async def test_the_engines_logprobs_are_the_trainers(tmp_path, filters):
     """10,000 tokens of each filter. The small vocabulary is one of 200 words here, so that each filter
     leaves ids out."""
     folder = tiny_model(tmp_path, vocab_size=200, initializer_range=0.2, eos_token_id=199)
@@ -193,7 +192,7 @@ async def test_the_engines_logprobs_are_the_trainers(tmp_path: Path, filters: di
     scored = policy._score_all(by_group(samples), policy._scorer, sampling.temperature)
     gaps = [np.abs(mine["logprobs"] - other).max() for mine, other in zip(scored, logprobs, strict=True)]
     assert max(gaps) <= 1e-12
-    counts = np.concatenate([np.diff(sample.kept.offsets) for sample in samples])  # type: ignore[union-attr]
+    counts = np.concatenate([np.diff(sample.kept.offsets) for sample in samples])
     assert 1 <= counts.min() <= counts.max() < 200, "each filter takes some"
     bare = [replace(sample, kept=None) for sample in samples]
     without = policy._score_all(by_group(bare), policy._scorer, sampling.temperature)
@@ -214,13 +213,13 @@ def _as_sample(number: int, prompt_ids: list[int], made: Any) -> Sample:
         (None, "no sampling masks"),
     ],
 )
-def test_a_sampled_token_without_its_mask_is_found(rows: Any, problem: str) -> None:
+def test_a_sampled_token_without_its_mask_is_found(rows, problem):
     choices = Choices(rows={"kept": Rows.of_lists(rows)}) if rows else None
     assert problem in missing_mask(make_trajectory(choices=choices))
     assert bool(missing_mask(make_trajectory(choices=choices))) == bool(problem)
 
 
-def test_a_group_without_any_masks_is_refused_unless_it_was_trained_so() -> None:
+def test_a_group_without_any_masks_is_refused_unless_it_was_trained_so():
     """What a resumed run trains again kept the sampling of its time."""
     samples = {i: make_trajectory(0, i, group_size=2) for i in range(2)}
     group = PendingGroup(0, 0, samples, {i: make_score(0, i, float(i)) for i in range(2)})
@@ -231,6 +230,6 @@ def test_a_group_without_any_masks_is_refused_unless_it_was_trained_so() -> None
     assert isinstance(GroupFilter(trainer_config()).apply(group, 0), TrainableGroup)
 
 
-def test_tokens_of_the_environment_need_no_mask() -> None:
+def test_tokens_of_the_environment_need_no_mask():
     choices = Choices(rows={"kept": Rows.of_lists([[0], [], [2]])})
     assert missing_mask(make_trajectory(choices=choices, loss_mask=np.array([1, 0, 1], np.bool_))) == ""

@@ -146,15 +146,10 @@ def config_of(trainer: Any = (), dtype: str = "bfloat16", length: int = 1024, **
 def test_what_a_rank_takes_by_hand():
     take = trainer_take(config_of(), model_of(), 1e9, 2048, recomputed=False)
     assert take.parts == {
-        "master weights": 4000,
-        "gradients": 4000,
-        "AdamW moments": 8000,
-        "version before, for deltas": 2000,
-        "activations": 2048 * (400 + 80),
-        "gradients of one layer's activations": 2048 * 100,
-        "logits": 12 * 2048 * 30 + 6 * 300 + 2 * 4 * 2048 * 10,
-        "weights in the compute dtype": 1800,
-    }
+        "master weights": 4000, "gradients": 4000, "AdamW moments": 8000, "version before, for deltas": 2000,
+        "activations": 2048 * (400 + 80), "gradients of one layer's activations": 2048 * 100,
+        "logits": 12 * 2048 * 30 + 6 * 300 + 2 * 4 * 2048 * 10, "weights in the compute dtype": 1800,
+    }  # fmt: skip
     assert take.running == sum(take.parts.values()) == take.peak
     wide = trainer_take(config_of(dtype="float32"), model_of(), 1e9, 16, recomputed=False)
     assert "version before, for deltas" not in wide.parts
@@ -169,21 +164,14 @@ COPIES = {
 
 def test_what_ranks_that_hold_copies_take_by_hand():
     take = trainer_take(config_of(COPIES), model_of(), 1e9, 16, recomputed=True)
+    # Activations of the longest sequence, and of the critic's.
     assert take.parts == {
-        "master weights": 1000,
-        "gradients": 1000,
-        "AdamW moments": 2000,
-        "version before, for deltas": 500,
-        "gradients until an update": 4000,
-        "reference model": 500,
-        "critic": 4000,
-        "held weights": 1000,
-        "activations": 2 * 1024 * (160 + 100 + 80),  # of the longest sequence, and the critic's
-        "gradients of one layer's activations": 1024 * 100,
-        "logits": 12 * 1024 * 30 + 6 * 300 + 2 * 4 * 1024 * 10,
-        "gathered layers": 2 * (400 + 2 * 200),
+        "master weights": 1000, "gradients": 1000, "AdamW moments": 2000, "version before, for deltas": 500,
+        "gradients until an update": 4000, "reference model": 500, "critic": 4000, "held weights": 1000,
+        "activations": 2 * 1024 * (160 + 100 + 80), "gradients of one layer's activations": 1024 * 100,
+        "logits": 12 * 1024 * 30 + 6 * 300 + 2 * 4 * 1024 * 10, "gathered layers": 2 * (400 + 2 * 200),
         "gradients being summed": 6 * 400,
-    }
+    }  # fmt: skip
     tight = trainer_take(config_of(COPIES), model_of(), 15_000, 16, recomputed=True)
     assert "gradients until an update" not in tight.parts, "4000 are more than a quarter"
 
@@ -206,12 +194,12 @@ def test_what_ranks_that_divide_experts_take_by_hand():
 
 
 def test_auto_takes_as_few_ranks_for_a_pass_as_fit_and_the_experts_of_a_host():
-    def chosen(room: float, **trainer: Any) -> tuple[Any, Any]:
+    def chosen(room, **trainer):
         config = config_of(trainer, length=1 << 16)
         found = choose_ranks(config, model_of(1e6, MIXTURE), 1e12, room, width=8).trainer
         return found.context_ranks, found.expert_ranks
 
-    def needed(size: int) -> float:
+    def needed(size):
         config = config_of({"num_ranks": 12, "context_ranks": size}, length=1 << 16)
         return choose_passes(config, model_of(1e6, MIXTURE), 1e12, 0.0)[2].running
 
@@ -275,10 +263,10 @@ def test_what_a_host_takes_by_hand():
 
 
 def test_passes_are_chosen_from_fast_to_small_and_what_is_set_is_kept():
-    def chosen(room: float, **trainer: Any) -> tuple[int, bool]:
+    def chosen(room, **trainer):
         return choose_passes(config_of(trainer), model_of(1e6), 1e12, room)[:2]
 
-    def needed(num_tokens: int, recomputed: bool) -> float:
+    def needed(num_tokens, recomputed):
         return trainer_take(config_of(), model_of(1e6), 1e12, num_tokens, recomputed).running
 
     for choice in ((16384, False), (8192, False), (16384, True), (8192, True), (1024, True)):
@@ -344,7 +332,7 @@ def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_t
 
 
 def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_advised_for_long_ones():
-    def take(context_ranks: int) -> float:
+    def take(context_ranks):
         config = config_of({"num_ranks": 8, "context_ranks": context_ranks}, length=1 << 16)
         return trainer_take(config, model_of(), 1e12, 16, recomputed=True).parts["activations"]
 

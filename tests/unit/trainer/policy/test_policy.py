@@ -1,13 +1,18 @@
-"""The policy: gradients that do not depend on the split, defined outcomes, exact replay."""
+"""The policy: gradients that do not depend on the split, defined outcomes, exact replay; states as files; its
+thread, which has the device in every call."""
 
 import asyncio
+import errno
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from tests.support.architectures import make_model
 from tests.support.models import (
     MAX_COMPLETION,
     accumulate_all,
@@ -19,13 +24,28 @@ from tests.support.models import (
     make_samples,
     masked,
     one_batch,
+    read_policy_state,
+    run_config,
+    save_state,
+    save_weights,
+    tiny_llama,
+    tiny_model,
     train,
 )
 from tests.support.training import sample_of
+from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
+from tidemill.common.files import StorageError
+from tidemill.common.process.activity import Activity
+from tidemill.common.process.gpu_sharing import GpuLock, GpuSharingError
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.samples import Sample
-from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.policy import policy as policy_module
+from tidemill.services.trainer.policy import state
+from tidemill.services.trainer.policy.policy import PolicyThread
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 
 NORMALISATIONS = ["sequence", "token", "constant"]
 
@@ -101,7 +121,7 @@ def test_threads_of_the_event_loop_give_the_same_bits_as_the_main_thread():
     here, there = make_policy(), make_policy()
     train(here, [one_batch(samples)])
 
-    async def step() -> None:
+    async def step():
         metrics = await asyncio.to_thread(there.accumulate, one_batch(samples))
         await asyncio.to_thread(there.update, metrics.denominator)
 
@@ -186,3 +206,198 @@ def sample_from(policy: TransformersPolicy, count: int, generator: torch.Generat
         )
         for i in range(count)
     ]
+
+
+def test_a_checkpoint_continues_bit_by_bit(tmp_path):
+    optimizer = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+    policy, samples = make_policy(optimizer=optimizer), make_samples(16)
+    for start in (0, 4):
+        train(policy, [one_batch(samples[start : start + 4])])
+    save_state(policy, tmp_path)
+    resumed = make_policy(seed=5, optimizer=optimizer)
+    accumulate_all(resumed, [one_batch(samples)])  # discarded by load_state
+    resumed.load_state(tmp_path)
+    assert resumed.digest() == policy.digest()
+    for start in (8, 12):
+        mine = train(policy, [one_batch(samples[start : start + 4])])
+        theirs = train(resumed, [one_batch(samples[start : start + 4])])
+        assert mine == theirs
+    assert resumed.digest() == policy.digest()
+
+
+def test_what_was_copied_is_written_whatever_the_policy_has_become(tmp_path, monkeypatch):
+    """Also where the disk takes it only the second time; the next copy has the new state."""
+    policy, samples = make_policy(), make_samples(8)
+    train(policy, [one_batch(samples[:4])])
+    expected = {name: tensor.clone() for name, tensor in policy.state().tensors.items()}
+    policy.stage_state()
+    policy.leave()  # and where it is on the host meanwhile
+    policy.stage_state()
+    policy.enter()
+    train(policy, [one_batch(samples[4:])])
+    with monkeypatch.context() as patch:
+        patch.setattr(state.os, "fsync", fail_for_space)
+        with pytest.raises(StorageError, match=r"policy's state .*No space left on device; free some space"):
+            policy.begin_saving(tmp_path / "full").result()
+    policy.begin_saving(tmp_path / "copied").result()
+    written = read_policy_state(tmp_path / "copied").tensors
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    save_state(policy, tmp_path / "later")
+    later = read_policy_state(tmp_path / "later").tensors
+    assert all(torch.equal(later[name], tensor) for name, tensor in policy.state().tensors.items())
+    assert not torch.equal(later["model.model.norm.weight"], expected["model.model.norm.weight"])
+
+
+def fail_for_space(*_args: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_state_brings_the_random_generator_with_it():
+    policy = make_policy()
+    policy_state = policy.state()
+    expected = torch.rand(3)
+    load_state(policy, policy_state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_state_is_written_without_pickle_and_the_same_bytes_each_time(tmp_path):
+    policy = make_policy()
+    train(policy, [one_batch(make_samples(4))])
+    for name in ("a", "b"):
+        save_state(policy, tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == ["policy.json", "policy.safetensors"]
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
+    policy = make_policy()
+    before = policy.digest()
+    other = make_policy(model=tiny_llama(hidden_size=16))
+    with pytest.raises(ConfigError, match="do not fit the model"):
+        load_state(policy, other.state())
+    with pytest.raises(ConfigError, match="of policy 'simulated'"):
+        load_state(policy, PolicyState({"simulated": torch.zeros(1)}, {"policy": "simulated"}))
+    with pytest.raises(ConfigError, match="holds no state"):
+        policy.load_state(tmp_path)
+    assert policy.digest() == before
+
+
+@pytest.mark.parametrize("tie_word_embeddings", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_weights_load_back_equal(tmp_path, tie_word_embeddings, dtype):
+    model = tiny_llama(tie_word_embeddings=tie_word_embeddings)
+    model.save_pretrained(tmp_path / "start")
+    policy = make_policy(dtype, model=model)
+    train(policy, [one_batch(make_samples(6))])
+    path = save_weights(policy, tmp_path / "start")
+    saved = load_file(path)
+    assert {tensor.dtype for tensor in saved.values()} == {dtype}
+    assert ("lm_head.weight" in saved) is not tie_word_embeddings
+    assert {name: tensor.shape for name, tensor in policy.named_parameters_for_export()} == {
+        name: tensor.shape for name, tensor in saved.items()
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=dtype)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, dict(model.named_parameters())[name].to(dtype)), name
+
+
+def test_a_policy_is_loaded_as_configured(tmp_path):
+    tiny_model(tmp_path, attention_dropout=0.9)
+    policy = load_policy(run_config(tmp_path, trainer={"device": "cpu"}))
+    # version 0 has the bytes of the folder, whatever is configured beside it
+    assert policy.digest() == make_policy().digest()
+    samples = make_samples(4)
+    own = [
+        replace(sample, rollout_logprobs=logprobs)
+        for sample, logprobs in zip(samples, logprobs_of(policy, samples, 1.6), strict=True)
+    ]
+    metrics = policy.accumulate(one_batch(own))
+    assert metrics.mismatch_max < 1e-5  # rollout.sampling.temperature reached the loss
+    assert metrics.denominator == metrics.tokens
+
+
+def test_what_cannot_be_loaded_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path: cannot load a causal language model from .*nowhere"):
+        load_policy(run_config(tmp_path / "nowhere"))
+    tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.max_model_len: 4096 exceeds the model's context of 128"):
+        load_policy(run_config(tmp_path, model={"max_model_len": 4096}))
+    text_within = run_config(tmp_path / "images", model={"max_model_len": 256}, trainer={"device": "cpu"})
+    make_model("Gemma3").save_pretrained(tmp_path / "images")
+    with pytest.raises(ConfigError, match=r"256 exceeds the model's context of 128"):
+        load_policy(text_within)
+    with pytest.raises(ConfigError, match=r"trainer\.device: 'gpu' is no device"):
+        load_policy(run_config(tmp_path, trainer={"device": "gpu"}))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees 0 GPUs"):
+            load_policy(run_config(tmp_path, trainer={"device": "cuda"}))
+
+
+def test_a_folder_that_lacks_weights_is_an_error_and_not_random_numbers(tmp_path):
+    tiny_model(tmp_path)
+    tiny_llama(num_hidden_layers=3).config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="lacks 9 of the model's weights"):
+        load_policy(run_config(tmp_path))
+
+
+def test_deterministic_mode_trains(tmp_path):
+    tiny_model(tmp_path)
+    try:
+        policy = load_policy(run_config(tmp_path, trainer={"deterministic": True}))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not train(policy, [one_batch(make_samples(6))]).skipped
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Policy:
+    """Knows where it is, and fails to come so often."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.is_here, self.failures = True, failures
+
+    def enter(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("full. For now")
+        self.is_here = True
+
+    def leave(self) -> None:
+        self.is_here = False
+
+
+async def test_the_device_is_held_from_the_first_call_of_a_step_until_it_is_let_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_module, "ENTER_AGAIN_S", 0.01)
+    thread, policy, files = PolicyThread(), Policy(failures=2), [tmp_path / "device-0"]
+    assert await thread.call(lambda: 1) == 1 and not thread.takes_turns
+    other, activity = GpuLock(files), Activity("trainer")
+    async with asyncio.timeout(60), thread.taking_turns(GpuLock(files), activity):
+        thread.policy = await thread.call(lambda: policy)
+        await other.acquire()
+        assert not policy.is_here, "who waits gets it as soon as nothing is computed"
+        thread.hold()
+        called = asyncio.create_task(thread.call(lambda: policy.is_here))
+        await wait_until(lambda: activity.state == "wait:device")
+        assert await thread.call_anywhere(lambda: policy.is_here) is False, "a state can be saved meanwhile"
+        other.release()
+        assert await called and policy.failures == 0
+        wanting = asyncio.create_task(other.acquire())
+        await asyncio.sleep(0.1)
+        assert not wanting.done() and await thread.call(lambda: policy.is_here)
+        thread.release()
+        await wanting
+        assert not policy.is_here
+        other.release()
+
+
+async def test_who_cannot_enter_says_so_and_gives_the_device_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_module, "ENTER_ATTEMPTS", 1)
+    thread, files = PolicyThread(), [tmp_path / "device-0"]
+    thread.policy = Policy(failures=1)
+    async with asyncio.timeout(60), thread.taking_turns(GpuLock(files), Activity("trainer")):
+        with pytest.raises(GpuSharingError, match="full"):
+            await thread.call(lambda: None)
+        await GpuLock(files).acquire()

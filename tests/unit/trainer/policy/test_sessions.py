@@ -55,7 +55,7 @@ def logprobs_by_hand(model: Any, trajectory: Trajectory) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
 @pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
-def test_loss_and_gradient_are_those_written_out_row_by_row(normalisation: str, old_logprobs: Any) -> None:
+def test_loss_and_gradient_are_those_written_out_row_by_row(normalisation, old_logprobs):
     """A session of two turns, and one with a fork whose two rows share one advantage and one count."""
     algorithm = {"normalisation": normalisation, "old_logprobs": old_logprobs}
     policy = make_policy(torch.float64, algorithm=algorithm)
@@ -92,7 +92,7 @@ TEACHING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("place", TEACHING)
-def test_a_teacher_scores_each_row_of_a_session_as_written_out(place: str) -> None:
+def test_a_teacher_scores_each_row_of_a_session_as_written_out(place):
     """A fork's rows share nothing but their sample."""
     weight, term = 0.7, TeacherTermConfig(**TEACHING[place])
     model, teacher = tiny_llama().double(), tiny_llama(seed=9).double()
@@ -120,7 +120,7 @@ def test_a_teacher_scores_each_row_of_a_session_as_written_out(place: str) -> No
     assert ((gradients_of(policy) - expected).norm() / expected.norm()).item() < 1e-5
 
 
-def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session() -> None:
+def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session():
     algorithm = {"preset": "gspo", "clip_low": 1.0, "clip_high": 50.0, "dual_clip": None}
     policy = make_policy(torch.float64, micro_batch_tokens=16, algorithm=algorithm)
     accumulate_all(policy, [one_batch(samples_of(TWO_TURNS, FORKED))])
@@ -145,7 +145,7 @@ def test_a_ratio_of_a_sequence_is_over_all_segments_of_a_session() -> None:
         {"rejection": {"bounds": {"seq_mean_k1": 1.5}, "denominator": "kept"}, "normalisation": "sequence"},
     ],
 )
-def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: dict[str, Any]) -> None:
+def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm):
     samples = [*session_samples(9), *make_samples(6)]
     splits = [[one_batch(samples)], [one_batch([s]) for s in samples], form_micro_batches(samples, 60)]
     whole: torch.Tensor | None = None
@@ -164,9 +164,7 @@ def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm: 
 
 @pytest.mark.parametrize("layout", ["padded", "tree", "varlen"])
 @pytest.mark.parametrize("keeps_samples", [False, True])
-def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matters(
-    layout: Any, keeps_samples: bool
-) -> None:
+def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matters(layout, keeps_samples):
     samples = session_samples(12)
     rows = make_rows(samples, [sample.mask for sample in samples])
     tiles = [*map(make_tile, plan_tiles(rows, layout, 40, keeps_samples))]
@@ -182,7 +180,7 @@ def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matter
         assert all(len(home) == 1 for home in homes)
 
 
-def test_logprobs_of_a_session_are_those_of_its_rows() -> None:
+def test_logprobs_of_a_session_are_those_of_its_rows():
     (sample,) = samples_of(FORKED)
     policy = make_policy(torch.float64)
     (found,) = logprobs_of(policy, [sample])
@@ -191,7 +189,7 @@ def test_logprobs_of_a_session_are_those_of_its_rows() -> None:
     assert len(found) == 8
 
 
-def test_what_the_environment_said_changes_no_number_of_its_own() -> None:
+def test_what_the_environment_said_changes_no_number_of_its_own():
     """Broken, the logprob of 0.0 that its tokens carry would be taken for the engine's."""
     algorithm = {"reference": {"model": "frozen"}, "kl": {"place": "loss"}}
     sums = []
@@ -218,14 +216,14 @@ def filtered(*trajectories: Trajectory, **algorithm: Any) -> list[Sample]:
     return outcome.samples
 
 
-def test_a_truncated_session_is_masked_over_all_its_segments() -> None:
+def test_a_truncated_session_is_masked_over_all_its_segments():
     cut = make_session(0, 1, *FORKED.segments, finish="length", end="max_turns")
     whole = make_session(0, 0, *FORKED.segments)
     assert [s.num_trained for s in filtered(whole, cut, mask_truncated=True)] == [5, 0]
     assert [s.num_trained for s in filtered(whole, cut)] == [5, 5]
 
 
-def test_a_session_without_a_token_of_the_model_counts_as_an_empty_completion_does() -> None:
+def test_a_session_without_a_token_of_the_model_counts_as_an_empty_completion_does():
     none = make_segment((3, 4), (), (8, 9))
     (sample,) = samples_of(make_session(0, 0, none))
     policy = make_policy(torch.float64, algorithm={"normalisation": "sequence"})
@@ -234,7 +232,7 @@ def test_a_session_without_a_token_of_the_model_counts_as_an_empty_completion_do
     assert policy.update(1.0).skipped
 
 
-def test_turns_end_where_the_session_says_and_weigh_what_the_run_says() -> None:
+def test_turns_end_where_the_session_says_and_weigh_what_the_run_says():
     first = make_segment((3,), (4, 5), (6,), (7,), rewards=(0.5, None))
     session = make_session(0, 0, first, make_segment((8, 9), (10, 11), rewards=(-1.0,)))
     one, _ = filtered(session, make_session(0, 1))
@@ -242,13 +240,13 @@ def test_turns_end_where_the_session_says_and_weigh_what_the_run_says() -> None:
     assert one.turn_A.tolist() == [0, 0, 1, 2, 2]
 
 
-def test_only_the_models_tokens_count_with_their_versions() -> None:
+def test_only_the_models_tokens_count_with_their_versions():
     session = make_session(0, 0, make_segment((3,), (4, 5), (6,), (7,), version=3), make_segment((8,), (9,)))
     assert num_sampled(session) == 4
     assert session.token_versions()[make_sample(session).mask].tolist() == [3, 3, 4, 0]
 
 
-def test_a_bad_number_in_a_fork_is_refused_as_in_any_row() -> None:
+def test_a_bad_number_in_a_fork_is_refused_as_in_any_row():
     bad = make_segment((8,), (9,), logprob=float("nan"))
     with pytest.raises(ValueError, match="finite"):
         make_sample(make_session(0, 0, *FORKED.segments, bad))

@@ -21,35 +21,32 @@ from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.policy.state import PolicyState
 
 
-@pytest.fixture
-def simulated() -> SimulatedPolicy:
+def simulated_policy() -> SimulatedPolicy:
     return SimulatedPolicy(run_config("x"))
 
 
-def other_simulated() -> SimulatedPolicy:
-    return SimulatedPolicy(run_config("x"))
-
-
-def test_simulated_digests_prove_which_micro_batches_were_trained(simulated):
+def test_simulated_digests_prove_which_micro_batches_were_trained():
+    simulated = simulated_policy()
     samples = make_samples(8)
     first, second = one_batch(samples[:4]), one_batch(samples[4:])
     digests = {simulated.digest()}
     for batches in ([first, second], [second, first], [one_batch(samples)], [first], [first, first]):
-        policy = other_simulated()
+        policy = simulated_policy()
         train(policy, batches)
         digests.add(policy.digest())
     assert len(digests) == 6
-    same = other_simulated()
+    same = simulated_policy()
     train(simulated, [first, second])
     train(same, [first, second])
     assert simulated.digest() == same.digest()
 
 
-def test_simulated_state_continues_the_chain(simulated, tmp_path):
+def test_simulated_state_continues_the_chain(tmp_path):
+    simulated = simulated_policy()
     samples = make_samples(8)
     train(simulated, [one_batch(samples[:4])])
     save_state(simulated, tmp_path)
-    resumed = other_simulated()
+    resumed = simulated_policy()
     resumed.accumulate(one_batch(samples))
     resumed.load_state(tmp_path)
     assert resumed.digest() == simulated.digest()
@@ -59,7 +56,8 @@ def test_simulated_state_continues_the_chain(simulated, tmp_path):
         load_state(resumed, PolicyState({"model.w": torch.zeros(1)}, {"policy": "transformers"}))
 
 
-def test_simulated_weights_differ_by_version(simulated, tmp_path):
+def test_simulated_weights_differ_by_version(tmp_path):
+    simulated = simulated_policy()
     found = []
     for version in range(2):
         simulated.begin_writing(tmp_path, version, -1).result()
@@ -68,7 +66,8 @@ def test_simulated_weights_differ_by_version(simulated, tmp_path):
     assert found[0] != found[1] and len(found[1]) < 5000
 
 
-def test_simulated_metrics_count_as_the_real_ones(simulated):
+def test_simulated_metrics_count_as_the_real_ones():
+    simulated = simulated_policy()
     samples = [*make_samples(5), masked(make_samples(1)[0])]
     real, pretended = make_policy().accumulate(one_batch(samples)), simulated.accumulate(one_batch(samples))
     for name in ("sequences", "tokens", "denominator"):

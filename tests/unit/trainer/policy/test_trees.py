@@ -21,8 +21,8 @@ from tests.support.models import (
     one_batch,
     with_masks,
 )
+from tests.support.sessions import session_samples
 from tests.support.training import sample_of
-from tests.unit.trainer.policy.test_sessions import session_samples
 from tidemill.services.trainer.groups import trie as tries
 from tidemill.services.trainer.groups.bins import split_samples
 from tidemill.services.trainer.groups.samples import Sample
@@ -40,7 +40,7 @@ def array(ids: Sequence[int]) -> np.ndarray:
 
 
 @given(st.lists(st.lists(FEW, min_size=1, max_size=12), min_size=1, max_size=12), st.sampled_from([1, 4]))
-def test_each_sequence_is_on_the_path_of_its_last_node(rows: list[list[int]], shortest: int) -> None:
+def test_each_sequence_is_on_the_path_of_its_last_node(rows, shortest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tries, "SHORTEST", shortest)
         trie, ordered = Trie(), sorted(map(array, rows), key=in_order)
@@ -62,7 +62,7 @@ def test_each_sequence_is_on_the_path_of_its_last_node(rows: list[list[int]], sh
         assert trie.size == len(different), "each beginning is there once"
 
 
-def test_a_common_beginning_is_a_node_where_it_is_long_enough() -> None:
+def test_a_common_beginning_is_a_node_where_it_is_long_enough():
     trie = Trie()
     common = list(range(10, 20))
     for ids in (
@@ -112,9 +112,7 @@ def gap_to_single_rows(samples: Sequence[Sample], max_tokens: int, **trainer: An
 
 @settings(max_examples=40, deadline=None)
 @given(families(), st.sampled_from([8, 40, 1000]), st.sampled_from([1, 8]))
-def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(
-    samples: list[Sample], max_tokens: int, shortest: int
-) -> None:
+def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(samples, max_tokens, shortest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tries, "SHORTEST", shortest)
         assert gap_to_single_rows(samples, max_tokens) < 1e-12
@@ -131,12 +129,12 @@ def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(
     ],
 )
 @pytest.mark.parametrize("fields", [{}, {"gradient_checkpointing": True}])
-def test_no_loss_and_no_session_sees_a_difference(algorithm: dict[str, Any], fields: dict[str, Any]) -> None:
+def test_no_loss_and_no_session_sees_a_difference(algorithm, fields):
     samples = with_masks([*session_samples(6), *make_relatives(10)])
     assert gap_to_single_rows(samples, 60, algorithm=algorithm, **fields) < 1e-12
 
 
-def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time() -> None:
+def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time():
     """Broken, two threads add in the order of their arrival: replays would not give the recorded weights."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -154,7 +152,7 @@ def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time() -> Non
     assert torch.equal(rows_at(values, places), values[places])
 
 
-def test_a_tile_grows_for_what_is_mostly_there_already() -> None:
+def test_a_tile_grows_for_what_is_mostly_there_already():
     prompt = np.arange(100, dtype=np.int32)
     samples = [replace(sample, key=(0, i), prompt_ids=prompt) for i, sample in enumerate(make_samples(12))]
     rows = make_rows(samples, [sample.mask for sample in samples])
@@ -165,7 +163,7 @@ def test_a_tile_grows_for_what_is_mostly_there_already() -> None:
     assert any(layout == "padded" for layout, _ in few), "nothing in common: padded rows"
 
 
-def test_a_window_that_only_the_mask_knows_gives_no_tree() -> None:
+def test_a_window_that_only_the_mask_knows_gives_no_tree():
     """Longer than what is tried, it would show in no number; given to attention, it is kept."""
     sizes = {"num_local_experts": 2, "sliding_window": 40, "max_position_embeddings": 256}
     hidden = make_model("Phimoe", **sizes)
@@ -175,7 +173,7 @@ def test_a_window_that_only_the_mask_knows_gives_no_tree() -> None:
 
 
 @pytest.mark.parametrize(("groups", "size"), [(3, 2), (12, 8), (9, 8), (1, 4)])
-def test_ranks_have_like_loads_and_common_beginnings_together(groups: int, size: int) -> None:
+def test_ranks_have_like_loads_and_common_beginnings_together(groups, size):
     own = np.arange(100, dtype=np.int32)
     samples = [
         sample_of((group, i), 1000 * group + np.arange(200), own + 10_000 * (group * 8 + i + 1))

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +16,14 @@ from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flop
 from tidemill.services.trainer.step import MiniBatch, StepResult
 
 
-def test_flops_are_those_counted_by_hand() -> None:
+def test_flops_are_those_counted_by_hand():
     """Per layer: q and o 32 x 32, k and v 32 x 16, gate, up and down 32 x 64; 32 words; 2 layers."""
     body = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     assert count_flops(tiny_llama()) == ModelFlops(6.0 * body, 6.0 * 32 * 32, 12.0 * 4 * 8 * 2)
 
 
-def test_of_experts_those_count_that_a_token_uses() -> None:
-    def of(chosen: int) -> float:
+def test_of_experts_those_count_that_a_token_uses():
+    def of(chosen):
         config = Qwen3MoeConfig(
             vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
             head_dim=8, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=chosen,
@@ -36,14 +35,14 @@ def test_of_experts_those_count_that_a_token_uses() -> None:
     assert of(2) - of(1) == 6 * 3 * 16 * 8
 
 
-def test_what_rows_share_and_padding_are_no_work() -> None:
+def test_what_rows_share_and_padding_are_no_work():
     flops = ModelFlops(token=10.0, score=3.0, pair=1.0)
     padded = MicroBatchMetrics(tokens=4, positions=120, row_tokens=100, row_pairs=500)
     shared = MicroBatchMetrics(tokens=4, positions=50, row_tokens=100, row_pairs=500)
     assert (flops.of(padded), flops.of(shared)) == (1000 + 12 + 500, 500 + 12 + 250)
 
 
-def test_a_steps_use_is_over_all_ranks() -> None:
+def test_a_steps_use_is_over_all_ranks():
     sums = MicroBatchMetrics(positions=512, row_tokens=512)
     result = StepResult(mini_batches=[MiniBatch(sums=sums)])
     numbers = {
@@ -54,17 +53,13 @@ def test_a_steps_use_is_over_all_ranks() -> None:
     usage = Usage(ModelFlops(token=1e12), 128e12, (2 << 30, 3 << 30))
     found = usage_metrics(numbers, result, usage, config)
     assert found == {
-        "forward/fill": 512 / (2 * 2 * 256),
-        "perf/tokens_per_s_per_rank": 100.0,
-        "perf/tflops_per_rank": 64.0,
-        "perf/peak_gib": 3.0,
-        "perf/peak_gib_rank": 1.0,
-        "perf/mfu": 0.5,
-    }
+        "forward/fill": 512 / (2 * 2 * 256), "perf/tokens_per_s_per_rank": 100.0,
+        "perf/tflops_per_rank": 64.0, "perf/peak_gib": 3.0, "perf/peak_gib_rank": 1.0, "perf/mfu": 0.5,
+    }  # fmt: skip
     assert usage_metrics(numbers, result, Usage(), config) == {}, "delays use no device"
 
 
-def test_a_profiled_step_has_the_same_bits(tmp_path: Path) -> None:
+def test_a_profiled_step_has_the_same_bits(tmp_path):
     batches = [one_batch(make_samples(8))]
     plain, watched = make_policy(), make_policy()
     watched.profile(tmp_path)
@@ -79,7 +74,7 @@ def test_a_profiled_step_has_the_same_bits(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_profile_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_written_stops_nothing(tmp_path):
     policy = make_policy()
     policy.profile(tmp_path / "gone")
     train(policy, [one_batch(make_samples(4))])
@@ -88,7 +83,7 @@ def test_a_profile_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
-def test_weights_that_are_not_trained_count_less(lora: Any) -> None:
+def test_weights_that_are_not_trained_count_less(lora):
     flops = make_policy(lora=lora).usage().flops
     body, adapters = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), 0
     if lora:

@@ -15,7 +15,7 @@ from tidemill.services.trainer.evaluation import pass_at_k
 from tidemill.services.trainer.weights.best_version import BestVersion
 
 
-def test_pass_at_k_is_the_share_of_all_sets_of_k_samples_that_hold_a_solution() -> None:
+def test_pass_at_k_is_the_share_of_all_sets_of_k_samples_that_hold_a_solution():
     assert pass_at_k(5, 2, 3) == pytest.approx(0.9)  # 1 - C(3, 3) / C(5, 3) = 1 - 1 / 10
     for solved, k in product(range(7), (1, 3, 6)):
         sets = list(combinations([i < solved for i in range(6)], k))
@@ -34,7 +34,7 @@ def record(version: int, score: float | None, name: str = "test") -> dict[str, A
     return {"kind": "evaluation", "version": version, "set": name, "score": score}
 
 
-def test_the_best_version_is_kept_and_named_in_best_json(tmp_path: Path) -> None:
+def test_the_best_version_is_kept_and_named_in_best_json(tmp_path):
     best = BestVersion(tmp_path, "score", [])
     assert best.in_use == frozenset()
     for version, score in ((0, 0.1), (5, 0.7), (10, 0.7), (15, math.nan), (20, 0.6)):
@@ -44,7 +44,7 @@ def test_the_best_version_is_kept_and_named_in_best_json(tmp_path: Path) -> None
     assert (found["version"], found["value"], found["weights"]) == (5, 0.7, "weights/v00000005")
 
 
-def test_a_metric_is_the_mean_over_datasets_or_that_of_one(tmp_path: Path) -> None:
+def test_a_metric_is_the_mean_over_datasets_or_that_of_one(tmp_path):
     results = [
         {"a": {"score": 0.9, "pass_at_4": 0.1}, "b": {"score": 0.2, "pass_at_4": 0.9}},
         {"a": {"score": 0.5, "pass_at_4": 0.5}, "b": {"score": 0.7, "pass_at_4": 0.8}},
@@ -56,13 +56,13 @@ def test_a_metric_is_the_mean_over_datasets_or_that_of_one(tmp_path: Path) -> No
         assert best.in_use == {version}, metric
 
 
-def test_a_restart_finds_the_same_version_from_what_is_on_record(tmp_path: Path) -> None:
+def test_a_restart_finds_the_same_version_from_what_is_on_record(tmp_path):
     weights(tmp_path, 5, 19, 20)
     records = [record(0, 0.9), record(5, 0.7), record(20, 0.6), record(19, None)]
     assert BestVersion(tmp_path, "score", records).in_use == {5}, "the weights of version 0 are gone"
 
 
-def test_a_version_that_will_be_trained_again_is_best_no_more(tmp_path: Path) -> None:
+def test_a_version_that_will_be_trained_again_is_best_no_more(tmp_path):
     weights(tmp_path, 5, 20)
     (tmp_path / "best.json").write_text('{"version": 20}')
     best = BestVersion(tmp_path, "score", [record(5, 0.3)])
@@ -70,7 +70,7 @@ def test_a_version_that_will_be_trained_again_is_best_no_more(tmp_path: Path) ->
     assert json.loads((tmp_path / "best.json").read_text())["version"] == 5
 
 
-def test_without_a_metric_nothing_is_kept(tmp_path: Path) -> None:
+def test_without_a_metric_nothing_is_kept(tmp_path):
     best = BestVersion(tmp_path, "", [])
     best.consider(0, {"test": {"score": 1.0}})
     assert best.in_use == frozenset() and not (tmp_path / "best.json").exists()
@@ -84,7 +84,7 @@ def test_without_a_metric_nothing_is_kept(tmp_path: Path) -> None:
         ({"keep_best": "nowhere/score"}, "names the dataset 'nowhere'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(evaluation: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_measured_is_refused(evaluation, reason):
     with pytest.raises(ConfigError, match=reason):
         trainer_config(evaluation=evaluation)
 
@@ -93,7 +93,7 @@ def result(score: float, num_samples: int, num_failed: int = 0) -> dict[str, dic
     return {"test": {"score": score, "num_samples": float(num_samples), "num_failed": float(num_failed)}}
 
 
-def test_an_evaluation_with_too_many_failures_is_no_candidate(tmp_path: Path) -> None:
+def test_an_evaluation_with_too_many_failures_is_no_candidate(tmp_path):
     """The mean over what a broken judge left says nothing about the version."""
     best = BestVersion(tmp_path, "score", [])
     best.consider(0, result(0.9, 4, 96))
@@ -109,7 +109,7 @@ def test_an_evaluation_with_too_many_failures_is_no_candidate(tmp_path: Path) ->
     assert BestVersion(tmp_path, "score", records).in_use == {1}
 
 
-def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
+def test_evaluations_of_other_samples_are_not_compared(tmp_path):
     """A resumed run may evaluate more rows; what was best of the fewer ones is not held against them."""
     best = BestVersion(tmp_path, "score", [])
     best.consider(1, result(0.9, 10))

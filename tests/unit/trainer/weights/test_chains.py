@@ -1,24 +1,31 @@
-"""A real policy's versions as chains: bases, deltas, what is kept, and that each chain leads to its
-digest."""
+"""A real policy's versions as chains: bases, deltas, what is kept, and that each chain leads to its digest.
+
+On a device, which a CPU stands in for, the same is compared and written, and it is rarely waited for.
+"""
 
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.support.models import make_policy, save_weights
 from tests.support.versions import write_version
+from tests.support.waits import Waits
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.run.weight_files import read_chain, read_manifest, verified_files
+from tidemill.common.weights import digest
 from tidemill.common.weights.bits import read_safetensors
 from tidemill.common.weights.delta import ENCODING, check_whole, write_whole
 from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
-from tidemill.services.trainer.weights.shadow import Shadow
+from tidemill.services.trainer.weights import shadow
+from tidemill.services.trainer.weights.shadow import HostCopies, Shadow
 from tidemill.services.trainer.weights.store import WeightStore
 
 
@@ -53,7 +60,7 @@ def kinds(run: Path, versions: range) -> list[tuple[str, int]]:
     return [(manifest.encoding, manifest.base) for manifest in found if manifest]
 
 
-def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path: Path) -> None:
+def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path):
     store = WeightStore(tmp_path, WeightsConfig(base_every=4))
     store.max_chain_share = 10.0
     policy = policy_in_bf16()
@@ -68,7 +75,7 @@ def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path:
     assert kinds(tmp_path, range(8)) == expected
 
 
-def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path: Path) -> None:
+def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path):
     store = WeightStore(tmp_path)
     store.max_chain_share = 0.2
     policy = policy_in_bf16()
@@ -80,7 +87,7 @@ def test_a_chain_longer_than_its_share_of_a_base_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_and_a_base_every_version_write_in_full(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_float32_and_a_base_every_version_write_in_full(tmp_path, dtype):
     store = WeightStore(tmp_path, WeightsConfig(base_every=1 if dtype == torch.bfloat16 else 50))
     policy = make_policy(dtype=dtype)
     for version in range(2):
@@ -90,7 +97,7 @@ def test_float32_and_a_base_every_version_write_in_full(tmp_path: Path, dtype: t
         assert_leads_there(tmp_path, manifest, policy)
 
 
-def test_adapters_and_value_heads_travel_as_far_as_they_go(tmp_path: Path) -> None:
+def test_adapters_and_value_heads_travel_as_far_as_they_go(tmp_path):
     store, policy = WeightStore(tmp_path), policy_in_bf16(lora={"rank": 4, "alpha": 8})
     first = write_version(store, 0, policy)
     with torch.no_grad():
@@ -104,7 +111,7 @@ def test_adapters_and_value_heads_travel_as_far_as_they_go(tmp_path: Path) -> No
     assert (tmp_path / "weights" / manifest.folder / "adapter").is_dir()
 
 
-def test_bits_count_not_values() -> None:
+def test_bits_count_not_values():
     policy = policy_in_bf16()
     before = policy.compare_weights()
     weight = next(policy._model.parameters()).detach().view(-1)
@@ -117,7 +124,7 @@ def test_bits_count_not_values() -> None:
     assert policy.compare_weights().share_changed == 0.0
 
 
-def test_pruning_keeps_what_a_chain_needs_and_no_more(tmp_path: Path) -> None:
+def test_pruning_keeps_what_a_chain_needs_and_no_more(tmp_path):
     store = WeightStore(tmp_path, WeightsConfig(base_every=3))
     store.max_chain_share = 10.0
     policy = policy_in_bf16()
@@ -131,7 +138,7 @@ def test_pruning_keeps_what_a_chain_needs_and_no_more(tmp_path: Path) -> None:
     assert store.versions() == [6]
 
 
-def test_a_trainer_that_restarts_writes_the_same_version_again(tmp_path: Path) -> None:
+def test_a_trainer_that_restarts_writes_the_same_version_again(tmp_path):
     policy = policy_in_bf16()
     store = WeightStore(tmp_path)
     written = [
@@ -155,9 +162,7 @@ def test_a_trainer_that_restarts_writes_the_same_version_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(tmp_path, dtype):
     written = write_version(WeightStore(tmp_path), 0, make_policy(dtype=dtype))
     (path,) = verified_files(tmp_path, written)
     os.truncate(path, 100)
@@ -167,7 +172,7 @@ def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(
     assert_leads_there(tmp_path, manifest, again)
 
 
-def test_a_delta_to_weights_that_are_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_delta_to_weights_that_are_not_there_is_refused(tmp_path):
     policy, store = policy_in_bf16(), WeightStore(tmp_path)
     write_version(store, 0, policy)
     change(policy, 0.01, 1)
@@ -181,15 +186,13 @@ def test_a_delta_to_weights_that_are_not_there_is_refused(tmp_path: Path) -> Non
         read_chain(tmp_path, delta)
 
 
-def test_a_disk_that_is_full_beside_the_step_is_told_and_can_be_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_beside_the_step_is_told_and_can_be_tried_again(tmp_path, monkeypatch):
     policy, store = policy_in_bf16(), WeightStore(tmp_path)
     write_version(store, 0, policy)
     change(policy, 0.01, 1)
     state = policy.compare_weights()
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -199,3 +202,77 @@ def test_a_disk_that_is_full_beside_the_step_is_told_and_can_be_tried_again(
             store.finish(begun)
     assert caught.value.can_clear and os.listdir(store.folder) == ["v00000000"]
     assert_leads_there(tmp_path, store.finish(store.begin(1, policy, state)), policy)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.9])
+def test_a_comparison_on_a_device_finds_the_same_and_waits_once_a_chunk(share, monkeypatch):
+    policies = [make_policy(dtype=torch.bfloat16) for _ in range(2)]
+    states = []
+    for policy, on_device in zip(policies, (False, True), strict=True):
+        if on_device:
+            monkeypatch.setattr(shadow, "_is_on_device", lambda _: True)
+            monkeypatch.setattr(digest, "_is_on_device", lambda _: True)
+        policy.compare_weights()
+        torch.manual_seed(1)
+        for parameter in policy._model.parameters():
+            parameter.data[torch.rand(parameter.shape) < share] += 0.25
+        with Waits() as waits:
+            states.append(policy.compare_weights())
+    assert states[0] == states[1] and states[0].share_changed == pytest.approx(share, abs=0.01)
+    assert waits.count == len(policies[1]._writer.shadow.parts), "each part is one chunk"
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens on a device whose copies arrive when they are waited for."""
+    found: list[tuple[str, int]] = []
+
+    class Stream:
+        def __init__(self, device=None):
+            self.num_copies = 0
+
+        def wait_stream(self, other):
+            found.append(("follows training", 0))
+
+        def record_event(self):
+            number, self.num_copies = self.num_copies, self.num_copies + 1
+            found.append(("begun", number))
+            return SimpleNamespace(synchronize=lambda: found.append(("arrived", number)))
+
+    @contextmanager
+    def on(stream):
+        assert isinstance(stream, Stream), "never the stream of training"
+        yield
+
+    cuda = SimpleNamespace(Stream=Stream, stream=on, current_stream=lambda _: None)
+    empty = lambda *sizes, pin_memory=False, **options: torch.empty(*sizes, **options)  # noqa: E731
+    monkeypatch.setattr(shadow, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8))
+    monkeypatch.setattr(shadow, "_is_on_device", lambda _: True)
+    return found
+
+
+def test_copies_wait_for_training_once_and_run_ahead_of_who_writes(events):
+    copies, tensors = HostCopies(), [torch.full((size,), size, dtype=torch.int16) for size in (3, 5, 4)]
+    copies.follow(tensors)
+    for number, (found, tensor) in enumerate(zip(copies.read(tensors), tensors, strict=True)):
+        events.append(("written", number))
+        assert torch.equal(found, tensor)
+    assert events == [
+        ("follows training", 0), ("begun", 0), ("begun", 1), ("arrived", 0), ("written", 0), ("begun", 2),
+        ("arrived", 1), ("written", 1), ("arrived", 2), ("written", 2),
+    ]  # fmt: skip
+
+
+def test_weights_are_back_on_the_device_when_the_thread_that_writes_them_may_read(monkeypatch):
+    """It reads on a stream of its own, which does not wait for copies that are only enqueued."""
+    policy, is_enqueued, to = make_policy(dtype=torch.bfloat16), list[bool](), torch.Tensor.to
+    policy.compare_weights()
+    policy._device = torch.device("meta")
+
+    def noted(tensor, *args, **kwargs):
+        is_enqueued.append(kwargs.get("non_blocking", False))
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    policy.enter()
+    assert is_enqueued and not any(is_enqueued)

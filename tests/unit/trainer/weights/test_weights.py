@@ -5,7 +5,6 @@ At the end: the digest that adapters know their base by, of which every bit of e
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +44,7 @@ def read_value(paths: list[Path]) -> float:
     return float(load_file(paths[0])["w"][0])
 
 
-def test_written_weights_verify_and_read_back(tmp_path: Path) -> None:
+def test_written_weights_verify_and_read_back(tmp_path):
     manifest = write_version(WeightStore(tmp_path), 12, Policy(3.0))
     assert manifest.folder == "v00000012" and manifest.digest == f"{3:032x}"
     paths = verified_files(tmp_path, manifest)
@@ -55,13 +54,13 @@ def test_written_weights_verify_and_read_back(tmp_path: Path) -> None:
     assert read_manifest(tmp_path, 13) is None
 
 
-def test_the_run_folder_may_itself_be_reached_through_a_link(tmp_path: Path) -> None:
+def test_the_run_folder_may_itself_be_reached_through_a_link(tmp_path):
     manifest = write_version(WeightStore(tmp_path / "run"), 0, Policy(1.0))
     (tmp_path / "latest").symlink_to("run")
     assert read_value(verified_files(tmp_path / "latest", manifest)) == 1.0
 
 
-def test_a_failed_write_leaves_no_version_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_version_behind(tmp_path):
     store, policy = WeightStore(tmp_path), Policy(1.0)
     policy.fails = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(StorageError, match=r"the weights of version 4 .*No space left") as caught:
@@ -72,7 +71,7 @@ def test_a_failed_write_leaves_no_version_behind(tmp_path: Path) -> None:
     assert read_value(verified_files(tmp_path, write_version(store, 4, policy))) == 1.0
 
 
-def test_a_version_with_the_same_bytes_is_not_touched_again(tmp_path: Path) -> None:
+def test_a_version_with_the_same_bytes_is_not_touched_again(tmp_path):
     store = WeightStore(tmp_path)
     first = write_version(store, 1, Policy(1.0))
     before = (store.folder / first.folder).stat().st_ino
@@ -83,7 +82,7 @@ def test_a_version_with_the_same_bytes_is_not_touched_again(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", ["other bytes", "torn file", "extra file", "no manifest"])
-def test_a_version_with_other_bytes_is_replaced(tmp_path: Path, damage: str) -> None:
+def test_a_version_with_other_bytes_is_replaced(tmp_path, damage):
     store = WeightStore(tmp_path)
     folder = store.folder / write_version(store, 1, Policy(1.0)).folder
     if damage == "torn file":
@@ -99,7 +98,7 @@ def test_a_version_with_other_bytes_is_replaced(tmp_path: Path, damage: str) -> 
     assert os.listdir(store.folder) == [folder.name]
 
 
-def test_opening_the_store_clears_what_a_crash_left(tmp_path: Path) -> None:
+def test_opening_the_store_clears_what_a_crash_left(tmp_path):
     torn = tmp_path / "weights" / ".v00000003.0a1b2c3d.aside"
     torn.mkdir(parents=True)
     (torn / "a.safetensors").write_bytes(b"half")
@@ -107,7 +106,7 @@ def test_opening_the_store_clears_what_a_crash_left(tmp_path: Path) -> None:
     assert not torn.exists()
 
 
-def test_only_names_of_versions_count_as_versions(tmp_path: Path) -> None:
+def test_only_names_of_versions_count_as_versions(tmp_path):
     for name in ("v00000002", "v1", "v0000000a", "vx", ".v00000009.replaced"):
         (tmp_path / name).mkdir()
     (tmp_path / "v00000005").write_text("a file")
@@ -115,7 +114,7 @@ def test_only_names_of_versions_count_as_versions(tmp_path: Path) -> None:
     assert folder_versions(tmp_path / "nowhere") == []
 
 
-def test_a_pruned_version_says_that_a_newer_one_is_coming(tmp_path: Path) -> None:
+def test_a_pruned_version_says_that_a_newer_one_is_coming(tmp_path):
     store = WeightStore(tmp_path)
     manifest = write_version(store, 1, Policy(1.0))
     write_version(store, 2, Policy(2.0))
@@ -140,7 +139,7 @@ def forged(folder: str, name: str, secret: Path) -> WeightManifest:
         ("{outside}", "secret"),
     ],
 )
-def test_a_manifest_cannot_name_a_path_outside_of_the_weights(tmp_path: Path, folder: str, name: str) -> None:
+def test_a_manifest_cannot_name_a_path_outside_of_the_weights(tmp_path, folder, name):
     run = tmp_path / "run"
     write_version(WeightStore(run), 1, Policy(1.0))
     secret = tmp_path / "secret"
@@ -151,16 +150,8 @@ def test_a_manifest_cannot_name_a_path_outside_of_the_weights(tmp_path: Path, fo
         verified_files(run, manifest)
 
 
-@pytest.mark.parametrize("folder", ["../..", "v1", "/etc", "v00000001/.."])
-def test_such_a_manifest_does_not_even_decode(folder: str) -> None:
-    with pytest.raises(ValueError, match="folder"):
-        WeightManifest(version=1, folder=folder, files=(), digest="0" * 32)
-    with pytest.raises(ValueError, match="name"):
-        WeightFile(name=f"{folder}/../x", num_bytes=0, checksum="0" * 32)
-
-
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_link_that_leaves_the_run_is_refused(tmp_path: Path, what: str) -> None:
+def test_a_link_that_leaves_the_run_is_refused(tmp_path, what):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     manifest = write_version(WeightStore(run), 1, Policy(1.0))
     folder = run / "weights" / manifest.folder
@@ -194,16 +185,14 @@ def looped(path: Path) -> None:
         (looped, "is not a usable path"),
     ],
 )
-def test_a_damaged_file_is_refused_by_its_checksum(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_a_damaged_file_is_refused_by_its_checksum(tmp_path, damage, message):
     manifest = write_version(WeightStore(tmp_path), 1, Policy(1.0))
     damage(tmp_path / "weights" / manifest.folder / "a.safetensors")
     with pytest.raises(WeightsError, match=message):
         verified_files(tmp_path, manifest)
 
 
-def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_is_none_is_refused(tmp_path):
     manifest = write_version(WeightStore(tmp_path), 1, Policy(1.0))
     for files in ((), manifest.files * 2):
         with pytest.raises(WeightsError, match=r"no files|twice"):
