@@ -209,7 +209,7 @@ def test_nobody_is_let_in_without_a_password(server: ServerWithUsers) -> None:
 
 
 def test_transactions_and_scripts_survive_a_restart(tmp_path: Path) -> None:
-    """Redis up to 8.2 and Valkey up to 9.1 replay those of their file as `default`, and drop what it may not do."""
+    """Redis 7.0 and Valkey 9.1 replay those of their file as `default`, and drop what it may not do."""
     with ServerWithUsers(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
         admin = server.client_of("admin")
         with admin.pipeline() as unit:
