@@ -100,7 +100,7 @@ def one_machine(docker: Docker, images: Images, work: Path, steps: int) -> Resul
 
 def _stop_and_go_on(node: Project) -> None:
     """As docs/operations/deploy.md has it: the services first, which need Redis for an orderly end."""
-    services = ("trainer", "rollout", "reward")
+    services, version = ("trainer", "rollout", "reward"), _reach(node, 1)
     ended = [container for name in services for container in node.containers(name)]
     node.compose("stop", *services)
     codes = [node.inspect(container)["State"]["ExitCode"] for container in ended]
@@ -108,7 +108,7 @@ def _stop_and_go_on(node: Project) -> None:
         raise RuntimeError(f"stopped services ended with {codes}")
     node.compose("stop")
     node.up((*HEAD_SERVICES, *services))
-    _reach(node, _reach(node, 1) + 2)
+    _reach(node, version)
 
 
 def two_nodes(docker: Docker, images: Images, work: Path, steps: int) -> Result:
