@@ -30,7 +30,7 @@ class UnreachableError(BrokerError):
 
 
 class OutageError(UnreachableError):
-    """Redis stayed unreachable for as long as a service waits for it, which is no mistake: it may start again."""
+    """Redis stayed unreachable for as long as a service waits for it: no mistake, so it may start again."""
 
     exit_code = 1
 

@@ -79,7 +79,9 @@ def node_settings(folder: Path, head: str, profiles: list[str]) -> str:
     known = read_settings((folder / ENV).read_text(encoding="utf-8"))
     lines = [f"{name}={known[name]}" for name in COPIED if name in known]
     if (bind := known.get("TIDEMILL_BIND") or LOOPBACK) == LOOPBACK != head:
-        _warn(f"{folder / ENV}: with TIDEMILL_BIND={bind} no node reaches the head; give it {head}, and `up -d`")
+        _warn(
+            f"{folder / ENV}: with TIDEMILL_BIND={bind} no node reaches the head; give it {head}, and `up -d`"
+        )
     scheme = "rediss" if known.get("TIDEMILL_REDIS_URL", "").startswith("rediss:") else "redis"
     lines.append(f"TIDEMILL_REDIS_URL={scheme}://{head}:{known.get('REDIS_PORT', '6379')}/0")
     if "rollout" in profiles:

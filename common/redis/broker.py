@@ -146,7 +146,7 @@ class Broker:
                 return await cls._connect(url)
             except UnreachableError as error:
                 if time.monotonic() > deadline:
-                    raise OutageError(str(error)) if wait_s else error
+                    raise (OutageError(str(error)) if wait_s else error) from None
                 log.warning("waiting for Redis", error=str(error))
                 await asyncio.sleep(LONGEST_PAUSE_S * random.random())
 

@@ -208,6 +208,22 @@ def test_nobody_is_let_in_without_a_password(server: ServerWithUsers) -> None:
             redis.Redis(port=server.port, username=user, password="", protocol=2, retry=once).ping()
 
 
+def test_transactions_and_scripts_survive_a_restart(tmp_path: Path) -> None:
+    """Redis 7.0 and Valkey 9.1 replay those of their file as `default`, and drop what it may not do."""
+    with ServerWithUsers(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
+        admin = server.client_of("admin")
+        with admin.pipeline() as unit:
+            unit.set("a", 1).set("b", 2).execute()
+        admin.eval("redis.call('SET', KEYS[1], 1); redis.call('SET', KEYS[2], 2)", 2, "c", "d")
+        server.kill()
+        server.start()
+        assert sorted(server.client_of("admin").keys()) == [b"a", b"b", b"c", b"d"]
+        once = Retry(NoBackoff(), 0)
+        for password in (None, "", "default"):
+            with pytest.raises(redis.AuthenticationError):
+                redis.Redis(port=server.port, username="default", password=password, retry=once).ping()
+
+
 def test_the_operator_ends_a_script_that_does_not_end(server: ServerWithUsers, admin: redis.Redis) -> None:
     admin.config_set("lua-time-limit", 50)
     failure: list[Exception] = []

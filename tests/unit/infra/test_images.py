@@ -56,7 +56,7 @@ def test_the_image_with_vllm_for_cpus_has_the_library_that_vllm_is_linked_to() -
 
 def test_nothing_private_reaches_the_builder() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {".git/", ".env", ".env.*", "secrets/", "runs/", ".venv/"} <= set(ignored)
+    assert {".git/", ".env", ".env.*", "*.env", "secrets/", "runs/", ".venv/", "build/"} <= set(ignored)
 
 
 def test_pins_are_installed_only_where_the_base_image_lacks_them(
