@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-import pytest
-
 from tests.support.consumers import (
     LEASE_S,
     fall_silent,
