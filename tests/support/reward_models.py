@@ -20,15 +20,9 @@ from tests.support.preloaded import Process, start_module
 
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 SHAPE: dict[str, Any] = {
-    "vocab_size": len(PIECES),
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-}
+    "vocab_size": len(PIECES), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def tiny_classifier(path: Path, num_labels: int = 1, **changes: Any) -> Path:
