@@ -38,12 +38,9 @@ from tidemill.services.trainer.policy.transformers_policy import load_policy
 
 ARITH = Path(__file__).resolve().parents[2] / "examples/arith/config.yaml"
 OVERRIDES = (
-    "rollout.workers=2",
-    "reward.workers=2",
-    "streams.lease_s=5",
-    "trainer.loggers=[]",
+    "rollout.workers=2", "reward.workers=2", "streams.lease_s=5", "trainer.loggers=[]",
     "streams.archive.segment_mb=0.05",
-)
+)  # fmt: skip
 TIGHT = ("streams.archive.segment_mb=0.002", "trainer.checkpoint_every=25")
 """The smallest files: nothing waits to be archived. Few checkpoints: many steps are replayed."""
 SESSIONS = (

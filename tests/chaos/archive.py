@@ -45,11 +45,9 @@ class StreamCopy(Generic[M]):
 
     @property
     def messages(self) -> list[M]:
-        """What stands, in order."""
         return list(self.entries.values())
 
     async def follow(self, broker: Broker) -> None:
-        """Copy what is new."""
         while found := await self._read_on(broker):
             self._take(found)
 
@@ -77,7 +75,6 @@ class StreamCopy(Generic[M]):
                 self.lost[entry.entry_id] = entry.message
 
     def take_news(self) -> list[tuple[str, M]]:
-        """Each copied entry once."""
         news, self.news = self.news, []
         return news
 
@@ -121,13 +118,11 @@ class Archive:
         return {copy.key: copy for copy in self._copies()}
 
     async def follow(self) -> None:
-        """Copy for ever."""
         while True:
             await self.catch_up()
             await asyncio.sleep(POLL_S)
 
     async def catch_up(self) -> None:
-        """Copy what is new."""
         async with self._lock:
             for copy in self._copies():
                 await copy.follow(self.broker)
@@ -162,11 +157,6 @@ class Archive:
 
     def _copies(self) -> list[StreamCopy[Any]]:
         return [
-            self.tickets,
-            self.trajectories,
-            self.scores,
-            self.commits,
-            self.dead,
-            self.eval_trajectories,
+            self.tickets, self.trajectories, self.scores, self.commits, self.dead, self.eval_trajectories,
             self.eval_scores,
-        ]
+        ]  # fmt: skip

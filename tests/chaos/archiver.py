@@ -10,7 +10,7 @@ import psutil
 
 from tests.chaos.archive import Archive, StreamCopy
 from tests.chaos.fleet import Fleet
-from tests.support.waiting import wait_until
+from tests.support.waiting import has_ended, wait_until
 from tidemill.common.archive import archive_folder
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.history import History, StreamName
@@ -34,13 +34,12 @@ class ArchiverKiller:
         self._longest_delay_s = LONGEST_DELAY_S
 
     async def run(self) -> None:
-        """For ever."""
         while True:
             archiver = await self._next()
             # The first one as soon as it is seen: a run may have few, and short ones.
             await asyncio.sleep(self.rng.uniform(0, self._longest_delay_s) if self.num_kills else 0.0)
             with suppress(psutil.NoSuchProcess):
-                if self._is_done(archiver):
+                if has_ended(archiver):
                     self._longest_delay_s /= 2
                     continue
                 archiver.kill()
@@ -50,10 +49,10 @@ class ArchiverKiller:
     async def _until_done(self, archiver: psutil.Process) -> None:
         """One that writes many small files takes long on a busy machine: it is stuck where it writes none."""
         with suppress(psutil.NoSuchProcess):
-            while not self._is_done(archiver):
+            while not has_ended(archiver):
                 before = self._written_at()
                 await wait_until(
-                    lambda seen=before: self._is_done(archiver) or self._written_at() != seen, STUCK_S
+                    lambda seen=before: has_ended(archiver) or self._written_at() != seen, STUCK_S
                 )
 
     def _written_at(self) -> int:
@@ -66,13 +65,9 @@ class ArchiverKiller:
             for name in self.fleet.running("trainer"):
                 with suppress(psutil.NoSuchProcess):
                     for child in psutil.Process(self.fleet.members[name].process.pid).children():
-                        if not self._is_done(child) and Program.ARCHIVE in child.cmdline():
+                        if not has_ended(child) and Program.ARCHIVE in child.cmdline():
                             return child
             await asyncio.sleep(POLL_S)
-
-    @staticmethod
-    def _is_done(archiver: psutil.Process) -> bool:
-        return not archiver.is_running() or archiver.status() == psutil.STATUS_ZOMBIE
 
 
 async def disagreements(fleet: Fleet, copies: Archive) -> list[str]:

@@ -57,7 +57,6 @@ class Outcome:
 
     @property
     def num_kills(self) -> int:
-        """`kill -9` of every kind."""
         return sum(event.kind in SESSION_KILLS for event in self.watch.events)
 
     @property

@@ -116,7 +116,6 @@ class Fleet:
         )
 
     def kill(self, name: str) -> float:
-        """SIGKILL; returns the time of death."""
         process = self.members[name].process
         process.kill()
         process.wait()

@@ -71,7 +71,6 @@ class MortalRedis:
         self._sampler = asyncio.create_task(self._sample(), name="sampler of the append-only file")
 
     async def stop(self) -> None:
-        """Stop for good."""
         if self._sampler is not None:
             self._sampler.cancel()
             await asyncio.gather(self._sampler, return_exceptions=True)

@@ -48,7 +48,6 @@ class RecoveryWatch:
     _consumers: set[str] = field(default_factory=set)
 
     def add(self, event: Event) -> None:
-        """An event has happened."""
         for earlier in self.events:
             if earlier.victim == event.victim and earlier.recovered_s is None and earlier.kind in KILLS:
                 earlier.is_overtaken = True

@@ -26,7 +26,6 @@ class Sums:
         self._address, self._session = address, ""
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Begin a session on the server."""
         self.restore({"prompt": str(row["prompt"]), "answer": str(row["ground_truth"]), "tries": 0})
 
     def mark(self) -> dict[str, Any]:

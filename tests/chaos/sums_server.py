@@ -19,14 +19,11 @@ RIGHT, WRONG = 1.0, 0.125
 
 @dataclass
 class Sum:
-    """One session."""
-
     prompt: str
     answer: str
     num_tries: int = 0
 
     def judge(self, text: str) -> tuple[str, float, bool]:
-        """Right, wrong, or wrong for good."""
         self.num_tries += 1
         if re.findall(r"-?\d+", text)[-1:] == [self.answer]:
             return "", RIGHT / self.num_tries, True
@@ -42,7 +39,6 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        """Both."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         name = self.path.removeprefix("/sessions").strip("/")
         if not name:
@@ -69,8 +65,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Hundreds of sessions ask at once."""
-
     request_queue_size = 512
 
 

@@ -1,16 +1,24 @@
-"""The short form of `make chaos`: every kind of kill, on services without a model."""
+"""The short form of `make chaos`: every kind of kill, on services without a model; and workers that die
+between a payload of choices and its entry."""
 
-from collections.abc import Sequence
+import shutil
+import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.chaos.driver import torment
 from tests.chaos.faults import KILLS, SESSION_KILLS, Kind, plan
 from tests.chaos.recovery import summary
-from tests.support.runs import simulated_config
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import free_port
+from tests.support.training import assert_full_steps, commits_of, messages
+from tests.support.waiting import wait_until
+from tidemill.common.archive.archiver import archive_run, check
+from tidemill.common.history import History, StreamName
+from tidemill.common.store.claims import CLAIMS_FOLDER
+from tidemill.common.wire.choices import KEPT
+from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
 STEPS, SEED = 16, 5
@@ -32,8 +40,8 @@ SESSIONS = {
     ids=["turns", "sessions"],
 )
 async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing_twice(
-    tmp_path: Path, played: dict[str, Any], kills: Sequence[Kind]
-) -> None:
+    tmp_path, played, kills
+):
     config = simulated_config(
         tmp_path,
         run_id="chaos",
@@ -59,3 +67,59 @@ async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing
     assert not outcome.disagreements
     assert not outcome.misjudged and not outcome.left_over
     assert Kind.REDIS.value in summary([outcome.watch])
+
+
+FEW_STEPS, GROUPS, SIZE = 6, 4, 4
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_choices_are_neither_lost_nor_twice(tmp_path: Path, keeps: bool) -> None:
+    config = simulated_config(
+        tmp_path,
+        rollout__sampling={"max_tokens": 16, "top_k": 2},
+        rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.2, "jitter": 0.8},
+        trainer__steps=FEW_STEPS,
+        trainer__groups_per_step=GROUPS,
+        trainer__group_size=SIZE,
+        streams__trim=True,
+        streams__archive={"enabled": True, "segment_mb": 0.004, "keep_choices": keeps},
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        store, orphans = run.run_dir / CLAIMS_FOLDER, set[str]()
+        run.start("trainer")
+        run.start("reward")
+        for life in range(2):
+            run.start("tests.chaos.mortal_rollout", f"mortal-{life}")
+            assert await run.wait(f"mortal-{life}") == -signal.SIGKILL
+            entries = await messages(run.broker, run.keys.trajectories(), Trajectory)
+            assert not any(entry.choices.rows for entry in entries), "never in Redis"  # type: ignore[union-attr]
+            claimed = {claim.pointer for entry in entries for claim in entry.claims}
+            unclaimed = {path.name for path in store.iterdir()} - claimed
+            assert unclaimed - orphans, f"life {life} ended before it had written any"
+            orphans |= unclaimed
+        run.start("rollout")
+        await run.reach(2)
+        store.rename(store.with_name("away"))
+        await wait_until(lambda: "waiting for the store of choices" in run.log_of("rollout"))
+        store.with_name("away").rename(store)
+        assert await run.wait("trainer") == 0, run.log_of("trainer")
+        await run.stop_all("rollout", "reward")
+
+        commits = await commits_of(run.broker, run.keys)
+        assert_full_steps(commits, GROUPS)
+        assert len(commits) == FEW_STEPS and not [one for commit in commits for one in commit.dropped]
+        left = {path.name for path in store.iterdir()}
+        assert not left & orphans, "they went with the tickets that nobody needs any more"
+        await archive_run(run.broker, run.keys, run.run_dir, config.streams.archive, is_last=True)
+        shutil.rmtree(store)
+        archived = History(run.keys.run_id, run.run_dir, None)
+        samples = [one async for one in archived.messages(StreamName.TRAJECTORIES, Trajectory)]
+        trained = {key for commit in commits for key in commit.trained_keys}
+        assert not check(run.run_dir) and {sample.key for sample in samples} >= trained
+        assert len({sample.key for sample in samples}) == len(samples), "one is published twice"
+        for sample in samples:
+            assert sample.choices and sample.choices.claim
+            assert bool(sample.choices.rows) == keeps
+            if keeps:  # the engine keeps each token, and the one after it
+                kept = sample.choices.rows[KEPT].values.reshape(-1, 2).T
+                assert kept.tolist() == [(ids := sample.completion_ids).tolist(), ((ids + 1) % 32).tolist()]

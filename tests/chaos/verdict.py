@@ -40,7 +40,6 @@ class Verdict:
 
 
 def judge(archive: Archive, group_size: int, max_staleness: int) -> Verdict:
-    """Judge the history that stands."""
     commits = sorted(archive.commits.messages, key=lambda commit: commit.step)
     tickets = {ticket.ticket for ticket in archive.tickets.messages}
     trained = Counter(key for commit in commits for key in commit.trained_keys)

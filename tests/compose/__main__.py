@@ -24,7 +24,6 @@ STEPS = 60
 
 
 def main() -> int:
-    """Build, run, report."""
     parser = argparse.ArgumentParser(prog="python -m tests.compose", description=__doc__)
     parser.add_argument("--only", choices=sorted(SCENARIOS), help="one scenario instead of both")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run (default: %(default)s)")

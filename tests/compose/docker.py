@@ -51,7 +51,6 @@ class Docker:
         return self.succeeds("image", "inspect", name)
 
     def compose_command(self) -> list[str]:
-        """`docker compose`, or the older `docker-compose`."""
         if self.succeeds("compose", "version"):
             return ["docker", "compose"]
         if found := shutil.which("docker-compose"):

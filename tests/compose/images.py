@@ -22,12 +22,10 @@ PACKAGES = (
 )
 SUITE = "bookworm"
 PULLED = {
-    "PYTHON_BASE": "python:3.11-slim-bookworm",
-    "REDIS_IMAGE": "redis:8.2-bookworm",
-    "REDIS_EXPORTER_IMAGE": "oliver006/redis_exporter:v1.74.0",
-    "PROMETHEUS_IMAGE": "prom/prometheus:v3.5.0",
+    "PYTHON_BASE": "python:3.11-slim-bookworm", "REDIS_IMAGE": "redis:8.2-bookworm",
+    "REDIS_EXPORTER_IMAGE": "oliver006/redis_exporter:v1.74.0", "PROMETHEUS_IMAGE": "prom/prometheus:v3.5.0",
     "GRAFANA_IMAGE": "grafana/grafana:12.1.0",
-}
+}  # fmt: skip
 STAND_INS = {
     "REDIS_IMAGE": "RUN mkdir /data && chown redis:redis /data\nUSER redis\nVOLUME /data",
     "PROMETHEUS_IMAGE": "RUN mkdir /prometheus && chown nobody /prometheus\nUSER nobody\n"
@@ -68,7 +66,6 @@ def make_images(docker: Docker, work: Path) -> Images:
 
 
 def build(docker: Docker, tag: str, dockerfile: str, argument: str, base: str, options: list[str]) -> None:
-    """One image, from the repository."""
     print(f"building {tag}", flush=True)
     given = ["-q", "-t", tag, "-f", str(REPO / dockerfile), "--build-arg", f"{argument}={base}", *options]
     docker("build", *given, str(REPO))

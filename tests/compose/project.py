@@ -29,15 +29,12 @@ class Project:
         self.set(**images.settings)
 
     def set(self, **settings: str) -> None:
-        """Change settings of the node's .env."""
         self.env_file.write_text(filled(self.env_file.read_text(), settings))
 
     def compose(self, *arguments: str, timeout_s: float = 600.0) -> str:
-        """Run one Compose command."""
         return run([*self._command, *self._profiles, *arguments], self.docker.env, timeout_s, cwd=REPO)
 
     def up(self, services: tuple[str, ...]) -> None:
-        """Start services that have an image."""
         self.compose("up", "-d", *(name for name in services if name not in self._left_out))
 
     def scale(self, service: str, count: int) -> None:
@@ -54,7 +51,6 @@ class Project:
         return self.docker("ps", "-q", *filters).split()
 
     def inspect(self, container: str) -> dict[str, Any]:
-        """What Docker knows of a container."""
         found: dict[str, Any] = json.loads(self.docker("inspect", container))[0]
         return found
 
@@ -69,7 +65,6 @@ class Project:
         return int(self.inspect(container)["RestartCount"])
 
     def status(self) -> dict[str, Any]:
-        """`tidemill status --json`; empty while there is none."""
         try:
             found: dict[str, Any] = json.loads(self.console("status", "--json"))
         except (RuntimeError, ValueError):
@@ -77,15 +72,12 @@ class Project:
         return found
 
     def console(self, *arguments: str) -> str:
-        """A `tidemill` command, as operators give it."""
         return self.compose("run", "--rm", "-T", "console", *arguments, timeout_s=180)
 
     def logs(self, service: str) -> str:
-        """What the containers of a service have printed."""
         return self.compose("logs", "--no-color", service)
 
     def down(self) -> None:
-        """Remove containers, networks and volumes."""
         self.compose("down", "-v", "-t", "5", "--remove-orphans")
 
 

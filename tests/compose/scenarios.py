@@ -30,22 +30,12 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 """
 """So slow that a run lasts for some minutes on any machine: there must be time for what is done to it."""
 HEAD_SERVICES = (
-    "redis",
-    "trainer",
-    "weights",
-    "exporter",
-    "redis-exporter",
-    "prometheus",
-    "web",
-    "grafana",
-)
+    "redis", "trainer", "weights", "exporter", "redis-exporter", "prometheus", "web", "grafana",
+)  # fmt: skip
 PORTS = {
-    "REDIS_PORT": "16379",
-    "WEIGHTS_PORT": "18200",
-    "PROMETHEUS_PORT": "19090",
-    "GRAFANA_PORT": "13000",
+    "REDIS_PORT": "16379", "WEIGHTS_PORT": "18200", "PROMETHEUS_PORT": "19090", "GRAFANA_PORT": "13000",
     "WEB_PORT": "18420",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import time
 import urllib.request
 from typing import Any
 
+import openai
+
 
 def twice(row: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
     """Plain, with OpenAI's client: asks twice; the reward is whether the last answer is the truth."""
@@ -111,3 +113,13 @@ def wordy(base_url: str, api_key: str) -> str:
 
 def demanding(row: dict[str, Any], browser: str) -> None:
     """Has a parameter that sessions do not give."""
+
+
+def forking(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Goes on once, and asks another question: two segments, the first of two turns."""
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    prompt = row["prompt"]
+    for more in ("", "=", None):
+        prompt = row["prompt"][::-1] if more is None else prompt + more
+        prompt += client.completions.create(model="m", prompt=prompt).choices[0].text
+    return float(str(row["ground_truth"]) in prompt)

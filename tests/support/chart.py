@@ -34,7 +34,6 @@ def value_of(expression: str, values: dict[str, Any]) -> str:
 
 
 def rendered(values: dict[str, Any]) -> str:
-    """All templates, one after the other."""
     parts = []
     for path in sorted((CHART / "templates").iterdir()):
         text = path.read_text()

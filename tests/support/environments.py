@@ -151,8 +151,6 @@ class Endless:
 
 
 class Counter:
-    """TRL's interface: public methods are tools."""
-
     def reset(self, ground_truth: int, **row: Any) -> str:
         self.goal, self.count = ground_truth, 0
         return " Count."
@@ -177,8 +175,6 @@ class Counter:
 
 
 class Skyrl:
-    """SkyRL-gym's interface."""
-
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         self.goal = extras["reward_spec"]["ground_truth"]
         self.hint = env_config.hint

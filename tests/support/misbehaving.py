@@ -38,7 +38,6 @@ def says(status: int, body: Any = None, **headers: str) -> Behaviour:
 
 
 async def hangs(server: "MisbehavingServer", writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
-    """Reads the request and never answers."""
     await asyncio.sleep(3600)
 
 

@@ -35,8 +35,6 @@ MISSING = "prometheus and promtool are not on PATH, and infra/prometheus/fetch.s
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of infra/prometheus/rules."""
-
     name: str
     expr: str
     labels: dict[str, str] = field(default_factory=dict)
@@ -53,7 +51,6 @@ class Expression:
 
 
 def read_rules() -> tuple[list[Rule], list[Rule]]:
-    """Recording rules, and alerts."""
     rules = [
         rule
         for path in sorted(RULES.glob("*.yml"))

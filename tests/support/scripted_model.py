@@ -1,11 +1,16 @@
-"""A model with scripted answers, and a chat format of bytes, in which prompts and answers can be read."""
+"""A model with scripted answers, a chat format of bytes that can be read; tickets and players of sessions."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from tidemill.common.wire.messages import SamplingParams
+import numpy as np
+
+from tests.support.models import run_config
+from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation
+from tidemill.services.rollout.environments.agent import AgentPlayer
 from tidemill.services.rollout.sessions.chat import Call, Parsed
 
 START, END = 256, 257
@@ -73,7 +78,6 @@ class ScriptedModel:
 
 
 def call_line(name: str, **arguments: Any) -> str:
-    """A line that calls a tool."""
     return f"{CALL}{json.dumps({'name': name, 'arguments': arguments})}{CALLED}"
 
 
@@ -83,3 +87,28 @@ def _call(text: str) -> Call:
     except ValueError:
         return Call("", error="not JSON")
     return Call(function["name"], function["arguments"])
+
+
+CHAT = ByteChat()
+
+
+def make_ticket(prompt_text: str = "1 + 1?", max_tokens: int = 99, **fields: Any) -> Ticket:
+    known = {"ticket": 0, "step": 0, "min_version": 0, "group_size": 1, "ground_truth": "yes"}
+    ids = np.arange(3, dtype=np.int32)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Ticket(**{**known, "prompt_ids": ids, "prompt_text": prompt_text, "sampling": sampling, **fields})
+
+
+@contextlib.asynccontextmanager
+async def agent_player(
+    agent: str, max_model_len: int = 2048, model: str = "m", **environment: Any
+) -> AsyncIterator[AgentPlayer]:
+    """A started player of an agent's sessions."""
+    section = {"use": "agent", "agent": agent, "attempts": 1} | environment
+    config = run_config(model, model={"max_model_len": max_model_len}, rollout={"environment": section})
+    player = AgentPlayer(config, CHAT.decode, lambda: CHAT)
+    try:
+        await player.start()
+        yield player
+    finally:
+        await player.close()

@@ -16,7 +16,6 @@ class DistantRedis:
 
     @property
     def url(self) -> str:
-        """Address of the proxy."""
         return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
 
     async def __aenter__(self) -> "DistantRedis":

@@ -17,7 +17,6 @@ def problems_of(events: Iterable[Event]) -> list[str]:
 
 
 def slices_of(events: Iterable[Event]) -> dict[Place, list[Event]]:
-    """Complete events by process and thread."""
     found: dict[Place, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":

@@ -6,6 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 POLL_S = 0.01
@@ -28,3 +30,12 @@ async def wait_until(
                 f"not within {timeout_s:g} s: {what or inspect.getsource(predicate).strip()}"
             )
         await asyncio.sleep(POLL_S)
+
+
+def has_ended(process: psutil.Process | int) -> bool:
+    """Whether a process is gone, or only waits for somebody to take note of its end."""
+    try:
+        found = psutil.Process(process) if isinstance(process, int) else process
+        return not found.is_running() or found.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -60,9 +60,7 @@ async def test_at_the_recorded_pace_trajectories_keep_their_distances(broker: Br
     assert (emission.emitted, len(emission.scores)) == (4, 4)
 
 
-async def test_no_more_wait_for_a_score_than_may_and_each_key_goes_in_once(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_no_more_wait_for_a_score_than_may_and_each_key_goes_in_once(broker, keys):
     num_keys = MAX_BACKLOG + 600
     history = Recorded([make_trajectory(ticket % num_keys) for ticket in range(num_keys + 300)])
     emission = Emission(broker, keys, history, ALL)
@@ -75,9 +73,7 @@ async def test_no_more_wait_for_a_score_than_may_and_each_key_goes_in_once(
     assert (emission.emitted, len(emission.scores)) == (num_keys, num_keys)
 
 
-async def test_what_is_dead_lettered_has_failed_and_is_waited_for_no_longer(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_what_is_dead_lettered_has_failed_and_is_waited_for_no_longer(broker, keys):
     group = [make_trajectory(0, index=index, group_size=2) for index in range(2)]
     emission = Emission(broker, keys, Recorded([*group, make_trajectory(1)]), ALL)
     running = asyncio.create_task(emission.run(nothing))

@@ -1,17 +1,21 @@
-"""What the exporter tells of a run, and where it sends Prometheus, on real servers of each kind."""
+"""What the exporter tells of a run, and where it sends Prometheus, on real servers of each kind; also
+where heartbeats mean harm: they hide no other, and end no reader."""
 
+import io
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.support.letters import make_ticket
-from tests.support.model_servers import announce_replica
 from tests.support.numbered import append_numbered
+from tests.support.rewards import announce_replica
 from tests.support.trajectories import make_commit, make_config, make_trajectory
-from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat
+from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config, update_state
 from tidemill.common.streams import Consumer, append
@@ -19,8 +23,15 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Ticket, Trajectory
 from tidemill.services.console.exporter import exporter
-from tidemill.services.console.exporter.exporter import RunReading, read_run, set_gauges
-from tidemill.services.console.status.snapshot import SnapshotReader
+from tidemill.services.console.exporter.exporter import (
+    RunReading,
+    _set_workers,
+    as_json,
+    read_run,
+    set_gauges,
+)
+from tidemill.services.console.status.dashboard import dashboard
+from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
 
 
 @pytest.fixture
@@ -163,3 +174,43 @@ async def test_targets_are_the_living_workers_the_reward_servers_and_the_exporte
         {"targets": ["10.0.0.7:4711"], "labels": run | {"service": "rollout", "worker": "rollout-0"}},
         {"targets": ["10.0.0.9:8000"], "labels": run | {"service": "reward-server", "worker": "judge"}},
     ]
+
+
+ODD: dict[str, Any] = {
+    "at": [None, "soon", [], 10**400, -1e300, float("nan"), float("inf")],
+    "started_at": [None, "x", 1e300, float("-inf")],
+    "idle_share": [None, [], float("nan")],
+    "shares": [5, [1], {"wait:x": "much"}, {"wait:x": None}],
+    "counts": [5, {"outstanding": {}}, {"failures:[/x]:\x1b[2J": 1.0}, {"blocking": float("nan")}],
+    "detail": [7, "[/bold]", "\x1b]0;title\x07", "\ud800"],
+    "state": [{}, "\x1b[2J", "wait:[/x]"],
+    "version": ["new", [], 1e400],
+    "port": ["80/x", -1, {}],
+    "address": [5, "[/x]", "a b"],
+    "pid": ["x"],
+}
+TEXTS = [b"[" * 100_000, b"", b"\xff", b"null", b"[]", b'{"name": "odd"}']
+
+
+async def test_odd_heartbeats_hide_no_other_and_end_no_reader(broker: Broker, keys: Keys) -> None:
+    sound, well = Heartbeat("sound", "rollout", state="generate"), {"name": "odd", "role": "rollout"}
+    fields = [{name: value} for name, values in ODD.items() for value in values]
+    for written in (*TEXTS, *(json.dumps(well | {"at": time.time()} | odd).encode() for odd in fields)):
+        await publish_heartbeat(broker, keys, sound)
+        await broker.execute("HSET", keys.workers("rollout"), "odd", written)
+        beats = await read_heartbeats(broker, keys)
+        assert [beat.name for beat in beats if beat.is_alive and beat.name != "odd"] == ["sound"], written
+        _set_workers(beats, ())
+        as_json(keys.run_id, await read_run(SnapshotReader(broker, keys, 0, 0)), "")
+        assert "\x1b" not in drawn(keys, beats), written
+
+
+async def test_a_name_is_shown_as_it_is(broker: Broker, keys: Keys) -> None:
+    await publish_heartbeat(broker, keys, Heartbeat("[/x]\x1b[2J", "rollout", state="generate"))
+    assert "[/x]\\x1b[2J" in drawn(keys, await read_heartbeats(broker, keys))
+
+
+def drawn(keys: Keys, workers: list[Heartbeat]) -> str:
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(dashboard(RunSnapshot(keys.run_id, 10, 1, workers=workers)))
+    return console.file.getvalue()  # type: ignore[attr-defined]

@@ -71,7 +71,6 @@ def samples(printed: str) -> list[str]:
 
 
 def assert_shown(call: Callable[..., str], expected: dict[str, tuple[str, ...]]) -> None:
-    """Each command prints these words."""
     printed = {line: call(*line.split()) for line in expected}
     assert {line: [w for w in words if w not in printed[line]] for line, words in expected.items()} == {
         line: [] for line in expected

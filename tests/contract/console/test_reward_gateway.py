@@ -16,7 +16,6 @@ from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.process.json_api import BusyError
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import append, ensure_group, read_range
 from tidemill.common.streams.dead_letters import dead_letter
@@ -82,9 +81,7 @@ async def values(asked: "asyncio.Task[list[ScoreOut]]") -> list[float | None]:
     return [score.value for score in await asked]
 
 
-async def test_no_number_of_a_ticket_is_used_before_redis_has_reserved_it(
-    start: Start, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_number_of_a_ticket_is_used_before_redis_has_reserved_it(start, broker, keys, monkeypatch):
     execute, is_reserved = broker.execute, asyncio.Event()
 
     async def slow(*command: Any) -> Any:
@@ -105,9 +102,7 @@ async def test_no_number_of_a_ticket_is_used_before_redis_has_reserved_it(
         assert [await values(one) for one in asked] == [[1.0], [1.0]]
 
 
-async def test_the_first_score_of_a_key_counts_and_answers_keep_their_order(
-    start: Start, broker: Broker, keys: Keys
-) -> None:
+async def test_the_first_score_of_a_key_counts_and_answers_keep_their_order(start, broker, keys):
     async with start() as gateway:
         asked = asyncio.create_task(gateway.score(samples(3), 0))
         await appended(broker, keys, 3)
@@ -137,8 +132,8 @@ def test_numbers_that_no_message_holds_are_refused_with_their_field() -> None:
 
 
 async def test_a_dead_trajectory_fails_with_its_reason_and_so_does_what_waits_of_its_group(
-    start: Start, broker: Broker, keys: Keys
-) -> None:
+    start, broker, keys
+):
     async with start() as gateway:
         asked = asyncio.create_task(gateway.score([*samples(2, group="a"), *samples(1)], 0))
         (first, *_) = await appended(broker, keys, 3)
@@ -150,9 +145,7 @@ async def test_a_dead_trajectory_fails_with_its_reason_and_so_does_what_waits_of
         assert [score.error for score in found] == ["it kills workers", "it kills workers", ""]
 
 
-async def test_a_trajectory_that_no_worker_can_read_fails_by_its_entry(
-    start: Start, broker: Broker, keys: Keys
-) -> None:
+async def test_a_trajectory_that_no_worker_can_read_fails_by_its_entry(start, broker, keys):
     async with start() as gateway:
         asked = asyncio.create_task(gateway.score(samples(1), 0))
         (first,) = await appended(broker, keys, 1)
@@ -162,9 +155,7 @@ async def test_a_trajectory_that_no_worker_can_read_fails_by_its_entry(
         assert (found.value, found.error) == (None, "too large")
 
 
-async def test_nothing_is_trimmed_that_may_just_have_been_appended(
-    start: Start, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_trimmed_that_may_just_have_been_appended(start, broker, keys, monkeypatch):
     """A look at the streams between an append and its answer."""
     async with start() as gateway:
         real = module.append
@@ -181,9 +172,7 @@ async def test_nothing_is_trimmed_that_may_just_have_been_appended(
         assert await values(asked) == [1.0, 1.0]
 
 
-async def test_what_an_emptied_redis_has_lost_is_appended_again_under_its_key(
-    start: Start, broker: Broker, keys: Keys
-) -> None:
+async def test_what_an_emptied_redis_has_lost_is_appended_again_under_its_key(start, broker, keys):
     async with start() as gateway:
         asked = asyncio.create_task(gateway.score(samples(2), 0))
         before = [entry.message for entry in await appended(broker, keys, 2)]
@@ -198,8 +187,8 @@ async def test_what_an_emptied_redis_has_lost_is_appended_again_under_its_key(
 
 
 async def test_redis_keeps_what_is_in_flight_and_the_archive_has_all_the_rest(
-    start: Start, broker: Broker, keys: Keys, redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    start, broker, keys, redis_server, tmp_path
+):
     streams = {"archive": {"enabled": True, "segment_mb": 0.001}}
     async with start(streams=streams) as gateway:
         gateway._run.env = {
@@ -224,9 +213,7 @@ async def test_redis_keeps_what_is_in_flight_and_the_archive_has_all_the_rest(
         assert await values(waits) == [1.0]
 
 
-async def test_more_than_may_wait_are_refused_and_none_of_them_is_appended(
-    start: Start, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_more_than_may_wait_are_refused_and_none_of_them_is_appended(start, broker, keys, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITING", 3)
     async with start() as gateway:
         asked = asyncio.create_task(gateway.score(samples(3), 0))

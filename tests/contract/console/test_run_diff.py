@@ -2,7 +2,7 @@
 
 import io
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.conftest import SERVERS
 from tests.support.letters import make_ticket
 from tests.support.numbered import append_numbered
 from tests.support.recorded_sessions import FORK, as_session
@@ -18,7 +19,6 @@ from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.history import GroupCursor, History
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import append, trim_before
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, Score, ScoreStatus, Ticket, Trajectory
@@ -26,15 +26,8 @@ from tidemill.services.console.compare.diff import MEANINGS, Aspect, DiffedRun, 
 from tidemill.services.console.text.tree import print_tree
 
 STEPS, GROUPS, SIZE = 5, 2, 2
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    """One kind of server is enough: what is tested reads through the history."""
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
+# What differs between servers is hidden by `History`, and tested there.
+pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.numbered import append_numbered
 from tidemill.common.errors import ConfigError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.run.state import FINISHED, RUNNING, publish_config, update_state
+from tidemill.common.run.state import FINISHED, RUNNING, publish_config, read_config, update_state
 from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket, Trajectory
@@ -31,6 +31,16 @@ async def reader_of(broker: Broker, keys: Keys) -> SnapshotReader:
     return await SnapshotReader.attach(broker, keys.run_id)
 
 
+async def test_a_config_of_a_newer_release_is_refused_with_the_field(broker: Broker, keys: Keys) -> None:
+    """So workers are updated before the trainer, which publishes the config."""
+    tree: dict[str, Any] = small_config().model_dump(mode="json")
+    tree["trainer"]["shiny"] = 1
+    await broker.execute("SET", keys.config, json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"trainer\.shiny: no such field") as caught:
+        await read_config(broker, keys)
+    assert caught.value.exit_code == 2
+
+
 async def test_a_snapshot_follows_the_commits(broker: Broker, keys: Keys) -> None:
     with pytest.raises(ConfigError, match="has no run"):
         await SnapshotReader.attach(broker, keys.run_id)
@@ -38,12 +48,14 @@ async def test_a_snapshot_follows_the_commits(broker: Broker, keys: Keys) -> Non
     snapshot = await reader.read()
     assert (snapshot.status, snapshot.version, snapshot.steps) == ("starting", 0, 2)
     assert snapshot.tokens_per_s is None and snapshot.eta_s is None
+
     first, second = commits()
     await append_numbered(broker, keys.commits, [(0, first)])
     assert (await reader.read()).curve("reward") == [0.5]
     await append_numbered(broker, keys.commits, [(1, second)])
     snapshot = await reader.read()
     assert (snapshot.version, snapshot.metric("reward"), snapshot.step_s) == (2, 0.25, 10.0)
+
     steps = range(2, MAX_POINTS + 40)
     many = ((n, first.model_copy(update={"step": n, "version": n + 1})) for n in steps)
     await append_numbered(broker, keys.commits, many)
@@ -70,8 +82,8 @@ async def test_queues_say_what_waits_and_what_is_held(broker: Broker, keys: Keys
 
 
 async def test_the_report_of_a_run_is_computed_from_its_commits_and_kept_in_its_folder(
-    broker: Broker, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    broker, keys, tmp_path, capsys
+):
     async def report() -> int:
         return await asyncio.to_thread(show_report, StatusOptions(as_json=True, runs_dir=tmp_path))
 

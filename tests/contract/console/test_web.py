@@ -129,9 +129,7 @@ async def test_what_is_not_there_is_said(site: httpx.AsyncClient) -> None:
         assert answer.status_code == 404 and "This cannot be shown" in answer.text, path
 
 
-async def test_texts_and_tokens_come_in_parts_with_all_that_is_known_of_them(
-    site: httpx.AsyncClient, broker: Broker, keys: Keys
-) -> None:
+async def test_texts_and_tokens_come_in_parts_with_all_that_is_known_of_them(site, broker, keys):
     part = await text(site, "/groups/0/3/text?first=99990")
     assert 'data-next="100004" data-total="100004"' in part and len(part) < 300
     part = await text(site, "/groups/2/1/tokens?first=3&count=2")
@@ -185,9 +183,7 @@ async def test_groups_are_filtered_sorted_and_kept_as_files(site: httpx.AsyncCli
     assert parts == "a\r\n'=1+1,-2\r\n", "no text becomes a formula"
 
 
-async def test_a_group_and_a_step_tell_where_they_came_from_and_where_they_went(
-    site: httpx.AsyncClient,
-) -> None:
+async def test_a_group_and_a_step_tell_where_they_came_from_and_where_they_went(site):
     for path, expected in {
         "/groups/1": (
             "row 1 of the data", "0 → 1", "judge said", "words of the judge", "failed score", "+0.75",
@@ -216,9 +212,7 @@ async def test_a_live_run_is_followed(site: httpx.AsyncClient, broker: Broker, k
     await shows(site, "/state.html", "2.5 MB, 1.4% changed")
 
 
-async def test_runs_of_redis_are_listed_and_compared_by_their_commits(
-    site: httpx.AsyncClient, broker: Broker, keys: Keys, tmp_path: Path
-) -> None:
+async def test_runs_of_redis_are_listed_and_compared_by_their_commits(site, broker, keys, tmp_path):
     address = f"http://127.0.0.1/compare{{}}?run={keys.run_id}&run=gone&metric=reward"
     tree = (await site.get(address.format(".json"))).json()
     assert [line["points"] for line in tree["charts"][0]["lines"]] == [[[0, 0.5], [1, 1.5]]]
@@ -258,9 +252,7 @@ def ended(browse: Any, monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
     return browse("ended")  # type: ignore[no-any-return]
 
 
-async def test_what_a_redis_left_is_shown_and_released_when_nobody_looks(
-    ended: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_redis_left_is_shown_and_released_when_nobody_looks(ended, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "REFRESH_STILL_S", 0.05)
     redis = await leave_a_run(tmp_path)
     await shows(ended, "/groups/0", "words of the judge")
@@ -281,9 +273,7 @@ async def test_what_a_redis_left_is_shown_and_released_when_nobody_looks(
     await shows(ended, "/groups/1", "words of the judge")
 
 
-async def test_a_run_of_which_only_the_archive_is_left_is_all_there(
-    ended: httpx.AsyncClient, tmp_path: Path
-) -> None:
+async def test_a_run_of_which_only_the_archive_is_left_is_all_there(ended, tmp_path):
     await leave_a_run(tmp_path, archived=True)
     shutil.rmtree(tmp_path / "ended" / "redis")
     await shows(ended, "", "the archive in")
@@ -294,8 +284,8 @@ async def test_a_run_of_which_only_the_archive_is_left_is_all_there(
 
 
 async def test_a_config_that_is_not_understood_is_named_and_the_run_shown_once_it_is(
-    ended: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ended, tmp_path, monkeypatch
+):
     monkeypatch.setattr(runs, "RETRY_S", 0.05)
     write_folder(tmp_path, ENDED)
     config = tmp_path / "ended" / "config.yaml"
@@ -313,9 +303,7 @@ def write_metrics(folder: Path, rewards: list[float]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step | {"loss": None}) + "\n" for step in steps))
 
 
-async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(
-    ended: httpx.AsyncClient, tmp_path: Path
-) -> None:
+async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(ended, tmp_path):
     write_folder(tmp_path, ENDED)
     write_metrics(tmp_path / "ended", [s / 4 for s in range(4)])
     await shows(ended, "/steps/3", "0.75")

@@ -2,20 +2,18 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.conftest import SERVERS
 from tests.support.archives import archive, scanned
-from tests.support.reward_worker import num_pending, scores, worker
+from tests.support.rewards import num_pending, scores, worker
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import StoreError
 from tidemill.common.history import History
 from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.store import ClaimStore, claims
 from tidemill.common.streams import OffsetReader, append, length
 from tidemill.common.wire.choices import Rows
@@ -61,9 +59,7 @@ def come_back(store: ClaimStore) -> None:
 
 
 @pytest.mark.parametrize("reward", [{}, {"group": "rank"}], ids=["samples", "groups"])
-async def test_a_reward_worker_waits_and_scores_what_it_holds(
-    broker: Broker, keys: Keys, store: CountingStore, reward: dict[str, Any]
-) -> None:
+async def test_a_reward_worker_waits_and_scores_what_it_holds(broker, keys, store, reward):
     await publish(broker, keys, store)
     go_away(store)
     async with worker(broker, keys, **reward):
@@ -74,9 +70,7 @@ async def test_a_reward_worker_waits_and_scores_what_it_holds(
     assert await length(broker, keys.dead) == 0
 
 
-async def test_a_worker_that_is_asked_to_stop_meanwhile_hands_back_what_it_holds(
-    broker: Broker, keys: Keys, store: CountingStore
-) -> None:
+async def test_a_worker_that_is_asked_to_stop_meanwhile_hands_back_what_it_holds(broker, keys, store):
     await publish(broker, keys, store)
     go_away(store)
     async with worker(broker, keys):
@@ -88,8 +82,8 @@ async def test_a_worker_that_is_asked_to_stop_meanwhile_hands_back_what_it_holds
 
 
 async def test_what_one_worker_cannot_read_for_a_lease_another_one_scores(
-    broker: Broker, keys: Keys, store: CountingStore, redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    broker, keys, store, redis_server, tmp_path
+):
     await publish(broker, keys, store)
     elsewhere = await Broker.connect(redis_server.url)
     elsewhere.claims = blind = CountingStore(tmp_path / "not mounted", 1)
@@ -105,8 +99,8 @@ async def test_what_one_worker_cannot_read_for_a_lease_another_one_scores(
 
 
 async def test_samples_that_came_with_one_that_is_waited_for_are_scored_meanwhile(
-    broker: Broker, keys: Keys, store: CountingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    broker, keys, store, monkeypatch
+):
     samples = await publish(broker, keys, store)
     is_back = asyncio.Event()
 
@@ -123,9 +117,7 @@ async def test_samples_that_came_with_one_that_is_waited_for_are_scored_meanwhil
     assert [score.status for score in found] == [ScoreStatus.OK] * 4
 
 
-async def test_a_reader_by_offset_gives_whole_trajectories_once_the_store_is_back(
-    broker: Broker, keys: Keys, store: CountingStore
-) -> None:
+async def test_a_reader_by_offset_gives_whole_trajectories_once_the_store_is_back(broker, keys, store):
     samples = await publish(broker, keys, store)
     go_away(store)
     reading = asyncio.create_task(OffsetReader(broker, keys.trajectories(), Trajectory).read())
@@ -135,9 +127,7 @@ async def test_a_reader_by_offset_gives_whole_trajectories_once_the_store_is_bac
     assert [entry.message for entry in await reading] == samples  # type: ignore[union-attr]
 
 
-async def test_the_archiver_leaves_in_redis_what_it_cannot_read_just_now(
-    broker: Broker, keys: Keys, store: CountingStore, tmp_path: Path
-) -> None:
+async def test_the_archiver_leaves_in_redis_what_it_cannot_read_just_now(broker, keys, store, tmp_path):
     samples = await publish(broker, keys, store)
     go_away(store)
     with pytest.raises(StoreError):
@@ -152,8 +142,8 @@ async def test_the_archiver_leaves_in_redis_what_it_cannot_read_just_now(
 
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_choices_are_waited_for_by_who_trains_them_and_by_an_archiver_that_keeps_them(
-    broker: Broker, keys: Keys, store: CountingStore, tmp_path: Path, keeps: bool
-) -> None:
+    broker, keys, store, tmp_path, keeps
+):
     ids = np.arange(3, dtype=np.int32)
     choices = Choices(rows={"kept": Rows.of_lists([[token, 30] for token in ids.tolist()])})
     sample = make_trajectory(0, 0, group_size=1, completion_ids=ids, choices=choices)

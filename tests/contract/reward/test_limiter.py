@@ -39,12 +39,9 @@ async def make(broker: Broker, keys: Keys) -> AsyncIterator[MakeLimiter]:
 class Holder:
     """Requests that are held until the test lets them go."""
 
-    def __init__(self) -> None:
+    def __init__(self, limiter: Limiter, count: int, lane: Lane = Lane.TRAIN, tokens: int = 0) -> None:
         self.num_held, self.gate = 0, asyncio.Event()
-        self.tasks: list[asyncio.Task[None]] = []
-
-    def start(self, limiter: Limiter, count: int, lane: Lane = Lane.TRAIN, tokens: int = 0) -> None:
-        self.tasks += [asyncio.create_task(self._hold(limiter, lane, tokens)) for _ in range(count)]
+        self.tasks = [asyncio.create_task(self._hold(limiter, lane, tokens)) for _ in range(count)]
 
     async def _hold(self, limiter: Limiter, lane: Lane, tokens: int) -> None:
         async with limiter.permit(lane, tokens):
@@ -54,10 +51,27 @@ class Holder:
             finally:
                 self.num_held -= 1
 
+    async def has(self, count: int) -> None:
+        await wait_until(lambda: self.num_held == count)
+
     async def cancel(self) -> None:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def hold(make: MakeLimiter) -> AsyncIterator[Callable[..., Holder]]:
+    """Ask a limiter for permits, and hold them; what is still held goes at the end."""
+    held: list[Holder] = []
+
+    def hold(*arguments: Any, **more: Any) -> Holder:
+        held.append(Holder(*arguments, **more))
+        return held[-1]
+
+    yield hold
+    for one in held:
+        await one.cancel()
 
 
 async def test_workers_together_stay_within_the_concurrency(make: MakeLimiter) -> None:
@@ -77,37 +91,28 @@ async def test_workers_together_stay_within_the_concurrency(make: MakeLimiter) -
     assert (peak, done) == (10, 180)
 
 
-async def test_evaluation_has_places_that_training_cannot_take(make: MakeLimiter) -> None:
-    trainer, evaluator = make(concurrency=5, evaluation_share=0.2), make(concurrency=5, evaluation_share=0.2)
-    training, evaluation = Holder(), Holder()
-    training.start(trainer, 20)
-    await wait_until(lambda: training.num_held == 4)
-    evaluation.start(evaluator, 1, Lane.EVAL)
-    await wait_until(lambda: evaluation.num_held == 1)
+async def test_evaluation_has_places_that_training_cannot_take(make, hold):
+    trainer, evaluator = [make(concurrency=5, evaluation_share=0.2) for _ in range(2)]
+    training = hold(trainer, 20)
+    await training.has(4)
+    await hold(evaluator, 1, Lane.EVAL).has(1)
     assert training.num_held == 4
-    await training.cancel()
-    await evaluation.cancel()
 
 
-async def test_what_becomes_free_goes_to_waiting_evaluation_first(make: MakeLimiter) -> None:
-    trainer, evaluator = make(concurrency=2, evaluation_share=0.0), make(concurrency=2, evaluation_share=0.0)
-    first, training, evaluation = Holder(), Holder(), Holder()
-    first.start(trainer, 2)
-    await wait_until(lambda: first.num_held == 2)
-    training.start(trainer, 50)
-    evaluation.start(evaluator, 2, Lane.EVAL)
+async def test_what_becomes_free_goes_to_waiting_evaluation_first(make, hold):
+    trainer, evaluator = [make(concurrency=2, evaluation_share=0.0) for _ in range(2)]
+    first = hold(trainer, 2)
+    await first.has(2)
+    training, evaluation = hold(trainer, 50), hold(evaluator, 2, Lane.EVAL)
     await wait_until(lambda: _waits(evaluator))  # it asked, and has to wait
     first.gate.set()
-    await wait_until(lambda: evaluation.num_held == 2)
+    await evaluation.has(2)
     assert training.num_held == 0
     evaluation.gate.set()
-    await wait_until(lambda: training.num_held == 2)
-    await training.cancel()
+    await training.has(2)
 
 
-async def test_training_gets_nothing_before_no_evaluation_waits_at_any_worker(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_training_gets_nothing_before_no_evaluation_waits_at_any_worker(broker, keys):
     """Nor between two that wait in one line, of which the second has not asked yet."""
 
     async def ask(lane: str, worker: str, num_evals: int, request: str, ended: str = "") -> int:
@@ -127,24 +132,19 @@ async def test_training_gets_nothing_before_no_evaluation_waits_at_any_worker(
     assert await ask("train", "u", 0, "t") == 1
 
 
-async def test_a_dead_workers_places_are_free_when_its_lease_ends(
-    make: MakeLimiter, broker: Broker, keys: Keys
-) -> None:
+async def test_a_dead_workers_places_are_free_when_its_lease_ends(make, hold, broker, keys):
     crashed, survivor = (make(concurrency=2, evaluation_share=0.0, lease_s=0.7) for _ in range(2))
-    lost, held = Holder(), Holder()
-    lost.start(crashed, 2)
-    await wait_until(lambda: lost.num_held == 2)
+    await hold(crashed, 2).has(2)
     first_end = await _lease_end(broker, keys)
     await wait_until(lambda: _is_after(broker, keys, first_end))  # as long as it lives, it renews
-    held.start(survivor, 2)
+
+    held = hold(survivor, 2)
     assert crashed._upkeep is not None
     crashed._upkeep.cancel()  # as if the process had been killed: no word to anybody
-    await wait_until(lambda: held.num_held == 2)
-    await lost.cancel()
-    await held.cancel()
+    await held.has(2)
 
 
-async def test_requests_per_minute_are_those_of_all_workers(make: MakeLimiter) -> None:
+async def test_requests_per_minute_are_those_of_all_workers(make):
     # 6000 a minute are 100 a second, of which 50 may come at once.
     workers = [make(requests_per_minute=6000, burst_s=0.5, evaluation_share=0.0) for _ in range(3)]
     started = time.monotonic()
@@ -153,9 +153,7 @@ async def test_requests_per_minute_are_those_of_all_workers(make: MakeLimiter) -
     assert time.monotonic() - started > 0.95
 
 
-async def test_tokens_are_drawn_by_estimate_and_put_right_after_the_answer(
-    make: MakeLimiter, broker: Broker, keys: Keys
-) -> None:
+async def test_tokens_are_drawn_by_estimate_and_put_right_after_the_answer(make, broker, keys):
     limiter = make(tokens_per_minute=6000, burst_s=60, evaluation_share=0.0)
     async with limiter.permit(Lane.TRAIN, 1000) as permit:
         assert await _level(broker, keys) == pytest.approx(5000, abs=1)
@@ -173,33 +171,26 @@ async def test_a_request_larger_than_the_burst_passes_once_the_bucket_is_full(ma
             pass
 
 
-async def test_training_leaves_tokens_to_evaluation(make: MakeLimiter) -> None:
+async def test_training_leaves_tokens_to_evaluation(make, hold):
     limiter = make(tokens_per_minute=1000, burst_s=60, evaluation_share=0.5)
-    training, evaluation = Holder(), Holder()
-    training.start(limiter, 10, tokens=100)
-    await wait_until(lambda: training.num_held == 5)
-    evaluation.start(limiter, 4, Lane.EVAL, tokens=100)
-    await wait_until(lambda: evaluation.num_held == 4)
+    training = hold(limiter, 10, tokens=100)
+    await training.has(5)
+    await hold(limiter, 4, Lane.EVAL, tokens=100).has(4)
     assert training.num_held == 5
-    await training.cancel()
-    await evaluation.cancel()
 
 
-async def test_who_gives_up_waiting_takes_no_place(make: MakeLimiter, broker: Broker) -> None:
+async def test_who_gives_up_waiting_takes_no_place(make, hold):
     limiter = make(concurrency=1, evaluation_share=0.0)
-    first, given_up, last = Holder(), Holder(), Holder()
-    first.start(limiter, 1)
-    await wait_until(lambda: first.num_held == 1)
-    given_up.start(limiter, 5)
-    last.start(limiter, 1)
+    first = hold(limiter, 1)
+    await first.has(1)
+    given_up, last = hold(limiter, 5), hold(limiter, 1)
     await asyncio.sleep(0)
     await given_up.cancel()
     first.gate.set()
-    await wait_until(lambda: last.num_held == 1)
-    await last.cancel()
+    await last.has(1)
 
 
-async def test_asking_twice_for_the_same_request_draws_once(broker: Broker, keys: Keys) -> None:
+async def test_asking_twice_for_the_same_request_draws_once(broker, keys):
     # A command whose answer was lost is repeated.
     names = [keys.limits("judge"), keys.requests("judge")]
     limits = ["train", 5000, 1, 60, 0, 1000, 0, "w", 0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.samples import make_sample
+from tests.support.rewards import make_sample
 from tests.support.waiting import wait_until
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.redis.broker import Broker
@@ -62,9 +62,7 @@ async def test_the_same_sample_is_paid_for_once_also_by_another_worker(broker: B
 @pytest.mark.parametrize(
     "other", [{"truth": "2"}, {"prompt": "q"}, {"extra_info": {"rubric": "new"}}, {"text": "t"}]
 )
-async def test_whatever_decides_a_reward_is_part_of_its_name(
-    broker: Broker, keys: Keys, other: dict[str, Any]
-) -> None:
+async def test_whatever_decides_a_reward_is_part_of_its_name(broker, keys, other):
     reward = Paid()
     cached = named(broker, keys, reward)
     await cached.score(sample("text"))
@@ -93,9 +91,7 @@ async def test_failures_are_not_kept(broker: Broker, keys: Keys) -> None:
     assert len(reward.asked) == 2
 
 
-async def test_equal_requests_at_once_share_one_call_and_one_that_gives_up_takes_nothing_away(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_equal_requests_at_once_share_one_call_and_one_that_gives_up_takes_nothing_away(broker, keys):
     reward = Paid()
     reward.gate.clear()
     cached = named(broker, keys, reward)
@@ -109,9 +105,7 @@ async def test_equal_requests_at_once_share_one_call_and_one_that_gives_up_takes
     assert [part.value for part in parts] == [1.0] * 3
 
 
-async def test_a_call_that_nobody_waits_for_any_more_is_paid_for_once_all_the_same(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_a_call_that_nobody_waits_for_any_more_is_paid_for_once_all_the_same(broker, keys):
     reward = Paid()
     reward.gate.clear()
     cached = named(broker, keys, reward)
@@ -124,9 +118,7 @@ async def test_a_call_that_nobody_waits_for_any_more_is_paid_for_once_all_the_sa
     assert len(reward.asked) == 1
 
 
-async def test_the_bound_holds_and_what_was_not_used_for_longest_goes_first(
-    broker: Broker, keys: Keys
-) -> None:
+async def test_the_bound_holds_and_what_was_not_used_for_longest_goes_first(broker, keys):
     values, used, size = keys.reward_cache
     await named(broker, keys, Paid()).score(sample("a"))
     entry_bytes = int(await broker.execute("HGET", size, "bytes"))

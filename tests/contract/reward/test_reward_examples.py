@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from tests.support.misbehaving import MisbehavingServer, answers, says
-from tests.support.reward_worker import scores, worker
-from tests.support.samples import make_sample
+from tests.support.rewards import make_sample, scores, worker
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import NamedRewardConfig, load_config
 from tidemill.common.redis.broker import Broker
@@ -54,9 +53,7 @@ THOUGHT = "<think>halves</think> <answer>1</answer>"
     ],
     ids=["plain", "components", "trl_format", "trl_accuracy", "trl_async", "reward_class", "group_ranking"],
 )
-async def test_functions(
-    broker: Broker, keys: Keys, reward: Any, texts: Any, extra: Any, values: Any
-) -> None:
+async def test_functions(broker, keys, reward, texts, extra, values):
     paths = {name: f"{EXAMPLES}/{reward[name]}" for name in ("function", "group") if name in reward}
     async with worker(broker, keys, **(reward | paths)):
         await append(broker, keys.trajectories(), *_group(texts, extra))

@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 
-from tests.support.model_servers import dependencies_of
-from tests.support.reward_worker import num_pending, scores, worker
-from tests.support.samples import make_sample
-from tests.support.scoring import Pool, obedient_functions
+from tests.support.rewards import (
+    Pool,
+    beat_of,
+    dependencies_of,
+    make_sample,
+    num_pending,
+    obedient_functions,
+    scores,
+    worker,
+)
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import NamedRewardConfig
-from tidemill.common.process.heartbeats import FAILURES, Heartbeat
-from tidemill.common.redis.broker import Broker
+from tidemill.common.process.heartbeats import FAILURES
 from tidemill.common.streams import append
-from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import ScoreStatus
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.remote.faults import RemoteFault
@@ -57,11 +61,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "waits"])
-@pytest.mark.parametrize("policy", ["drop_sample", "drop_group", -0.5])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("plain", "drop_sample"), ("plain", -0.5), ("waits", "drop_group")]
+)
 async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_counted(
-    broker: Broker, keys: Keys, tmp_path: Path, name: str, policy: str | float
-) -> None:
+    broker, keys, tmp_path, name, policy
+):
     path = tmp_path / "rewards.py"
     path.write_text(dedent(SOURCE))
     faults = FAULTS | ({"dies": (ScoreStatus.FAILED, "process of the reward")} if name == "plain" else {})
@@ -73,9 +78,7 @@ async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_c
             broker, keys.trajectories(), *[make_trajectory(t, text=text) for t, text in enumerate(texts)]
         )
         made = dict(zip(texts, await scores(broker, keys, len(texts)), strict=True))
-        beat = Heartbeat("w1", "reward")
-        for report in context.reporters:
-            report(beat)
+        beat = beat_of(context)
     assert (made["fine"].status, made["fine"].value) == (ScoreStatus.OK, 1.0)
     for text, (status, reason) in faults.items():
         score = made[text]

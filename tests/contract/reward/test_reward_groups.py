@@ -4,12 +4,11 @@ import contextlib
 import json
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.reward_worker import group, num_pending, scores, worker
+from tests.support.rewards import group, num_pending, scores, worker
 from tests.support.waiting import wait_until
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.redis.broker import Broker
@@ -78,31 +77,27 @@ SOURCE = """
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A file with functions."""
     (tmp_path / "rewards.py").write_text(dedent(SOURCE))
     return str(tmp_path / "rewards.py")
 
 
-@pytest.mark.parametrize(
-    ("config", "texts", "values", "said"),
-    [
-        ({"function": "FILE:number", "group": "FILE:by_hand", "group_kwargs": {"bonus": 9.0}},
-         ("4", "bad", "2"), [4.0, 9.0, 2.0], "ValueError"),
-        ({"function": "FILE:number", "group": "replace_failures_by_mean"},
-         ("4", "bad", "2"), [4.0, 3.0, 2.0], "ValueError"),
-        ({"function": "FILE:number", "group": "replace_failures_by_mean"},
-         ("bad", "bad"), [None, None], "ValueError"),
-        ({"function": "FILE:number", "group": "FILE:breaks"}, ("2", "4"), [None, None], "no group today"),
-        ({"function": "FILE:number", "group": "FILE:short"}, ("2", "4"), [None, None], "expected 2"),
-        ({"function": "FILE:number", "group": "FILE:picks"}, ("4", "2"), [None, 2.0], ""),
-        ({"function": "FILE:Fills"}, ("4", "bad", "2"), [4.0, 3.0, 2.0], "ValueError"),
-        ({"rewards": {"a": {"function": "FILE:Breaks", "on_failure": 0.5}, "b": {"function": "FILE:length"}}},
-         ("4", "3"), [1.5, 1.5], "no group today"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "texts", "values", "said"), [
+    ({"function": "FILE:number", "group": "FILE:by_hand", "group_kwargs": {"bonus": 9.0}},
+     ("4", "bad", "2"), [4.0, 9.0, 2.0], "ValueError"),
+    ({"function": "FILE:number", "group": "replace_failures_by_mean"},
+     ("4", "bad", "2"), [4.0, 3.0, 2.0], "ValueError"),
+    ({"function": "FILE:number", "group": "replace_failures_by_mean"},
+     ("bad", "bad"), [None, None], "ValueError"),
+    ({"function": "FILE:number", "group": "FILE:breaks"}, ("2", "4"), [None, None], "no group today"),
+    ({"function": "FILE:number", "group": "FILE:short"}, ("2", "4"), [None, None], "expected 2"),
+    ({"function": "FILE:number", "group": "FILE:picks"}, ("4", "2"), [None, 2.0], ""),
+    ({"function": "FILE:Fills"}, ("4", "bad", "2"), [4.0, 3.0, 2.0], "ValueError"),
+    ({"rewards": {"a": {"function": "FILE:Breaks", "on_failure": 0.5}, "b": {"function": "FILE:length"}}},
+     ("4", "3"), [1.5, 1.5], "no group today"),
+])  # fmt: skip
 async def test_what_is_made_of_a_whole_group_replaces_its_scores_and_failures(
-    broker: Broker, keys: Keys, path: str, config: Any, texts: Any, values: Any, said: str
-) -> None:
+    broker, keys, path, config, texts, values, said
+):
     """`said` is the second sample's: why it failed, or had failed before."""
     tree = json.loads(json.dumps(config).replace("FILE", path))
     async with worker(broker, keys, **tree, max_attempts=1) as context:
@@ -114,9 +109,7 @@ async def test_what_is_made_of_a_whole_group_replaces_its_scores_and_failures(
     assert said in f"{made[1].error} {made[1].detail}"
 
 
-async def test_a_group_is_published_at_once_when_its_last_score_is_in(
-    broker: Broker, keys: Keys, path: str
-) -> None:
+async def test_a_group_is_published_at_once_when_its_last_score_is_in(broker, keys, path):
     first, *others = [
         sample.model_copy(update={"completion_ids": np.array([place, 7, 8], np.int32)})
         for place, sample in enumerate(group("4", "1", "3", "1"))
@@ -148,9 +141,7 @@ async def test_every_group_is_scored_once_by_several_workers(broker: Broker, key
     assert [score.value for score in made] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0] * 20)
 
 
-async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(
-    broker: Broker, keys: Keys, path: str
-) -> None:
+async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(broker, keys, path):
     function = f"{path}:Agent"
     async with worker(broker, keys, function=function, kwargs={"scale": 2.0}, max_attempts=1):
         for lane in Lane:
@@ -164,8 +155,8 @@ async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(
 
 @pytest.mark.parametrize(("name", "wanted"), [("Agent", [1.0, 0.0]), ("Waits", [5.0, 4.0])])
 async def test_a_reward_class_post_processes_its_own_scores_beside_other_rewards(
-    broker: Broker, keys: Keys, path: str, name: str, wanted: list[float]
-) -> None:
+    broker, keys, path, name, wanted
+):
     rewards = {
         "agent": {"function": f"{path}:{name}", "max_attempts": 1, "weight": 10},
         "length": {"function": f"{path}:length", "weight": 0},
@@ -193,9 +184,7 @@ async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys:
             assert made[2].components == {"longest": None, "length": 0.0}
 
 
-async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring_again(
-    broker: Broker, keys: Keys, path: str
-) -> None:
+async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring_again(broker, keys, path):
     trajectories = group("4", "2")
     await append(broker, keys.trajectories(), *trajectories)
     dead = Consumer(
@@ -233,9 +222,7 @@ async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, ke
     assert await broker.execute("XLEN", keys.scores()) == 4
 
 
-async def test_what_a_dead_group_left_behind_is_deleted_and_nothing_else(
-    broker: Broker, keys: Keys, path: str
-) -> None:
+async def test_what_a_dead_group_left_behind_is_deleted_and_nothing_else(broker, keys, path):
     async with worker(broker, keys, function=f"{path}:number", group="rank"):
         await append(broker, keys.trajectories(), *group("4", "2")[:1], *group("1", "2", ticket=1)[:1])
         await wait_until(lambda: _is_settled(broker, keys))

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.reward_worker import num_pending
-from tests.support.rewards import scorer_of
+from tests.support.rewards import beat_of, num_pending, scorer_of
 from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
-from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Consumer, append, ensure_group, group_status, read_range
@@ -30,19 +28,21 @@ from tidemill.common.wire.messages import (
     ScoreStatus,
     Trajectory,
 )
-from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
+from tidemill.services.reward.outcome import Reward, RewardOutcome
 from tidemill.services.reward.rewards.groups import PostProcessing
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.reward.worker import RewardLane, Scorer, WorkerMetrics, serve
 
 
 class GatedReward(Reward):
-    """A reward whose samples wait until the test lets them go."""
+    """A reward whose samples wait until the test lets them go, where it is not open from the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_open: bool = False) -> None:
         self.started: Counter[tuple[int, int]] = Counter()
         self.cancelled: Counter[tuple[int, int]] = Counter()
         self.gate = asyncio.Event()
+        if is_open:
+            self.gate.set()
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         self.started[sample.key] += 1
@@ -51,8 +51,6 @@ class GatedReward(Reward):
         except asyncio.CancelledError:
             self.cancelled[sample.key] += 1
             raise
-        if sample.trajectory.text == "fail":
-            raise AttemptError("as the test wants", is_final=True)
         return RewardOutcome(float(sample.key[0]))
 
     async def close(self) -> None: ...
@@ -95,10 +93,19 @@ def start(broker: Broker, keys: Keys) -> Callable[..., Any]:
     def start(scored_by: Any, name: str = "w1", lane: Lane = Lane.TRAIN, **sections: Any) -> Any:
         config = make_config(**sections)
         context = make_context(broker, keys, config, name)
-        scorer = scorer_of(scored_by, config.reward, name)
-        return running(make_lane(context, lane, scorer).run(), context)
+        return running(make_lane(context, lane, scorer_of(scored_by, config.reward, name)).run(), context)
 
     return start
+
+
+@pytest.fixture
+def put(broker: Broker, keys: Keys) -> Callable[..., Any]:
+    """Append trajectories of these tickets."""
+
+    async def put(*tickets: int, lane: Lane = Lane.TRAIN, **fields: Any) -> None:
+        await append(broker, keys.trajectories(lane), *(make_trajectory(t, **fields) for t in tickets))
+
+    return put
 
 
 async def test_every_trajectory_of_both_lanes_gets_exactly_one_score(broker: Broker, keys: Keys) -> None:
@@ -120,79 +127,60 @@ async def test_every_trajectory_of_both_lanes_gets_exactly_one_score(broker: Bro
         assert await num_pending(broker, keys, lane) == 0
 
 
-async def test_demonstrations_are_acknowledged_and_get_no_score(broker: Broker, keys: Keys) -> None:
-    numbers = [0, FIRST_DEMONSTRATION, 1, FIRST_DEMONSTRATION + 1, FIRST_DEMONSTRATION + 2]
-    await append(broker, keys.trajectories(), *(make_trajectory(number, text="#### 1") for number in numbers))
+async def test_demonstrations_are_acknowledged_and_get_no_score(put, broker, keys):
+    await put(0, FIRST_DEMONSTRATION, 1, FIRST_DEMONSTRATION + 1, FIRST_DEMONSTRATION + 2)
     context = make_context(broker, keys, make_config(reward={"function": "gsm8k"}))
     async with running(serve(context), context):
         await wait_until(lambda: _has(broker, keys, 2, Lane.TRAIN))
     assert [score.ticket for score in await scores(broker, keys)] == [0, 1]
-    status = await group_status(broker, keys.trajectories(), REWARD_GROUP)
-    assert status is not None and status.pending == 0
+    assert await num_pending(broker, keys) == 0
 
 
-async def test_a_heartbeat_counts_what_became_of_the_trajectories(broker: Broker, keys: Keys) -> None:
-    trajectories = [make_trajectory(0), make_trajectory(1, ground_truth="not a number")]
-    await append(broker, keys.trajectories(), *trajectories)
+async def test_a_heartbeat_counts_what_became_of_the_trajectories(put, broker, keys):
+    await put(0)
+    await put(1, ground_truth="not a number")
     context = make_context(broker, keys, make_config(reward={"function": "gsm8k"}))
     async with running(serve(context), context):
         await wait_until(lambda: _has(broker, keys, 2))
         await wait_until(lambda: context.activity.state == "wait:trajectories")
-        beat = Heartbeat("w1", "reward")
-        for report in context.reporters:
-            report(beat)
-    assert {name: beat.counts[name] for name in ("in_flight", "scored", "failed", "timeout")} == {
-        "in_flight": 0,
-        "scored": 2,
-        "failed": 1,
-        "timeout": 0,
-    }
-    assert beat.counts["per_s"] > 0
+        counts = beat_of(context).counts
+    expected = {"in_flight": 0, "scored": 2, "failed": 1, "timeout": 0}
+    assert {name: counts[name] for name in expected} == expected and counts["per_s"] > 0
     failed = next(score for score in await scores(broker, keys) if score.ticket == 1)
-    assert (failed.status, failed.value) == (ScoreStatus.FAILED, None)
-    assert "ground truth" in failed.error
+    assert (failed.status, failed.value) == (ScoreStatus.FAILED, None) and "ground truth" in failed.error
 
 
 async def test_entries_that_cannot_be_decoded_are_dead_lettered_and_the_rest_goes_on(
-    broker: Broker, keys: Keys, start: Any
-) -> None:
-    stream, reward = keys.trajectories(), GatedReward()
-    reward.gate.set()
-    garbage = {b"v": b"1.0", b"p": b"\xc1 not msgpack"}
+    put, start, broker, keys
+):
+    stream, garbage = keys.trajectories(), {b"v": b"1.0", b"p": b"\xc1 not msgpack"}
     await broker.execute("XADD", stream, "*", *[part for pair in garbage.items() for part in pair])
-    await append(broker, stream, make_trajectory(1))
+    await put(1)
     await broker.execute("XADD", stream, "*", "nothing", "known")
     await broker.execute("XADD", stream, "*", "v", "9.0", "p", "x")
-    await append(broker, stream, make_trajectory(2))
-    async with start(reward):
+    await put(2)
+    async with start(GatedReward(is_open=True)):
         await wait_until(lambda: _has(broker, keys, 2))
         await wait_until(lambda: _are_dead(broker, keys, 3))
     dead = await dead_entries(broker, keys)
     assert [score.key for score in await scores(broker, keys)] == [(1, 0), (2, 0)]
     assert {entry.origin for entry in dead} == {"trajectories"}
     assert dead[0].fields == {"v": garbage[b"v"], "p": garbage[b"p"]}
-    assert "not msgpack" in dead[0].error
-    assert "schema 9.0" in dead[2].error
+    assert "not msgpack" in dead[0].error and "schema 9.0" in dead[2].error
     assert await num_pending(broker, keys) == 0
 
 
-async def test_a_trajectory_that_killed_too_many_workers_is_dead_lettered(
-    broker: Broker, keys: Keys, start: Any
-) -> None:
-    await append(broker, keys.trajectories(), make_trajectory(1), make_trajectory(2))
-    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
-    for attempt in range(2):  # workers that die with the first trajectory in hand, long ago
-        command = ("XREADGROUP", "GROUP", REWARD_GROUP, f"dead{attempt}", "COUNT", 1, "STREAMS")
-        if attempt == 0:
-            await broker.execute(*command, keys.trajectories(), ">")
-        first = (await read_range(broker, keys.trajectories(), Trajectory))[0].entry_id
-        options = ("IDLE", 3_600_000, "RETRYCOUNT", attempt + 1)
-        await broker.execute(
-            "XCLAIM", keys.trajectories(), REWARD_GROUP, f"dead{attempt}", 0, first, *options
-        )
-    reward = GatedReward()
-    reward.gate.set()
-    async with start(reward, streams={"max_attempts": 2, "lease_s": 2.0}):
+async def test_a_trajectory_that_killed_too_many_workers_is_dead_lettered(put, start, broker, keys):
+    stream = keys.trajectories()
+    await put(1, 2)
+    await ensure_group(broker, stream, REWARD_GROUP)
+    group = (stream, REWARD_GROUP)
+    await broker.execute("XREADGROUP", "GROUP", REWARD_GROUP, "dead", "COUNT", 1, "STREAMS", stream, ">")
+    first = (await read_range(broker, stream, Trajectory))[0].entry_id
+    # Two workers have died with the first trajectory in hand, long ago.
+    await broker.execute("XCLAIM", *group, "dead", 0, first, "IDLE", 3_600_000, "RETRYCOUNT", 2)
+
+    async with start(GatedReward(is_open=True), streams={"max_attempts": 2, "lease_s": 2.0}):
         await wait_until(lambda: _has(broker, keys, 1))
         (entry,) = await wait_until(lambda: dead_entries(broker, keys))
     assert [score.key for score in await scores(broker, keys)] == [(2, 0)]
@@ -201,11 +189,9 @@ async def test_a_trajectory_that_killed_too_many_workers_is_dead_lettered(
     assert await num_pending(broker, keys) == 0
 
 
-async def test_a_worker_that_lost_its_lease_stops_and_publishes_nothing(
-    broker: Broker, keys: Keys, start: Any
-) -> None:
+async def test_a_worker_that_lost_its_lease_stops_and_publishes_nothing(put, start, broker, keys):
     reward = GatedReward()
-    await append(broker, keys.trajectories(), make_trajectory(1))
+    await put(1)
     async with start(reward, streams={"lease_s": 0.3}):
         await wait_until(lambda: reward.started[1, 0])
         await _steal_all(broker, keys)
@@ -215,29 +201,25 @@ async def test_a_worker_that_lost_its_lease_stops_and_publishes_nothing(
     assert await num_pending(broker, keys) == 1  # the thief's
 
 
-async def test_a_lease_lost_just_before_publishing_publishes_nothing(
-    broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lease_lost_just_before_publishing_publishes_nothing(put, start, broker, keys, monkeypatch):
     reward, counted = GatedReward(), []
     monkeypatch.setattr(WorkerMetrics, "published", lambda _, lane, score: counted.append(score.key))
-    await append(broker, keys.trajectories(), make_trajectory(1))
+    await put(1)
     async with start(reward, streams={"lease_s": 60.0}, reward={"max_in_flight": 1}):
         await wait_until(lambda: reward.started[1, 0])
         await _steal_all(broker, keys)  # no renewal is due that could notice
         reward.gate.set()
-        await append(broker, keys.trajectories(), make_trajectory(2))
+        await put(2)
         await wait_until(lambda: _has(broker, keys, 1))  # and the slot is free again
     assert [score.key for score in await scores(broker, keys)] == counted == [(2, 0)]
 
 
-async def test_no_more_is_fetched_than_there_are_free_slots(broker: Broker, keys: Keys, start: Any) -> None:
-    reward = GatedReward()
-    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(10)])
+async def test_no_more_is_fetched_than_there_are_free_slots(put, start, broker, keys):
+    reward, other = GatedReward(), GatedReward(is_open=True)
+    await put(*range(10))
     async with start(reward, reward={"max_in_flight": 3}):
         await wait_until(lambda: len(reward.started) == 3)
         assert await num_pending(broker, keys) == 3
-        other = GatedReward()
-        other.gate.set()
         async with start(other, name="w2"):  # what the first has no slots for is free for a second
             await wait_until(lambda: len(other.started) == 7)
         reward.gate.set()
@@ -245,7 +227,7 @@ async def test_no_more_is_fetched_than_there_are_free_slots(broker: Broker, keys
     assert not set(reward.started) & set(other.started)
 
 
-async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: Broker, keys: Keys) -> None:
+async def test_evaluation_is_scored_while_every_training_slot_is_taken(put, broker, keys):
     held, config = GatedReward(), make_config(reward={"max_in_flight": 2})
     context = make_context(broker, keys, config)
 
@@ -254,103 +236,87 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(broker: B
             return RewardOutcome(1.0) if sample.is_evaluation else await held.score(sample)
 
     scorer = scorer_of(TrainingHangs(), config.reward)
-    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(5)])
+    await put(*range(5))
     lanes = [make_lane(context, lane, scorer).run() for lane in Lane]
     async with running(asyncio.gather(*lanes), context):  # type: ignore[arg-type]
         await wait_until(lambda: len(held.started) == 2)
-        await append(broker, keys.trajectories(Lane.EVAL), *[make_trajectory(ticket) for ticket in range(5)])
+        await put(*range(5), lane=Lane.EVAL)
         await wait_until(lambda: _has(broker, keys, 5, Lane.EVAL))
         assert await scores(broker, keys) == []
         held.gate.set()
 
 
-async def test_scores_that_finish_together_are_published_in_few_calls(
-    broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches: list[int] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Of each call that publishes: how many scores, how many samples it asks for, how many it then holds."""
+    made: list[tuple[int, int, int]] = []
     complete = Consumer.complete
 
-    async def count(self: Any, results: Any, out_key: str, ahead: int) -> list[bool]:
-        batches.append(len(results))
-        assert ahead == 0, "there are free slots: the lane asks anyway"
-        return await complete(self, results, out_key, ahead)
+    async def noting(self: Any, results: Any, out_key: str, ahead: int) -> list[bool]:
+        flags = await complete(self, results, out_key, ahead)
+        made.append((len(results), ahead, len(self.held)))
+        return flags
 
-    monkeypatch.setattr(Consumer, "complete", count)
+    monkeypatch.setattr(Consumer, "complete", noting)
+    return made
+
+
+async def test_scores_that_finish_together_are_published_in_few_calls(put, start, calls, broker, keys):
     reward = GatedReward()
-    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(50)])
+    await put(*range(50))
     async with start(reward):
         await wait_until(lambda: len(reward.started) == 50)
         reward.gate.set()
         await wait_until(lambda: _has(broker, keys, 50))
-    assert sum(batches) == 50
-    assert len(batches) <= 3
+    assert sum(num_scores for num_scores, _, _ in calls) == 50 and len(calls) <= 3
+    assert {ahead for _, ahead, _ in calls} == {0}, "there are free slots: the lane asks anyway"
 
 
-async def test_a_full_lane_gets_its_next_samples_with_the_acknowledgement(
-    broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-    complete = Consumer.complete
-
-    async def count(self: Any, results: Any, out_key: str, ahead: int) -> list[bool]:
-        flags = await complete(self, results, out_key, ahead)
-        asked.append((ahead, len(self.held)))
-        return flags
-
-    monkeypatch.setattr(Consumer, "complete", count)
+async def test_a_full_lane_gets_its_next_samples_with_the_acknowledgement(put, start, calls, broker, keys):
     reward = GatedReward()
-    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(7)])
+    await put(*range(7))
     async with start(reward, reward={"max_in_flight": 3}):
         await wait_until(lambda: len(reward.started) == 3)
         reward.gate.set()
         await wait_until(lambda: _has(broker, keys, 7))
-    assert asked[0] == (3, 3), "the freed slots are taken already"
+    assert calls[0][1:] == (3, 3), "the freed slots are taken already"
     assert sorted(score.key[0] for score in await scores(broker, keys)) == list(range(7))
     assert await num_pending(broker, keys) == 0
 
 
-async def test_stopping_hands_back_what_does_not_finish_in_time(
-    broker: Broker, keys: Keys, start: Any
-) -> None:
-    stuck, trajectories = GatedReward(), [make_trajectory(ticket) for ticket in range(3)]
-    await append(broker, keys.trajectories(), *trajectories)
+async def test_stopping_hands_back_what_does_not_finish_in_time(put, start, broker, keys):
+    stuck = GatedReward()
+    await put(*range(3))
     async with start(stuck, streams={"lease_s": 1.0, "drain_s": 0.05}):
         await wait_until(lambda: len(stuck.started) == 3)
     assert stuck.cancelled.total() == 3
     *_, holders = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP)
     assert [name.decode() for name, _ in holders] == [NOBODY], "nobody waits for a lease to end"
-    next_worker = GatedReward()
-    next_worker.gate.set()
-    async with start(next_worker, name="w2", streams={"lease_s": 1.0, "max_attempts": 1}):
+
+    async with start(GatedReward(is_open=True), name="w2", streams={"lease_s": 1.0, "max_attempts": 1}):
         await wait_until(lambda: _has(broker, keys, 3))  # at once, and the hand-back was no failed attempt
     assert await dead_entries(broker, keys) == []
 
 
-async def test_stopping_finishes_what_does_and_leaves_the_group(
-    broker: Broker, keys: Keys, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stopping_finishes_what_does_and_leaves_the_group(put, start, broker, keys, monkeypatch):
     # Scores are still gathered when the lane no longer fetches: it must not leave before they are published.
     monkeypatch.setattr("tidemill.services.reward.worker.GATHER_S", 1.0)
     reward = GatedReward()
-    await append(broker, keys.trajectories(), *[make_trajectory(ticket) for ticket in range(3)])
+    await put(*range(3))
     async with start(reward) as worker:
         await wait_until(lambda: len(reward.started) == 3)
         asyncio.get_running_loop().call_later(0.1, reward.gate.set)
-    assert worker.done()
-    assert len(await scores(broker, keys)) == 3
+    assert worker.done() and len(await scores(broker, keys)) == 3
     status = await group_status(broker, keys.trajectories(), REWARD_GROUP)
-    assert status is not None
-    assert (status.pending, status.consumers) == (0, 0)
+    assert status is not None and (status.pending, status.consumers) == (0, 0)
 
 
-async def test_an_error_nobody_expected_ends_the_worker_instead_of_one_lane(
-    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_nobody_expected_ends_the_worker_instead_of_one_lane(put, broker, keys, monkeypatch):
     async def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Scorer, "score", broken)
-    await append(broker, keys.trajectories(), make_trajectory(1))
+    await put(1)
     context = make_context(broker, keys, make_config(reward={"function": "gsm8k"}))
     with pytest.raises(ExceptionGroup):
         await asyncio.wait_for(serve(context), 120)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.misbehaving import MisbehavingServer, answers, hangs, says
-from tests.support.model_servers import announce_replica
+from tests.support.rewards import announce_replica
 from tests.support.waiting import wait_until
 from tidemill.common.config import ServersConfig
 from tidemill.common.process import heartbeats
@@ -47,11 +47,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def over(
-        self,
-        *found: MisbehavingServer,
-        patience_s: float = 20.0,
-        registers: bool = False,
-        **limits: Any,
+        self, *found: MisbehavingServer, patience_s: float = 20.0, registers: bool = False, **limits: Any
     ) -> AsyncIterator[Servers]:
         urls = [server.url for server in found]
         config = ServersConfig.model_validate({"base_urls": urls, "patience_s": patience_s, "limits": limits})
@@ -98,9 +94,7 @@ async def test_a_replica_to_avoid_is_asked_only_when_there_is_no_other(stage: St
 
 
 @pytest.mark.parametrize("written", ["http://[", "http://a:b/", "http://a:0/", "x", "file:///etc", ""])
-async def test_what_is_no_address_is_no_replica(
-    stage: Stage, broker: Broker, keys: Keys, written: str
-) -> None:
+async def test_what_is_no_address_is_no_replica(stage, broker, keys, written):
     """One password of a reward worker must not end the judge of all others."""
     await announce_replica(broker, keys, "judge", written)
     async with servers(1) as (well,), stage.over(well, registers=True) as router:
@@ -125,9 +119,7 @@ async def test_a_server_without_a_health_page_counts_as_healthy(stage: Stage) ->
         assert router.states()["up"] == 1
 
 
-async def test_a_replica_that_fails_in_a_row_rests_until_a_trial_succeeds(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_that_fails_in_a_row_rests_until_a_trial_succeeds(stage, monkeypatch):
     monkeypatch.setattr(resting, "FIRST_REST_S", 0.2)
     async with servers(2) as (broken, well), stage.over(broken, well) as router:
         for _ in range(resting.FAILURES_BEFORE_REST):
@@ -143,9 +135,7 @@ async def test_a_replica_that_fails_in_a_row_rests_until_a_trial_succeeds(
         assert router.states()["up"] == 2
 
 
-async def test_replicas_join_and_leave_through_redis_while_requests_go_on(
-    stage: Stage, broker: Broker, keys: Keys
-) -> None:
+async def test_replicas_join_and_leave_through_redis_while_requests_go_on(stage, broker, keys):
     async with servers(2) as (first, second), stage.over(registers=True) as router:
         waiting = asyncio.create_task(_leased(router))
         beat = await announce_replica(broker, keys, "judge", first.url)
@@ -159,9 +149,7 @@ async def test_replicas_join_and_leave_through_redis_while_requests_go_on(
         assert await _leased(router) == second.url
 
 
-async def test_a_replica_that_falls_silent_is_none_any_more(
-    broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_that_falls_silent_is_none_any_more(broker, keys, monkeypatch):
     await announce_replica(broker, keys, "judge", "http://127.0.0.1:1/v1")
     assert await read_replicas(broker, keys, "judge") == ["http://127.0.0.1:1/v1"]
     monkeypatch.setattr(heartbeats, "GONE_AFTER_S", 0.5)
@@ -261,9 +249,7 @@ async def test_a_server_that_asks_for_a_pause_costs_no_attempt(stage: Stage, sta
 
 
 @pytest.mark.parametrize(("status", "headers"), [(429, {"Retry_After": "30"}), (500, {})])
-async def test_without_patience_another_server_is_asked_all_the_same(
-    stage: Stage, status: int, headers: dict[str, str]
-) -> None:
+async def test_without_patience_another_server_is_asked_all_the_same(stage, status, headers):
     async with servers(2) as (gone, well), stage.over(gone, well, patience_s=0.0) as calls:
 
         async def goes(server: MisbehavingServer, writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:

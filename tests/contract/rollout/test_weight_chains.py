@@ -49,8 +49,6 @@ def chain(model: Path, tmp_path: Path) -> Chain:
 
 
 class Following:
-    """A worker's engine and follower."""
-
     def __init__(self, engine: WatchedEngine, follower: WeightFollower, announce: Callable[..., Any]) -> None:
         self.engine, self.follower, self.announce = engine, follower, announce
 

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.runner import Proof
 from tests.support.preloaded import REPO
+from tests.support.waiting import has_ended
 
 FACTS = {"vllm_problem": "", "bfloat16_problem": "", "gpus": []}
 
@@ -24,9 +24,7 @@ def part(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Part:
     return Part("own", "a program", "program_of_a_part", 1)
 
 
-def test_a_part_that_runs_over_its_time_is_ended_with_all_that_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_runs_over_its_time_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     """Also a process in a session of its own, and one that does not end when it is asked."""
     program = (
         "import signal, subprocess, sys, time\n"
@@ -41,7 +39,7 @@ def test_a_part_that_runs_over_its_time_is_ended_with_all_that_it_started(
     assert record["state"] == "late" and record["tail"].startswith("started ")
     child = int(record["tail"].split()[1])
     until = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    while not has_ended(child):
         assert time.monotonic() < until, "the part's child goes on"
 
 

@@ -80,9 +80,7 @@ class TestServers:
         check(self.model(folder, args=["--chat-template", str(tmp_path / "chat.jinja")]))
         check(self.model(folder, "text"))
 
-    def test_gpus_that_are_not_there(
-        self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_gpus_that_are_not_there(self, check, tmp_path, monkeypatch):
         tool = tmp_path / "bin" / "nvidia-smi"
         tool.parent.mkdir()
         tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: 1)'\necho 'GPU 1: A (UUID: 2)'\n")

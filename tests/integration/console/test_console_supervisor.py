@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import has_ended, wait_until
 from tidemill.services.console.processes.forks import ForkServer
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec
@@ -89,7 +89,7 @@ async def test_a_service_is_forked_until_the_fork_server_ends(tmp_path: Path, gu
     server.process.kill()
     third = await started(3)
     # Nobody would see its end, so it was killed; it may still be on the kernel's list.
-    assert not second.is_running() or second.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(second)
     assert third.ppid() == os.getpid()
     supervisor.stop()
     assert (await running).ending is Ending.STOPPED
@@ -158,8 +158,8 @@ async def test_a_process_that_dies_is_started_again_into_the_same_log(tmp_path: 
     ],
 )
 async def test_a_mistake_of_the_user_or_a_cpu_that_lacks_an_instruction_ends_the_run(
-    tmp_path: Path, guard: Guard, program: str, said: str
-) -> None:
+    tmp_path, guard, program, said
+):
     stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": program})
     outcome = await stage.run()
     assert outcome.ending is Ending.FAILED and outcome.exit_code in (2, -signal.SIGILL)
@@ -167,9 +167,7 @@ async def test_a_mistake_of_the_user_or_a_cpu_that_lacks_an_instruction_ends_the
     assert stage.supervisor.statuses["rollout"].restarts == 0
 
 
-async def test_a_process_that_keeps_dying_is_given_up(
-    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_keeps_dying_is_given_up(tmp_path, guard, monkeypatch):
     monkeypatch.setattr("tidemill.services.console.processes.supervisor.LONGEST_PAUSE_S", 0.001)
     stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": "raise SystemExit('no such judge')"})
     outcome = await stage.run()
@@ -211,12 +209,10 @@ async def test_children_of_a_dead_process_do_not_outlive_it(tmp_path: Path, guar
     child = int(await wait_until(lambda: log.read_text().strip()))
     os.kill(process.pid, signal.SIGKILL)
     assert await process.wait() == -signal.SIGKILL
-    await wait_until(lambda: not _is_running(child))
+    await wait_until(lambda: has_ended(child))
 
 
-async def test_a_redis_that_dies_comes_back_with_its_data_at_the_same_address(
-    tmp_path: Path, guard: Guard
-) -> None:
+async def test_a_redis_that_dies_comes_back_with_its_data_at_the_same_address(tmp_path, guard):
     events: list[str] = []
     folder = RunFolder(tmp_path, "run")
     folder.path.mkdir()
@@ -255,16 +251,8 @@ async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]
     assert process.stdout.readline() == "ready\n"
-    assert all(map(_is_running, pids))
+    assert not any(map(has_ended, pids))
     process.kill()
     process.wait()
-    await wait_until(lambda: not any(map(_is_running, pids)), what="both children to be ended")
+    await wait_until(lambda: all(map(has_ended, pids)), what="both children to be ended")
     await wait_until(lambda: not socket_folder.exists())
-
-
-def _is_running(pid: int) -> bool:
-    """Whether the process is there and not only waiting for someone to take note of its end."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

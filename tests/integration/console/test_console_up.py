@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.checked_runs import write_run
 from tests.support.preloaded import tidemill
-from tests.support.waiting import wait_until
+from tests.support.waiting import has_ended, wait_until
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History, StreamName
@@ -119,9 +119,7 @@ def test_a_mistake_found_by_a_service_exits_with_2(config: Path, capfd: pytest.C
     assert f"tidemill up '{config}' --run-id wrong --resume" in error
 
 
-def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints_exits_with_1(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints_exits_with_1(config, capfd):
     options = UpOptions(config=config, run_id="twice")
     assert run_up(options, specs_with()) == 0
     with pytest.raises(ConfigError, match="exists already") as caught:
@@ -179,7 +177,7 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert b"stopped after 2 of 3 steps" in error and b"--run-id held --resume" in error
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert all(map(has_ended, children))
     assert await asyncio.to_thread(subprocess.call, [*command, "resume"], timeout=120) == 0
     assert "everything that was expected" in tidemill("status", "held", **os.environ).stdout
 
@@ -204,9 +202,7 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("what", IMPORTS)
-def test_what_must_be_quick_imports_no_model_and_nothing_that_it_does_not_need(
-    config: Path, what: str
-) -> None:
+def test_what_must_be_quick_imports_no_model_and_nothing_that_it_does_not_need(config, what):
     code, unwanted = IMPORTS[what]
     program = (
         "import sys, contextlib, io\n"

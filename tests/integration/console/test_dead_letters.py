@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 
 from tests.support.letters import make_ticket
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.training import assert_nothing_lost, make_score, messages, num_commits
+from tests.support.training import assert_nothing_lost, make_score, messages
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.run.state import read_state
@@ -101,11 +101,7 @@ async def test_poison_and_refused_prompts_do_not_stop_the_run(tmp_path: Path) ->
         run.start("rollout", "", "model.max_model_len=12", "data.max_prompt_tokens=4")
         run.start("reward")
         run.start("trainer")
-
-        async def has_commits() -> bool:
-            return await num_commits(run.broker, keys) >= 2
-
-        await wait_until(has_commits)
+        await run.reach(2)
         await poison(run)
         run.kill("trainer")  # or what is among the commits would never be read
         run.start("trainer")

@@ -107,9 +107,7 @@ def test_a_stretch_of_steps_a_failing_reward_and_a_name_for_the_sandbox(runs: Pa
     assert again.returncode == 2 and "second is there already" in again.stderr
 
 
-def test_sessions_are_rescored_from_their_conversation_and_from_what_their_environment_gave(
-    tmp_path: Path,
-) -> None:
+def test_sessions_are_rescored_from_their_conversation_and_from_what_their_environment_gave(tmp_path):
     (tmp_path / "calls.py").write_text(CALLS)
     config = make_config(
         run_id="sessions",

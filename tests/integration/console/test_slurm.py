@@ -74,9 +74,7 @@ def test_scripts_say_what_slurm_has_to_know(tmp_path: Path) -> None:
         (("--set", "trainer.stepz=1"), "stepz"),
     ],
 )
-def test_what_cannot_run_is_refused_and_nothing_written(
-    tmp_path: Path, words: tuple[str, ...], named: str
-) -> None:
+def test_what_cannot_run_is_refused_and_nothing_written(tmp_path, words, named):
     output = tmp_path / "scripts"
     config = str(REPO / "examples/arith/config.yaml")
     done = tidemill(tmp_path / "runs", "slurm", config, "-o", str(output), *words)
@@ -104,9 +102,7 @@ def test_what_skypilot_reads_fits_its_own_schema(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not is_installed(), reason="no Slurm that this user may start (apt install slurmd slurmctld)"
 )
-async def test_a_run_goes_on_where_a_node_is_drained_and_its_job_requeued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_goes_on_where_a_node_is_drained_and_its_job_requeued(tmp_path, monkeypatch):
     monkeypatch.setenv("TIDEMILL_REDIS_LISTEN", f"127.0.0.1:{free_port()}")
     written(tmp_path)
     run = tmp_path / "our runs" / "demo"

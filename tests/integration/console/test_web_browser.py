@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +13,6 @@ from tests.support.preloaded import REPO
 from tests.support.recorded_sessions import as_session
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.web_runs import LONG, RIGHT_TO_LEFT, completion, question, write_folder, write_run
-from tidemill.common.redis.broker import Broker
-from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
@@ -63,9 +60,7 @@ async def text_of(page: "Page", selector: str) -> str:
     return await page.locator(selector).first.inner_text()
 
 
-async def test_a_live_run_is_followed_without_loading_again(
-    tmp_path: Path, redis_server: EmbeddedRedis, keys: Keys
-) -> None:
+async def test_a_live_run_is_followed_without_loading_again(tmp_path, redis_server, keys):
     config = simulated_config(tmp_path, trainer__steps=6)
     async with (
         ServiceRun(tmp_path, config, keys.run_id, redis_server.url) as run,
@@ -91,9 +86,7 @@ async def test_a_live_run_is_followed_without_loading_again(
         await page.locator(".tokens .t").first.wait_for()
 
 
-async def test_hostile_completions_are_shown_and_do_nothing(
-    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
-) -> None:
+async def test_hostile_completions_are_shown_and_do_nothing(tmp_path, redis_server, broker, keys):
     await write_run(broker, keys, write_folder(tmp_path, keys, MODEL))
     async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
         await settled(page, f"http://{base}/groups/0")
@@ -117,9 +110,7 @@ async def test_hostile_completions_are_shown_and_do_nothing(
             assert await page.locator("script:not([src]), img[onerror]").count() == 0, path
 
 
-async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
-    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
-) -> None:
+async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(tmp_path, redis_server, broker, keys):
     await publish_config(broker, keys, write_folder(tmp_path, keys))
     one = question(0).model_copy(update={"group_size": 1})
     numbered = ((t, one.model_copy(update={"ticket": t, "step": t // 8})) for t in range(NUM_GROUPS))
@@ -145,8 +136,8 @@ async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(
 
 
 async def test_a_group_is_read_with_keys_alone_and_a_session_turn_by_turn(
-    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
-) -> None:
+    tmp_path, redis_server, broker, keys
+):
     await write_run(broker, keys, write_folder(tmp_path, keys, MODEL), texts=["a short one"])
     await append_numbered(broker, keys.prompts(), [(6, question(6))])
     await append(broker, keys.trajectories(), as_session(completion(6, 0, "")))
@@ -186,9 +177,7 @@ async def test_a_group_is_read_with_keys_alone_and_a_session_turn_by_turn(
         assert await sample.get_by_text("391 exactly").is_visible()
 
 
-async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(
-    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys
-) -> None:
+async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(tmp_path, redis_server, broker, keys):
     await write_run(broker, keys, write_folder(tmp_path, keys, MODEL))
     await append_numbered(broker, keys.prompts(), [(6, question(6))])
     await append(broker, keys.trajectories(), as_session(completion(6, 0, "")))
@@ -207,9 +196,7 @@ async def test_on_a_small_screen_nothing_is_cut_off_without_a_hint(
             assert await page.evaluate("document.documentElement.scrollWidth") <= 390, address
 
 
-async def test_runs_are_compared_and_the_address_keeps_the_choice(
-    tmp_path: Path, redis_server: EmbeddedRedis
-) -> None:
+async def test_runs_are_compared_and_the_address_keeps_the_choice(tmp_path, redis_server):
     for run in ("one", "two"):
         write_folder(tmp_path, Keys(run))
         steps = [{"kind": "step", "step": s, "time": 1.7e9 + s, "reward": s / 9, "kl": 0.5} for s in range(9)]
@@ -238,8 +225,8 @@ async def test_runs_are_compared_and_the_address_keeps_the_choice(
 
 
 async def test_an_address_leads_back_to_what_was_selected_and_the_browser_keeps_the_token(
-    tmp_path: Path, redis_server: EmbeddedRedis, broker: Broker, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, redis_server, broker, keys, monkeypatch
+):
     monkeypatch.setenv("TIDEMILL_WEB_TOKEN", "a-token-of-the-browser-test")
     await write_run(broker, keys, write_folder(tmp_path, keys, MODEL), texts=["short"])
     async with (

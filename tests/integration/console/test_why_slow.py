@@ -19,7 +19,6 @@ from tests.support.prometheus import (
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.servers import RedisServer, newest_server
 from tests.support.slow_redis import DistantRedis
-from tests.support.training import num_commits
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not newest_server(), reason="no redis-server")
@@ -71,7 +70,7 @@ async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None
                 run.variables[role] = {"TIDEMILL_REDIS_URL": far.url}
                 run.start(role)
             exporter = start_exporter(run) if PROMETHEUS else ""
-            await wait_until(lambda: has_steps(run))
+            await run.reach(ENOUGH_STEPS)
             status, shown = await asyncio.gather(
                 asyncio.to_thread(tidemill, run, "status", "test"), shown_bottleneck(tmp_path, exporter)
             )
@@ -93,12 +92,7 @@ async def shown_bottleneck(folder: Path, exporter: str) -> str:
         return " and ".join(str(series["metric"]["stage"]) for series in found)
 
 
-async def has_steps(run: ServiceRun) -> bool:
-    return await num_commits(run.broker, run.keys) >= ENOUGH_STEPS
-
-
 def tidemill(run: ServiceRun, *arguments: str) -> Any:
-    """What a command prints as JSON."""
     environment = os.environ | {"TIDEMILL_REDIS_URL": run.url}
     done = preloaded.tidemill(*arguments, "--json", "--runs-dir", str(run.folder), **environment)
     assert done.returncode == 0, done.stderr

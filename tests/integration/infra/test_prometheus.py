@@ -166,10 +166,7 @@ def make_config(folder: Path, judges: tuple[str, ...]) -> RunConfig:
     )
     rewards = {
         "length": {"function": f"{function}:compute_score", "backoff_s": 0.01},
-        "judge": {
-            "judge": {"servers": "judge", "template": "{{ completion }}"},
-            "backoff_s": 0.01,
-        },
+        "judge": {"judge": {"servers": "judge", "template": "{{ completion }}"}, "backoff_s": 0.01},
         "model": {"model": {"servers": "model"}},
     }
     judge = {

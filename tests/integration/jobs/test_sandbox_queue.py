@@ -84,8 +84,8 @@ def asked(queue: Queue, function: str, *arguments: Any) -> Job:
 
 
 async def test_no_other_function_is_called_and_nothing_imported_to_find_it_whatever_a_hash_says(
-    queue: Queue, server: EmbeddedRedis, tmp_path: Path, was_called: Callable[[], bool]
-) -> None:
+    queue, server, tmp_path, was_called
+):
     """Only the fields of a hash that are listed are read, and what cannot be read ends no worker."""
     mark = tmp_path / "mark"
     calls = [
@@ -112,8 +112,8 @@ async def test_no_other_function_is_called_and_nothing_imported_to_find_it_whate
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one_unless_it_is_stopped(
-    tmp_path: Path, is_stopped: bool
-) -> None:
+    tmp_path, is_stopped
+):
     """RQ ends then, with a code that says that all is well; a signal that comes meanwhile is not lost."""
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()

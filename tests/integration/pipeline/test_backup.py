@@ -25,12 +25,9 @@ STEPS, GROUPS = 18, 4
 async def test_a_run_goes_on_from_a_backup_of_its_folder_and_its_redis(tmp_path: Path) -> None:
     """The drill of docs/operations/redis.md: first Redis, then the folder, while the run goes on."""
     config = simulated_config(
-        tmp_path,
-        trainer__steps=STEPS,
-        trainer__checkpoint_every=3,
-        trainer__simulated={"update_s": 0.1},
+        tmp_path, trainer__steps=STEPS, trainer__checkpoint_every=3, trainer__simulated={"update_s": 0.1},
         streams__trim=True,
-    )
+    )  # fmt: skip
     backup, restored = tmp_path / "backup", tmp_path / "restored"
     with RedisServer(tmp_path / "redis") as server:
         async with ServiceRun(tmp_path, config, url=server.url) as run:

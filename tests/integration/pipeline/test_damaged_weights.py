@@ -20,9 +20,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_a_version_with_a_flipped_bit_is_written_again_and_nothing_is_lost(
-    tmp_path: Path, max_staleness: int
-) -> None:
+async def test_a_version_with_a_flipped_bit_is_written_again_and_nothing_is_lost(tmp_path, max_staleness):
     config = simulated_config(tmp_path, trainer__steps=STEPS, trainer__max_staleness=max_staleness)
     async with ServiceRun(tmp_path, config) as run:
 

@@ -36,7 +36,6 @@ def made(script: str, folder: Path, steps: int) -> Path:
 
 
 def tidemill(runs: Path, *words: str, url: str = "") -> str:
-    """What a command prints."""
     environment = {"TIDEMILL_RUNS_DIR": str(runs)} | ({"TIDEMILL_REDIS_URL": url} if url else {})
     done = preloaded.tidemill(*words, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -113,9 +112,7 @@ def check_distillation(
             assert commit.advantages[str(key[0])][0] == pytest.approx(-gap.clip(-CLIP, CLIP).mean())
 
 
-async def test_a_mixture_is_trained_along_the_engines_experts_and_within_its_sampling_masks(
-    tmp_path: Path,
-) -> None:
+async def test_a_mixture_is_trained_along_the_engines_experts_and_within_its_sampling_masks(tmp_path):
     model, steps = made("moe/make_model.py", tmp_path / "made", 10), 3
     config = load_config(
         REPO / "examples/moe/config.yaml",
@@ -151,15 +148,10 @@ async def test_a_mixture_is_trained_along_the_engines_experts_and_within_its_sam
 def up(run_id: str, runs: Path, **data: str) -> list[dict[str, Any]]:
     """The numbers of each step of a run of demonstrations, by `tidemill up`."""
     words = settings(
-        trainer__steps=9,
-        trainer__groups_per_step=16,
-        trainer__group_size=4,
-        trainer__checkpoint_every=4,
-        trainer__loggers="[]",
-        data__eval="{}",
-        expect__eval_gain="null",
+        trainer__steps=9, trainer__groups_per_step=16, trainer__group_size=4, trainer__checkpoint_every=4,
+        trainer__loggers="[]", data__eval="{}", expect__eval_gain="null",
         **{f"data__{name}": value for name, value in data.items()},
-    )
+    )  # fmt: skip
     changes = [part for word in words for part in ("--set", word)]
     tidemill(runs, "up", str(REPO / "examples/sft/config.yaml"), "--no-live", "--run-id", run_id, *changes)
     return [record for record in read_records(runs / run_id / METRICS_FILE) if record["kind"] == STEP]

@@ -56,16 +56,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("reward", ["my_reward:score", "my_reward.py:score"])
-def test_a_run_and_its_reward_each_import_their_own(
-    site: Path, folder: Path, tmp_path: Path, reward: str
-) -> None:
+def test_a_run_and_its_reward_each_import_their_own(site, folder, tmp_path, reward):
     config = simulated_config(
-        tmp_path,
-        run_id="shadowed",
-        trainer__steps=2,
-        reward__function=reward,
+        tmp_path, run_id="shadowed", trainer__steps=2, reward__function=reward,
         streams__archive={"enabled": True},
-    )
+    )  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     done = subprocess.run(
         [sys.executable, site / "bin" / "tidemill", "up", "run.yaml"],
@@ -79,9 +74,7 @@ def test_a_run_and_its_reward_each_import_their_own(
     assert '"rewards/is_theirs/mean": 1.0' in (tmp_path / "runs/shadowed/metrics.jsonl").read_text()
 
 
-def test_our_own_modules_are_started_without_the_working_directory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_modules_are_started_without_the_working_directory(folder, monkeypatch):
     path = [entry for entry in sys.path if entry not in ("", str(ROOT))]
     for place in (folder, ROOT):
         monkeypatch.chdir(place)

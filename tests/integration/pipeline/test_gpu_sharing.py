@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -97,9 +96,7 @@ async def test_who_is_alone_keeps_the_device_and_who_is_idle_hands_it_over(tmp_p
     await rare.close()
 
 
-async def test_a_holder_that_is_killed_frees_the_device_and_its_children_do_not_keep_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_holder_that_is_killed_frees_the_device_and_its_children_do_not_keep_it(tmp_path):
     path = tmp_path / "device-0"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", HOLDER, str(path), cwd=REPO, stdout=asyncio.subprocess.PIPE
@@ -188,8 +185,8 @@ async def server(tmp_path: Path) -> AsyncIterator[tuple[str, "subprocess.Popen[b
 
 
 async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
-    server: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, tmp_path, monkeypatch
+):
     url, process = server
     monkeypatch.setenv(LOCKS_DIR_VARIABLE, str(tmp_path))
     assert lock_files() == [tmp_path / "device-0"]
@@ -249,21 +246,12 @@ async def test_two_workers_and_a_trainer_take_turns_and_survive_deaths_of_the_ho
     held_out = tmp_path / "held.jsonl"
     held_out.write_text('{"prompt": "w3 w4", "ground_truth": "1"}\n')
     config = simulated_config(
-        tmp_path,
-        data__eval={"held": str(held_out)},
-        rollout__engine="transformers",
-        rollout__trainer_gpus="turns",
-        rollout__gpu_turn_s=0.1,
-        rollout__sampling={"max_tokens": 8},
-        trainer__policy="transformers",
-        trainer__steps=STEPS,
-        trainer__groups_per_step=GROUPS,
-        trainer__group_size=SIZE,
-        trainer__mini_batches=2,
-        trainer__evaluation={"every": 1},
-        trainer__checkpoint_every=2,
-        streams__lease_s=2.0,
-    )
+        tmp_path, data__eval={"held": str(held_out)}, rollout__engine="transformers",
+        rollout__trainer_gpus="turns", rollout__gpu_turn_s=0.1, rollout__sampling={"max_tokens": 8},
+        trainer__policy="transformers", trainer__steps=STEPS, trainer__groups_per_step=GROUPS,
+        trainer__group_size=SIZE, trainer__mini_batches=2, trainer__evaluation={"every": 1},
+        trainer__checkpoint_every=2, streams__lease_s=2.0,
+    )  # fmt: skip
     watcher = GpuLock([tmp_path / "device-0"])
     async with ServiceRun(tmp_path, config) as run:
         run.variables = {role: {LOCKS_DIR_VARIABLE: str(tmp_path)} for role in SERVICES}
@@ -287,17 +275,11 @@ async def test_two_workers_and_a_trainer_take_turns_and_survive_deaths_of_the_ho
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-async def test_an_engine_that_finishes_what_runs_takes_turns_at_any_staleness(
-    tmp_path: Path, staleness: int
-) -> None:
+async def test_an_engine_that_finishes_what_runs_takes_turns_at_any_staleness(tmp_path, staleness):
     config = simulated_config(
-        tmp_path,
-        rollout__trainer_gpus="turns",
-        rollout__gpu_turn_s=0.05,
-        trainer__steps=6,
-        trainer__groups_per_step=2,
-        trainer__max_staleness=staleness,
-    )
+        tmp_path, rollout__trainer_gpus="turns", rollout__gpu_turn_s=0.05, trainer__steps=6,
+        trainer__groups_per_step=2, trainer__max_staleness=staleness,
+    )  # fmt: skip
     async with ServiceRun(tmp_path, config) as run:
         run.variables = {role: {LOCKS_DIR_VARIABLE: str(tmp_path)} for role in SERVICES}
         run.start_all()

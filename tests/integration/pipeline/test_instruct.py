@@ -94,8 +94,8 @@ def test_a_session_is_what_its_template_makes_of_the_whole_chat(tokenizer: Any) 
     [("transformers", "float32", 1e-3), ("transformers", "bfloat16", 0.5), ("vllm", "float32", 1e-2)],
 )
 async def test_a_killed_run_goes_on_bit_by_bit_and_its_engine_computes_what_the_trainer_does(
-    model: Path, tokenizer: Any, tmp_path: Path, engine: str, dtype: str, gap: float
-) -> None:
+    model, tokenizer, tmp_path, engine, dtype, gap
+):
     """Also after updates; and what is exported is the model that was trained, and it answers."""
     if engine == "vllm":
         pytest.importorskip("vllm")

@@ -6,8 +6,7 @@ from tests.support.late_imports import late
 from tests.support.models import read_policy_state
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun
-from tests.support.training import commits_of, num_commits
-from tests.support.waiting import wait_until
+from tests.support.training import commits_of
 from tidemill.common.config import load_config
 from tidemill.common.run.state import read_state
 from tidemill.common.run.weight_files import version_name
@@ -40,11 +39,7 @@ async def test_adapters_train_arith_and_survive_a_killed_trainer(tmp_path: Path)
     )
     async with ServiceRun(tmp_path, config, "lora") as run:
         run.start_all()
-
-        async def is_between_checkpoints() -> bool:
-            return await num_commits(run.broker, run.keys) >= 3
-
-        await wait_until(is_between_checkpoints, 150)
+        await run.reach(3, 150)  # between checkpoints
         run.kill("trainer")
         run.start("trainer")
         assert await run.wait("trainer") == 0, run.log_of("trainer")

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from tests.support.runs import SERVICES, ServiceRun, simulated_config
 from tests.support.training import messages, num_commits
+from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.run.state import EVALUATION, FINISHED, METRICS_FILE, STEP, read_records, read_state
 from tidemill.common.run.weight_files import folder_versions, verified_files
 from tidemill.common.streams import group_status
@@ -19,20 +22,12 @@ async def test_a_run_with_real_models_leaves_everything_it_promises(tmp_path: Pa
     held_out = tmp_path / "held.jsonl"
     held_out.write_text('{"prompt": "w3 w4", "ground_truth": "1"}\n{"prompt": "w5", "ground_truth": "2"}\n')
     config = simulated_config(
-        tmp_path,
-        data__eval={"held": str(held_out)},
-        rollout__engine="transformers",
-        rollout__sampling={"max_tokens": 8},
-        trainer__policy="transformers",
-        trainer__deterministic=True,
-        trainer__optimizer={"lr": 0.01},
-        trainer__steps=STEPS,
-        trainer__groups_per_step=GROUPS,
-        trainer__group_size=SIZE,
-        trainer__keep_weights=2,
-        trainer__checkpoint_every=2,
+        tmp_path, data__eval={"held": str(held_out)}, rollout__engine="transformers",
+        rollout__sampling={"max_tokens": 8}, trainer__policy="transformers", trainer__deterministic=True,
+        trainer__optimizer={"lr": 0.01}, trainer__steps=STEPS, trainer__groups_per_step=GROUPS,
+        trainer__group_size=SIZE, trainer__keep_weights=2, trainer__checkpoint_every=2,
         trainer__evaluation={"every": 2},
-    )
+    )  # fmt: skip
     async with ServiceRun(tmp_path, config, is_forked=False) as run:
         run.start_all()
         commits = await run.trained()
@@ -77,9 +72,9 @@ async def test_a_run_with_real_models_leaves_everything_it_promises(tmp_path: Pa
     assert (state["status"], state["version"], state["tickets_issued"]) == (FINISHED, STEPS, STEPS * GROUPS)
 
 
-async def test_every_service_stops_when_asked_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+async def test_every_service_stops_when_asked_and_the_run_can_be_resumed_by_one_trainer_alone(tmp_path):
     """SIGTERM in the middle of the work: exit code 0, nothing held, nothing lost. While Redis is away they
-    stop without a traceback."""
+    stop without a traceback. A second trainer with a folder of its own is refused, and the first goes on."""
     steps = 40
     config = simulated_config(
         tmp_path,
@@ -91,8 +86,15 @@ async def test_every_service_stops_when_asked_and_the_run_can_be_resumed(tmp_pat
         streams__drain_s=1.0,
     )
     async with ServiceRun(tmp_path, config) as run:
-        run.start_all()
-
+        run.start("trainer")
+        await wait_until(lambda: read_heartbeats(run.broker, run.keys))
+        run.variables["trainer"] = {"TIDEMILL_RUNS_DIR": str(tmp_path / "elsewhere")}
+        run.start("trainer", "second")
+        assert await run.wait("second") == ConfigError.exit_code
+        assert "has a trainer already" in run.log_of("second")
+        run.variables.clear()
+        run.start("rollout")
+        run.start("reward")
         await run.reach(3)
         await run.stop_all("trainer", "rollout", "reward")
         assert (await read_state(run.broker, run.keys))["status"] != FINISHED

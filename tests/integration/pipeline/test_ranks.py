@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.waiting import wait_until
+from tests.support.waiting import has_ended, wait_until
 from tidemill.common.run.state import FINISHED, read_state
 
 STEPS, GROUPS = 5, 2
@@ -13,18 +13,11 @@ STEPS, GROUPS = 5, 2
 
 async def test_two_ranks_train_a_run_and_replay_it_bit_by_bit_after_a_kill(tmp_path: Path) -> None:
     config = simulated_config(
-        tmp_path,
-        trainer__policy="transformers",
-        trainer__device="cpu",
-        trainer__num_ranks=2,
-        trainer__deterministic=True,
-        trainer__optimizer={"lr": 0.01},
-        trainer__steps=STEPS,
-        trainer__groups_per_step=GROUPS,
-        trainer__mini_batches=2,
-        trainer__checkpoint_every=2,
+        tmp_path, trainer__policy="transformers", trainer__device="cpu", trainer__num_ranks=2,
+        trainer__deterministic=True, trainer__optimizer={"lr": 0.01}, trainer__steps=STEPS,
+        trainer__groups_per_step=GROUPS, trainer__mini_batches=2, trainer__checkpoint_every=2,
         trainer__micro_batch_tokens=64,
-    )
+    )  # fmt: skip
     async with ServiceRun(tmp_path, config) as run:
         run.start("rollout")
         run.start("reward")
@@ -32,15 +25,10 @@ async def test_two_ranks_train_a_run_and_replay_it_bit_by_bit_after_a_kill(tmp_p
         await run.reach(3)
         (follower,) = psutil.Process(trainer.pid).children()
         run.kill("trainer")
-        await wait_until(lambda: _has_ended(follower))
+        await wait_until(lambda: has_ended(follower))
         trainer = run.start("trainer")
         await run.reach(4)
         commits = await run.trained()
         assert "weights differ" not in run.log_of("trainer")
         assert len({commit.digest for commit in commits}) == STEPS, "every step changed the weights"
         assert (await read_state(run.broker, run.keys))["status"] == FINISHED
-
-
-async def _has_ended(process: psutil.Process) -> bool:
-    # An orphan that nobody waits for stays behind as a zombie.
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

@@ -23,12 +23,9 @@ async def test_a_run_that_needs_trimming_goes_on_in_little_memory_and_stays_flat
     """The next regular checkpoint would come long after Redis is full; and memory stays level."""
     steps, maxmemory = 60, 5 << 20
     config = simulated_config(
-        tmp_path,
-        trainer__steps=steps,
-        trainer__checkpoint_every=1000,
-        streams__trim=True,
+        tmp_path, trainer__steps=steps, trainer__checkpoint_every=1000, streams__trim=True,
         **large_messages(tmp_path),
-    )
+    )  # fmt: skip
     with RedisServer(tmp_path / "redis", "--maxmemory", str(maxmemory)) as server:
         async with ServiceRun(tmp_path, config, url=server.url) as run:
             written = 0.0
@@ -58,9 +55,7 @@ def large_messages(folder: Path) -> dict[str, object]:
     }
 
 
-async def test_where_trimming_cannot_help_the_log_says_what_to_change_and_nothing_is_lost(
-    tmp_path: Path,
-) -> None:
+async def test_where_trimming_cannot_help_the_log_says_what_to_change_and_nothing_is_lost(tmp_path):
     config = simulated_config(tmp_path, trainer__steps=3, streams__trim=True, **large_messages(tmp_path))
     with RedisServer(tmp_path / "redis", "--maxmemory", "1600kb") as server:
         async with ServiceRun(tmp_path, config, url=server.url) as run:

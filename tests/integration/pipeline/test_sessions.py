@@ -3,8 +3,8 @@
 import asyncio
 import json
 from collections import Counter
-from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos.archive import Archive
@@ -12,7 +12,7 @@ from tests.chaos.generated import noted
 from tests.chaos.replay import CheckpointCopies, replay
 from tests.support.preloaded import REPO
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.training import messages
+from tests.support.training import commits_of, messages
 from tests.support.waiting import wait_until
 from tidemill.common.config import load_config
 from tidemill.common.wire.messages import Commit, DeadLetter, Score, Trajectory
@@ -55,8 +55,8 @@ class Counting:
     ids=["once", "every 5 s"],
 )
 async def test_a_worker_that_is_killed_in_the_middle_of_sessions_costs_a_turn_of_each(
-    tmp_path: Path, num_groups: int, turns: int, turn_s: float, kills: int
-) -> None:
+    tmp_path, num_groups, turns, turn_s, kills
+):
     (tmp_path / "counting.py").write_text(KEPT_ENVIRONMENT.replace("TURNS", str(turns)))
     config = simulated_config(
         tmp_path,
@@ -131,9 +131,7 @@ class Sleepy(Guess):
 '''
 
 
-async def test_an_environment_that_sleeps_for_ever_costs_one_limit_of_time_and_its_groups_train(
-    tmp_path: Path,
-) -> None:
+async def test_an_environment_that_sleeps_for_ever_costs_one_limit_of_time_and_its_groups_train(tmp_path):
     guess = REPO / "examples" / "guess"
     (tmp_path / "game.py").write_text((guess / "game.py").read_text())
     (tmp_path / "sleepy.py").write_text(SLEEPY)
@@ -166,3 +164,34 @@ async def test_an_environment_that_sleeps_for_ever_costs_one_limit_of_time_and_i
         if len(sample.session.turns) == 1:
             assert scores[sample.key].value == -1.0, "what the config gives"
     assert {sample.ticket for sample in late} & {*commit.groups}
+
+
+@pytest.mark.timeout(600)
+async def test_a_run_trains_on_all_segments_of_an_agents_sessions_and_leaves_no_process(tmp_path):
+    config = load_config(
+        REPO / "examples/arith/config.yaml",
+        [
+            "trainer.steps=2",
+            "trainer.groups_per_step=2",
+            "trainer.group_size=4",
+            "trainer.mini_batches=1",
+            "trainer.loggers=[]",
+            "trainer.evaluation={every: 0, max_prompts: 8}",
+            "streams.lease_s=5",
+            "rollout.environment={use: agent, agent: 'tests.support.agents:forking'}",
+            "reward={rewards: {own: {environment: true}}}",
+        ],
+    )
+    async with ServiceRun(tmp_path, config, "agents") as run:
+        killed = run.start("rollout", "first")
+        run.start("reward")
+        run.start("trainer")
+        started = psutil.Process(killed.pid)
+        await wait_until(lambda: started.children(recursive=True), 120)
+        left = started.children(recursive=True)
+        killed.kill()
+        run.start("rollout", "second")
+        assert await run.wait("trainer", 240) == 0, run.log_of("trainer")
+        await wait_until(lambda: not any(process.is_running() for process in left))
+        commits = await commits_of(run.broker, run.keys)
+    assert [len(set(commit.trained_keys)) for commit in commits] == [8, 8]

@@ -1,8 +1,8 @@
 """A judge in a whole reward worker, against real HTTP servers that misbehave: nothing is lost or 0."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.support.misbehaving import Behaviour, MisbehavingServer, answers, closes, cuts, hangs, says
-from tests.support.model_servers import announce_replica
+from tests.support.rewards import announce_replica, beat_of, scores
+from tests.support.rewards import worker as worker_with
 from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.activity import Activity
-from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
@@ -26,7 +26,6 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.reward import check_reward
-from tidemill.services.reward.worker import serve
 
 TEMPLATE = "{{ prompt }} {{ completion }} {{ ground_truth }}"
 
@@ -36,62 +35,29 @@ class Worker:
 
     def __init__(self, broker: Broker, keys: Keys) -> None:
         self.broker, self.keys = broker, keys
-        self.context: ServiceContext | None = None
 
     @contextlib.asynccontextmanager
     async def running(
-        self,
-        *servers: MisbehavingServer,
-        judge: dict[str, Any] | None = None,
-        asked: dict[str, Any] | None = None,
-        **named: Any,
-    ) -> AsyncIterator["Worker"]:
-        judge = {"servers": "judge", "template": TEMPLATE, **(judge or {})}
-        urls = [server.url for server in servers]
-        asked = {"model": "m", "base_urls": urls, "patience_s": 20.0, **(asked or {})}
-        reward = {"timeout_s": 20.0, "backoff_s": 0.01, "judge": judge, **named}
-        streams = {"drain_s": 1.0}
-        config = make_config(reward={"rewards": {"judge": reward}}, streams=streams, servers={"judge": asked})
-        self.context = ServiceContext(
-            "reward", "w1", self.keys, config, self.broker, Path(), Activity("reward")
-        )
-        working = asyncio.create_task(serve(self.context))
-        try:
-            yield self
-        finally:
-            self.context.stopping.set()
-            await asyncio.wait_for(working, 120)
+        self, *servers: MisbehavingServer, judge: Any = None, asked: Any = None, **named: Any
+    ) -> AsyncIterator[None]:
+        judge = {"servers": "judge", "template": TEMPLATE} | (judge or {})
+        asked = {"model": "m", "base_urls": [s.url for s in servers], "patience_s": 20.0} | (asked or {})
+        rewards = {"judge": {"timeout_s": 20.0, "backoff_s": 0.01, "judge": judge} | named}
+        started = worker_with(self.broker, self.keys, servers={"judge": asked}, drain_s=1.0, rewards=rewards)
+        async with started as context:
+            self.beat = partial(beat_of, context)
+            yield
 
     async def put(self, count: int, lane: Lane = Lane.TRAIN, first: int = 0) -> None:
         made = [make_trajectory(t, text=f"answer {t}") for t in range(first, first + count)]
         await append(self.broker, self.keys.trajectories(lane), *made)
 
     async def scores(self, count: int, lane: Lane = Lane.TRAIN) -> list[Score]:
-        """Wait until so many scores are there."""
-        await wait_until(lambda: self._has(count, lane), 60, f"{count} scores")
-        return await self._read(lane)
+        return await scores(self.broker, self.keys, count, lane)
 
     async def score(self) -> Score:
-        """The score of one trajectory."""
         await self.put(1)
         return (await self.scores(1))[0]
-
-    def counts(self) -> dict[str, float]:
-        """What the heartbeat says."""
-        return self.beat().counts
-
-    def beat(self) -> Heartbeat:
-        assert self.context is not None
-        beat = Heartbeat("w1", "reward")
-        for report in self.context.reporters:
-            report(beat)
-        return beat
-
-    async def _has(self, count: int, lane: Lane) -> bool:
-        return len(await self._read(lane)) >= count
-
-    async def _read(self, lane: Lane) -> list[Score]:
-        return await messages(self.broker, self.keys.scores(lane), Score)
 
 
 @pytest.fixture
@@ -112,7 +78,7 @@ async def test_a_verdict_becomes_the_reward_and_its_words_and_tokens_are_kept(wo
         prices = {"prompt": 1e6, "completion": 0.5e6}
         async with worker.running(server, judge=judge, asked={"prices": prices}):
             score = await worker.score()
-            assert worker.counts()["judge/tokens"] == 15
+            assert worker.beat().counts["judge/tokens"] == 15
     assert (score.status, score.value, score.components) == (ScoreStatus.OK, 7.0, {"judge": 7.0})
     assert score.detail["judge"]["judgement"] == "Good. Score: 7"
     assert score.detail["judge"]["judge_tokens"] == 15
@@ -164,9 +130,7 @@ FAULTS: dict[str, tuple[Behaviour, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-async def test_a_fault_is_tried_again_and_fails_the_score_with_its_reason_only_where_it_stays(
-    worker: Worker, name: str
-) -> None:
+async def test_a_fault_is_tried_again_and_fails_the_score_with_its_reason_only_where_it_stays(worker, name):
     behaviour, kind, reason = FAULTS[name]
     before = metric("remote_errors_total", kind=kind)
     timeout_s = 3.0 if name == "hangs" else 60.0
@@ -178,7 +142,7 @@ async def test_a_fault_is_tried_again_and_fails_the_score_with_its_reason_only_w
         server.script.append(behaviour)
         await worker.put(1, first=1)
         passed = (await worker.scores(2))[1]
-        assert worker.counts()["judge/errors"] == 3
+        assert worker.beat().counts["judge/errors"] == 3
         assert f"3 {kind}" in worker.beat().detail
     assert failed.status is (ScoreStatus.TIMEOUT if kind == "timeout" else ScoreStatus.FAILED)
     assert (failed.value, failed.attempts) == (None, 2)
@@ -200,7 +164,7 @@ async def test_a_judge_that_refuses_connections_fails_the_score_once_patience_en
         )
         assert "judge: 0 of 1 replicas up" in worker.beat().detail
         await server.start()
-        await wait_until(lambda: worker.counts()["judge/replicas_up"] == 1)
+        await wait_until(lambda: worker.beat().counts["judge/replicas_up"] == 1)
         await worker.put(1, first=3)
         assert (await worker.scores(4))[-1].value == 7.0
     await server.stop()
@@ -229,7 +193,7 @@ async def test_evaluation_is_judged_while_training_uses_up_its_limits(worker: Wo
         await worker.put(10, Lane.EVAL)
         assert {score.value for score in await worker.scores(10, Lane.EVAL)} == {5.0}
         assert server.peak <= 4
-        assert await worker._read(Lane.TRAIN) == []
+        assert await messages(worker.broker, worker.keys.scores(), Score) == []
 
 
 @pytest.fixture
@@ -242,9 +206,7 @@ async def services(worker: Worker) -> AsyncIterator[RewardDependencies]:
     await services.close()
 
 
-async def test_functions_reach_the_judges_servers_through_the_router(
-    worker: Worker, services: RewardDependencies
-) -> None:
+async def test_functions_reach_the_judges_servers_through_the_router(worker, services):
     address = await services.router_address("judge")
     assert await services.router_address("judge") == address
     async with MisbehavingServer(says(500)) as broken, MisbehavingServer(answers("5")) as well:
@@ -263,9 +225,7 @@ async def test_functions_reach_the_judges_servers_through_the_router(
             assert (answer.status_code, answer.json()) == (404, {"detail": "no such path"})
 
 
-async def test_the_router_says_what_is_wrong_in_the_form_of_openai(
-    worker: Worker, services: RewardDependencies
-) -> None:
+async def test_the_router_says_what_is_wrong_in_the_form_of_openai(worker, services):
     async with MisbehavingServer(says(429, None, Retry_After="3")) as busy:
         await announce_replica(worker.broker, worker.keys, "judge", busy.url)
         await services.servers("judge").look()

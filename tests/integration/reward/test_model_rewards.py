@@ -2,6 +2,7 @@
 model's score; or an error, and never a guess."""
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,11 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.support.misbehaving import MisbehavingServer, hangs, says
-from tests.support.model_servers import dependencies_of, servers_at
 from tests.support.models import tiny_model, write_tokenizer
 from tests.support.reward_models import CHAT_TEMPLATE, server_url, start_server, tiny_classifier
+from tests.support.rewards import dependencies_of, make_sample, servers_at
 from tests.support.runs import ServiceRun
-from tests.support.samples import make_sample
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import messages
 from tests.support.trajectories import make_config, make_trajectory
@@ -44,6 +44,14 @@ def teacher_of(
 ) -> TeacherReward:
     config = NamedRewardConfig(teacher=TeacherConfig(servers="there", **fields), timeout_s=timeout_s)
     return TeacherReward("wise", config, dependencies_of(servers_at(url, http, patience_s=patience_s)))
+
+
+@contextlib.asynccontextmanager
+async def teacher_at(url: str, **fields: Any) -> AsyncIterator[TeacherReward]:
+    async with httpx.AsyncClient() as http:
+        teacher = teacher_of(url, http, **fields)
+        yield teacher
+        await teacher._servers.close()
 
 
 def reward_of(url: str, http: httpx.AsyncClient, patience_s: float = 300.0, **fields: Any) -> ModelReward:
@@ -105,26 +113,20 @@ class TestServer:
             )
             for i, size in enumerate(sizes)
         ]
-        async with httpx.AsyncClient() as http:
-            teacher = teacher_of(url, http)
+        async with teacher_at(url) as teacher:
             found = await asyncio.gather(*(logprobs_of(teacher, t) for t in trajectories))
-            await teacher._servers.close()
         for trajectory, logprobs in zip(trajectories, found, strict=True):
             np.testing.assert_allclose(logprobs, by_hand(path, trajectory), atol=2e-6)
 
-    async def test_every_segment_of_a_session_is_scored_and_only_the_models_tokens(
-        self, url: str, path: Path
-    ) -> None:
+    async def test_every_segment_of_a_session_is_scored_and_only_the_models_tokens(self, url, path):
         session = make_session(
             0, 1, make_segment((3, 4), (6,), (8, 9), (11, 12)), make_segment((14, 15, 16), (17, 18), (19,))
         )
         empty = make_trajectory(
             completion_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), spans=((0, 0),)
         )
-        async with httpx.AsyncClient() as http:
-            teacher = teacher_of(url, http)
+        async with teacher_at(url) as teacher:
             found, nothing = await logprobs_of(teacher, session), await logprobs_of(teacher, empty)
-            await teacher._servers.close()
         assert len(found) == sum(int(s.mask.sum()) for s in session.segments) == 5
         np.testing.assert_allclose(found, by_hand(path, session), atol=2e-6)
         assert len(nothing) == 0
@@ -135,22 +137,19 @@ class TestServer:
         plain = make_trajectory(extra=extra, completion_ids=np.array([5, 6, 7], np.int32))
         first = make_segment((3, 4), (6,), (8, 9), (11, 12))
         session = make_session(0, 1, first, make_segment((3, 4, 16), (17, 18)), extra=extra)
-        async with httpx.AsyncClient() as http:
-            for fields, own in (
-                ({"prompt_column": "hint"}, [7, 8, 9]),
-                ({"template": "{{ extra.hint }} w0"}, [7, 8, 9, 3]),
-                ({"prompt_column": "chat"}, [2, 10]),
-            ):
-                teacher = teacher_of(url, http, **fields)
+        for fields, own in (
+            ({"prompt_column": "hint"}, [7, 8, 9]),
+            ({"template": "{{ extra.hint }} w0"}, [7, 8, 9, 3]),
+            ({"prompt_column": "chat"}, [2, 10]),
+        ):
+            async with teacher_at(url, **fields) as teacher:
                 for trajectory in (plain, session):
                     found = await logprobs_of(teacher, trajectory)
                     np.testing.assert_allclose(found, by_hand(path, trajectory, own), atol=2e-6)
-                await teacher._servers.close()
-            teacher = teacher_of(url, http, prompt_column="hint")
-            elsewhere = make_session(0, 1, first, make_segment((14, 15), (17, 18)), extra=extra)
+        elsewhere = make_session(0, 1, first, make_segment((14, 15), (17, 18)), extra=extra)
+        async with teacher_at(url, prompt_column="hint") as teacher:
             with pytest.raises(AttemptError, match="segment 1 of the session does not begin") as caught:
                 await logprobs_of(teacher, elsewhere)
-            await teacher._servers.close()
         assert caught.value.is_final
 
     @pytest.mark.parametrize(
@@ -165,9 +164,7 @@ class TestServer:
             ({"prompt": [[3, 4]], "prompt_logprobs": 0, "model": "other"}, "not 'other'"),
         ],
     )
-    async def test_what_it_cannot_say_is_refused_with_the_reason(
-        self, url: str, body: Any, said: str
-    ) -> None:
+    async def test_what_it_cannot_say_is_refused_with_the_reason(self, url, body, said):
         async with httpx.AsyncClient() as http:
             answer = await http.post(f"{url}/completions", json=body)
         assert answer.status_code == 400 and said in answer.json()["error"]["message"]
@@ -213,8 +210,8 @@ async def test_what_is_no_answer_is_an_error_and_no_zero(kind: str) -> None:
 
 
 async def test_a_replica_of_a_run_dies_and_every_sample_has_its_score_and_its_teachers_logprobs(
-    path: Path, tmp_path: Path
-) -> None:
+    path, tmp_path
+):
     """Two replicas of a teacher, of which one dies, and one of a reward model."""
     scorer = tiny_classifier(tmp_path / "model")
     servers = {

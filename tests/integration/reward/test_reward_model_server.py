@@ -1,4 +1,5 @@
-"""The reward model server over HTTP: vLLM's forms, clear refusals, bounded queues, an orderly end."""
+"""The reward model server: vLLM's forms over HTTP, clear refusals, bounded queues, an orderly end; and
+scores that are those of a plain forward pass, whatever stands beside a row."""
 
 import asyncio
 import contextlib
@@ -17,10 +18,19 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from tests.support.models import tiny_model
 from tests.support.preloaded import REPO
-from tests.support.reward_models import server_url, start_server, tiny_classifier, tiny_token_scorer
+from tests.support.reward_models import (
+    server_url,
+    start_server,
+    tiny_classifier,
+    tiny_encoder,
+    tiny_token_scorer,
+)
 from tests.support.waiting import wait_until
+from tidemill.common.errors import ConfigError
 from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.services.reward.model_server.app import ScoringApp
 from tidemill.services.reward.model_server.batcher import Batcher
@@ -96,9 +106,7 @@ async def raw(client: httpx.AsyncClient, lane: str = "train", **body: Any) -> li
     return [item["probs"] for item in response.json()["data"]]
 
 
-async def test_ids_text_and_chat_give_the_scores_of_the_same_tokens(
-    server: httpx.AsyncClient, model: ScoringModel
-) -> None:
+async def test_ids_text_and_chat_give_the_scores_of_the_same_tokens(server, model):
     expected = [score.tolist() for score in model.score(ROWS)]
     for got, wanted in zip(await raw(server, input=ROWS), expected, strict=True):
         assert got == pytest.approx(wanted, abs=1e-5)
@@ -162,18 +170,14 @@ async def test_token_scores_come_from_pooling(tmp_path: Path) -> None:
         ("no json", "Invalid JSON"),
     ],
 )
-async def test_what_can_never_work_is_refused_in_words(
-    server: httpx.AsyncClient, body: Any, said: str
-) -> None:
+async def test_what_can_never_work_is_refused_in_words(server, body, said):
     content = body if isinstance(body, str) else json.dumps(body)
     response = await server.post("/classify", content=content)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
 
 
-async def test_bodies_of_verl_and_of_older_clients_work_unchanged(
-    server: httpx.AsyncClient, path: Path
-) -> None:
+async def test_bodies_of_verl_and_of_older_clients_work_unchanged(server, path):
     wanted = await raw(server, input="w0 w1")
     for body in (
         {"model": str(path), "input": "w0 w1", "activation": False},  # verl's reward loop
@@ -189,9 +193,7 @@ async def test_bodies_of_verl_and_of_older_clients_work_unchanged(
 
 @pytest.mark.parametrize("kind", ["Completion", "Chat"])
 @pytest.mark.parametrize("where", ["classify", "pooling"])
-async def test_every_field_that_vllm_knows_is_taken_at_its_default(
-    server: httpx.AsyncClient, kind: str, where: str
-) -> None:
+async def test_every_field_that_vllm_knows_is_taken_at_its_default(server, kind, where):
     protocol = pytest.importorskip(f"vllm.entrypoints.pooling.{where}.protocol")
     request = getattr(protocol, f"{'Classification' if where == 'classify' else 'Pooling'}{kind}Request")
     chat = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
@@ -210,9 +212,7 @@ async def test_a_long_input_is_cut_where_the_request_says_so(server: httpx.Async
     assert await raw(server, **cut, truncation_side="right") == await raw(server, input=ids[:4])
 
 
-async def test_a_full_queue_says_when_to_retry_and_evaluation_goes_first(
-    model: ScoringModel, path: Path
-) -> None:
+async def test_a_full_queue_says_when_to_retry_and_evaluation_goes_first(model, path):
     standing = StandingModel(model)
     pairs = batching(standing, max_batch_rows=2, max_queued_rows=4)
     async with pairs as batcher, client_of(model, path, batcher) as client:
@@ -272,9 +272,7 @@ async def test_rows_that_wait_to_fill_a_batch_are_flushed_in_time(model: Scoring
     assert len(standing.batches) == 1
 
 
-async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(
-    path: Path, tmp_path: Path
-) -> None:
+async def test_the_process_serves_counts_finishes_what_it_took_and_exits_with_0(path, tmp_path):
     process = start_server(path, tmp_path / "log", "--served-model-name", "rm", "--max-batch-rows", "1")
     try:
         url = await wait_until(lambda: server_url(tmp_path / "log"))
@@ -320,3 +318,81 @@ async def _is_computing(client: httpx.AsyncClient) -> bool:
         line.startswith("tidemill_reward_model_queued_rows") and float(line.split()[-1]) > 100
         for line in text.splitlines()
     )
+
+
+TOLERANCE = 1e-5
+UNLIKE_ROWS = [[5, 6, 7], [9] * 40, [3], [4, 8, 15, 16, 23], [11, 12] * 30]
+MAKERS = {
+    "one label": (tiny_classifier, {}, AutoModelForSequenceClassification),
+    "three labels": (tiny_classifier, {"num_labels": 3}, AutoModelForSequenceClassification),
+    "tokens": (tiny_token_scorer, {}, AutoModelForTokenClassification),
+    "tokens, two labels": (tiny_token_scorer, {"num_labels": 2}, AutoModelForTokenClassification),
+    "encoder": (tiny_encoder, {"num_labels": 2}, AutoModelForSequenceClassification),
+}
+
+
+def plain(model: Any, row: list[int]) -> Tensor:
+    """What transformers alone says, one row at a time."""
+    with torch.inference_mode():
+        scores: Tensor = model(input_ids=torch.tensor([row])).logits[0].float()
+        return scores
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_scores_equal_a_plain_forward_pass_and_rows_do_not_see_each_other(tmp_path: Path, name: str) -> None:
+    make, changes, auto = MAKERS[name]
+    path = make(tmp_path / "model", **changes)
+    model, reference = ScoringModel(ServerOptions(model=str(path))), auto.from_pretrained(path)
+    together = model.score(UNLIKE_ROWS)
+    for row, scored, alone in zip(
+        UNLIKE_ROWS, together, (model.score([row])[0] for row in UNLIKE_ROWS), strict=True
+    ):
+        assert scored.dtype == torch.float32
+        assert (scored - plain(reference, row)).abs().max() < TOLERANCE
+        assert (scored - alone).abs().max() < TOLERANCE  # the rows beside it change nothing
+    # The test can see a difference: neighbours' scores are far apart.
+    assert (together[0].mean() - together[1].mean()).abs() > 100 * TOLERANCE
+
+
+def test_the_last_token_counts_also_where_it_is_the_padding_id(tmp_path: Path) -> None:
+    path = tiny_classifier(tmp_path / "model", pad_token_id=1, eos_token_id=1)
+    model = ScoringModel(ServerOptions(model=str(path)))
+    (ended,), (cut,) = model.score([[5, 6, 7, 1]]), model.score([[5, 6, 7]])
+    unpadded = AutoModelForSequenceClassification.from_pretrained(path)
+    unpadded.config.pad_token_id = None
+    assert (ended - plain(unpadded, [5, 6, 7, 1])).abs().max() < TOLERANCE
+    assert (ended - cut).abs().max() > 100 * TOLERANCE
+
+
+def test_the_head_computes_in_float32_over_a_trunk_in_bfloat16(tmp_path: Path) -> None:
+    path = tiny_classifier(tmp_path / "model")
+    model = ScoringModel(ServerOptions(model=str(path), dtype="bfloat16"))
+    (scored,) = model.score([UNLIKE_ROWS[3]])
+    reference = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.bfloat16)
+    weights = AutoModelForSequenceClassification.from_pretrained(path).score.weight
+    with torch.inference_mode():
+        hidden_H = reference.model(torch.tensor([UNLIKE_ROWS[3]])).last_hidden_state[0, -1]
+        expected = weights.bfloat16().float() @ hidden_H.float()
+    assert hidden_H.dtype == torch.bfloat16
+    assert (scored - expected).abs().max() < TOLERANCE
+    # All in bfloat16, the score would be rounded to 8 bits.
+    assert (scored.bfloat16().float() - scored).abs().max() > 0
+
+
+def test_weights_go_and_come_back_unchanged(tmp_path: Path) -> None:
+    model = ScoringModel(ServerOptions(model=str(tiny_classifier(tmp_path / "model")), share_device=True))
+    model.restore()
+    before = model.score(UNLIKE_ROWS)
+    model.offload()
+    model.restore()
+    assert all(torch.equal(*pair) for pair in zip(before, model.score(UNLIKE_ROWS), strict=True))
+
+
+def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM; expected \.\.\.ForSequenceClassification"):
+        ScoringModel(ServerOptions(model=str(path)))
+    with pytest.raises(ConfigError, match=r"no weights for score\.weight: it is not a trained sequence"):
+        ScoringModel(ServerOptions(model=str(path), head="sequence"))
+    with pytest.raises(ConfigError, match="does not exist"):
+        ScoringModel(ServerOptions(model=str(tmp_path / "nowhere")))

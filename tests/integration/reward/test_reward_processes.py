@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.samples import make_sample
-from tests.support.scoring import HOLDS_THE_LOCK, Pool, obedient_functions, peak
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.rewards import HOLDS_THE_LOCK, Pool, make_sample, obedient_functions, peak
+from tests.support.waiting import PATIENCE_S, has_ended, wait_until
 from tidemill.services.reward.functions.pool import Execution, Sizing
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import load_function
@@ -51,10 +50,6 @@ def pid_of(folder: Path, name: str) -> int:
     return int(path.read_text() or 0) if path.exists() else 0
 
 
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 async def test_a_function_runs_elsewhere_in_as_many_processes_as_there_may_be(tmp_path: Path) -> None:
     async with pool_of(tmp_path, size=2) as pool:
         outcomes = await asyncio.gather(*(pool.score("print('hello')") for _ in range(20)))
@@ -62,13 +57,11 @@ async def test_a_function_runs_elsewhere_in_as_many_processes_as_there_may_be(tm
     pids = {int(outcome.components["pid"] or 0) for outcome in outcomes}
     assert [outcome.value for outcome in outcomes] == [1.0] * 20
     assert 1 <= len(pids) <= 2 and os.getpid() not in pids
-    assert all(map(is_gone, pids))  # with the pool
+    assert all(map(has_ended, pids))  # with the pool
 
 
 @pytest.mark.parametrize("stuck", [SPIN, f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {HANG}"])
-async def test_a_stuck_process_is_killed_at_its_limit_and_nobody_else_notices(
-    tmp_path: Path, stuck: str
-) -> None:
+async def test_a_stuck_process_is_killed_at_its_limit_and_nobody_else_notices(tmp_path, stuck):
     """What the function started dies with it."""
     child = "(FOLDER / 'started.pid').write_text(str(subprocess.Popen(['sleep', '3600']).pid))"
     async with pool_of(tmp_path, size=2) as pool:
@@ -79,7 +72,7 @@ async def test_a_stuck_process_is_killed_at_its_limit_and_nobody_else_notices(
         assert caught.value.is_timeout
         assert [outcome.value for outcome in others] == [1.0] * 15
         for name in ("stuck", "started"):
-            await wait_until(lambda name=name: is_gone(pid_of(tmp_path, name)))
+            await wait_until(lambda name=name: has_ended(pid_of(tmp_path, name)))
         assert len(await asyncio.gather(*(pool.score("") for _ in range(4)))) == 4  # both slots work again
 
 
@@ -89,7 +82,7 @@ async def test_cancelling_kills_the_process_and_frees_the_slot(tmp_path: Path) -
         pid = await wait_until(lambda: pid_of(tmp_path, "cancelled"))
         task.cancel()
         assert (await pool.score("")).value == 1.0
-        await wait_until(lambda: is_gone(pid))
+        await wait_until(lambda: has_ended(pid))
 
 
 async def test_an_async_call_is_cancelled_where_it_runs(tmp_path: Path) -> None:
@@ -177,9 +170,7 @@ async def test_what_sets_alarms_runs_in_main_threads_whatever_it_swallows(tmp_pa
         ("awaited", AWAIT, "await asyncio.sleep(0.05); os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
     ],
 )
-async def test_a_call_that_ends_its_process_fails_alone(
-    tmp_path: Path, name: str, wait: str, death: str, reason: str
-) -> None:
+async def test_a_call_that_ends_its_process_fails_alone(tmp_path, name, wait, death, reason):
     async with crowded(tmp_path, name) as pool:
         calls = [pool.score(death if i == 7 else wait, index=i) for i in range(40)]
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -202,8 +193,8 @@ async def test_a_call_that_ends_its_process_fails_alone(
     ],
 )
 async def test_a_call_that_never_ends_fails_alone_also_where_it_lets_no_other_run(
-    tmp_path: Path, name: str, stuck: str, limit_s: float, other: str, other_limit_s: float
-) -> None:
+    tmp_path, name, stuck, limit_s, other, other_limit_s
+):
     async with crowded(tmp_path, name) as pool:
         calls = [pool.score(stuck, limit_s), *(pool.score(other, other_limit_s) for _ in range(7))]
         late, *others = await asyncio.gather(*calls, return_exceptions=True)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config
-from tests.support.waiting import wait_until
+from tests.support.waiting import has_ended, wait_until
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.replicas import read_replicas
 from tidemill.services.console.processes.specs import service_specs
@@ -68,7 +68,7 @@ async def test_a_replica_registers_and_leaves_in_order(run: ServiceRun) -> None:
         assert await registered(run) == []
         with pytest.raises(httpx.ConnectError):
             await client.get(url)
-    await wait_until(lambda: not _is_alive(server))
+    await wait_until(lambda: has_ended(server))
 
 
 async def test_a_killed_replica_takes_its_server_along(run: ServiceRun) -> None:
@@ -77,7 +77,7 @@ async def test_a_killed_replica_takes_its_server_along(run: ServiceRun) -> None:
     server = _child(run)
     grandchild = psutil.Process(server).children()[0].pid
     run.kill("replica-0")
-    await wait_until(lambda: not _is_alive(server) and not _is_alive(grandchild))
+    await wait_until(lambda: has_ended(server) and has_ended(grandchild))
 
 
 async def test_a_server_that_ends_ends_its_replica_which_says_so(run: ServiceRun) -> None:
@@ -109,9 +109,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-async def test_what_cannot_serve_ends_its_replica_with_the_reason_last_in_its_log(
-    tmp_path: Path, mistake: str
-) -> None:
+async def test_what_cannot_serve_ends_its_replica_with_the_reason_last_in_its_log(tmp_path, mistake):
     """2 says that starting it again is no use."""
     local, servers, exit_code, said = MISTAKES[mistake]
     async with make_run(tmp_path, **local) as run:
@@ -137,7 +135,3 @@ def _child(run: ServiceRun) -> int:
     children = psutil.Process(run.processes["replica-0"].pid).children()
     (server,) = [child.pid for child in children if "misbehaving" in " ".join(child.cmdline())]
     return server
-
-
-def _is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -83,7 +83,6 @@ class Service:
                 time.sleep(0.1)
 
     def workers(self) -> list[int]:
-        """The processes of its reward workers."""
         children = psutil.Process(self.pid).children()
         return [child.pid for child in children if "tidemill.services.reward" in child.cmdline()]
 
@@ -172,8 +171,8 @@ def test_a_token_group_functions_an_explicit_value_and_a_second_start(tmp_path: 
 
 
 def test_trl_trains_the_demos_model_with_the_same_scores_while_a_worker_is_killed(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    service, tmp_path, monkeypatch
+):
     datasets = pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -234,9 +233,7 @@ def test_trl_trains_the_demos_model_with_the_same_scores_while_a_worker_is_kille
     assert "ended by SIGKILL" in (service.folder / "output.txt").read_text()
 
 
-def test_an_adapter_sends_again_what_a_service_that_was_killed_has_not_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_sends_again_what_a_service_that_was_killed_has_not_answered(tmp_path, monkeypatch):
     started = Service(tmp_path, "function: 'functions.py:digits', delay_s: [1.0, 1.0]")
     monkeypatch.setenv("TIDEMILL_REWARDS_URL", started.url)
     with futures.ThreadPoolExecutor() as pool:

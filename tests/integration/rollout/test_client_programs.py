@@ -2,24 +2,16 @@
 
 import pytest
 
-from tests.support.playing import agent_player, make_ticket
-from tests.support.scripted_model import ScriptedModel, call_line
+from tests.support.scripted_model import ScriptedModel, agent_player, call_line, make_ticket
 
 CALLS = (call_line("get_weather", location="Paris"), "14 degrees")
 EVENT = ('{"name": "fair", "participants": ["Alice"]}',)
 
 
 @pytest.mark.parametrize(
-    ("program", "lines"),
-    [
-        ("parsed_chat", EVENT),
-        ("parsed_response", EVENT),
-        ("tool_runner", CALLS),
-    ],
+    ("program", "lines"), [("parsed_chat", EVENT), ("parsed_response", EVENT), ("tool_runner", CALLS)]
 )
-async def test_a_natural_program_runs_and_its_record_is_what_the_model_read_and_said(
-    program: str, lines: tuple[str, ...]
-) -> None:
+async def test_a_natural_program_runs_and_its_record_is_what_the_model_read_and_said(program, lines):
     model = ScriptedModel(*lines)
     name = f"tests.support.client_programs:{program}"
     async with agent_player(name, max_model_len=8192, model="owner/model") as player:

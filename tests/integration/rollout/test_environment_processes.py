@@ -71,9 +71,7 @@ async def test_sessions_keep_their_state_in_one_process_each_and_blocking_does_n
         assert len(pids_of(stage)) == 2
 
 
-async def test_a_hung_call_costs_its_session_and_its_process_and_the_others_end_there(
-    closing: Path, tmp_path: Path
-) -> None:
+async def test_a_hung_call_costs_its_session_and_its_process_and_the_others_end_there(closing, tmp_path):
     options = {"folder": str(tmp_path)}
     async with opened(use=f"{closing}:Mine", options=options, call_timeout_s=4.0, processes=1) as stage:
         stuck, other = [await stage.open(ROW) for _ in range(2)]

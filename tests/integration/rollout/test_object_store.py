@@ -52,12 +52,9 @@ def server() -> Iterator[str]:
 
 def variables(server: str) -> dict[str, str]:
     return {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }
+        "AWS_ENDPOINT_URL": server, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -86,9 +83,7 @@ def download(url: str, cache: Path) -> WeightDownload:
     return WeightDownload(remote, RUN, cache)
 
 
-def test_a_chain_arrives_through_the_store_and_old_versions_go(
-    chain: Chain, url: str, tmp_path: Path
-) -> None:
+def test_a_chain_arrives_through_the_store_and_old_versions_go(chain, url, tmp_path):
     publish(chain, url, chain.manifests[0])
     for version in (1, 2):
         publish(chain, url, chain.delta(version))
@@ -103,9 +98,7 @@ def test_a_chain_arrives_through_the_store_and_old_versions_go(
     assert find_route(download(url, tmp_path / "another cache"), chain.newest, None)[1] == []
 
 
-def test_a_version_of_another_history_is_replaced_manifest_last(
-    chain: Chain, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_of_another_history_is_replaced_manifest_last(chain, url, tmp_path, monkeypatch):
     publish(chain, url, chain.delta(1))
     chain.delta(2)
     chain.tensors = {name: (info, bits + 1) for name, (info, bits) in chain.tensors.items()}
@@ -142,9 +135,7 @@ def test_an_address_that_cannot_be_used_is_a_mistake_of_the_user(monkeypatch: py
         open_remote("ftp://head", RUN)
 
 
-def test_a_claim_says_where_its_object_is_and_one_that_is_gone_or_torn_is_one_failed_sample(
-    url: str, tmp_path: Path
-) -> None:
+def test_a_claim_says_where_its_object_is_and_one_that_is_gone_or_torn_is_one_failed_sample(url, tmp_path):
     store, whole = ClaimStore(tmp_path / RUN, 1, url), make_trajectory(3, 1)
     sent = codec.decode_payload(codec.encode_payload(store.check_in(whole)), Trajectory)
     assert sent.claim is not None and sent.claim.pointer.startswith(f"{url}/{RUN}/claims/3-1-")
@@ -163,8 +154,8 @@ def test_a_claim_says_where_its_object_is_and_one_that_is_gone_or_torn_is_one_fa
 
 
 def test_a_store_that_is_away_is_asked_again_and_trajectories_go_through_the_stream(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, tmp_path, monkeypatch
+):
     claim = ClaimStore(tmp_path / RUN, 1, url).check_in(make_trajectory(3, 1))
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setitem(RETRIES, "max_retries", 2)
@@ -180,17 +171,11 @@ def test_a_store_that_is_away_is_asked_again_and_trajectories_go_through_the_str
 async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tmp_path: Path) -> None:
     """bfloat16 weights of which a step changes few; workers see nothing of the trainer's folder."""
     config = simulated_config(
-        tmp_path,
-        model__dtype="bfloat16",
-        rollout__engine="transformers",
-        rollout__sampling={"max_tokens": 8},
-        trainer__policy="transformers",
-        trainer__optimizer={"lr": 1e-6},
-        trainer__steps=3,
-        weights__url="s3://bucket/run",
-        streams__claim_check_bytes=1,
+        tmp_path, model__dtype="bfloat16", rollout__engine="transformers",
+        rollout__sampling={"max_tokens": 8}, trainer__policy="transformers", trainer__optimizer={"lr": 1e-6},
+        trainer__steps=3, weights__url="s3://bucket/run", streams__claim_check_bytes=1,
         streams__claim_check_url="s3://bucket/run",
-    )
+    )  # fmt: skip
     async with ServiceRun(tmp_path, config) as run:
         path = {"PYTHONPATH": os.pathsep.join([str(REPO), str(CLIENT)])}
         run.variables["trainer"] = variables(server) | path

@@ -12,8 +12,7 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from tests.support.models import run_config
-from tests.support.playing import CHAT, make_ticket
-from tests.support.scripted_model import ScriptedModel, call_line
+from tests.support.scripted_model import CHAT, ScriptedModel, call_line, make_ticket
 from tests.support.servers import free_port, listening
 from tests.support.venvs import python_with
 from tidemill.common.config.environment import EnvironmentConfig
@@ -58,9 +57,7 @@ async def play(use: str, *lines: str, **more: Any) -> Any:
         await playing.close()
 
 
-async def test_a_session_ends_where_the_server_says_done_and_more_than_it_holds_wait_their_turn(
-    use: str,
-) -> None:
+async def test_a_session_ends_where_the_server_says_done_and_more_than_it_holds_wait_their_turn(use):
     playing = player(use)
     await playing.start()
     models = [ScriptedModel("3", "7") for _ in range(5)]
@@ -92,9 +89,7 @@ async def test_the_model_acts_by_a_tool_and_hears_what_is_wrong_with_its_argumen
         ("x", {"observation_field": "board"}, "not 'board'"),
     ],
 )
-async def test_what_goes_wrong_on_the_server_is_a_fault(
-    use: str, line: str, options: Any, words: str
-) -> None:
+async def test_what_goes_wrong_on_the_server_is_a_fault(use, line, options, words):
     with pytest.raises(EnvironmentFaultError, match=words):
         await play(use, line, options=options, call_timeout_s=2.0)
 

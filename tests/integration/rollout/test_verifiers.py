@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.playing import agent_player, make_ticket
-from tests.support.scripted_model import ScriptedModel, call_line
+from tests.support.scripted_model import ScriptedModel, agent_player, call_line, make_ticket
 from tests.support.venvs import python_with
 from tidemill.common.errors import EnvironmentFaultError
 
@@ -70,9 +69,7 @@ async def test_sessions_are_one_rollout_each_with_its_tools_and_the_runners_rewa
         ({"prompt": "Double 7."}, "", "play.py rows"),
     ],
 )
-async def test_a_rollout_that_fails_is_a_fault_and_never_a_reward(
-    python: Path, row: dict[str, Any], options: str, words: str
-) -> None:
+async def test_a_rollout_that_fails_is_a_fault_and_never_a_reward(python, row, options, words):
     command = f"{python} {EXAMPLE / 'play.py'} doubling {HARNESS} {options}"
     with pytest.raises(EnvironmentFaultError, match=f"(?s){words}"):
         await play(command, row, ScriptedModel())

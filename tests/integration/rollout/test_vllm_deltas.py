@@ -22,18 +22,10 @@ need_vllm()
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("forked_engines")]
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 IDS = list(range(10, 40))
 NUM_PROMPT, NUM_UPDATES = 5, 20

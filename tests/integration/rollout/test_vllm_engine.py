@@ -38,15 +38,10 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures(
 EOS_IDS = [1, 5]
 VOCAB_SIZE = 256
 SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "eos_token_id": EOS_IDS,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": EOS_IDS,
     "initializer_range": 0.1,
-}
+}  # fmt: skip
 BLOCK_TOKENS = 32
 """Tokens in a block of vLLM's cache: a prompt shares only whole blocks, so shared prompts are longer."""
 TOLERANCE = 1e-3
@@ -149,9 +144,7 @@ async def test_an_unreadable_file_changes_nothing(engine: VllmEngine, tmp_path: 
     assert_parity(requests, await generate_all(engine, requests))
 
 
-async def test_updates_in_flight_label_every_token_with_the_weights_that_sampled_it(
-    engine: VllmEngine, files: dict[int, Path]
-) -> None:
+async def test_updates_in_flight_label_every_token_with_the_weights_that_sampled_it(engine, files):
     for version in (1, 2, 3):
         requests = make_requests(f"flight{version}-", 64, max_tokens=100)
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -171,9 +164,7 @@ async def test_updates_in_flight_label_every_token_with_the_weights_that_sampled
         assert await score(engine, prompt, completion) == pytest.approx(expected, abs=TOLERANCE)
 
 
-async def test_a_new_version_reuses_no_prompt_that_an_older_one_computed(
-    engine: VllmEngine, files: dict[int, Path]
-) -> None:
+async def test_a_new_version_reuses_no_prompt_that_an_older_one_computed(engine, files):
     prompt = [6 + j % 250 for j in range(3 * BLOCK_TOKENS)]
     requests = [GenerationRequest(f"stale{i}", prompt, SamplingParams(max_tokens=32)) for i in range(48)]
     assert_parity(requests[:2], await generate_all(engine, requests[:2]))
@@ -193,9 +184,7 @@ async def test_a_new_version_reuses_no_prompt_that_an_older_one_computed(
     assert_parity(requests, results)
 
 
-async def test_requests_that_arrive_during_the_pause_belong_to_the_new_version(
-    engine: VllmEngine, files: dict[int, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_that_arrive_during_the_pause_belong_to_the_new_version(engine, files, monkeypatch):
     prompt = [6 + j % 250 for j in range(2 * BLOCK_TOKENS)]
     requests = [GenerationRequest(f"pause{i}", prompt, SamplingParams(max_tokens=8)) for i in range(8)]
     assert_parity(requests[:1], [await engine.generate(requests[0])])
@@ -217,9 +206,7 @@ async def test_requests_that_arrive_during_the_pause_belong_to_the_new_version(
     assert_parity(requests, results)
 
 
-async def test_who_is_asleep_goes_on_with_the_same_tokens_and_takes_new_weights_when_it_wakes(
-    engine: VllmEngine, files: dict[int, Path]
-) -> None:
+async def test_who_is_asleep_goes_on_with_the_same_tokens_and_takes_new_weights_when_it_wakes(engine, files):
     version = engine.version
     requests = make_requests("asleep", 32, max_tokens=100)
     running = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -249,9 +236,7 @@ async def test_cancelling_a_request_leaves_the_others_alone(engine: VllmEngine) 
     assert engine.num_running == 0
 
 
-async def test_a_text_to_stop_at_ends_the_generation_and_its_tokens_keep_logprobs_and_versions(
-    engine: VllmEngine,
-) -> None:
+async def test_a_text_to_stop_at_ends_the_generation_and_its_tokens_keep_logprobs_and_versions(engine):
     greedy = SamplingParams(max_tokens=120, temperature=0.0)
     whole = await engine.generate(GenerationRequest("whole", [7, 8, 9], greedy))
     stop = engine.decode(whole.token_ids[5:7])
@@ -264,8 +249,8 @@ async def test_a_text_to_stop_at_ends_the_generation_and_its_tokens_keep_logprob
 
 
 async def test_who_asks_hears_while_it_grows_of_a_long_generation_with_its_versions(
-    engine: VllmEngine, files: dict[int, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, files, monkeypatch
+):
     monkeypatch.setattr(vllm, "PART_TOKENS", 16)
     heard: list[Generation] = []
     sampling = SamplingParams(max_tokens=200, temperature=1.0)
@@ -303,9 +288,7 @@ async def test_each_step_reports_how_full_the_cache_is(engine: VllmEngine) -> No
     assert reports[-1].num_waiting == 0
 
 
-async def test_of_waiting_requests_evaluation_goes_first_and_then_the_oldest_ticket(
-    engine: VllmEngine,
-) -> None:
+async def test_of_waiting_requests_evaluation_goes_first_and_then_the_oldest_ticket(engine):
     order: list[str] = []
 
     async def generate(request: GenerationRequest) -> None:

@@ -23,14 +23,9 @@ ROPES = {
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 256, **LONGROPE},
 }
 SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1,
+}  # fmt: skip
 PROMPT = [6 + (j * 29) % 50 for j in range(12)]
 
 

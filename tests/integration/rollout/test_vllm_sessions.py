@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.models import tiny_llama, tiny_model
 from tests.support.parity import expected_logprobs
-from tests.support.playing import make_ticket
+from tests.support.scripted_model import make_ticket
 from tests.support.vllm_machine import need_vllm, vllm_config
 from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.common.wire.segments import Segment
@@ -65,9 +65,7 @@ class Watched:
         return generation
 
 
-async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_those_of_the_trainer(
-    tmp_path: Path,
-) -> None:
+async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_those_of_the_trainer(tmp_path):
     folders = {version: tiny_model(tmp_path / f"v{version}", version, **SHAPE) for version in range(VERSIONS)}
     (tmp_path / "words.py").write_text(ENVIRONMENT)
     environment = {"use": f"{tmp_path}/words.py:Words", "max_turns": TURNS}

@@ -131,9 +131,7 @@ def test_other_bytes_than_those_announced_are_not_kept(server: Server, tmp_path:
     assert folder_versions(tmp_path / "other" / RUN / WEIGHTS_FOLDER) == []
 
 
-def test_a_broken_download_goes_on_where_it_was(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_download_goes_on_where_it_was(server, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_follower, "PIECE_BYTES", 1 << 18)
     manifest, asked = written(server, 1, 7.0), list[int]()
     read, num_answers = WeightServer.read, 9
@@ -203,12 +201,9 @@ def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
 
 async def test_a_worker_without_the_trainers_folder_does_a_whole_run(server: Server, tmp_path: Path) -> None:
     config = simulated_config(
-        tmp_path,
-        rollout__engine="transformers",
-        rollout__sampling={"max_tokens": 8},
-        trainer__policy="transformers",
-        trainer__steps=3,
-    )
+        tmp_path, rollout__engine="transformers", rollout__sampling={"max_tokens": 8},
+        trainer__policy="transformers", trainer__steps=3,
+    )  # fmt: skip
     async with ServiceRun(tmp_path, config) as run:
         run.variables["trainer"] = {"TIDEMILL_RUNS_DIR": str(server.runs)}
         run.variables["rollout"] = {

@@ -65,9 +65,7 @@ BARE = H100 | {"vllm_problem": "vLLM is not installed", "compiler": "Triton need
         ("fsdp_8b", OLD, True, [], []),
     ],
 )
-def test_each_part_says_what_it_lacks(
-    part: str, facts: dict[str, Any], dry: bool, wrong: list[str], too_little: list[str]
-) -> None:
+def test_each_part_says_what_it_lacks(part, facts, dry, wrong, too_little):
     assert missing(BY_NAME[part], facts, dry) == (wrong, too_little)
 
 

@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.support.sessions import make_segment, make_session
+from tests.support.training import make_score
+from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.messages import Score, ScoreStatus, TrajectoryKey
+from tidemill.services.console.records.trace import teacher_gaps
 from tidemill.services.console.rescore.agreement import compare, correlation, rank_correlation, ranks
 
 
@@ -60,3 +64,14 @@ def test_those_that_moved_farthest_come_first_and_those_that_did_not_are_left_ou
     found = compare(before, scores(group(1, 0.5, 0.7, 0.8, 0.9)))
     assert {index for _, index, _, _ in found.farthest} <= {1, 2, 3}
     assert all(old != new for _, _, old, new in found.farthest)
+
+
+def test_a_trace_has_the_distance_of_the_models_tokens_from_the_teacher() -> None:
+    teacher = np.array([-0.25, -0.5, -1.0], np.float32)
+    gaps = teacher_gaps(make_trajectory(), make_score(0, 0, teacher_logprobs=teacher))
+    np.testing.assert_allclose(gaps, [-0.25, 0.0, 0.5])
+    session = make_session(0, 0, make_segment((3, 4, 5), (6, 7), (8, 9, 10), (11, 12, 13)))
+    of_session = teacher_gaps(session, make_score(0, 0, teacher_logprobs=np.full(5, -3.0, np.float32)))
+    np.testing.assert_allclose(of_session, [0.0, -0.01, 0.0, -0.01, -0.02], atol=1e-6)
+    assert teacher_gaps(make_trajectory(), make_score(0, 0)) is None
+    assert teacher_gaps(session, make_score(0, 0, teacher_logprobs=teacher)) is None

@@ -1,4 +1,4 @@
-"""What `tidemill check` finds, without starting anything."""
+"""What `tidemill check` finds, without starting anything; what it says of memory and of the machine."""
 
 import json
 import shutil
@@ -12,10 +12,11 @@ from rich.console import Console
 
 from tests.support.checked_runs import make_folder, write_run
 from tests.support.trajectories import make_config
-from tidemill.common.config import DataConfig, ModelConfig
+from tidemill.common.config import DataConfig, ModelConfig, RunConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.process import gpus
 from tidemill.common.run.dataset import Row
-from tidemill.services.console.check import preflight
+from tidemill.services.console.check import memory, preflight
 from tidemill.services.console.check.explain import (
     describe,
     explain,
@@ -23,6 +24,13 @@ from tidemill.services.console.check.explain import (
     print_fields,
     read_sections,
     redis_bytes,
+)
+from tidemill.services.console.check.memory import (
+    GIB,
+    check_memory,
+    machine_named,
+    print_machine,
+    print_memory,
 )
 from tidemill.services.console.check.model_folder import (
     ModelFacts,
@@ -62,9 +70,7 @@ def test_a_complete_model_folder_is_described(tmp_path: Path) -> None:
         (".", 64, "is not a folder"),
     ],
 )
-def test_a_model_folder_that_will_not_do_is_refused(
-    tmp_path: Path, missing: str, length: int, said: str
-) -> None:
+def test_a_model_folder_that_will_not_do_is_refused(tmp_path, missing, length, said):
     folder = make_folder(tmp_path / "model")
     if missing == ".":
         shutil.rmtree(folder)
@@ -95,9 +101,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ e
         ("", ("a b c",), 2, {"overlong_prompts": "drop"}, "all 1 prompts"),
     ],
 )
-def test_prompts_have_no_more_tokens_than_they_may(
-    tmp_path: Path, template: str, prompts: tuple[str, ...], limit: int, fields: dict[str, Any], said: str
-) -> None:
+def test_prompts_have_no_more_tokens_than_they_may(tmp_path, template, prompts, limit, fields, said):
     settings = {"chat_template": template, "eos_token": {"content": "END"}} if template else {}
     folder = ModelFacts(make_folder(tmp_path, **settings))
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
@@ -112,9 +116,7 @@ def test_prompts_have_no_more_tokens_than_they_may(
         ("{{ raise_exception('users only') }}", "error", "users only"),
     ],
 )
-def test_what_is_dropped_cut_or_left_to_the_trainer_is_noted(
-    tmp_path: Path, template: str, how: str, said: str
-) -> None:
+def test_what_is_dropped_cut_or_left_to_the_trainer_is_noted(tmp_path, template, how, said):
     folder, notes = make_folder(tmp_path, **({"chat_template": template} if template else {})), list[str]()
     check_lengths({"train": rows("a", "a b c")}, ModelFacts(folder), data(2, overlong_prompts=how), notes)
     assert len(notes) == 1 and said in notes[0]
@@ -173,9 +175,7 @@ def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:
     assert "train.jsonl line 4" in str(caught.value) and "no tokenizer" in str(caught.value)
 
 
-def test_an_engine_that_is_not_installed_and_a_redis_that_is_not_reached_are_mistakes(
-    run_files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_not_installed_and_a_redis_that_is_not_reached_are_mistakes(run_files, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("TIDEMILL_REDIS_URL", f"unix://{run_files.parent}/nobody.sock")
     with pytest.raises(ConfigError) as caught:
@@ -195,9 +195,7 @@ def test_epochs_are_shown_as_steps_or_counted_at_the_start_with_a_hubs_tokenizer
     assert dict(describe(findings))["run"].startswith("4 epochs; ")
 
 
-def test_a_model_without_a_slash_is_a_folder_or_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_a_slash_is_a_folder_or_a_mistake(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"modle: there is no such folder; did you mean model\?"):
@@ -226,9 +224,7 @@ def folder_of(path: Path, vocabulary: dict[str, int], special: int = 2) -> str:
         (OWN, 5, "token '<eos>' is 2 in the policy's and is 5"),
     ],
 )
-def test_a_teacher_of_another_tokenizer_is_refused(
-    tmp_path: Path, vocabulary: dict[str, int] | None, special: int, said: str
-) -> None:
+def test_a_teacher_of_another_tokenizer_is_refused(tmp_path, vocabulary, special, said):
     teacher = folder_of(tmp_path / "teacher", vocabulary, special) if vocabulary else "owner/on-the-hub"
     config = make_config(
         model={"path": folder_of(tmp_path / "policy", OWN)},
@@ -265,12 +261,8 @@ RECORD = 4 * (2 * 100 + 3 * 200) + 500
 def held(streams: Any, **trainer: Any) -> Any:
     """A step has 4 groups of 5; two checkpoints are kept, three steps apart. Worked out by hand."""
     shape = {
-        "groups_per_step": 4,
-        "group_size": 5,
-        "steps": 100,
-        "checkpoint_every": 3,
-        "keep_checkpoints": 2,
-    }
+        "groups_per_step": 4, "group_size": 5, "steps": 100, "checkpoint_every": 3, "keep_checkpoints": 2,
+    }  # fmt: skip
     sections: dict[str, Any] = {"rollout": {"sampling": {"max_tokens": 200}}}
     sections |= {"data": {"train": "t.jsonl", "max_prompt_tokens": 100}, "streams": streams}
     return redis_bytes(make_config(trainer=shape | trainer, **sections))
@@ -289,12 +281,105 @@ def held(streams: Any, **trainer: Any) -> Any:
         ({}, {}, 2 + 100, 32),
     ],
 )
-def test_redis_holds_what_is_under_way_and_what_the_oldest_checkpoint_needs(
-    streams: Any, trainer: dict[str, Any], steps: int, commits: int
-) -> None:
+def test_redis_holds_what_is_under_way_and_what_the_oldest_checkpoint_needs(streams, trainer, steps, commits):
     assert held(streams, **trainer) == steps * 20 * RECORD + commits * (2000 + 16 * 20)
 
 
 def test_what_waits_for_the_archive_is_one_and_a_half_files() -> None:
     streams = {"archive": {"segment_mb": 0.25}}
     assert held(streams) == 2 * 20 * RECORD + 32 * (2000 + 16 * 20) + int(1.5 * 2**18)
+
+
+PARTS = {
+    "parts": {"master weights": 3.0 * GIB, "crumbs": 0.001 * GIB},
+    "peak": 3.0 * GIB,
+    "running": 3.0 * GIB,
+}
+FIT: dict[str, Any] = {
+    "ranks": 2, "context": 1, "experts": 1, "tokens": 4096, "recomputed": True, "engines": 1, "ways": 2,
+    "trainer": PARTS, "host": PARTS, "takes_turns": False,
+    "engine": {"parts": {"weights": 1.0 * GIB}, "room": 2.0, "sequence": 1.0, "num_sequences": 2},
+    "problems": [], "settings": {},
+}  # fmt: skip
+MACHINE = {"gpus": 4, "gpu_bytes": 8 * GIB, "host_bytes": None}
+
+
+def config() -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": "m", "max_model_len": 8192}, "data": {"train": "t"}})
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    monkeypatch.setattr(memory, "compute_memory", lambda *_: FIT | changes)
+
+
+def test_what_fits_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch)
+    lines, problems = check_memory(config(), MACHINE)
+    assert lines == [
+        "trainer: 2 x 3.0 of 8.0 GiB, passes of 8,192 tokens, layers computed again: master weights 3.0",
+        "engines: 1 on 2 GPUs each: weights 1.0; the KV cache holds 2 sequences of 8,192 tokens",
+        "host: 3.0 GiB: master weights 3.0",
+    ]
+    assert problems == []
+
+
+def test_what_does_not_fit_comes_with_fields_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = {"trainer.num_ranks": 4, "trainer.gradient_checkpointing": True, "trainer.shard_ranks": None}
+    answer(monkeypatch, problems=["too large"], settings=settings)
+    _, problems = check_memory(config(), MACHINE)
+    assert problems[0] == "memory: too large"
+    wanted = "trainer.num_ranks=4, trainer.gradient_checkpointing=true, trainer.shard_ranks=null"
+    assert problems[1].endswith(wanted)
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: t}\n")
+    with pytest.raises(ConfigError, match="too large"):
+        print_memory(tmp_path / "c.yaml", [], MACHINE)
+    with pytest.raises(ConfigError, match="has no GPU"):
+        print_memory(tmp_path / "c.yaml", [], None)
+    answer(monkeypatch, problems=["too large"])
+    assert "take more GPUs" in check_memory(config(), MACHINE)[1][1]
+
+
+def test_the_machine_is_the_one_named_else_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert machine_named(8, 80.0, None) == {"gpus": 8, "gpu_bytes": 80.0 * GIB, "host_bytes": None}
+    monkeypatch.setattr(gpus, "TOOL", str(tmp_path / "nowhere"))
+    assert machine_named(None, None, 10.0) is None
+    with pytest.raises(ConfigError, match="--gpu-gib"):
+        machine_named(8, None, None)
+    tool = tmp_path / "tool"
+    tool.write_text(
+        '#!/bin/sh\n[ "$1" = -L ] && printf "GPU 0: A\\nGPU 1: B\\n" || printf "81559\\n40960\\n"\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setattr(gpus, "TOOL", str(tool))
+    here = machine_named(None, None, None)
+    assert here is not None and (here["gpus"], here["gpu_bytes"]) == (2, 40 * GIB), "the smaller of two"
+    assert here["host_bytes"] > 0
+
+
+def test_a_check_tells_memory_and_a_model_that_cannot_be_measured_is_no_mistake(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "check_reward", lambda *_: {"called": [], "reads": {}})
+    path = write_run(tmp_path)
+    answer(monkeypatch)
+    assert "2 x 3.0 of 8.0 GiB" in examine(path, machine=MACHINE).memory[0]
+    answer(monkeypatch, problems=["too large"])
+    with pytest.raises(ConfigError, match="too large"):
+        examine(path, machine=MACHINE)
+
+    def refuse(*_: Any) -> Any:
+        raise ConfigError("no layers")
+
+    monkeypatch.setattr(memory, "compute_memory", refuse)
+    assert "was not computed: no layers" in examine(path, machine=MACHINE).notes[-1]
+    assert examine(path).memory == []
+
+
+def test_a_machine_on_which_the_run_would_fail_ends_the_check(monkeypatch, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: t}\n")
+    slow = {"what": "disk", "text": "0.01 GB/s", "remedy": "take a local disk", "is_problem": False}
+    full = {"what": "/dev/shm", "text": "64 MiB", "remedy": "--shm-size 8g", "is_problem": True}
+    monkeypatch.setattr(memory, "examine_machine", lambda *_: [slow])
+    print_machine(tmp_path / "c.yaml", [], as_json=False)
+    assert "take a local disk" in capsys.readouterr().out
+    monkeypatch.setattr(memory, "examine_machine", lambda *_: [slow, full])
+    with pytest.raises(ConfigError, match="--shm-size 8g"):
+        print_machine(tmp_path / "c.yaml", [], as_json=False)

@@ -3,7 +3,6 @@
 import io
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,9 +223,7 @@ def test_plain_lines_come_once_in_order_and_only_for_what_is_new() -> None:
     ]
 
 
-def test_a_run_whose_redis_is_gone_is_read_from_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_redis_is_gone_is_read_from_its_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     folder = RunFolder(tmp_path, "one")
 

@@ -43,18 +43,15 @@ OTHER_WEIGHTS = {
 OTHER_ADVANTAGES = {"equal": False, "num_different": 2, "first": FIRST}
 
 
-@pytest.mark.parametrize(
-    ("found", "style", "named"),
-    [
-        (result(), "bold green", ("2 of 2",)),
-        (
-            result(equal=False, metrics=[OFF], **OTHER_WEIGHTS), "bold red",
-            ("0.1 ", repr(0.1 + 2**-56), "by 1.39e-17", "since step 9", "1e-07", "left out"),
-        ),
-        (result(equal=False, advantages=OTHER_ADVANTAGES), "yellow", ("7.3: 1.0 recorded, -1.0 replayed",)),
-        (result(step=30, from_version=0), "bold green", ("30 steps", "starting model")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "style", "named"), [
+    (result(), "bold green", ("2 of 2",)),
+    (
+        result(equal=False, metrics=[OFF], **OTHER_WEIGHTS), "bold red",
+        ("0.1 ", repr(0.1 + 2**-56), "by 1.39e-17", "since step 9", "1e-07", "left out"),
+    ),
+    (result(equal=False, advantages=OTHER_ADVANTAGES), "yellow", ("7.3: 1.0 recorded, -1.0 replayed",)),
+    (result(step=30, from_version=0), "bold green", ("30 steps", "starting model")),
+])  # fmt: skip
 def test_a_replay_says_what_came_out(found: dict[str, Any], style: str, named: tuple[str, ...]) -> None:
     def shown(shows_all: bool) -> str:
         out = io.StringIO()
@@ -76,9 +73,7 @@ def test_steps_are_numbers_lists_and_ranges() -> None:
 
 
 @pytest.mark.parametrize(("is_equal", "code"), [(True, 0), (False, 1)])
-def test_the_exit_code_says_whether_all_came_out(
-    is_equal: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_code_says_whether_all_came_out(is_equal, code, monkeypatch, capsys):
     def answer(*_: Any) -> list[dict[str, Any]]:
         return [result(equal=is_equal, first_difference=float("nan"))]
 

@@ -40,33 +40,28 @@ FIRST = commit(0, {0: [0, 1]})
 TWICE = Commit(step=0, version=1, mini_batches=((((0, 0), (0, 1)), ((0, 0),)),), groups=(0,))
 
 
-@pytest.mark.parametrize(
-    ("commits", "tickets", "lost", "twice", "dropped"),
-    [
-        ((FIRST, commit(1, {1: [0, 1]})), 2, 0, 0, {}),
-        ((FIRST,), 3, 4, 0, {}),  # tickets without an end
-        ((commit(0, {1: [0, 1]}, dropped=((0, -1, "zero_variance"),)),), 2, 0, 0, {"zero_variance": 2}),
-        (  # a group has the size that its commit says
-            (
-                commit(
-                    0,
-                    {0: [0, 1, 2], 1: [0, 1]},
-                    dropped=((2, -1, "stale"),),
-                    sizes={"0": 3, "2": 4},
-                ),
+@pytest.mark.parametrize(("commits", "tickets", "lost", "twice", "dropped"), [
+    ((FIRST, commit(1, {1: [0, 1]})), 2, 0, 0, {}),
+    ((FIRST,), 3, 4, 0, {}),  # tickets without an end
+    ((commit(0, {1: [0, 1]}, dropped=((0, -1, "zero_variance"),)),), 2, 0, 0, {"zero_variance": 2}),
+    (  # a group has the size that its commit says
+        (
+            commit(
+                0,
+                {0: [0, 1, 2], 1: [0, 1]},
+                dropped=((2, -1, "stale"),),
+                sizes={"0": 3, "2": 4},
             ),
-            3, 0, 0, {"stale": 4},
         ),
-        ((commit(0, {0: [0, 1]}, sizes={"0": 3}),), 1, 1, 0, {}),
-        ((commit(0, {0: [1]}),), 1, 1, 0, {}),  # neither trained nor left out with a reason
-        ((commit(0, {0: [1]}, dropped=((0, 0, "failed_score"),)),), 1, 0, 0, {"failed_score": 1}),
-        ((FIRST, commit(1, {0: [0, 1], 1: [0, 1]})), 2, 0, 2, {}),  # in two steps
-        ((TWICE,), 1, 0, 1, {}),  # in two micro-batches
-    ],
-)  # fmt: skip
-def test_what_is_lost_or_trained_twice_is_counted(
-    commits: Any, tickets: int, lost: int, twice: int, dropped: Any
-) -> None:
+        3, 0, 0, {"stale": 4},
+    ),
+    ((commit(0, {0: [0, 1]}, sizes={"0": 3}),), 1, 1, 0, {}),
+    ((commit(0, {0: [1]}),), 1, 1, 0, {}),  # neither trained nor left out with a reason
+    ((commit(0, {0: [1]}, dropped=((0, 0, "failed_score"),)),), 1, 0, 0, {"failed_score": 1}),
+    ((FIRST, commit(1, {0: [0, 1], 1: [0, 1]})), 2, 0, 2, {}),  # in two steps
+    ((TWICE,), 1, 0, 1, {}),  # in two micro-batches
+])  # fmt: skip
+def test_what_is_lost_or_trained_twice_is_counted(commits, tickets, lost, twice, dropped):
     summary = totals_of(*commits, tickets=tickets)
     assert (summary.lost, summary.duplicated_in_training, summary.dropped) == (lost, twice, dropped)
 

@@ -30,9 +30,7 @@ def test_on_this_machine_no_token_is_asked_for_and_nothing_but_reading_is_answer
         assert answer.status_code == 405 and answer.headers["allow"] == "GET, HEAD", method
 
 
-def test_a_name_that_was_pointed_here_is_refused_and_others_ask_under_addresses_and_given_names(
-    own: TestClient,
-) -> None:
+def test_a_name_that_was_pointed_here_is_refused_and_others_ask_under_addresses_and_given_names(own):
     for host in ("localhost", "localhost:9000", "127.0.0.1:1", "[::1]:8420", "LOCALHOST"):
         assert own.get("/", headers={"host": host}).status_code == 200, host
     for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.7:8420", "", "localhost.evil"):
@@ -60,9 +58,7 @@ def basic(name: str, password: str) -> str:
 
 
 @pytest.mark.parametrize("path", ["/", "/static/page.css", "/run/x/groups/1/0/tokens"])
-def test_others_need_the_token_for_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_others_need_the_token_for_everything(tmp_path, monkeypatch, path):
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     access = Access.of("0.0.0.0")
     token, client = access.token, client_of(access, tmp_path, "http://10.1.2.3:8420")

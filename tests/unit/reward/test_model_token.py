@@ -94,18 +94,14 @@ def test_a_server_that_others_reach_needs_a_token(host: str, token: str, is_wron
     assert bool(complaint(host, token)) is is_wrong
 
 
-def test_the_model_server_does_not_start_for_everybody(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_server_does_not_start_for_everybody(monkeypatch, capsys):
     monkeypatch.delenv(MODEL_TOKEN_VARIABLE, raising=False)
     monkeypatch.setattr("sys.argv", ["server", "--model", "org/model", "--host", "0.0.0.0"])
     assert main() == 2
     assert "openssl rand" in capsys.readouterr().err
 
 
-async def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_config(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_config(monkeypatch):
     monkeypatch.setenv(MODEL_TOKEN_VARIABLE, TOKEN)
     monkeypatch.setenv("JUDGE_KEY", "sk-judge")
     far, here = "http://10.0.0.9:8000/v1", "http://127.0.0.1:8000/v1"

@@ -1,7 +1,5 @@
 """When a replica rests and when it is tried again, with a clock of the test's own."""
 
-from collections.abc import Callable
-
 import pytest
 
 from tidemill.services.reward.remote.servers import (
@@ -55,9 +53,7 @@ def test_it_rests_after_failures_in_a_row_and_a_success_begins_the_count_again(r
         (lambda replica: replica.pause(7.0), "resting", 7.0),
     ],
 )
-def test_after_a_rest_one_request_tries(
-    resting: Replica, clock: Clock, end: Callable[[Replica], None], state: str, rests_for_s: float
-) -> None:
+def test_after_a_rest_one_request_tries(resting, clock, end, state, rests_for_s):
     clock.now += FIRST_REST_S
     assert resting.state == "up"
     resting.in_flight += 1

@@ -61,9 +61,7 @@ def test_loops_of_several_threads_share_nothing(requests: list[int]) -> None:
     assert requests == [1, 1]
 
 
-async def test_neighbours_with_the_same_row_are_a_group_also_where_a_column_has_no_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_neighbours_with_the_same_row_are_a_group_also_where_a_column_has_no_number(monkeypatch):
     groups: list[int] = []
 
     async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.samples import make_sample
+from tests.support.rewards import make_sample
 from tidemill.common.config import NamedRewardConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.reward.builtin import BUILTINS
@@ -64,27 +64,22 @@ RUBRIC = """
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "name", "kwargs", "fields", "value"),
-    [
-        ("def reward(solution_str, ground_truth, data_source): return 0.25", "reward", {}, {}, 0.25),
-        ("def reward(solution_str, truth=None, score=1.0): return score", "reward", {"score": 0.5}, {}, 0.5),
-        ("async def reward(data_source, solution_str, ground_truth, extra_info): return 0.75", "reward", {},
-         {}, 0.75),
-        ("def reward(predict_str, ground_truth, **kwargs): return len(predict_str)", "reward", {}, {}, 1.0),
-        ("def reward(model_output, ground_truth): return len(model_output)", "reward", {}, {}, 1.0),
-        ("from json import loads\ndef reward(solution_str): return loads('2')", "reward", {}, {}, 2.0),
-        ("def reward(completion, answer): return completion == answer", "reward", {}, {"text": "truth"}, 1.0),
-        (RUBRIC, "reward", {}, {"text": "truth", "extra_info": {"level": 2}}, 1.0),
-        (RUBRIC, "reward", {}, {"text": "truth", "extra_info": {"level": 2, "prompt": CHAT}}, 1.0),
-        (OBJECTS, "rule", {}, {}, 0.5),
-        (OBJECTS, "strict", {}, {}, 0.9),
-        (OBJECTS, "Penalty", {"limit": 1}, {}, 1.0),
-    ],
-)  # fmt: skip
-async def test_functions_are_called_by_keyword_with_what_they_take(
-    load: Any, source: str, name: str, kwargs: dict[str, Any], fields: dict[str, Any], value: float
-) -> None:
+@pytest.mark.parametrize(("source", "name", "kwargs", "fields", "value"), [
+    ("def reward(solution_str, ground_truth, data_source): return 0.25", "reward", {}, {}, 0.25),
+    ("def reward(solution_str, truth=None, score=1.0): return score", "reward", {"score": 0.5}, {}, 0.5),
+    ("async def reward(data_source, solution_str, ground_truth, extra_info): return 0.75", "reward", {},
+     {}, 0.75),
+    ("def reward(predict_str, ground_truth, **kwargs): return len(predict_str)", "reward", {}, {}, 1.0),
+    ("def reward(model_output, ground_truth): return len(model_output)", "reward", {}, {}, 1.0),
+    ("from json import loads\ndef reward(solution_str): return loads('2')", "reward", {}, {}, 2.0),
+    ("def reward(completion, answer): return completion == answer", "reward", {}, {"text": "truth"}, 1.0),
+    (RUBRIC, "reward", {}, {"text": "truth", "extra_info": {"level": 2}}, 1.0),
+    (RUBRIC, "reward", {}, {"text": "truth", "extra_info": {"level": 2, "prompt": CHAT}}, 1.0),
+    (OBJECTS, "rule", {}, {}, 0.5),
+    (OBJECTS, "strict", {}, {}, 0.9),
+    (OBJECTS, "Penalty", {"limit": 1}, {}, 1.0),
+])  # fmt: skip
+async def test_functions_are_called_by_keyword_with_what_they_take(load, source, name, kwargs, fields, value):
     function = load(source, name, **kwargs)
     (outcome,) = await function.call(Request([sample(**fields)]))
     assert outcome.value == value
@@ -187,9 +182,7 @@ def test_trl_functions_get_lists_and_the_columns_of_the_dataset(load: Any) -> No
         ("solution_str): return 1 / 0", r"ZeroDivisionError: .* \(rewards0.py, line 1\)", False),
     ],
 )
-def test_what_a_function_does_wrong_is_an_attempt_that_failed(
-    load: Any, source: str, said: str, is_final: bool
-) -> None:
+def test_what_a_function_does_wrong_is_an_attempt_that_failed(load, source, said, is_final):
     with pytest.raises(AttemptError, match=said) as caught:
         call(load(f"def reward({source}"), sample())
     assert caught.value.is_final is is_final
@@ -263,36 +256,31 @@ def test_functions_of_verls_batch_manager_get_lists(load: Any) -> None:
         check_reward("mine", NamedRewardConfig(function=single.name, per="group"), {})
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import nowhere_to_be_found", "ModuleNotFoundError: .*nowhere_to_be_found.*rewards0.py, line 1"),
-        ("\n\ndef reward(:", r"SyntaxError.*\(rewards0.py, line 3\)"),
-        ("raise ValueError('not today')", "ValueError: not today"),
-        ("import sys; sys.exit(0)", "SystemExit"),
-        ("def rewards(): ...", "has no 'reward'; did you mean 'rewards'"),
-        ("", "its functions: none"),
-        ("reward = 3", "is a value of type int, not a function"),
-        ("class reward: ...", "is a class without compute_score; expected a class with that"),
-        ("class reward:\n    def compute_score(self, text): ...", "names matter"),
-        ("def reward(): return 1", r"takes \(\); expected compute_score\(data_source"),
-        ("def reward(text, truth): return 1", r"takes \(text, truth\).*names matter"),
-        ("def reward(text, truth): ...", r"def compute_score\(solution_str, ground_truth, \*\*_\): "
-         r"return reward\(solution_str, ground_truth\)"),
-        ("def reward(parser, completion, answer): ...", r"def compute_score\(completion, answer, \*\*_\): "
-         r"return reward\(parser=parser, completion=completion, answer=answer\)"),
-        ("def reward(data_source, solution_str, ground_truth, /): ...", "passed by keyword"),
-        ("def reward(prompts, completions, /): ...", r"expected .* as in TRL"),
-        ("def reward(solution_str, extra_info, router): ...", "nothing gives router; .*reward.kwargs"),
-        ("def reward(data_source, solution_str, ground_truth): yield 1", "yields"),
-        ("async def reward(data_source, solution_str, ground_truth): yield 1", "yields"),
-        ("class reward:\n    async def run_single(self, data): ...", "is a reward manager"),
-        ("class reward:\n    def __call__(self, data, return_dict=False): ...", "is a reward manager"),
-    ],
-)  # fmt: skip
-def test_a_function_that_cannot_be_used_is_refused_in_plain_words(
-    load: Any, source: str, expected: str
-) -> None:
+@pytest.mark.parametrize(("source", "expected"), [
+    ("import nowhere_to_be_found", "ModuleNotFoundError: .*nowhere_to_be_found.*rewards0.py, line 1"),
+    ("\n\ndef reward(:", r"SyntaxError.*\(rewards0.py, line 3\)"),
+    ("raise ValueError('not today')", "ValueError: not today"),
+    ("import sys; sys.exit(0)", "SystemExit"),
+    ("def rewards(): ...", "has no 'reward'; did you mean 'rewards'"),
+    ("", "its functions: none"),
+    ("reward = 3", "is a value of type int, not a function"),
+    ("class reward: ...", "is a class without compute_score; expected a class with that"),
+    ("class reward:\n    def compute_score(self, text): ...", "names matter"),
+    ("def reward(): return 1", r"takes \(\); expected compute_score\(data_source"),
+    ("def reward(text, truth): return 1", r"takes \(text, truth\).*names matter"),
+    ("def reward(text, truth): ...", r"def compute_score\(solution_str, ground_truth, \*\*_\): "
+     r"return reward\(solution_str, ground_truth\)"),
+    ("def reward(parser, completion, answer): ...", r"def compute_score\(completion, answer, \*\*_\): "
+     r"return reward\(parser=parser, completion=completion, answer=answer\)"),
+    ("def reward(data_source, solution_str, ground_truth, /): ...", "passed by keyword"),
+    ("def reward(prompts, completions, /): ...", r"expected .* as in TRL"),
+    ("def reward(solution_str, extra_info, router): ...", "nothing gives router; .*reward.kwargs"),
+    ("def reward(data_source, solution_str, ground_truth): yield 1", "yields"),
+    ("async def reward(data_source, solution_str, ground_truth): yield 1", "yields"),
+    ("class reward:\n    async def run_single(self, data): ...", "is a reward manager"),
+    ("class reward:\n    def __call__(self, data, return_dict=False): ...", "is a reward manager"),
+])  # fmt: skip
+def test_a_function_that_cannot_be_used_is_refused_in_plain_words(load, source, expected):
     with pytest.raises(ConfigError, match=expected) as caught:
         load(source)
     assert "rewards0.py:reward" in str(caught.value)
@@ -313,8 +301,6 @@ def test_a_function_that_cannot_be_used_is_refused_in_plain_words(
         ("gsm8k", {"ground_truth": 1}, "must not set ground_truth"),
     ],
 )
-def test_a_name_or_arguments_that_lead_nowhere_are_refused(
-    reference: str, kwargs: dict[str, Any], expected: str
-) -> None:
+def test_a_name_or_arguments_that_lead_nowhere_are_refused(reference, kwargs, expected):
     with pytest.raises(ConfigError, match=expected):
         load_function(reference, kwargs)

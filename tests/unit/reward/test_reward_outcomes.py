@@ -98,12 +98,8 @@ def test_further_numbers_become_components_and_the_rest_detail() -> None:
     )
     assert outcome.value == 0.5
     assert outcome.components == {
-        "fluency": 1.0,
-        "is_short": 1.0,
-        "judge": None,
-        "broken": None,
-        "share": 0.5,
-    }
+        "fluency": 1.0, "is_short": 1.0, "judge": None, "broken": None, "share": 0.5,
+    }  # fmt: skip
     assert outcome.detail == {"verdict": "good", "7": [1]}
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tests.support.model_servers import dependencies_of
-from tests.support.rewards import together
+from tests.support.rewards import dependencies_of, together
 from tests.support.sessions import make_segment, make_session
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import NamedRewardConfig, ServersConfig, TeacherConfig
@@ -75,7 +74,7 @@ def score_with(**fields: Any) -> Score:
     return Score(**(values | fields))
 
 
-def test_scores_without_a_teacher_are_the_bytes_that_they_were() -> None:
+def test_scores_without_a_teacher_are_the_bytes_that_they_were():
     # Written by the release before teachers.
     before = codec.pack({"ticket": 1, "index": 2, "status": "ok", "scored_at": 7.0, "value": 0.5})
     assert codec.encode_payload(score_with()) == before

@@ -5,13 +5,12 @@ import re
 import time
 from contextlib import nullcontext
 from email.utils import formatdate
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tests.support.samples import make_sample
+from tests.support.rewards import make_sample
 from tests.support.trajectories import make_config
 from tidemill.common.config import RunConfig
 from tidemill.common.config.reward_kinds import JudgeConfig, VerdictConfig
@@ -35,44 +34,38 @@ RANGE = {"range": (1, 5), "to_unit": True}
 OBJECTS = 'Well {not json}. {"score": 1} or rather\n```json\n{"verdict": {"score": 0.25}, "why": "{"}\n```'
 
 
-@pytest.mark.parametrize(
-    ("config", "words", "value"),
-    [
-        *(({}, words, value) for words, value in {
-            "7": 7.0, "Score: 7.5": 7.5, "I give it -2 points.": -2.0, "**8**": 8.0, "1,000 points": 1000.0,
-            "80%": 0.8, "1e-3": 0.001, "3 out of 3, so 3": 3.0,
-        }.items()),
-        (RATING, "Rating: [[3]] at first. But no: rating: [[8]]", 8.0),  # the last match
-        ({"regex": r"score (\d+)"}, "score 4 of 10", 4.0),
-        ({"regex": r"\d+$"}, "score 4 of 10", 10.0),
-        ({"json_field": "verdict.score"}, OBJECTS, 0.25),
-        (FIELD, '{"score": "3.5"}', 3.5),
-        ({"json_field": "ok"}, '{"ok": true}', 1.0),
-        (CHOICES, "The better one is B.", 0.0),
-        (CHOICES, "tie", 0.5),
-        (CHOICES | {"regex": r"\[\[(.)\]\]"}, "Both. Verdict: [[A]]", 1.0),
-        (CHOICES | {"json_field": "winner"}, '{"winner": "Tie"}', 0.5),
-        (RANGE, "1", 0.0),
-        (RANGE, "4", 0.75),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "words", "value"), [
+    *(({}, words, value) for words, value in {
+        "7": 7.0, "Score: 7.5": 7.5, "I give it -2 points.": -2.0, "**8**": 8.0, "1,000 points": 1000.0,
+        "80%": 0.8, "1e-3": 0.001, "3 out of 3, so 3": 3.0,
+    }.items()),
+    (RATING, "Rating: [[3]] at first. But no: rating: [[8]]", 8.0),  # the last match
+    ({"regex": r"score (\d+)"}, "score 4 of 10", 4.0),
+    ({"regex": r"\d+$"}, "score 4 of 10", 10.0),
+    ({"json_field": "verdict.score"}, OBJECTS, 0.25),
+    (FIELD, '{"score": "3.5"}', 3.5),
+    ({"json_field": "ok"}, '{"ok": true}', 1.0),
+    (CHOICES, "The better one is B.", 0.0),
+    (CHOICES, "tie", 0.5),
+    (CHOICES | {"regex": r"\[\[(.)\]\]"}, "Both. Verdict: [[A]]", 1.0),
+    (CHOICES | {"json_field": "winner"}, '{"winner": "Tie"}', 0.5),
+    (RANGE, "1", 0.0),
+    (RANGE, "4", 0.75),
+])  # fmt: skip
 def test_words_with_one_verdict_are_that_number(config: dict[str, Any], words: str, value: float) -> None:
     assert read(words, **config) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        *(({}, words) for words in (
-            "", "good", "7/10", "between 6 and 8", "NaN", "inf", "Score: nan", "1e999", "GPT4 likes", "v1.2",
-        )),
-        *((RATING, f"Rating: {words}") for words in ("8", "[[eight]]", "[[7 or 8]]", "[[nan]]", "[[]]")),
-        *((FIELD, f'{{"score": {words}') for words in ("null}", "NaN}", "[1]}", '"high"}', "3")),
-        (FIELD, "{}"),
-        *((CHOICES, words) for words in ("C", "A or B", "Apple")),
-        (RANGE, "6"),  # never clipped
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "words"), [
+    *(({}, words) for words in (
+        "", "good", "7/10", "between 6 and 8", "NaN", "inf", "Score: nan", "1e999", "GPT4 likes", "v1.2",
+    )),
+    *((RATING, f"Rating: {words}") for words in ("8", "[[eight]]", "[[7 or 8]]", "[[nan]]", "[[]]")),
+    *((FIELD, f'{{"score": {words}') for words in ("null}", "NaN}", "[1]}", '"high"}', "3")),
+    (FIELD, "{}"),
+    *((CHOICES, words) for words in ("C", "A or B", "Apple")),
+    (RANGE, "6"),  # never clipped
+])  # fmt: skip
 def test_words_without_exactly_one_are_no_verdict(config: dict[str, Any], words: str) -> None:
     with pytest.raises(RemoteFault) as caught:
         read(words, **config)
@@ -222,9 +215,7 @@ def test_a_judge_reads_the_rows_own_prompt_and_not_the_policys_template() -> Non
         ({"choices": {"yes": 1, "yesterday": 0}}, "Yes"),
     ],
 )
-def test_what_touches_the_end_of_an_answer_that_was_cut_off_is_no_verdict(
-    config: dict[str, Any], words: str
-) -> None:
+def test_what_touches_the_end_of_an_answer_that_was_cut_off_is_no_verdict(config, words):
     verdict = Verdict("j", VerdictConfig(**config)).read
     with pytest.raises(RemoteFault, match=r"cut off \(max_tokens\)"):
         verdict(words, is_cut=True)
@@ -266,9 +257,7 @@ ROW = {"prompt": "1+1?", "data_source": "", "ground_truth": "2", "extra": {"leve
         ({"j": {"judge": JUDGE}, "f": {"function": "exact_match", "router": "s"}}, ""),
     ],
 )
-def test_the_check_refuses_what_would_fail_every_sample(
-    tmp_path: Path, rewards: dict[str, Any], said: str
-) -> None:
+def test_the_check_refuses_what_would_fail_every_sample(tmp_path, rewards, said):
     (tmp_path / "mine.py").write_text("def lists(completions, solution, level): return [1.0]")
     config = run_of(rewards).model_dump_json().replace("FILE", f"{tmp_path}/mine.py")
     request = {"config": json.loads(config), "row": ROW, "calls": False}

@@ -1,36 +1,44 @@
-"""Several rewards: their weighted sum, what does not apply, and what each failure means."""
+"""Attempts, and several rewards: their weighted sum, what does not apply, and what each failure means."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.rewards import together
-from tests.support.samples import make_sample
-from tests.support.trajectories import make_config
+from tests.support.rewards import make_sample, scorer_of, together
+from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import NamedRewardConfig, RewardConfig, parse_config
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.messages import ScoreStatus
+from tidemill.common.store import ClaimStore
+from tidemill.common.wire.messages import Lane, Score, ScoreStatus
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.weighted_sum import NONE_APPLIES, score_of
 from tidemill.services.reward.sample import RewardSample
 
 
-class Fixed:
-    """Gives one answer for ever."""
+class Scripted:
+    """Gives one answer after another, the last one for ever: an outcome, a value, or an error to raise."""
 
     slots = None
 
-    def __init__(self, answer: float | Exception | None, **components: float) -> None:
-        self.answer, self.components, self.calls = answer, components, 0
+    def __init__(self, *answers: RewardOutcome | BaseException | float | None, **components: float) -> None:
+        self.answers, self.components, self.calls = list(answers), components, 0
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         self.calls += 1
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return RewardOutcome(self.answer, dict(self.components))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer if isinstance(answer, RewardOutcome) else RewardOutcome(answer, dict(self.components))
 
     async def close(self) -> None: ...
+
+
+async def score(reward: Any, lane: Lane = Lane.TRAIN, **config: Any) -> Score:
+    """What a worker that has this reward alone makes of a sample."""
+    scorer = scorer_of(reward, RewardConfig(**({"backoff_s": 0.0} | config)))
+    return await scorer.score(make_trajectory(3, 2), lane)
 
 
 LATE = AttemptError("too late", is_timeout=True)
@@ -43,43 +51,45 @@ async def total(source: str = "", **rewards: tuple[Any, dict[str, Any]]) -> Rewa
 
 
 async def test_the_reward_is_the_weighted_sum_and_each_part_is_kept() -> None:
-    made = await total(rule=(Fixed(1.0, digits=3.0), {"weight": 2.0}), judge=(Fixed(0.5), {"weight": -1.0}))
+    made = await total(
+        rule=(Scripted(1.0, digits=3.0), {"weight": 2.0}), judge=(Scripted(0.5), {"weight": -1.0})
+    )
     assert (made.status, made.value) == (ScoreStatus.OK, 1.5)
     assert made.components == {"rule": 1.0, "judge": 0.5, "rule/digits": 3.0}
 
 
 async def test_what_does_not_apply_is_left_out_of_the_sum() -> None:
     made = await total(
-        rule=(Fixed(None), {"weight": 5.0}),
-        other=(Fixed(9.0), {"applies_to": ["math"]}),
-        judge=(Fixed(0.5), {"applies_to": ["gsm8k"]}),
+        rule=(Scripted(None), {"weight": 5.0}),
+        other=(Scripted(9.0), {"applies_to": ["math"]}),
+        judge=(Scripted(0.5), {"applies_to": ["gsm8k"]}),
     )
     assert (made.status, made.value) == (ScoreStatus.OK, 0.5)
     assert made.components == {"rule": None, "other": None, "judge": 0.5}
 
 
 @pytest.mark.parametrize(("source", "value"), [("math", 1.0), ("code", 0.5), ("chat", 4.5)])
-async def test_each_source_has_the_rewards_that_name_it_and_those_that_name_none(
-    source: str, value: float
-) -> None:
+async def test_each_source_has_the_rewards_that_name_it_and_those_that_name_none(source, value):
     made = await total(
         source,
-        answer=(Fixed(1.0), {"sources": ["math"]}),
-        tests=(Fixed(0.5), {"sources": ["code", "chat"]}),
-        taste=(Fixed(4.0), {"sources": ["chat"], "applies_to": ["gsm8k"]}),
-        style=(Fixed(9.0), {"sources": ["math", "code"], "applies_to": ["other"]}),
+        answer=(Scripted(1.0), {"sources": ["math"]}),
+        tests=(Scripted(0.5), {"sources": ["code", "chat"]}),
+        taste=(Scripted(4.0), {"sources": ["chat"], "applies_to": ["gsm8k"]}),
+        style=(Scripted(9.0), {"sources": ["math", "code"], "applies_to": ["other"]}),
     )
     assert (made.status, made.value) == (ScoreStatus.OK, value)
 
 
 async def test_where_nothing_applies_the_score_has_failed_and_is_no_zero() -> None:
-    made = await total(rule=(Fixed(None), {}), judge=(Fixed(None), {}))
+    made = await total(rule=(Scripted(None), {}), judge=(Scripted(None), {}))
     assert (made.status, made.value, made.error) == (ScoreStatus.FAILED, None, NONE_APPLIES)
 
 
 @pytest.mark.parametrize("policy", ["drop_sample", "drop_group"])
 async def test_a_failed_part_fails_the_score_with_its_own_policy(policy: str) -> None:
-    made = await total(rule=(Fixed(1.0), {}), judge=(Fixed(LATE), {"on_failure": policy, "max_attempts": 2}))
+    made = await total(
+        rule=(Scripted(1.0), {}), judge=(Scripted(LATE), {"on_failure": policy, "max_attempts": 2})
+    )
     assert (made.status, made.value, made.on_failure) == (ScoreStatus.TIMEOUT, None, policy)
     assert (made.error, len(made.tries)) == ("judge: too late", 2)
     assert made.components == {"rule": 1.0, "judge": None}
@@ -87,8 +97,8 @@ async def test_a_failed_part_fails_the_score_with_its_own_policy(policy: str) ->
 
 async def test_the_strictest_policy_of_several_failures_wins() -> None:
     made = await total(
-        one=(Fixed(ValueError("broken")), {"max_attempts": 1}),
-        two=(Fixed(LATE), {"max_attempts": 1, "on_failure": "drop_group"}),
+        one=(Scripted(ValueError("broken")), {"max_attempts": 1}),
+        two=(Scripted(LATE), {"max_attempts": 1, "on_failure": "drop_group"}),
     )
     assert made.on_failure == "drop_group"
     assert "one: ValueError: broken" in made.error and "two: too late" in made.error
@@ -96,13 +106,13 @@ async def test_the_strictest_policy_of_several_failures_wins() -> None:
 
 async def test_a_failure_with_a_value_goes_into_the_sum_and_is_told() -> None:
     fixed = {"on_failure": -1.0, "max_attempts": 1, "weight": 2.0}
-    made = await total(rule=(Fixed(1.0), {}), judge=(Fixed(LATE), fixed))
+    made = await total(rule=(Scripted(1.0), {}), judge=(Scripted(LATE), fixed))
     assert (made.status, made.value, made.components["judge"]) == (ScoreStatus.OK, -1.0, -1.0)
     assert made.detail["failures"] == {"judge": "too late"}
 
 
 async def test_each_reward_has_its_own_attempts_and_counts_its_own_failures() -> None:
-    patient, hasty = Fixed(LATE), Fixed(AttemptError("no", kind="http_500"))
+    patient, hasty = Scripted(LATE), Scripted(AttemptError("no", kind="http_500"))
     total = together({"patient": (patient, {"max_attempts": 4}), "hasty": (hasty, {"max_attempts": 1})})
     await total.score(make_sample((0, 0), False, "", "", ""))
     assert (patient.calls, hasty.calls) == (4, 1)
@@ -116,14 +126,14 @@ async def test_what_a_server_asks_for_is_waited_for(monkeypatch: pytest.MonkeyPa
         pauses.append(pause_s)
 
     monkeypatch.setattr(asyncio, "sleep", note)
-    await total(judge=(Fixed(AttemptError("busy", retry_after_s=17.0)), {"max_attempts": 2}))
+    await total(judge=(Scripted(AttemptError("busy", retry_after_s=17.0)), {"max_attempts": 2}))
     assert pauses == [17.0]
 
 
 async def test_evaluation_never_waits_for_places_that_training_holds() -> None:
     gate, started = asyncio.Event(), list[bool]()
 
-    class Gated(Fixed):
+    class Gated(Scripted):
         async def score(self, sample: RewardSample) -> RewardOutcome:
             started.append(sample.is_evaluation)
             if not sample.is_evaluation:
@@ -189,8 +199,8 @@ def test_one_function_is_a_reward_named_after_itself() -> None:
 
 async def test_a_reward_of_one_lane_is_left_out_of_the_other() -> None:
     """One reward for training and another for validation, as verl users have them."""
-    dense, exact = (Fixed(0.3), {"lanes": ["train"]}), (Fixed(1.0), {"lanes": ["eval"]})
-    rewards = together({"dense": dense, "exact": exact, "both": (Fixed(5.0), {})})
+    dense, exact = (Scripted(0.3), {"lanes": ["train"]}), (Scripted(1.0), {"lanes": ["eval"]})
+    rewards = together({"dense": dense, "exact": exact, "both": (Scripted(5.0), {})})
     for is_evaluation, value, left_out in ((False, 5.3, "exact"), (True, 6.0, "dense")):
         total = rewards.sum_up(await rewards.score(make_sample((0, 0), is_evaluation, "", "", None)))
         assert total.value == pytest.approx(value)
@@ -206,6 +216,71 @@ def test_each_lane_needs_a_reward(lanes: list[str], said: str) -> None:
 
 
 async def test_a_sum_that_no_float_can_hold_is_a_failure_and_ends_no_worker() -> None:
-    made = await total(rule=(Fixed(1e308), {"weight": 100.0}))
+    made = await total(rule=(Scripted(1e308), {"weight": 100.0}))
     score = score_of(made, make_sample((0, 0), False, "", "", ""), "w", 0.0)
     assert (score.status, score.value) == (ScoreStatus.FAILED, None) and "inf" in score.error
+
+
+async def test_a_sample_whose_payload_cannot_be_had_has_failed_and_no_reward_is_asked(tmp_path: Path) -> None:
+    store, reward = ClaimStore(tmp_path, 1), Scripted()
+    claim = store.check_in(make_trajectory(3, 2))
+    next(store.folder.iterdir()).unlink()
+    made = await scorer_of(reward, RewardConfig()).score(store.resolve(claim), Lane.TRAIN)
+    assert (made.key, made.status, made.value) == ((3, 2), ScoreStatus.FAILED, None)
+    assert "cannot be had: No such file" in made.error and not reward.calls
+
+
+async def test_a_score_carries_value_components_and_who_made_it() -> None:
+    made = await score(Scripted(RewardOutcome(0.5, {"fluency": 1.0, "judge": None}, {"verdict": "good"})))
+    assert (made.key, made.status, made.value, made.attempts) == ((3, 2), ScoreStatus.OK, 0.5, 1)
+    assert (made.components, made.detail) == ({"fluency": 1.0, "judge": None}, {"verdict": "good"})
+    assert (made.worker, made.error) == ("w1", "")
+    assert made.latency_s > 0
+
+
+async def test_a_failed_attempt_is_repeated_and_all_of_several_are_on_record() -> None:
+    made = await score(Scripted(AttemptError("once"), ValueError("twice"), RewardOutcome(1.0)))
+    assert (made.status, made.value, made.attempts, made.error) == (ScoreStatus.OK, 1.0, 3, "")
+    names, took_s, paused_s, errors = zip(*made.tries, strict=True)
+    assert len(set(names)) == 1 and errors[0] == "once" and "twice" in errors[1] and errors[2] == ""
+    assert paused_s[0] == 0.0 and min(*took_s, *paused_s) >= 0.0
+    assert (await score(Scripted(RewardOutcome(1.0)))).tries == ()
+    lost = await score(Scripted(AttemptError("no")), max_attempts=2)
+    assert [error for *_, error in lost.tries] == ["no", "no"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "attempts"),
+    [
+        (AttemptError("no"), ScoreStatus.FAILED, 2),
+        (AttemptError("late", is_timeout=True), ScoreStatus.TIMEOUT, 2),
+        (AttemptError("never", is_final=True), ScoreStatus.FAILED, 1),
+    ],
+)
+async def test_after_the_last_attempt_the_score_has_a_status_and_no_value(error, status, attempts):
+    reward = Scripted(error)
+    made = await score(reward, max_attempts=2)
+    assert (made.status, made.value, made.attempts, made.error) == (status, None, attempts, str(error))
+    assert reward.calls == attempts
+
+
+async def test_cancelling_ends_the_work_at_once() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await score(Scripted(asyncio.CancelledError(), RewardOutcome(1.0)))
+
+
+async def test_the_delay_of_benchmarks_depends_on_the_trajectory_alone(monkeypatch):
+    slept: list[float] = []
+
+    async def note(delay_s: float) -> None:
+        slept.append(delay_s)
+
+    monkeypatch.setattr("tidemill.services.reward.worker.asyncio.sleep", note)
+    for worker in ("one", "two"):
+        reward = Scripted(1.0)
+        scorer = scorer_of(reward, RewardConfig(delay_s=(1.0, 40.0)), worker, seed=7)
+        for index in range(3):
+            await scorer.score(make_trajectory(5, index), Lane.TRAIN)
+    assert slept[:3] == slept[3:]
+    assert len(set(slept)) == 3
+    assert all(1.0 <= delay_s <= 40.0 for delay_s in slept)

@@ -30,12 +30,7 @@ def test_every_row_of_the_engines_has_a_class_and_no_other_name_is_taken() -> No
         ({"OMP_NUM_THREADS": "3"}, {"num_threads": 5}, ("PASSIVE", "5", 5)),
     ],
 )
-def test_workers_share_the_cores_less_one(
-    variables: dict[str, str],
-    config: dict[str, int],
-    expected: tuple[str, str, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_share_the_cores_less_one(variables, config, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(variables))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
     number = share_cores(RolloutConfig.model_validate(config))
@@ -44,9 +39,7 @@ def test_workers_share_the_cores_less_one(
 
 @pytest.mark.parametrize("num_at_once", [1, 3, 1000])
 @pytest.mark.parametrize("text", ["x" * 500 + "\nObs: y", "\nObs", "é" * 300 + "\nObs" + "é" * 40])
-def test_a_text_to_stop_at_is_reached_once_with_the_tokens_that_complete_it(
-    text: str, num_at_once: int
-) -> None:
+def test_a_text_to_stop_at_is_reached_once_with_the_tokens_that_complete_it(text, num_at_once):
     ids = list(text.encode())
     stops = StopTexts(["never", "\nObs"], lambda ids: bytes(ids).decode(errors="replace"))
     ends = [*range(num_at_once, len(ids), num_at_once), len(ids)]

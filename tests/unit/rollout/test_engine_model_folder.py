@@ -1,7 +1,6 @@
 """A model folder that cannot be used is a ConfigError that says what is wrong, never a traceback."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,7 @@ def never_stops(folder: Path) -> None:
         (never_stops, {}, "eos_token_id"),
     ],
 )
-def test_a_folder_that_cannot_be_used_is_refused_with_its_cause(
-    make: Callable[[Path], object], changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_used_is_refused_with_its_cause(make, changes, said, tmp_path):
     make(tmp_path)
     with pytest.raises(ConfigError, match=said):
         open_model(model_config(**{"path": tmp_path} | changes))
@@ -86,9 +83,7 @@ def of_another_model(folder: Path) -> None:
     ("fault", "said"),
     [(torn, "cannot be loaded"), (gone, "cannot be loaded"), (of_another_model, "lacks 9 of")],
 )
-def test_weights_that_cannot_be_loaded_are_refused_with_their_cause(
-    fault: Callable[[Path], None], said: str, tmp_path: Path
-) -> None:
+def test_weights_that_cannot_be_loaded_are_refused_with_their_cause(fault, said, tmp_path):
     tiny_model(tmp_path)
     fault(tmp_path)
     with pytest.raises(ConfigError, match=said):

@@ -41,9 +41,7 @@ def processed(*rows: SamplingParams, order: list[int] | None = None) -> list[lis
         ({"temperature": 0.0, "top_k": 1, "top_p": 0.1, "min_p": 0.9}, PROBS),
     ],
 )
-def test_the_distribution_is_filtered_and_renormalised(
-    changes: dict[str, float], expected: list[float]
-) -> None:
+def test_the_distribution_is_filtered_and_renormalised(changes, expected):
     assert processed(params(**changes))[0] == pytest.approx(expected, abs=1e-5)
 
 
@@ -57,7 +55,7 @@ def test_rows_of_a_batch_do_not_share_their_parameters() -> None:
     assert together == [processed(row)[0] for row in rows]
 
 
-def test_a_row_without_top_p_keeps_its_tail_beside_one_with_it() -> None:
+def test_a_row_without_top_p_keeps_its_tail_beside_one_with_it():
     # A running sum over so many tokens rounds to more than 1 before it reaches the last of them.
     torch.manual_seed(0)
     logits_BV = 2.0 * torch.randn(4, 50_000)

@@ -126,9 +126,7 @@ def test_ranks_together_prove_a_delta_before_it_is_written(tmp_path: Path) -> No
         assert num_wrong(rank, values) == RIGHT
 
 
-def test_a_change_that_half_fits_on_the_device_lies_in_one_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_that_half_fits_on_the_device_lies_in_one_place(tmp_path, monkeypatch):
     """A window of the tensor fits, the next does not. Memory without contents stands in for the host's."""
     info = TensorInfo("q", "BF16", (2, WINDOW))
     weight = torch.zeros(info.shape, dtype=torch.bfloat16)
@@ -225,9 +223,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-def test_what_is_staged_has_arrived_before_it_is_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: list[str]
-) -> None:
+def test_what_is_staged_has_arrived_before_it_is_applied(tmp_path, monkeypatch, cuda):
     """One stream for all versions: torch keeps what is freed for the stream that had it."""
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
     weights = RankWeights(model, None)

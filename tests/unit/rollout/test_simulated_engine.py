@@ -82,9 +82,7 @@ async def test_tokens_are_of_the_vocabulary_and_equally_likely_up_to_a_limit() -
         ({0.0: [3], 10.0: [4]}, ((3, 0),)),  # before the start and after the end
     ],
 )
-async def test_spans_are_split_where_updates_fell(
-    time: FakeTime, versions_at: dict[float, list[int]], spans: tuple[tuple[int, int], ...]
-) -> None:
+async def test_spans_are_split_where_updates_fell(time, versions_at, spans):
     engine = await started_engine(tokens=16, group_s=10.0)
     for version in versions_at.get(0.0, ()):
         await engine.load(version, [])

@@ -1,8 +1,12 @@
-"""How many groups a worker holds, by what the engine reports."""
+"""How many groups a worker holds, by what the engine reports, and what it says it waits for."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tidemill.services.rollout.engines.engine import EngineReport
+from tidemill.services.rollout.service import _state_of
 from tidemill.services.rollout.slots import Slots
 
 
@@ -14,9 +18,7 @@ def test_without_reports_the_number_stays() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "begins_with"), [(0, 16), (9_000, 18), (1 << 20, 64)])
-def test_slots_begin_with_what_fits_once_the_engine_says_how_much_that_is(
-    num_tokens: int, begins_with: int
-) -> None:
+def test_slots_begin_with_what_fits_once_the_engine_says_how_much_that_is(num_tokens, begins_with):
     """Twice as many as would fit at their largest: they are half as large on average."""
     slots = Slots(16, group_tokens=1000)
     slots.report(EngineReport(0.0, 3, num_tokens))
@@ -27,9 +29,7 @@ def test_slots_begin_with_what_fits_once_the_engine_says_how_much_that_is(
 
 
 @pytest.mark.parametrize(("usage", "after"), [(0.0, 20.0), (0.4, 12.5), (0.8, 10.0), (0.85, 10.0)])
-def test_slots_grow_in_a_turnover_by_a_share_that_tapers_with_the_caches_use(
-    usage: float, after: float
-) -> None:
+def test_slots_grow_in_a_turnover_by_a_share_that_tapers_with_the_caches_use(usage, after):
     """Twice the slots with an empty cache, 1.25 at 40 %, as many from 80 % on."""
     slots = Slots(10)
     for _ in range(10):
@@ -66,9 +66,7 @@ def test_a_group_that_ends_is_replaced_unless_requests_have_waited_all_the_time_
         (0.3, [(100, 0)], True),  # the engine has little to do
     ],
 )
-def test_a_group_that_ends_is_not_replaced_where_histories_have_left_the_cache(
-    usage: float, turns: list[tuple[int, int]], is_replaced: bool
-) -> None:
+def test_a_group_that_ends_is_not_replaced_where_histories_have_left_the_cache(usage, turns, is_replaced):
     slots = Slots(10)
     for turn in turns:
         slots.turn(*turn)
@@ -87,3 +85,28 @@ def test_one_group_is_always_held() -> None:
         slots.report(EngineReport(0.95, 7))
         slots.end(0)
         assert slots.num_free(0) == 1
+
+
+def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0, playing: int = 0) -> str:
+    engine: Any = SimpleNamespace(num_running=running)
+    follower: Any = SimpleNamespace(num_waiting=waiting)
+    workers: Any = [
+        SimpleNamespace(running=set(), num_wanted=0, num_playing=0),
+        SimpleNamespace(running=set(range(held)), num_wanted=wanted, num_playing=playing),
+    ]
+    return _state_of(engine, follower, workers)[0]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({}, "wait:tickets"),
+        ({"held": 2, "running": 1, "waiting": 1, "wanted": 1}, "generate"),
+        ({"held": 2, "waiting": 1}, "wait:weights"),
+        ({"held": 2, "wanted": 8}, "wait:device"),
+        ({"held": 2, "playing": 1}, "wait:environment"),
+        ({"held": 2}, "wait:redis"),
+    ],
+)
+def test_the_cause_is_what_all_held_groups_lack(found: dict[str, int], expected: str) -> None:
+    assert state(**found) == expected

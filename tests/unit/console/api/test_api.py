@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import tidemill
+from infra.docs.api_page import ORDER, as_markdown
 from tests.support.runs import simulated_config
 from tidemill.services.console.api.history import Records, wait_for
 from tidemill.services.console.api.running import CallbackView
@@ -91,3 +92,9 @@ def test_callbacks_get_each_record_once_and_false_stops_the_run_once() -> None:
     show(5, evaluation)
     show(6, evaluation)
     assert seen == [("step", 1), ("evaluation", 2), ("step", 2), ("step", 3)] and stops == [True]
+
+
+def test_every_name_is_on_the_page() -> None:
+    page = as_markdown()
+    assert set(tidemill.__all__) - set(ORDER) == {"ConfigError", "TidemillError", "RunConfig"}
+    assert all(f"`{name}`" in page or f"## {name}" in page for name in tidemill.__all__)

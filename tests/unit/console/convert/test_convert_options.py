@@ -178,9 +178,7 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("project", "options", "expected"), CASES)
-def test_options_become_our_fields(
-    project: Project, options: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_options_become_our_fields(project, options, expected):
     made = draft(project, **options)
     assert {field: value_of(made.tree(), field) for field in expected} == expected
     assert made.problem() == ""

@@ -1,7 +1,5 @@
 """The tables of options: every field in them exists, and the page says what they say."""
 
-from pathlib import Path
-
 import pytest
 
 from tidemill.services.console.__main__ import main
@@ -44,9 +42,7 @@ def test_a_row_with_the_name_goes_before_one_with_a_pattern() -> None:
     assert verl.find("nothing.like.it") is None
 
 
-def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_field_that_is_an_option_elsewhere_is_translated(tmp_path, monkeypatch, capsys):
     (tmp_path / "c.yaml").write_text(
         "model: {path: m}\ndata: {train: t, prompt_key: q}\ntrainer: {num_generations: 4, zzz: 1}\n"
     )

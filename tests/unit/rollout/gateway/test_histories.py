@@ -63,9 +63,7 @@ class Run:
 
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("thought", ["", THOUGHT])
-async def test_a_question_after_an_answer_extends_it_also_where_templates_drop_thinking(
-    name: str, thought: str
-) -> None:
+async def test_a_question_after_an_answer_extends_it_also_where_templates_drop_thinking(name, thought):
     if name == "qwen3_5_think":  # its template has opened the thought
         thought = "low first\n</think>\n\n"
     run = Run(name, f"{thought}50{ENDS[name][0]}", f"{thought}75{ENDS[name][0]}")
@@ -82,9 +80,7 @@ async def test_a_question_after_an_answer_extends_it_also_where_templates_drop_t
         ("llama3_1", '{"name": "add", "parameters": {"a": 1}}', "<|eom_id|>"),
     ],
 )
-async def test_a_result_after_a_call_extends_it_whatever_ids_the_client_gives_it(
-    name: str, call: str, end: str
-) -> None:
+async def test_a_result_after_a_call_extends_it_whatever_ids_the_client_gives_it(name, call, end):
     run = Run(name, call + end, f"7{ENDS[name][0]}")
     first = await run.say(USER, tools=TOOLS)
     first["tool_calls"][0]["id"] = "mine"
@@ -222,9 +218,7 @@ async def test_a_call_with_nan_is_text_for_the_client() -> None:
     assert answer.calls == [] and "NaN" in answer.text
 
 
-async def test_each_message_of_a_request_is_compared_by_what_is_computed_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_each_message_of_a_request_is_compared_by_what_is_computed_once(monkeypatch):
     computed = []
 
     def counted(message: Message) -> Any:

@@ -119,9 +119,7 @@ async def test_a_session_is_truncated_where_its_last_answer_is(answers: tuple[st
 
 
 @pytest.mark.parametrize(("max_tokens", "finish"), [(3, "stop"), (6, "length"), (None, "length")])
-async def test_a_turn_is_cut_where_a_limit_of_the_run_has_done_it(
-    max_tokens: int | None, finish: str
-) -> None:
+async def test_a_turn_is_cut_where_a_limit_of_the_run_has_done_it(max_tokens, finish):
     run = Run(turn_tokens=6)
     await run.turn("it is cut off", USER, max_tokens=max_tokens)
     (turn,) = run.came_to.turns

@@ -14,13 +14,10 @@ TRL = find_spec("trl")  # importing it takes seconds
 assert TRL is not None and TRL.origin is not None
 TEMPLATES = Path(TRL.origin).parent / "chat_templates"
 ENDS = {  # the first one is the tokenizer's own; all of them stop the engine
-    "qwen3": ["<|im_end|>", "<|endoftext|>"],
-    "qwen3_5_think": ["<|im_end|>", "<|endoftext|>"],
-    "llama3_1": ["<|eot_id|>", "<|eom_id|>"],
-    "gemma3": ["<end_of_turn>"],
-    "gemma4": ["<turn|>", "<|tool_response>"],
-    "gptoss": ["<|return|>", "<|call|>"],
-}
+    "qwen3": ["<|im_end|>", "<|endoftext|>"], "qwen3_5_think": ["<|im_end|>", "<|endoftext|>"],
+    "llama3_1": ["<|eot_id|>", "<|eom_id|>"], "gemma3": ["<end_of_turn>"],
+    "gemma4": ["<turn|>", "<|tool_response>"], "gptoss": ["<|return|>", "<|call|>"],
+}  # fmt: skip
 SPECIAL = ["<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<start_of_turn>"]
 SPECIAL += ["<|turn>", "<|tool_call>", "<tool_call|>", "<tool_response|>", '<|"|>']
 SPECIAL += ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"]
@@ -90,9 +87,7 @@ GPTOSS_RESULT = (
         ("gptoss", "<|return|>", "<|start|>user<|message|>Higher.<|end|><|start|>assistant"),
     ],
 )
-def test_a_question_follows_a_turn_that_ended_itself_whatever_it_ended_with(
-    name: str, end: str, expected: str
-) -> None:
+def test_a_question_follows_a_turn_that_ended_itself_whatever_it_ended_with(name, end, expected):
     turn = f"<think>\nhm\n</think>\n\n50{end}"
     assert extended(name, turn, HIGHER) == turn + expected
 
@@ -166,9 +161,7 @@ CALL = '{"name": "add", "arguments": {"a": 3}}'
         ("gemma3", "7", "7", []),
     ],
 )
-def test_calls_are_read_in_the_form_that_the_template_shows(
-    name: str, text: str, said: str, calls: list[Any]
-) -> None:
+def test_calls_are_read_in_the_form_that_the_template_shows(name, text, said, calls):
     chat, _ = chat_of(name)
     parsed = chat.parse(chat.encode(text + ENDS[name][0]), TOOLS)
     assert [(call.name, call.arguments) for call in parsed.calls] == calls
