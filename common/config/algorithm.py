@@ -268,7 +268,7 @@ class AlgorithmConfig(Section):
                 "normalisation: prompt averages over the tokens of a group; leave it at all, or take another "
                 "normalisation"
             )
-        if bool(rejection.of_tokens) and is_sequence:
+        if rejection.of_tokens and is_sequence:
             yield (
                 f"loss: {self.loss} has one ratio for a sequence, and "
                 f"rejection.bounds.{''.join(rejection.of_tokens[:1])} would leave out single tokens of it; "
@@ -284,7 +284,7 @@ class AlgorithmConfig(Section):
     def _part_rules(self) -> Rules:
         """Checks that KL, reference, teacher, entropy control and advantage fit together."""
         teacher, entropy = self.teacher, self.entropy_control
-        if bool(teacher.gamma) and teacher.place == "loss":
+        if teacher.gamma and teacher.place == "loss":
             yield (
                 f"teacher.gamma ({teacher.gamma}) discounts rewards, and teacher.place is loss: take place: "
                 "reward, or leave gamma out"

@@ -45,7 +45,7 @@ rollouts_per_example = 4
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What a reader has: a clone's files, a config of his own, and files of other projects."""
-    for name in ("examples", "infra", "tests"):
+    for name in ("benchmarks", "examples", "infra", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("model", "train.jsonl"):
         (tmp_path / name).symlink_to(ROOT / "examples" / "arith" / name)

@@ -79,6 +79,6 @@ def test_our_own_modules_are_started_without_the_working_directory(folder, monke
     for place in (folder, ROOT):
         monkeypatch.chdir(place)
         monkeypatch.setattr(sys, "path", path)
-        assert run_own(Program.JOBS, "run") == [sys.executable, "-P", "-m", Program.JOBS, "run"]
+        assert run_own(Program.SANDBOX, "run") == [sys.executable, "-P", "-m", Program.SANDBOX, "run"]
     monkeypatch.setattr(sys, "path", [str(ROOT), *path])  # what `python -m tidemill` does in a clone
-    assert run_own(Program.JOBS, "run") == [sys.executable, "-m", Program.JOBS, "run"]
+    assert run_own(Program.SANDBOX, "run") == [sys.executable, "-m", Program.SANDBOX, "run"]

@@ -54,7 +54,7 @@ async def test_logprobs_after_deltas_are_those_of_the_weights(
     chain = Chain(tmp_path / "run")
     chain.full(0, tmp_path / "model" / "model.safetensors")
     vllm = {"enforce_eager": True, "tensor_parallel_size": num_ranks}
-    rollout = {"engine": "vllm", "num_threads": 1, "max_num_seqs": 8, "vllm": vllm}
+    rollout = {"engine": "vllm", "num_threads": 1, "max_num_seqs": 8, "record_routes": False, "vllm": vllm}
     config = run_config(tmp_path / "model", rollout=rollout)
     engine = build_engine(config, "w")
     assert isinstance(engine, VllmEngine)
