@@ -2,8 +2,9 @@
 -- Otherwise the stream would refuse all further numbers of the run. Atomic against the trainer, which appends, and
 -- against workers, which read and acknowledge: no client sees the stream without its entries or its last id.
 -- KEYS: stream, dead letters.
--- ARGV: schema, least last id that the stream may be left with, then (entry's id, dead letter) pairs; an empty dead letter
--- one is in the dead letters already.  Returns how many entries were still there, or -1 without the stream.
+-- ARGV: schema, least last id that the stream may be left with, then (entry's id, dead letter) pairs; an empty one
+-- is of an entry that is in the dead letters already, or needs none.
+-- Returns how many entries were still there, or -1 without the stream.
 local function number(id)
   return tonumber(string.match(id, '^%d+'))
 end

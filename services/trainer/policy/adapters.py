@@ -159,6 +159,7 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     names that take none. Raises ConfigError: a name fits no linear layer, or the layer shares its weights
     with the embedding."""
     head = output_head(model)
+    # None on a router: some are linear layers that return a tuple, and all of them are left as they were.
     routers = [router for _, router in find_routers(model)]
     linears = {
         name: module

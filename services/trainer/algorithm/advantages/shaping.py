@@ -115,7 +115,7 @@ def with_teacher(sample: Sample, config: TeacherTermConfig) -> Sample:
         return sample
     rewards_A = -log_ratios(sample, teaching).clip(-config.clip, config.clip)
     # A copy: a broadcast number has one place in memory, and the sample's own array must stay as it is.
-    advantage_T = np.broadcast_to(np.asarray(sample.advantage, np.float64), sample.mask.shape).copy()
+    advantage_T = sample.advantages_T.astype(np.float64)
     advantage_T[sample.mask] += teaching.weight * returns(rewards_A, config.gamma)
     return replace(sample, advantage=advantage_T)
 

@@ -97,7 +97,7 @@ def mean_weight(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> float:
 def start_ratio(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Ratio:
     """The trained tokens of the samples as the loss will see them first, in float64."""
     start_N, rollout_N = (_trained(samples, name) for name in ("start_logprobs", "rollout_logprobs"))
-    advantages = [np.broadcast_to(np.asarray(s.advantage, np.float64), s.mask.shape)[s.mask] for s in samples]
+    advantages = [sample.advantages_T[sample.mask].astype(np.float64) for sample in samples]
     # With `recompute` the old policy is that of the start: the ratio is 1.
     old_N = start_N if algorithm.old_logprobs == "recompute" else rollout_N
     arrays = (start_N - old_N, _joined(advantages), start_N, _sequences(samples))
