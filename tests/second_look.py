@@ -2,8 +2,9 @@
 
 A machine that is busy with other tests can make one fail that is right. Such a test is named at the end, and
 the run counts as passed. A test that fails alone as well is a failure; so is a run that was stopped, one that
-could not collect its tests, and one in which many fail, without a second look. A run that was not parallel
-needs none: its tests were alone. The arguments are pytest's: `python -m tests.second_look tests -q -n 4`.
+could not collect its tests, and one in which tests of many files fail, without a second look. Files are counted, not
+tests: a fixture that fails once fails all tests of its file. A run that was not parallel needs no second look: its
+tests were alone. The arguments are pytest's: `python -m tests.second_look tests -q -n 4`.
 """
 
 import subprocess
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 
 import pytest
 
-MOST = 20
-"""With more failures than this it is not the machine."""
+MAX_FAILED_FILES = 12
+"""With failures in more files than this it is not the machine."""
 HEADING = "unsteady: failed beside others, passed alone"
 
 
@@ -49,8 +50,12 @@ def main(arguments: Sequence[str]) -> int:
     code = int(pytest.main(list(arguments), plugins=[first]))
     if code != pytest.ExitCode.TESTS_FAILED or not (first.is_parallel and first.is_whole and first.failed):
         return code
-    if len(first.failed) > MOST:
-        print(f"{len(first.failed)} tests failed: too many for a second look, which {MOST} get at most")
+    failed_files = {node_id.partition("::")[0] for node_id in first.failed}
+    if len(failed_files) > MAX_FAILED_FILES:
+        print(
+            f"{len(first.failed)} tests failed in {len(failed_files)} files: too many for a second look, which "
+            f"{MAX_FAILED_FILES} files get at most"
+        )
         return code
     print(f"\n=== a second look at {len(first.failed)} that failed: alone, one after the other", flush=True)
     code = subprocess.call([sys.executable, "-m", "pytest", "-q", *first.failed])

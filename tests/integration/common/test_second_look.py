@@ -33,13 +33,21 @@ def test_what_passes_alone_is_named_and_the_run_is_green(tmp_path):
     assert output.rstrip().endswith(f"=== {HEADING}\n    test_a.py::test_b")
 
 
+def test_a_fixture_of_a_module_that_fails_once_is_one_cause_however_many_tests_it_fails(tmp_path):
+    fixture = f"import pytest\n@pytest.fixture(scope='module')\ndef server(): assert not {BESIDE}\n"
+    tests = "".join(f"def test_{i}(server): pass\n" for i in range(30))
+    code, output = look(tmp_path, test_a=fixture + tests, test_b="def test_b(): pass\n")
+    assert code == 0, output
+    assert output.partition(HEADING)[2].count("test_a.py::test_") == 30
+
+
 @pytest.mark.parametrize(
     ("files", "words", "code"),
     [
         ({"test_a": f"def test_a(): assert 0\ndef test_b(): assert not {BESIDE}\n"}, (), 1),
         ({"test_a": f"def test_b(): assert not {BESIDE}\n", "test_b": "import no_such_module\n"}, (), 1),
         ({"test_a": f"def test_b(): assert not {BESIDE}\n"}, ("-x",), 2),
-        ({"test_a": "\n".join(f"def test_{i}(): assert not {BESIDE}" for i in range(21))}, (), 1),
+        ({f"test_{i}": f"def test_it(): assert not {BESIDE}\n" for i in range(13)}, (), 1),
         ({"test_a": "def test_a(): pass\n"}, ("-k", "nothing"), 5),
     ],
     ids=["fails alone", "not collected", "stopped", "too many", "none"],

@@ -76,8 +76,11 @@ async def test_a_service_is_forked_until_the_fork_server_ends(tmp_path: Path, gu
     running = asyncio.create_task(supervisor.run(dict(os.environ), guard, server=server))
 
     async def started(number: int) -> psutil.Process:
+        status = supervisor.statuses["rollout"]
         await wait_until(lambda: log.exists() and log.read_text().count("Serving HTTP") == number)
-        process = psutil.Process(supervisor.statuses["rollout"].pid)
+        # The service may write its line before the supervisor has the answer of the fork server.
+        await wait_until(lambda: status.pid)
+        process = psutil.Process(status.pid)
         assert os.getsid(process.pid) == process.pid, "its group can be killed as a whole"
         return process
 
