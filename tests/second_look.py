@@ -2,9 +2,9 @@
 
 A machine that is busy with other tests can make one fail that is right. Such a test is named at the end, and
 the run counts as passed. A test that fails alone as well is a failure; so is a run that was stopped, one that
-could not collect its tests, and one in which tests of many files fail, without a second look. Files are counted, not
-tests: a fixture that fails once fails all tests of its file. A run that was not parallel needs no second look: its
-tests were alone. The arguments are pytest's: `python -m tests.second_look tests -q -n 4`.
+could not collect its tests, and one in which tests of many files fail, without a second look. Files are
+counted, not tests: a fixture that fails once fails all tests of its file. A run that was not parallel needs
+no second look: its tests were alone. The arguments are pytest's: `python -m tests.second_look tests -q -n 4`.
 """
 
 import subprocess
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     failed_files = {node_id.partition("::")[0] for node_id in first.failed}
     if len(failed_files) > MAX_FAILED_FILES:
         print(
-            f"{len(first.failed)} tests failed in {len(failed_files)} files: too many for a second look, which "
-            f"{MAX_FAILED_FILES} files get at most"
+            f"{len(first.failed)} tests failed in {len(failed_files)} files: too many for a second look; "
+            f"{MAX_FAILED_FILES} files get one at most"
         )
         return code
     print(f"\n=== a second look at {len(first.failed)} that failed: alone, one after the other", flush=True)
