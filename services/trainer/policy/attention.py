@@ -53,7 +53,10 @@ def choose_attention(
 
 def why_no_flash(config: PreTrainedConfig) -> str:
     """Why a model of this configuration does not run with flash attention 2; empty where it does."""
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # Of a model with several parts the text decides: in transformers 5.24 Gemma 3's whole model has no
+    # flash attention, because of its images, and its text model still has it.
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config.get_text_config()), None)
+    model_class: Any = text_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return ""  # loading it says what is wrong
     name = model_class.__name__

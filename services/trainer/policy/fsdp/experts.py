@@ -12,13 +12,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import get_world_size
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import (
-    apply_expert_parallelism,
-    replace_layer_number_by_wildcard,
-)
+
+try:
+    # Since transformers 5.21: the function wants a mesh in place of None, and names in place of wildcards.
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    TAKES_FULL_NAMES = True
+except ImportError:
+    from transformers.distributed.tensor_parallel import (
+        apply_expert_parallelism,
+        replace_layer_number_by_wildcard,
+    )
+
+    TAKES_FULL_NAMES = False
 
 from tidemill.common.errors import ConfigError
 
@@ -48,8 +59,11 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> Callable[[nn.Para
 
     *others, last = mesh.mesh_dim_names or ()
     _check_experts(model, mesh[last].size())
-    # Its type leaves out that there may be no tensor parallelism.
-    apply_expert_parallelism(model, mesh[last], None, model.ep_plan)  # type: ignore[arg-type]
+    if TAKES_FULL_NAMES:
+        apply_expert_parallelism(model, mesh[last], _mesh_of_one(mesh.device_type), _named_plan(model))
+    else:
+        # Its type leaves out that there may be no tensor parallelism.
+        apply_expert_parallelism(model, mesh[last], None, model.ep_plan)  # type: ignore[arg-type]
     for module in model.modules():
         if any(isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
             # How many tokens come is known in each pass only.
@@ -58,6 +72,24 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> Callable[[nn.Para
     # One for all: `fully_shard` puts those together that have the same.
     shared = ShardPlacementResult(None, info)
     return lambda weight: shared if isinstance(weight, DTensor) else None
+
+
+def _named_plan(model: PreTrainedModel) -> dict[str, str]:
+    """The model's plan for its experts, with the name of each module and parameter.
+
+    A model's own plan names layers by a wildcard: `model.layers.*.mlp.experts` becomes
+    `model.layers.0.mlp.experts` and so on.
+    """
+    # Tensors come first: a module that sends tokens reads how many experts are left on this rank.
+    names = [name for name, _ in model.named_parameters()]
+    names += [name for name, _ in model.named_modules()]
+    styles = {name: model.ep_plan.get(replace_layer_number_by_wildcard(name)) for name in names}
+    return {name: style for name, style in styles.items() if style is not None}
+
+
+def _mesh_of_one(device_type: str) -> DeviceMesh:
+    """This rank alone: the ranks that hold the same tokens. Every rank must call it."""
+    return init_device_mesh(device_type, (get_world_size(), 1), mesh_dim_names=("rank", "alone"))["alone"]
 
 
 def _check_experts(model: PreTrainedModel, size: int) -> None:
