@@ -29,7 +29,7 @@ PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-instruct unit test test-long test-all gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-instruct unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -37,7 +37,7 @@ help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 		printf '%-14s %s\n' "  $$name" "$$text"; done
 	@echo
-	@echo "  PYTHON=/path/to/python   make .venv with this Python (3.11 or newer)"
+	@echo "  PYTHON=/path/to/python   make .venv with this Python (3.11, 3.12 or 3.13)"
 	@echo "  V=1                      show what pip does"
 
 install: $(BASE) ## install what a run needs into .venv/
@@ -85,6 +85,20 @@ test: ## run the tests that need no GPU, but for the long ones (PYTEST_ARGS="-k 
 test-long: MARKED := -m long
 test-long: ## run the long ones: chaos, simulation, whole runs, pages, a second kind of Redis
 test-all: ## run both
+
+# No lock files: the newest releases that the bounds of pyproject.toml admit. Of torch it is the pinned one, since others
+# may bring gigabytes of CUDA libraries; NEWEST_TORCH=torch takes the newest.
+NEWEST := build/newest
+NEWEST_TORCH ?= $(TORCH)
+test-newest: $(BASE) $(REDIS) $(BUBBLEWRAP) ## run unit and contract tests on the newest releases of all libraries (NEWEST_TORCH=torch)
+	@rm -rf $(NEWEST)
+	@$(BIN)/python -m venv $(NEWEST)
+	@echo "==> installing $(NEWEST_TORCH), and the newest of all else, into $(NEWEST)/"
+	@$(NEWEST)/bin/python -m pip install --disable-pip-version-check -qq "$(NEWEST_TORCH)"
+	@$(NEWEST)/bin/python -m pip install --disable-pip-version-check -qq -e ".[dev,reward]"
+	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|transformers|redis|rq|pydantic|trl|peft) '
+	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(NEWEST)/bin/python -m tests.second_look tests/unit tests/contract -q -m "not long" \
+		$(PARALLEL) $(PYTEST_ARGS)
 
 # What the driver makes where it has a GPU; without one vLLM is that for CPUs.
 HAS_GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
@@ -143,19 +157,19 @@ distclean: clean ## also remove .venv/
 # An environment that is there already is used as it is, whoever made it.
 $(VENV)/.created.stamp:
 	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then touch $@; exit 0; fi; \
-	for python in $(or $(PYTHON),python3.11 python3.12 python3); do \
-		"$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
+		"$$python" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || continue; \
 		echo "==> making $(VENV)/ with $$("$$python" --version)"; \
 		"$$python" -m venv $(VENV) && touch $@; exit; \
 	done; \
-	for python in $(or $(PYTHON),python3.11 python3.12 python3); do \
-		"$$python" -c 'import sys, pip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
+		"$$python" -c 'import sys, pip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || continue; \
 		echo "==> making $(VENV)/ with $$("$$python" --version) and its own pip: ensurepip is not installed"; \
 		"$$python" -m venv --without-pip $(VENV) && "$$python" -m pip --python $(BIN)/python install -q pip \
 			&& touch $@; exit; \
 	done; \
-	echo "No usable Python: tried $(or $(PYTHON),python3.11 python3.12 python3); needed is 3.11 or newer" \
-		"with the venv module. Install python3.11 (on Debian and Ubuntu also python3.11-venv)," \
+	echo "No usable Python: tried $(or $(PYTHON),python3.11 python3.12 python3.13 python3); needed is 3.11, 3.12" \
+		"or 3.13 with the venv module (3.14 has not been tried). Install python3.11 (on Debian and Ubuntu also python3.11-venv)," \
 		"or name one: make $(or $(MAKECMDGOALS),demo) PYTHON=/path/to/python3.11" >&2; exit 1
 
 # torch comes first and with its dependencies: where pip finds the CUDA build, its CUDA libraries, which no lock
