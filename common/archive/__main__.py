@@ -13,7 +13,7 @@ from pathlib import Path
 from tidemill.common.archive.archiver import archive_run
 from tidemill.common.errors import TidemillError
 from tidemill.common.files import LockedError
-from tidemill.common.process.children import hide_memory
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import read_config

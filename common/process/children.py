@@ -26,7 +26,7 @@ from tidemill.common.wire.codec import pack
 
 Send = Callable[[dict[str, Any]], None]
 LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_PR_SET_PDEATHSIG = 1
 
 PRIVATE = ("TIDEMILL_REDIS_", "TIDEMILL_SENTINEL_", "TIDEMILL_WEIGHTS_TOKEN")
 """Prefixes of variables for access to the run's Redis and weights: users' code never gets these."""
@@ -81,13 +81,6 @@ def _is_for_users(name: str, named: Sequence[str]) -> bool:
         return False
     allowed = named if _SECRET.search(name) else (*named, *HANDED_ON)
     return any(fnmatchcase(name, pattern) for pattern in allowed)
-
-
-def hide_memory() -> None:
-    """Keep other processes of this user from reading this one's memory and variables, which hold passwords:
-    its children may run code that a model wrote. Programs that it starts are not hidden."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> None:

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tidemill.common.process.children import hide_memory
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SHARED_IMPORTS, importing
 
 MAX_REQUEST_BYTES = 1 << 18

@@ -26,7 +26,6 @@ from redis import exceptions as redis_errors
 from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
 from tidemill.common.errors import TidemillError, first_cause
 from tidemill.common.process.activity import LOAD, WAIT_START, Activity
-from tidemill.common.process.children import hide_memory
 from tidemill.common.process.heartbeats import (
     BLOCKING,
     HEARTBEAT_S,
@@ -40,6 +39,7 @@ from tidemill.common.process.heartbeats import (
 )
 from tidemill.common.process.http_endpoint import HttpEndpoint
 from tidemill.common.process.lease_keeper import LeaseKeeper
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SERVES, Program, importing, run_main
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.privacy import hide_memory
 from tidemill.services.console.options import app
 
 
@@ -32,6 +33,7 @@ def options(
 
 
 def main() -> None:
+    hide_memory()  # the environment of any command may have the password of Redis, and tokens of servers
     try:
         app()
     except TidemillError as error:

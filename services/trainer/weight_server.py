@@ -23,6 +23,7 @@ from starlette.routing import Route
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.http_server import server_config
 from tidemill.common.process.json_api import MIN_TOKEN_CHARS, is_shown
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.run.state import runs_dir
 from tidemill.common.run.weight_files import MANIFEST_FILE, WEIGHTS_FOLDER
 from tidemill.common.telemetry.logs import configure_logs
@@ -73,6 +74,7 @@ class WeightApp:
 
 def main() -> int:
     """Serve until SIGTERM; returns the exit code."""
+    hide_memory()  # its environment has the token of the weights
     parser = argparse.ArgumentParser(
         prog="python -m tidemill.services.trainer.weight_server",
         description="Serves the weights below TIDEMILL_RUNS_DIR to rollout workers on other machines.",

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tidemill.common.errors import TidemillError
-from tidemill.common.process.children import hide_memory
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
 from tidemill.common.telemetry.logs import configure_logs

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from tidemill.common.config import FieldChange, RunConfig, changed_fields
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.children import hide_memory
 from tidemill.common.process.gpus import count_gpus
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE

@@ -30,7 +30,7 @@ from rq.serializers import JSONSerializer
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.process.children import hide_memory
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client

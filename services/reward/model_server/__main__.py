@@ -4,6 +4,7 @@ import os
 import sys
 
 from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.run.model_config import check_folder
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.services.reward.model_server.options import parse_options, template_of
@@ -12,6 +13,7 @@ from tidemill.services.reward.remote.tokens import complaint, model_token
 
 def main() -> int:
     """Serve until SIGTERM, finish what was accepted, and return the exit code."""
+    hide_memory()  # its environment has the token of its clients
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     options = parse_options()

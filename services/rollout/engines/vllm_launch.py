@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EngineError
-from tidemill.common.process.children import hide_memory
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import VLLM_EXTENSION
 from tidemill.common.process.vllm_machine import (
     NO_MASKS,

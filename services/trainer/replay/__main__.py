@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from tidemill.common.config import RunConfig, load_recorded
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History, StreamName
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
@@ -36,6 +37,7 @@ async def check_committed(history: History, steps: Sequence[int]) -> None:
 
 def main() -> int:
     """Replay and print the results; returns the exit code."""
+    hide_memory()  # it may have the password of Redis, and runs the losses of users
     parser = argparse.ArgumentParser(prog="python -m tidemill.services.trainer.replay", description=__doc__)
     parser.add_argument("--run", required=True, metavar="RUN_ID")
     parser.add_argument("--run-dir", required=True, type=Path, help="the run's folder")

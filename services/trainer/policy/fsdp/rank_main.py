@@ -9,7 +9,8 @@ import sys
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.process.children import end_with_parent, hide_memory
+from tidemill.common.process.children import end_with_parent
+from tidemill.common.process.privacy import hide_memory
 from tidemill.common.telemetry.logs import configure_logs
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
 from tidemill.services.trainer.policy.fsdp.sharded_policy import serve_calls

@@ -56,9 +56,14 @@ def test_a_service_is_hidden_from_other_processes_of_its_user_before_it_does_any
         ("tidemill.services.jobs.sandbox.rq_worker", "redis_url", "'x', '[]'"),
         ("tidemill.services.console.exporter.__main__", "configure_logs", "'x'"),
         ("tidemill.services.trainer.policy.fsdp.rank_main", "join_ranks", "os.getppid()"),
+        # What any command does first: serve-rewards, rescore and web have the password of Redis.
+        ("tidemill.services.console.__main__", "app", ""),
+        ("tidemill.services.trainer.weight_server", "argparse.ArgumentParser", ""),
+        ("tidemill.services.reward.model_server.__main__", "parse_options", ""),
+        ("tidemill.services.trainer.replay.__main__", "argparse.ArgumentParser", ""),
     ],
 )
-def test_so_are_workers_of_jobs_the_exporter_and_ranks(module, first, arguments):
+def test_so_are_workers_of_jobs_the_exporter_ranks_commands_and_servers(module, first, arguments):
     program = (
         f"import os, sys; from {module.rpartition('.')[0]} import {module.rpartition('.')[2]} as module\n"
         f"def look(*_, **__):\n    {DUMPABLE}\n    sys.exit(0)\n"
