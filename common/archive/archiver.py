@@ -285,6 +285,9 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
     """
     gone = [s for s in Manifest.load(folder).segments if id_order(s.last_id) > id_order(last_id)]
     num_lost = sum(segment.entries for segment in gone)
+    # Before any entry is gone: after a crash in between, a note of trimmed entries that no file has would make a
+    # restart refuse to replay.
+    take_back_trim(folder, id_after(last_id))
     # From the end, so that a crash always leaves a prefix of the stream.
     for segment in reversed(gone[1:]):
         segment.path.unlink()
@@ -299,7 +302,6 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
         # After the shorter file exists: of both, `Manifest.load` takes that one; without both, data is lost.
         gone[0].path.unlink()
         num_lost -= building.entries
-    take_back_trim(folder, id_after(last_id))
     return num_lost
 
 

@@ -244,6 +244,30 @@ async def test_an_archive_that_was_cut_while_its_writer_died_is_whole_again_at_t
     assert sweep(folder) == after and not kept.exists()
 
 
+async def test_a_cut_that_died_after_any_file_leaves_no_gap(run_dir, before, monkeypatch):
+    folder = stream_folder(run_dir, STREAM)
+    last_id = before[1].entry_id
+    note_trim(folder, before[-1].entry_id)
+
+    class Died(Exception):
+        pass
+
+    def die(path: Path, **_: object) -> None:
+        os.unlink(path)
+        raise Died
+
+    num_segments = len(Manifest.load(folder).segments)
+    assert num_segments > 2
+    for _ in range(num_segments - 1):
+        with monkeypatch.context() as dying, pytest.raises(Died):
+            dying.setattr(Path, "unlink", die)
+            cut_back(folder, STREAM.message_type, last_id)
+        assert check(run_dir) == []
+    cut_back(folder, STREAM.message_type, last_id)
+    assert Manifest.load(folder).last_id == last_id
+    assert check(run_dir) == []
+
+
 async def test_entries_that_nobody_archived_before_they_were_trimmed_are_found(broker, keys, run_dir, caplog):
     """Here a file is gone."""
     folder = stream_folder(run_dir, STREAM)
