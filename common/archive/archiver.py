@@ -285,8 +285,8 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
     """
     gone = [s for s in Manifest.load(folder).segments if id_order(s.last_id) > id_order(last_id)]
     num_lost = sum(segment.entries for segment in gone)
-    # Before any entry is gone: after a crash in between, a note of trimmed entries that no file has would make a
-    # restart refuse to replay.
+    # Before any entry is gone: after a crash in between, a note of trimmed entries that no file has would
+    # make a restart refuse to replay.
     take_back_trim(folder, id_after(last_id))
     # From the end, so that a crash always leaves a prefix of the stream.
     for segment in reversed(gone[1:]):

@@ -1,7 +1,8 @@
 """Settings of our HTTP servers: memory and connections of clients are bounded before any token is checked.
 
 A request's head is bounded by h11 (httptools has no bound), the number of connections is bounded, and each
-of them has `HEAD_S` for its first request.
+of them has `HEAD_S` for the head of each request: for the first from the connection on, for later ones from
+their first byte on. Between two requests uvicorn's own limit for idle connections holds.
 """
 
 import asyncio
@@ -44,6 +45,8 @@ class BoundedProtocol(H11Protocol):
     """One connection. Those beyond `max_connections` are closed at once."""
 
     max_connections = MAX_CONNECTIONS
+    _head_timer: asyncio.TimerHandle | None = None
+    """Ends the connection where a head that is waited for does not come; None while a request is answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self.max_connections:
@@ -51,12 +54,26 @@ class BoundedProtocol(H11Protocol):
             transport.abort()
             return
         super().connection_made(transport)
-        self.loop.call_later(HEAD_S, self._end_without_request)
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
 
-    def _end_without_request(self) -> None:
-        asked: object = self.cycle
-        if asked is None:
-            self.transport.abort()
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            self._stop_timer()
+        elif self._head_timer is None:
+            # A part of the next head. It has ended uvicorn's limit for idle connections, and more parts of it
+            # must not begin a new limit.
+            self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class ServerInService(uvicorn.Server):

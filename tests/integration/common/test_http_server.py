@@ -93,3 +93,26 @@ async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch):
         async with asyncio.timeout(PATIENCE_S):
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_so_is_one_that_begins_its_second_request_and_never_ends_it(monkeypatch):
+    async with served() as port:
+        streams = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = streams
+        monkeypatch.setattr(http_server, "HEAD_S", 0.5)
+        for _ in range(3):  # requests with a whole head go on
+            assert await is_answered(streams)
+            while (await reader.readline()).strip():
+                pass
+            assert await reader.readexactly(5) == b"hello"
+        ended = asyncio.create_task(reader.read())
+        async with asyncio.timeout(PATIENCE_S):
+            with contextlib.suppress(ConnectionError):
+                writer.write(GET)
+                while not ended.done():
+                    writer.write(b"x: y\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+            with contextlib.suppress(ConnectionError):
+                assert await ended == b""
+        writer.close()
