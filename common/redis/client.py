@@ -6,6 +6,7 @@ Credentials come from environment variables or from the address; no message ever
 import asyncio
 import os
 import re
+import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,10 @@ SENTINEL_USERNAME_VARIABLE = "TIDEMILL_SENTINEL_USERNAME"
 SENTINEL_PASSWORD_VARIABLE = "TIDEMILL_SENTINEL_PASSWORD"  # the variable's name, not a password
 
 CONNECT_TIMEOUT_S = 5.0
+BLOCKING_TIMEOUT_S = 20.0
+"""How long a blocking client waits for an answer. RQ raises it for a worker that waits for jobs."""
+BLOCKING_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""A connection whose other end has vanished without a word is given up after 30 s. The last is in ms."""
 SENTINEL_TIMEOUT_S = 2.0
 """Short, so that a Sentinel that does not answer delays the question to the next one little."""
 DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
@@ -74,7 +79,8 @@ def make_client(url: str) -> Client:
 
 
 def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
-    """A synchronous client for RQ; in a cluster, for one run.
+    """A synchronous client for RQ; in a cluster, for one run. Its calls end, also on a connection that is
+    dead and was never closed.
 
     Raises:
         BrokerError: the address has no known form, or is that of Sentinels, which RQ cannot follow.
@@ -85,6 +91,12 @@ def make_blocking_client(url: str, run_id: str = "") -> BlockingRedis:
             "workers the address of the master, or of a proxy before it."
         )
     options = {**_connection_options(url), **_credentials(USERNAME_VARIABLE, PASSWORD_VARIABLE)}
+    options["socket_timeout"] = BLOCKING_TIMEOUT_S
+    if not url.startswith("unix:"):
+        # A worker waits for jobs for minutes: only probes of the kernel see that the other end is gone.
+        names = [name for name in BLOCKING_KEEPALIVE if hasattr(socket, name)]
+        probes = {getattr(socket, name): BLOCKING_KEEPALIVE[name] for name in names}
+        options |= {"socket_keepalive": True, "socket_keepalive_options": probes}
     try:
         if "+cluster:" in url:
             return make_blocking_cluster_client(_nodes(url, options), run_id)

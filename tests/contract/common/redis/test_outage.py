@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
 from functools import partial
 from typing import Any
 
 import pytest
+from redis.exceptions import RedisError
 
 from tests.support.consumers import fall_silent, make_consumer, publish
 from tests.support.preloaded import REPO
@@ -16,7 +19,9 @@ from tests.support.waiting import wait_until
 from tidemill.common.errors import OutageError, UnreachableError
 from tidemill.common.files import LockedError
 from tidemill.common.redis import broker as broker_module
+from tidemill.common.redis import client as client_module
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
@@ -46,6 +51,29 @@ async def test_a_worker_may_be_told_to_wait_for_a_server(any_redis, monkeypatch)
     await asyncio.to_thread(any_redis.start)
     broker = await connecting
     await broker.close()
+
+
+def test_a_blocking_call_to_a_server_that_hangs_comes_back(any_redis, monkeypatch):
+    monkeypatch.setattr(client_module, "BLOCKING_TIMEOUT_S", 0.2)
+    client = make_blocking_client(any_redis.url)
+    assert client.ping()
+    os.kill(any_redis.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RedisError):
+            client.get("x")
+    finally:
+        os.kill(any_redis.pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems name these options otherwise")
+def test_a_blocking_connection_is_probed_by_the_kernel():
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # connecting says nothing to the server
+        connection = make_blocking_client(
+            f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+        ).connection_pool.get_connection()
+        assert connection._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connection._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        connection.disconnect()
 
 
 async def test_who_must_stop_does_not_wait_for_a_server_for_ever(any_redis, monkeypatch):
