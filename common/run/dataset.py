@@ -221,8 +221,8 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
     truth = _sendable(_find_ground_truth(columns, origin, needs_truth), origin, "ground_truth")
     if isinstance(truth, float) and not math.isfinite(truth):
         raise ConfigError(
-            f"{origin}: the ground truth is {truth}, which no answer equals; expected a finite number, text, or "
-            "null where the reward needs none."
+            f"{origin}: the ground truth is {truth}, which no answer equals; expected a finite number, text, "
+            "or null where the reward needs none."
         )
     # Reward functions may need the chat itself; the model reads its rendered text.
     chat = {PROMPT: prompt} if isinstance(prompt, list) else {}

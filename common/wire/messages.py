@@ -162,7 +162,8 @@ class Trajectory(PromptFields):
     choices: Choices | None = Field(None, description="absent where tokens are all that the engine chose")
     fault: str = Field(
         "",
-        description="why there is nothing to score: its environment failed, or what it claims cannot be had",
+        description="why it is not scored: its environment failed, what it claims cannot be had, or the "
+        "engine's routes are no choice of a router",
     )
 
     @property

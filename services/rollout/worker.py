@@ -40,6 +40,7 @@ from tidemill.common.streams.lane_worker import LaneWorker
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
+from tidemill.common.wire.choices import ROUTES, find_routes_fault
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, OnTokens
@@ -341,11 +342,17 @@ class RolloutWorker(LaneWorker[Ticket]):
             return
         if self.lane is not Lane.TRAIN:
             played = replace(played, choices={})  # evaluation is not trained on
+        # Here, where no reward has been paid for yet: such a sample is not scored.
+        fault = find_routes_fault(played.choices[ROUTES]) if ROUTES in played.choices else ""
+        if fault:
+            log.warning("a sample has failed", ticket=ticket.ticket, index=index, error=fault)
+            played = replace(played, choices={})
         sample = Trajectory(
             **self._of_ticket(ticket, index),
             **played.fields(),
             started_at=started_at,
             finished_at=time.time(),
+            fault=fault,
         )
         published = await self._checked_in(sample)
         await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)

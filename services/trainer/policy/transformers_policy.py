@@ -140,8 +140,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
         measures = algorithm.router.is_on
         routers = Routers(model, measures, replays_routes) if measures or replays_routes else None
-        self.replays_routes = routers is not None and routers.replays
-        self._scorer = self._make_scorer(model, routers if measures or self.replays_routes else None)
+        self.routing = None if routers is None else routers.routing
+        self._scorer = self._make_scorer(model, routers if measures or self.routing else None)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -230,7 +230,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
     def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
         """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
         choice: two passes, which the other ranks make too."""
-        if not self.replays_routes:
+        if self.routing is None:
             return MicroBatchMetrics()
         # Without demonstrations: no engine has chosen for them, nor said a logprob.
         rows = [row for _, own in plan[:1] for row in own if row.routes is not None]
