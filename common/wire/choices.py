@@ -174,8 +174,8 @@ def find_routes_fault(routes: Rows, routing: Routing | None = None) -> str:
     num_tokens = int(is_repeated.any(axis=1).sum())
     return (
         f"{ROUTES_FAULT}name an expert twice at {num_tokens} of {num_rows} tokens (first: token {token}, "
-        f"layer {layer}, experts {chosen}), which no router does: the engine did not record them (for vLLM see its "
-        "issue 54730); use another version of the engine, or set rollout.record_routes: false"
+        f"layer {layer}, experts {chosen}), which no router does: the engine did not record them (for vLLM "
+        "see its issue 54730); use another version of the engine, or set rollout.record_routes: false"
     )
 
 

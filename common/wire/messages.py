@@ -163,7 +163,7 @@ class Trajectory(PromptFields):
     fault: str = Field(
         "",
         description="why it is not scored: its environment failed, what it claims cannot be had, or the "
-        "engine's routes are no choice of a router",
+        "engine gave logprobs or routes that cannot be right",
     )
 
     @property
@@ -252,6 +252,10 @@ class Trajectory(PromptFields):
         if self.index >= self.group_size:
             raise ValueError(f"index {self.index} is outside a group of {self.group_size}")
         return self
+
+
+LOGPROBS_FAULT = "its logprobs "
+"""How the reason begins, if a sample has failed because of its logprobs."""
 
 
 def fault_of(sample: Trajectory) -> str:

@@ -40,12 +40,11 @@ from tidemill.common.streams.lane_worker import LaneWorker
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
-from tidemill.common.wire.choices import ROUTES, find_routes_fault
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, OnTokens
 from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
-from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.sessions.player import Player, find_engine_fault
 from tidemill.services.rollout.slots import START, UNREPORTED, Slots
 from tidemill.services.rollout.weight_follower import WeightFollower
 
@@ -343,8 +342,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         if self.lane is not Lane.TRAIN:
             played = replace(played, choices={})  # evaluation is not trained on
         # Here, where no reward has been paid for yet: such a sample is not scored.
-        fault = find_routes_fault(played.choices[ROUTES]) if ROUTES in played.choices else ""
-        if fault:
+        if fault := find_engine_fault(played):
             log.warning("a sample has failed", ticket=ticket.ticket, index=index, error=fault)
             played = replace(played, choices={})
         sample = Trajectory(

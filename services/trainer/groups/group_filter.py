@@ -14,7 +14,7 @@ from tidemill.common.history.groups import RecordedGroup
 from tidemill.common.streams import id_order
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
-from tidemill.common.wire.messages import Score, Ticket, Trajectory, fault_of
+from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
     Sample,
@@ -260,6 +260,8 @@ class GroupFilter:
         if fault := fault_of(trajectory):
             if fault.startswith(ROUTES_FAULT):
                 return NO_CHOICES, fault
+            if fault.startswith(LOGPROBS_FAULT):
+                return BAD_NUMBERS, fault
             is_claimed = trajectory.claim is not None or trajectory.lacks_choices
             return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault
         if self.routing is not None:

@@ -21,7 +21,7 @@ from tidemill.common.store import ClaimStore
 from tidemill.common.streams import START, entry_id_of, read_range
 from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Rows
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import DeadLetter, Trajectory, fault_of
+from tidemill.common.wire.messages import LOGPROBS_FAULT, DeadLetter, Trajectory, fault_of
 from tidemill.services.rollout.engines.engine import EngineReport, Generation, GenerationRequest
 from tidemill.services.rollout.sessions.parts import new_play
 from tidemill.services.rollout.sessions.player import SingleTurn
@@ -104,6 +104,24 @@ class TestOneWorker:
         assert samples[2].fault.startswith(ROUTES_FAULT) and samples[2].choices is None
         store.reads_choices = True
         assert ROUTES in store.resolve(samples[1]).choices.rows
+        assert await is_settled(broker, keys)
+
+    async def test_a_sample_whose_logprobs_are_nan_is_published_as_failed(self, make, broker, keys):
+        await issue(broker, keys)
+        async with make() as worker:
+            generate = worker.engine.generate
+
+            async def with_nan(request: GenerationRequest) -> Generation:
+                generation = await generate(request)
+                if request.request_id.startswith("train-0-1"):
+                    generation.logprobs[-1] = math.nan
+                return generation
+
+            worker.engine.generate = with_nan
+            await worker.lane.generate(await worker.fetch())
+        faults = {sample.index: sample.fault for sample in await samples_of(broker, keys)}
+        assert [index for index, fault in sorted(faults.items()) if fault] == [1]
+        assert faults[1].startswith(LOGPROBS_FAULT)
         assert await is_settled(broker, keys)
 
     async def test_a_baseline_is_generated_greedily_and_says_so(self, make, broker, keys):

@@ -12,7 +12,7 @@ from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.streams import Entry
 from tidemill.common.wire.choices import KEPT, ROUTES, Routing, Rows, find_routes_fault
-from tidemill.common.wire.messages import Choices, Score, Trajectory
+from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, Score, Trajectory
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
@@ -353,11 +353,17 @@ def test_routes_that_are_no_choice_of_the_models_routers_fail_their_sample(exper
     assert trained(group_filter.apply(group, 5)).left_out == [(1, NO_CHOICES)]
 
 
-def test_a_sample_that_failed_by_its_routes_is_not_called_an_environments_fault():
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (find_routes_fault(Rows(np.zeros((6, 1, 2), np.uint8))), NO_CHOICES),
+        (f"{LOGPROBS_FAULT}are not finite", BAD_NUMBERS),
+    ],
+)
+def test_a_sample_that_failed_by_its_engine_is_not_called_an_environments_fault(fault, reason):
     group = group_of(1.0, 0.0, 1.0)
-    fault = find_routes_fault(Rows(np.zeros((6, 1, 2), np.uint8)))
     group.trajectories[2] = group.trajectories[2].model_copy(update={"fault": fault})
-    assert trained(GroupFilter(config_of()).apply(group, 5)).left_out == [(2, NO_CHOICES)]
+    assert trained(GroupFilter(config_of()).apply(group, 5)).left_out == [(2, reason)]
 
 
 def scored(text: str, index: int = 0) -> tuple[Trajectory, Score]:
