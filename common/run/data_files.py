@@ -38,8 +38,6 @@ HUB = "hub:"
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """One of these files is in a folder of `save_to_disk`: of one dataset, or of its splits."""
 _HUB_NAME = re.compile(r"hub:(?P<name>[^/@]+(?:/[^/@]+)?)(?:/(?P<config>[^/@]+))?(?:@(?P<split>.+))?")
-ABSENT = object()
-"""Stands for a value that a line of a CSV file ends before."""
 _USERS_ROWS = re.compile(r"\.py:[A-Za-z_][\w.]*$")
 
 Located = tuple[str, dict[str, Any]]
@@ -272,8 +270,7 @@ def _read_table(file: Path) -> Iterator[Located]:
     """The rows of a CSV or TSV file, with their lines; all columns are text, and empty values become None."""
     csv.field_size_limit(sys.maxsize)  # a value may be a whole document
     with open(file, encoding="utf-8-sig", newline="") as lines:
-        separator = TABLES[file.suffix.lower()]
-        rows = csv.DictReader(lines, restval=ABSENT, delimiter=separator, strict=True)
+        rows = csv.DictReader(lines, delimiter=TABLES[file.suffix.lower()], strict=True)
         origin = f"{file} line 1"
         while True:
             try:
@@ -291,7 +288,7 @@ def _read_table(file: Path) -> Iterator[Located]:
                 return
             if None in row:
                 raise ConfigError(f"{origin} has more values than the first line has names.")
-            if ABSENT in row.values():
+            if None in row.values():  # an empty value is text
                 raise ConfigError(
                     f"{origin} has fewer values than the first line has names; write a separator for each "
                     "value that is empty."

@@ -65,5 +65,5 @@ def _kind_of(value: Any) -> str:
         return "a boolean"
     if isinstance(value, int | float):
         return "a number"
-    names = {str: "text", bytes: "bytes", list: "a list", dict: "an object"}
+    names: dict[type, str] = {str: "text", bytes: "bytes", list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)
