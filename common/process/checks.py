@@ -19,15 +19,18 @@ TIMEOUT_S = 300.0
 MACHINE_TIMEOUT_S = 120.0
 ANSWER = "tidemill-answer: "
 """Prefix of the line with a program's answer; a user's module may print other lines."""
+BYTES = "hexadecimal bytes"
+"""The only key of an object that stands for bytes in a request."""
 
 Answer = dict[str, Any]
 
 
 def answer_check(answer: Callable[[Any], Answer]) -> int:
-    """Main function of a checking program: reads a request in JSON from its argument, prints the answer as a
-    line, a ConfigError to stderr. Returns the exit code."""
+    """Main function of a checking program: reads a request in JSON from its argument, else from its input,
+    prints the answer as a line, a ConfigError to stderr. Returns the exit code."""
+    text = sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read()
     try:
-        print(ANSWER + json.dumps(answer(json.loads(sys.argv[1]))))
+        print(ANSWER + json.dumps(answer(json.loads(text, object_hook=_decode_bytes))))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -114,10 +117,22 @@ def _fields(row: Row | None) -> dict[str, Any] | None:
     return None if row is None else {name: getattr(row, name) for name in names}
 
 
+def _encode(value: Any) -> Any:
+    """JSON's form of a value that JSON does not have."""
+    return {BYTES: value.hex()} if isinstance(value, bytes) else str(value)
+
+
+def _decode_bytes(tree: dict[str, Any]) -> Any:
+    return bytes.fromhex(tree[BYTES]) if tree.keys() == {BYTES} else tree
+
+
 def _ask(program: Program, request: Any, what: str, timeout_s: float = TIMEOUT_S) -> Answer:
-    command = run_own(program, json.dumps(request, default=str))
+    # As input: an argument may have 128 KiB at most, and a row may be longer.
+    text = json.dumps(request, default=_encode)
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        result = subprocess.run(
+            run_own(program), input=text, capture_output=True, text=True, timeout=timeout_s
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{what}: importing or calling it took longer than {timeout_s:g} s") from None
     if result.returncode == 0:

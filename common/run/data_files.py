@@ -23,6 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.arrow_values import Convert, check_names, convert, converter_of
+from tidemill.common.run.json_values import parse_json
 
 JSONL = (".jsonl", ".ndjson", ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}
@@ -108,7 +110,10 @@ class TableFile(RowFile):
             ) from None
         self.path = path
         try:
-            self._table = open_it(datasets)
+            # As Arrow's values: the package's own reading of JSON rounds numbers. And a folder of
+            # `save_to_disk` may ask for tensors, or for some of its columns only.
+            self._table = open_it(datasets).with_format("arrow")
+            self._converters = _converters_of(self._table.data.schema)
         except Exception as error:  # the library raises its own, OSErrors, and those of several HTTP clients
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"dataset {path} cannot be opened: {lines[0]}") from None
@@ -117,7 +122,9 @@ class TableFile(RowFile):
         return len(self._table)
 
     def __getitem__(self, place: int) -> Located:
-        return f"{self.path} row {place}", dict(self._table[place])
+        origin = f"{self.path} row {place}"
+        (columns,) = self._table[place].to_pylist()
+        return origin, _convert_columns(self._converters, columns, origin)
 
 
 def files_of(paths: str | Path | Sequence[str | Path]) -> list[str]:
@@ -228,17 +235,19 @@ def _is_document(file: Path) -> bool:
 
 def _parse_line(line: bytes, origin: str) -> dict[str, Any]:
     try:
-        columns = json.loads(line.decode("utf-8"))
+        columns = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{origin} is not UTF-8 text (byte {error.start + 1} of the line).") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = (
-            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
-        )
+    except RecursionError:
+        raise ConfigError(f"{origin} is nested too deep to be read.") from None
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at column {error.colno}"
         hint = " The file looks like one JSON document." if line.strip() in (b"[", b"{") else ""
         raise ConfigError(
             f"{origin} is not valid JSON: {where}.{hint} Expected one JSON object on each line."
         ) from None
+    except ValueError as error:
+        raise ConfigError(f"{origin} cannot be read: {error}.") from None
     if not isinstance(columns, dict):
         raise ConfigError(
             f"{origin} holds {in_words(columns)}; expected a JSON object with columns, one on each line."
@@ -248,7 +257,7 @@ def _parse_line(line: bytes, origin: str) -> dict[str, Any]:
 
 def _read_document(file: Path) -> Iterator[Located]:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+        rows = parse_json(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"dataset {file} is not valid JSON: {error}.") from None
     for number, row in enumerate(rows):
@@ -266,16 +275,24 @@ def _read_table(file: Path) -> Iterator[Located]:
         while True:
             try:
                 if rows.fieldnames is not None:  # the first line is read now, if it was not
+                    check_names(rows.fieldnames)
                     origin = f"{file} line {rows.line_num + 1}"
                 row = next(rows, None)
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{file} is not UTF-8 text: {error.reason}.") from None
             except csv.Error as error:
                 raise ConfigError(f"{origin} is not valid CSV: {error}.") from None
+            except ValueError as error:
+                raise ConfigError(f"{file} line 1: {error}.") from None
             if row is None:
                 return
             if None in row:
                 raise ConfigError(f"{origin} has more values than the first line has names.")
+            if None in row.values():  # an empty value is text
+                raise ConfigError(
+                    f"{origin} has fewer values than the first line has names; write a separator for each "
+                    "value that is empty."
+                )
             yield origin, {name: value or None for name, value in row.items()}
 
 
@@ -285,13 +302,36 @@ def _read_parquet(file: Path) -> Iterator[Located]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            converters = _converters_of(table.schema_arrow)
             number = 0
             for batch in table.iter_batches(batch_size=1024):
-                for columns in batch.to_pylist():
-                    yield f"{file} row {number}", columns
+                for row in batch.to_pylist():
+                    origin = f"{file} row {number}"
+                    yield origin, _convert_columns(converters, row, origin)
                     number += 1
     except pyarrow.ArrowException as error:
         raise ConfigError(f"dataset {file} is not a whole Parquet file: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"dataset {file} cannot be read: {error}.") from None
+
+
+def _converters_of(schema: Any) -> dict[str, Convert | None]:
+    """Column -> how its values become plain ones. Raises ValueError: two columns have one name."""
+    check_names(schema.names)
+    return {field.name: converter_of(field.type) for field in schema}
+
+
+def _convert_columns(
+    converters: Mapping[str, Convert | None], columns: Mapping[str, Any], origin: str
+) -> dict[str, Any]:
+    """The columns of a row as plain values. Raises ConfigError: one of them is damaged."""
+    plain = {}
+    for name, value in columns.items():
+        try:
+            plain[name] = convert(converters[name], value)
+        except ValueError as error:
+            raise ConfigError(f"{origin}: column {name!r} cannot be read: {error}.") from None
+    return plain
 
 
 def _read_users_rows(reference: str) -> Iterator[Located]:

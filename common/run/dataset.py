@@ -8,6 +8,7 @@ can carry.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -218,6 +219,11 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
         if not prompt:
             raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
     truth = _sendable(_find_ground_truth(columns, origin, needs_truth), origin, "ground_truth")
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise ConfigError(
+            f"{origin}: the ground truth is {truth}, which no answer equals; expected a finite number, text, "
+            "or null where the reward needs none."
+        )
     # Reward functions may need the chat itself; the model reads its rendered text.
     chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
     extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")

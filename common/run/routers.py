@@ -12,8 +12,14 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 
 def is_mixture(config: Any) -> bool:
     """Whether a model of this configuration has more than one expert."""
+    return count_experts(config) > 1
+
+
+def count_experts(config: Any) -> int:
+    """Number of experts that a router chooses from; 0 where the configuration names none."""
     text = config.get_text_config()
-    return any(isinstance(n := getattr(text, name, 0), int) and n > 1 for name in EXPERT_COUNTS)
+    counts = [getattr(text, name, 0) for name in EXPERT_COUNTS]
+    return max([0, *(count for count in counts if isinstance(count, int))])
 
 
 def find_routers(model: Any) -> list[tuple[int, Any]]:

@@ -8,6 +8,7 @@ order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from tidemill.common.wire.arrays import Int32, is_same
 from tidemill.common.wire.segments import Segment
 
 KEPT, ROUTES = "kept", "routes"
+ROUTES_FAULT = "its routes "
+"""How the reason begins, if a sample has failed because of its routes."""
 VERSION = 1
 """Version of the meaning of these rows."""
 NUM_ROWS: Mapping[str, Callable[[Segment], int]] = {
@@ -116,6 +119,64 @@ def _validated(value: Any) -> Rows:
 
 
 WireRows = Annotated[Rows, PlainValidator(_validated), PlainSerializer(Rows.as_plain)]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What the routes of a model have to look like."""
+
+    layers: tuple[int, ...]
+    """Numbers of the layers that have a router."""
+    num_experts: int
+
+
+def find_routes_fault(routes: Rows, routing: Routing | None = None) -> str:
+    """Why these routes are not what a router chose, as a sentence; empty where they may be.
+
+    A router chooses K different experts for each token. Rows that an engine did not fill in are zeros, which
+    name expert 0 K times. Of one expert a token that cannot be seen.
+
+    Args:
+        routes: rows [layers, K] of one sample.
+        routing: that of the model. Without it, a layer that is zero at every token counts as one without a
+            router, which engines leave at zero, unless all layers are.
+    """
+    num_rows, num_layers, num_chosen = routes.values.shape
+    if not num_rows:
+        return ""
+    # [K, R, L], so that each comparison runs over memory in order.
+    experts = np.ascontiguousarray(np.moveaxis(routes.values, -1, 0))
+    numbers = None
+    if routing is not None and num_layers != len(routing.layers):
+        if max(routing.layers) >= num_layers:
+            highest_layer = max(routing.layers)
+            return (
+                f"{ROUTES_FAULT}have {num_layers} layers, and the model has a router in layer {highest_layer}"
+            )
+        numbers = list(routing.layers)
+        experts = experts[:, :, numbers]
+    if routing is not None and (highest := int(experts.max())) >= routing.num_experts:
+        return f"{ROUTES_FAULT}name expert {highest}, and the model has {routing.num_experts} a layer"
+    is_repeated = np.zeros(experts.shape[1:], dtype=np.bool_)
+    for first, second in combinations(range(num_chosen), 2):
+        is_repeated |= experts[first] == experts[second]
+    if not is_repeated.any():
+        return ""
+    if routing is None:
+        is_unused = ~experts.any(axis=(0, 1))
+        if not is_unused.all():
+            is_repeated[:, is_unused] = False
+            if not is_repeated.any():
+                return ""
+    token, position = (int(number) for number in np.argwhere(is_repeated)[0])
+    layer = position if numbers is None else numbers[position]
+    chosen = experts[:, token, position].tolist()
+    num_tokens = int(is_repeated.any(axis=1).sum())
+    return (
+        f"{ROUTES_FAULT}name an expert twice at {num_tokens} of {num_rows} tokens (first: token {token}, "
+        f"layer {layer}, experts {chosen}), which no router does: the engine did not record them (for vLLM "
+        "see its issue 54730); use another version of the engine, or set rollout.record_routes: false"
+    )
 
 
 def check_rows(rows: Mapping[str, Rows], segments: Sequence[Segment]) -> None:

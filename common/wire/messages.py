@@ -162,7 +162,8 @@ class Trajectory(PromptFields):
     choices: Choices | None = Field(None, description="absent where tokens are all that the engine chose")
     fault: str = Field(
         "",
-        description="why there is nothing to score: its environment failed, or what it claims cannot be had",
+        description="why it is not scored: its environment failed, what it claims cannot be had, or the "
+        "engine gave logprobs or routes that cannot be right",
     )
 
     @property
@@ -251,6 +252,10 @@ class Trajectory(PromptFields):
         if self.index >= self.group_size:
             raise ValueError(f"index {self.index} is outside a group of {self.group_size}")
         return self
+
+
+LOGPROBS_FAULT = "its logprobs "
+"""How the reason begins, if a sample has failed because of its logprobs."""
 
 
 def fault_of(sample: Trajectory) -> str:

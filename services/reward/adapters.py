@@ -4,19 +4,23 @@ Python's standard library alone.
     TIDEMILL_REWARDS_URL     where the rewards are served (default: http://127.0.0.1:8440)
     TIDEMILL_REWARDS_TOKEN   the token, where one is asked for
 
-Guarantee: a reward that failed for good is never a 0. TRL gets None for it, and leaves the sample out; verl
-has no place for a missing reward, so the call raises, unless `reward.on_failure` of the service gives a
-number. A request that was not answered, because the service was busy or restarted, is sent again for up to
-`PATIENCE_S`.
+Guarantee: a reward that failed for good is never a 0. TRL gets None for it, and leaves the sample out if this
+is its only reward function: beside others it counts None as 0, unless `combine_rewards` makes one function of
+all. verl has no place for a missing reward, so the call raises, unless `reward.on_failure` of the service
+gives a number. A request that was not answered, because the service was busy or restarted, is sent again for
+up to `PATIENCE_S`.
 """
 
 import asyncio
+import inspect
 import json
+import math
 import os
 import socket
 import threading
 import time
 import weakref
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -152,6 +156,68 @@ def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[f
     """`reward_async` as a plain function."""
     scores: list[float | None] = _run(reward_async(prompts, completions, **columns))
     return scores
+
+
+def combine_rewards(
+    *functions: Callable[..., Any], weights: Sequence[float] = ()
+) -> Callable[..., Awaitable[list[float | None]]]:
+    """One reward function for TRL in place of several: their weighted sum, None where one of them is None.
+
+    TRL itself leaves None out of the sum, which is a 0 for that function, unless all functions gave None.
+
+        GRPOTrainer(model, combine_rewards(reward_async, length_reward, weights=[1.0, 0.1]), ...)
+
+    Args:
+        functions: reward functions in TRL's style, plain or async.
+        weights: of each function; 1 where there are none. They take the place of TRL's `reward_weights`.
+
+    Raises:
+        ValueError: there are no functions, or not as many weights.
+    """
+    factors = list(weights) or [1.0] * len(functions)
+    if not functions or len(factors) != len(functions):
+        raise ValueError(f"combine_rewards got {len(functions)} functions and {len(factors)} weights")
+
+    async def combined_reward(*, completions: list[Any], **columns: Any) -> list[float | None]:
+        calls = [_call_reward(function, completions=completions, **columns) for function in functions]
+        answers = await asyncio.gather(*calls)
+        for function, rewards in zip(functions, answers, strict=True):
+            if len(rewards) != len(completions):
+                raise ValueError(
+                    f"{_name_of(function)} gave {len(rewards)} rewards for {len(completions)} samples"
+                )
+            if log_metric := columns.get("log_metric"):
+                _log_mean(log_metric, _name_of(function), rewards)
+        return [_weighted_sum(rewards, factors) for rewards in zip(*answers, strict=True)]
+
+    return combined_reward
+
+
+async def _call_reward(function: Callable[..., Any], **arguments: Any) -> list[Any]:
+    # A plain function may wait for a server, and must not hold up the others.
+    rewards = await asyncio.to_thread(function, **arguments)
+    return list(await rewards if inspect.isawaitable(rewards) else rewards)
+
+
+def _weighted_sum(rewards: Sequence[float | None], factors: Sequence[float]) -> float | None:
+    """None where one of the rewards is None or NaN."""
+    total = 0.0
+    for reward, factor in zip(rewards, factors, strict=True):
+        if reward is None or math.isnan(reward):
+            return None
+        total += factor * float(reward)
+    return total
+
+
+def _log_mean(log_metric: Callable[[str, float], Any], name: str, rewards: Sequence[float | None]) -> None:
+    numbers = [float(reward) for reward in rewards if reward is not None and not math.isnan(reward)]
+    if numbers:
+        log_metric(f"combined/{name}", sum(numbers) / len(numbers))
+    log_metric(f"combined/{name}/failed", 1.0 - len(numbers) / len(rewards))
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _url() -> str:

@@ -1,8 +1,9 @@
 """`python -m tidemill.services.reward.check REQUEST`: can the rewards of a run be loaded?
 
 The request has the run's `config`, a `row` of the dataset or null, and `calls`. With a row, the answer says
-what judges and reward models would read of it; with `calls` too, those that are functions are called once
-with it. It runs in a process of its own (`common/process/checks.py`): an import of a user's module runs code.
+what judges and reward models would read of it; with `calls` too, those that are functions are called with
+it, and `faults` says which of them compare a number with text. It runs in a process of its own
+(`common/process/checks.py`): an import of a user's module runs code.
 """
 
 import sys
@@ -19,6 +20,7 @@ from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
 from tidemill.services.reward.functions.signature import Style
+from tidemill.services.reward.number_truths import find_number_faults
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.rewards.reward import FunctionReward, check_reward, kind_of, load_checked
 from tidemill.services.reward.sample import RewardSample
@@ -37,10 +39,14 @@ def check(request: Any) -> Answer:
     if config.group:
         load_group_function(config.group, config.group_kwargs)
     if row is None:
-        return {"reads": {}, "called": []}
+        return {"reads": {}, "called": [], "faults": []}
     _check_columns(config, row)
     reads = readings(run, row)
-    return {"reads": reads, "called": run_main(_call_functions(config, row)) if request["calls"] else []}
+    if not request["calls"]:
+        return {"reads": reads, "called": [], "faults": []}
+    called = run_main(_call_functions(config, row))
+    faults = run_main(find_number_faults(config, _sample_of(row)))
+    return {"reads": reads, "called": called, "faults": faults}
 
 
 def _check_tokenizer(name: str, reward: NamedRewardConfig) -> None:

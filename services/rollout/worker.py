@@ -44,7 +44,7 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, OnTokens
 from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
-from tidemill.services.rollout.sessions.player import Player
+from tidemill.services.rollout.sessions.player import Player, find_engine_fault
 from tidemill.services.rollout.slots import START, UNREPORTED, Slots
 from tidemill.services.rollout.weight_follower import WeightFollower
 
@@ -341,11 +341,16 @@ class RolloutWorker(LaneWorker[Ticket]):
             return
         if self.lane is not Lane.TRAIN:
             played = replace(played, choices={})  # evaluation is not trained on
+        # Here, where no reward has been paid for yet: such a sample is not scored.
+        if fault := find_engine_fault(played):
+            log.warning("a sample has failed", ticket=ticket.ticket, index=index, error=fault)
+            played = replace(played, choices={})
         sample = Trajectory(
             **self._of_ticket(ticket, index),
             **played.fields(),
             started_at=started_at,
             finished_at=time.time(),
+            fault=fault,
         )
         published = await self._checked_in(sample)
         await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)

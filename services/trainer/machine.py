@@ -296,7 +296,7 @@ def _append(file: Any) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == RANK:
+    if sys.argv[1:2] == [RANK]:
         serve_rank(int(sys.argv[2]))
     else:
         sys.exit(answer_check(examine))

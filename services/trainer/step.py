@@ -151,7 +151,7 @@ class StepRunner:
         """
         self.trainer, self.activity, self.stopping = config.trainer, activity, stopping or asyncio.Event()
         self.policy, self.thread, self.group_filter = policy, thread, GroupFilter(config)
-        self.group_filter.needs_routes = policy.replays_routes
+        self.group_filter.routing = policy.routing
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(config)
         self.algorithm = self.trainer.algorithm

@@ -221,7 +221,8 @@ def can_fork(environment: Mapping[str, str]) -> bool:
     return all(name.startswith(OWN) or environment.get(name) == AT_IMPORT.get(name) for name in names)
 
 
-def run_check(command: Sequence[str], **_: object) -> "subprocess.CompletedProcess[str]":
-    """In place of `subprocess.run` for a program that checks users' code: forked, in this one's folder."""
+def run_check(command: Sequence[str], input: str, **_: object) -> "subprocess.CompletedProcess[str]":
+    """In place of `subprocess.run` for a program that checks users' code: forked, in this one's folder. Its
+    input becomes its argument, which such a program takes too."""
     module = command.index("-m") + 1
-    return run_module(command[module], command[module + 1 :], os.environ, Path.cwd())
+    return run_module(command[module], [*command[module + 1 :], input], os.environ, Path.cwd())

@@ -233,6 +233,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ("rollout", f"{plural(rollout.workers, 'worker')} with the {rollout.engine} engine"),
         ("reward", f"{_rewards(config.reward)}; {plural(config.reward.workers, 'worker')}"),
         ("", "; ".join(findings.rewards) or uncalled),
+        *(("" if i else "reward gets", line) for i, line in enumerate(findings.gets)),
         ("session", "; ".join(findings.session)),
         *(("" if i else "memory", line) for i, line in enumerate(findings.memory)),
     ]

@@ -25,6 +25,7 @@ from tidemill.common.process.vllm_machine import check_machine, check_records
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
+from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 from tidemill.services.console.check.memory import Machine, check_memory
 from tidemill.services.console.check.model_folder import (
     ModelFacts,
@@ -146,6 +147,8 @@ class Findings:
     """Version of the server at TIDEMILL_REDIS_URL, empty where a private one will be started."""
     rewards: list[str] = field(default_factory=list)
     """Results of calling the rewards once, with `calls_reward`."""
+    gets: list[str] = field(default_factory=list)
+    """What reward functions will get of the first training row."""
     reads: dict[str, str] = field(default_factory=dict)
     """What judges and reward models will read of the first training row."""
     memory: list[str] = field(default_factory=list)
@@ -178,6 +181,7 @@ def examine(
         lambda: _check_engine(findings.config),
         lambda: check_teachers(findings.config),
         lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
+        lambda: findings.notes.extend(find_odd_truths(rows) if findings.config.data.needs_truth else ()),
         lambda: _check_rewards(findings, first_row(), calls_reward),
         lambda: _check_environment(findings, first_row()),
         lambda: _try_sandboxes(findings),
@@ -252,8 +256,11 @@ def _look_at_model(findings: Findings) -> None:
 
 
 def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:
+    if row is not None:
+        findings.gets = describe_arguments(row)
     found = check_reward(findings.config, row, calls_reward and row is not None)
     findings.rewards, findings.reads = found["called"], found["reads"]
+    findings.notes += found["faults"]
 
 
 def _check_environment(findings: Findings, row: Row | None) -> None:

@@ -9,6 +9,7 @@ Shapes: B sequences, U distinct prompts, T tokens so far, V vocabulary.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -109,8 +110,9 @@ def draw(logprobs_BV: Tensor, sampling: SamplingBatch, uniforms_B: Tensor) -> tu
     total_B = mass_BV[:, -1]
     # Rounding could make the product equal to the total, and no running sum exceeds that.
     target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    # The first token whose running sum exceeds the target: never one of probability zero.
-    ids_B1 = torch.searchsorted(mass_BV, target_B[:, None], right=True)
+    # The first token whose running sum exceeds the target: never one of probability zero. The bound is for
+    # sums that are NaN, which no token exceeds: its logprob, NaN too, says so.
+    ids_B1 = torch.searchsorted(mass_BV, target_B[:, None], right=True).clamp_(max=mass_BV.shape[-1] - 1)
     if sampling.is_greedy_B is not None:
         greedy_B1 = logprobs_BV.argmax(dim=-1, keepdim=True)
         ids_B1 = torch.where(sampling.is_greedy_B[:, None], greedy_B1, ids_B1)
@@ -195,7 +197,13 @@ def decode_batch(
     while batch.rows:
         processed_BV = processed_logprobs(logits_BV, batch.sampling)
         ids_B, logprobs_B = batch.draw(processed_BV, step)
-        drawn = zip(batch.rows, ids_B.tolist(), logprobs_B.tolist(), batch.kept(processed_BV), strict=True)
+        logprobs = logprobs_B.tolist()
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError(
+                "the model's logits are NaN or infinite, so nothing can be sampled. Its weights are damaged, "
+                "or its numbers are too large for model.dtype: set it to float32, or take another model"
+            )
+        drawn = zip(batch.rows, ids_B.tolist(), logprobs, batch.kept(processed_BV), strict=True)
         for row, token, logprob, kept in drawn:
             # Finished rows are decoded until it pays to drop them; their further tokens are not kept.
             if row.finish is None:

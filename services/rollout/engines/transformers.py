@@ -161,6 +161,8 @@ class TransformersEngine(ModelEngine):
                 except asyncio.CancelledError:
                     self._fail(batch, EngineError("the engine was closed"))
                     raise
+                except EngineError as error:
+                    self._fail(batch, error)
                 except Exception as error:
                     self._fail(batch, EngineError(f"the model failed: {error!r}; restart this worker"))
 

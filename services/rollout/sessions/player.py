@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import structlog
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.choices import Rows
-from tidemill.common.wire.messages import Choices, SamplingParams, Ticket
+from tidemill.common.wire.choices import ROUTES, Rows, find_routes_fault
+from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, SamplingParams, Ticket
 from tidemill.common.wire.segments import Finish, Segment, Session
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.chat import ChatFormat
@@ -51,6 +52,25 @@ class Played:
             "session": self.session,
             "choices": choices,
         }
+
+
+def find_engine_fault(played: Played) -> str:
+    """Why the engine's numbers for a sample cannot be right, as a sentence; empty where they may be.
+
+    Such a sample is published as failed: it is not scored, and never trained.
+    """
+    session = played.session
+    segments = [played.first, *(session.forks if session else ())]
+    logprobs = np.concatenate([np.asarray(segment.logprobs, dtype=np.float32) for segment in segments])
+    is_broken = ~np.isfinite(logprobs)
+    if is_broken.any():
+        first = int(np.argmax(is_broken))
+        return (
+            f"{LOGPROBS_FAULT}are not finite at {int(is_broken.sum())} of {len(logprobs)} tokens (first: "
+            f"token {first}, {logprobs[first]}): the engine computed NaN. Its weights are damaged, or its "
+            "numbers too large for model.dtype: set it to float32, or take another model"
+        )
+    return find_routes_fault(played.choices[ROUTES]) if ROUTES in played.choices else ""
 
 
 class Player:

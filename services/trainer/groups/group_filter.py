@@ -13,8 +13,8 @@ from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.history.groups import RecordedGroup
 from tidemill.common.streams import id_order
 from tidemill.common.wire.arrays import Int32
-from tidemill.common.wire.choices import ROUTES
-from tidemill.common.wire.messages import Score, Ticket, Trajectory, fault_of
+from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
+from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.samples import (
     Precomputed,
     Sample,
@@ -170,8 +170,8 @@ class GroupFilter:
         self.imitation = {source.name: source.imitation for source in config.data.demonstrations}
         self.masked_sources = config.masked_sources
         self.has_baseline = self.algorithm.advantage_traits.has_greedy_baseline
-        self.needs_routes = False
-        """Whether the policy replays routes, which depends on the model."""
+        self.routing: Routing | None = None
+        """The routers that the policy gives the samples' routes to, which depend on the model."""
 
     def apply(self, group: PendingGroup, step: int) -> TrainableGroup | Refusal:
         """Check the staleness bound for `step`, then `select`."""
@@ -258,10 +258,18 @@ class GroupFilter:
     ) -> float | tuple[str, str]:
         """The reward of a sample; or why it is left out, as (reason, detail)."""
         if fault := fault_of(trajectory):
+            if fault.startswith(ROUTES_FAULT):
+                return NO_CHOICES, fault
+            if fault.startswith(LOGPROBS_FAULT):
+                return BAD_NUMBERS, fault
             is_claimed = trajectory.claim is not None or trajectory.lacks_choices
             return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault
-        if self.needs_routes and (trajectory.choices is None or ROUTES not in trajectory.choices.rows):
-            return NO_CHOICES, "the engine recorded no routes, or not of every token"
+        if self.routing is not None:
+            routes = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None
+            if routes is None:
+                return NO_CHOICES, "the engine recorded no routes, or not of every token"
+            if problem := find_routes_fault(routes, self.routing):
+                return NO_CHOICES, problem
         if are_masked and not trajectory.is_greedy and (missing := missing_mask(trajectory)):
             return NO_CHOICES, missing
         if score.value is not None:

@@ -27,6 +27,7 @@ from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.samples import Precomputed, Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.compiling import body_of
+from tidemill.services.trainer.policy.finite import refuse_broken_numbers
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import Tile, TokenRow, choose_layout, kinds_of_layers, make_tile
 from tidemill.services.trainer.policy.precision import round_alike
@@ -141,6 +142,11 @@ class TokenScorer:
 
     def _run(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args) if self._root is None else self._root(function, *args)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it computes in."""
+        return self._compute_dtype
 
     @property
     def rounding(self) -> float:
@@ -343,6 +349,7 @@ def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, long
             the other sequences (up to `longest` tokens).
     """
     config = model.config.get_text_config()
+    _check_numbers(scorer, config.vocab_size)
     if _looks_ahead(scorer, config.vocab_size):
         raise ConfigError(
             f"model.path: a {model.config.model_type} predicts a token from later ones too, so its logprobs "
@@ -364,6 +371,16 @@ def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, long
             "model.max_model_len, or train another model"
         )
     return layout
+
+
+@torch.no_grad()
+def _check_numbers(scorer: TokenScorer, vocab_size: int) -> None:
+    """Raises ConfigError: the model computes numbers that are not finite."""
+    tile = make_tile(("padded", [_made_up_row(0, SHORT, vocab_size)]))
+    scores = scorer.score(tile, 1.0, keep_hidden=True)
+    assert scores.hidden_NH is not None, "they were asked for"
+    refuse_broken_numbers(scores.hidden_NH, "hidden states", scorer.dtype)
+    refuse_broken_numbers(scores.logprobs_N, "logprobs", scorer.dtype)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
+from tidemill.common.wire.choices import Routing
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
@@ -57,8 +58,9 @@ class Policy(Protocol):
         """Most tokens of a bin, and bins of a micro-batch; also where `auto` chose them."""
 
     @property
-    def replays_routes(self) -> bool:
-        """Whether samples are trained along the experts that the engine chose, and need their routes."""
+    def routing(self) -> Routing | None:
+        """The routers that are given the experts which the engine chose, so that samples need their routes;
+        None where nothing is replayed."""
 
     def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
         """Add the batch's gradient, unnormalised, to what has been accumulated. After an exception the

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.routers import find_routers, is_mixture, parts_of
+from tidemill.common.run.routers import count_experts, find_routers, is_mixture, parts_of
+from tidemill.common.wire.choices import Routing
 from tidemill.services.trainer.algorithm.losses.routing import AFFINITIES, LayerRouting
 from tidemill.services.trainer.policy.trees import rows_at
 
@@ -66,6 +67,7 @@ class Routers:
         self._layers = [layer for layer, _ in found]
         self.replays = replays and bool(found)
         """Whether passes can be given routes, and need them."""
+        self.routing = Routing(tuple(self._layers), count_experts(model.config)) if self.replays else None
         for number, (_, router) in enumerate(found):
             if self.replays:
                 # Compiled it would round otherwise than when it runs once more, in the hook.

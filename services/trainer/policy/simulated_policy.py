@@ -40,7 +40,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
     """Implements `Policy` with the delays of `trainer.simulated`."""
 
     layout: Layout = "tree"
-    replays_routes = False
+    routing = None
 
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer

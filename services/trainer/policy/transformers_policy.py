@@ -30,6 +30,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics,
 from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
+from tidemill.services.trainer.policy.finite import find_broken_weights, refuse_broken_weights
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout, place, trained_tokens
 from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
@@ -125,6 +126,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
     ) -> None:
         """`device` is where the weights will be, if the model has none yet."""
         self._model, self._adapters, self._device = model, adapters, device or model.device
+        self._are_weights_checked = False
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
@@ -140,8 +142,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
         measures = algorithm.router.is_on
         routers = Routers(model, measures, replays_routes) if measures or replays_routes else None
-        self.replays_routes = routers is not None and routers.replays
-        self._scorer = self._make_scorer(model, routers if measures or self.replays_routes else None)
+        self.routing = None if routers is None else routers.routing
+        self._scorer = self._make_scorer(model, routers if measures or self.routing else None)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
@@ -171,7 +173,22 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 recompute_layers(self._value_head.model)
 
     def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+        self._check_weights(model)
         return TokenScorer(model, self._dtype, routers)
+
+    def _check_weights(self, model: PreTrainedModel) -> None:
+        """Check that what was read is finite; the models beside the policy begin as copies of it.
+
+        Raises:
+            ConfigError: it is not; on all ranks alike, for one that stopped alone would leave others waiting.
+        """
+        if self._are_weights_checked:
+            return
+        self._are_weights_checked = True
+        broken: set[str] = set()
+        for answer in self.peers.gather(pack(find_broken_weights(model.named_parameters()))):
+            broken.update(unpack(answer))
+        refuse_broken_weights(sorted(broken))
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
         algorithm = self._config.algorithm
@@ -230,7 +247,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
     def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
         """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
         choice: two passes, which the other ranks make too."""
-        if not self.replays_routes:
+        if self.routing is None:
             return MicroBatchMetrics()
         # Without demonstrations: no engine has chosen for them, nor said a logprob.
         rows = [row for _, own in plan[:1] for row in own if row.routes is not None]

@@ -5,8 +5,10 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.rollout_worker import SIZE, Worker, has_samples, is_settled, issue, samples_of, take_over
@@ -17,9 +19,10 @@ from tidemill.common.errors import ConfigError, EnvironmentFaultError, LeaseLost
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store import ClaimStore
 from tidemill.common.streams import START, entry_id_of, read_range
+from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Rows
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import DeadLetter, Trajectory, fault_of
-from tidemill.services.rollout.engines.engine import EngineReport, Generation
+from tidemill.common.wire.messages import LOGPROBS_FAULT, DeadLetter, Trajectory, fault_of
+from tidemill.services.rollout.engines.engine import EngineReport, Generation, GenerationRequest
 from tidemill.services.rollout.sessions.parts import new_play
 from tidemill.services.rollout.sessions.player import SingleTurn
 from tidemill.services.rollout.worker import RolloutWorker
@@ -75,6 +78,51 @@ class TestOneWorker:
             kept = sample.choices.rows["kept"]
             assert [ids[0] for ids in kept.values.reshape(-1, 2)] == sample.completion_ids.tolist()
             assert sample.logprobs.tolist() == pytest.approx([-math.log(2.0)] * len(kept))
+
+    async def test_a_sample_whose_routes_no_router_chose_is_published_as_failed(
+        self, make, broker, keys, tmp_path
+    ):
+        broker.claims = store = ClaimStore(tmp_path)
+        await issue(broker, keys)
+        async with make() as worker:
+            generate = worker.engine.generate
+
+            async def with_routes(request: GenerationRequest) -> Generation:
+                """As an engine that records no experts for the last token of sample 2."""
+                generation = await generate(request)
+                num_rows = len(request.prompt_ids) + len(generation.token_ids) - 1
+                experts = np.tile(np.array([[[3, 1]]], dtype=np.uint8), (num_rows, 2, 1))
+                if request.request_id.startswith("train-0-2"):
+                    experts[-1] = 0
+                return replace(generation, choices={ROUTES: Rows(experts)})
+
+            worker.engine.generate = with_routes
+            await worker.lane.generate(await worker.fetch())
+        samples = {sample.index: sample for sample in await samples_of(broker, keys)}
+        assert len(samples) == SIZE
+        assert [index for index, sample in samples.items() if sample.fault] == [2]
+        assert samples[2].fault.startswith(ROUTES_FAULT) and samples[2].choices is None
+        store.reads_choices = True
+        assert ROUTES in store.resolve(samples[1]).choices.rows
+        assert await is_settled(broker, keys)
+
+    async def test_a_sample_whose_logprobs_are_nan_is_published_as_failed(self, make, broker, keys):
+        await issue(broker, keys)
+        async with make() as worker:
+            generate = worker.engine.generate
+
+            async def with_nan(request: GenerationRequest) -> Generation:
+                generation = await generate(request)
+                if request.request_id.startswith("train-0-1"):
+                    generation.logprobs[-1] = math.nan
+                return generation
+
+            worker.engine.generate = with_nan
+            await worker.lane.generate(await worker.fetch())
+        faults = {sample.index: sample.fault for sample in await samples_of(broker, keys)}
+        assert [index for index, fault in sorted(faults.items()) if fault] == [1]
+        assert faults[1].startswith(LOGPROBS_FAULT)
+        assert await is_settled(broker, keys)
 
     async def test_a_baseline_is_generated_greedily_and_says_so(self, make, broker, keys):
         await issue(broker, keys)

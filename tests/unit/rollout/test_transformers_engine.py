@@ -264,3 +264,18 @@ async def test_a_generation_ends_with_the_token_that_completes_a_text_to_stop_at
     assert cut.finish == "stop" and len(cut.token_ids) < len(whole.token_ids)
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.logprobs) == len(cut.token_ids)
     assert stop in engine.decode(cut.token_ids) and stop not in engine.decode(cut.token_ids[:-1])
+
+
+async def test_logits_of_nan_are_an_error_in_words(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, eos_token_id=EOS_IDS)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "layers.0" in name)
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    engine = make_engine(folder)
+    await engine.start()
+    for temperature in (1.0, 0.0):
+        (request, *_) = make_requests(1, temperature=temperature)
+        with pytest.raises(EngineError, match="logits are NaN"):
+            await engine.generate(request)
+    await engine.close()

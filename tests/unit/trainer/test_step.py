@@ -115,7 +115,7 @@ class RecordingPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layout, self.bins = policy, policy.layout, policy.bins
-        self.replays_routes = policy.replays_routes
+        self.routing = policy.routing
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:

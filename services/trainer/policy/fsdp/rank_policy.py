@@ -178,6 +178,7 @@ class RankPolicy(TransformersPolicy):
             # Else a slow disk would use up the time limit of the next collective call on the GPU.
             self._ranks.meet()
         self._remember(root)
+        self._check_weights(model)
         return TokenScorer(model, self._dtype, routers, root)
 
     def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:

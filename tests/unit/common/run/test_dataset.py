@@ -144,6 +144,12 @@ def test_values_become_what_a_message_can_carry(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("truth", ["NaN", "-Infinity", "1e999"])
+def test_a_truth_that_is_no_finite_number_is_refused(tmp_path, truth):
+    path = write_jsonl(tmp_path / "a.jsonl", LINE.decode(), f'{{"prompt": "a", "answer": {truth}}}')
+    assert error_of(path).startswith(f"{path} line 2: the ground truth is ")
+
+
 def test_gsm8k_is_read_as_it_comes():
     rows = read_dataset(SAMPLE)
     assert len(rows) == 40

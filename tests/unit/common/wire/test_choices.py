@@ -8,7 +8,7 @@ from tests.support.trajectories import make_trajectory
 from tidemill.common.errors import CodecError
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire import codec
-from tidemill.common.wire.choices import Rows
+from tidemill.common.wire.choices import ROUTES_FAULT, Routing, Rows, find_routes_fault
 from tidemill.common.wire.messages import ChoiceRows, Choices, Trajectory, fault_of
 
 KEPT = Rows.of_lists([[4, 7], [], [9]])
@@ -91,6 +91,66 @@ def test_the_entry_has_pointer_size_and_digest_and_only_who_asks_reads_the_rows(
     read = store.resolve(sent)
     assert read.choices.rows == whole.choices.rows and read.choices.claim.digest == claim["digest"]
     assert store.is_whole(read) and read.tokens_digest == whole.tokens_digest
+
+
+def routes_of(*rows):
+    """Rows of tokens, each with the experts of its layers."""
+    return Rows(np.array(rows, dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        (ROUTES, ""),
+        (routes_of([[0, 1], [3, 2]], [[1, 0], [2, 0]]), ""),
+        # What vLLM returned: zeros for all that it did not record.
+        (
+            routes_of([[0, 0], [0, 0]], [[0, 0], [0, 0]]),
+            "at 2 of 2 tokens (first: token 0, layer 0, experts [0, 0])",
+        ),
+        (
+            routes_of([[0, 1], [3, 2]], [[0, 0], [0, 0]]),
+            "at 1 of 2 tokens (first: token 1, layer 0, experts [0, 0])",
+        ),
+        (
+            routes_of([[0, 1], [3, 2]], [[1, 0], [2, 2]]),
+            "at 1 of 2 tokens (first: token 1, layer 1, experts [2, 2])",
+        ),
+        (routes_of([[4, 1, 4]]), "layer 0, experts [4, 1, 4]"),
+        # A layer that is zero throughout has no router, as the first ones of DeepSeek's.
+        (routes_of([[0, 0], [3, 2]], [[0, 0], [1, 2]]), ""),
+        (routes_of([[0, 0], [3, 2]], [[0, 0], [1, 1]]), "token 1, layer 1"),
+        # One expert a token: nothing can be seen.
+        (routes_of([[0], [0]], [[0], [0]]), ""),
+        (Rows(np.zeros((0, 2, 2), np.uint8)), ""),
+        (Rows(np.array([[[300, 5]], [[300, 300]]], dtype=np.uint16)), "token 1, layer 0, experts [300, 300]"),
+    ],
+)
+def test_routes_that_name_an_expert_twice_are_no_routers_choice(routes, words):
+    fault = find_routes_fault(routes)
+    assert words in fault and bool(fault) == bool(words)
+    assert not fault or (fault.startswith(ROUTES_FAULT) and "rollout.record_routes" in fault)
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_experts", "words"),
+    [
+        ((0, 1), 4, ""),
+        ((1,), 4, ""),
+        ((0, 5, 9), 4, "have 2 layers, and the model has a router in layer 9"),
+        ((0, 1), 3, "name expert 3, and the model has 3 a layer"),
+    ],
+)
+def test_routes_fit_the_routers_of_the_model(layers, num_experts, words):
+    routes = routes_of([[1, 2], [3, 2]], [[1, 0], [2, 0]])
+    fault = find_routes_fault(routes, Routing(layers, num_experts))
+    assert words in fault and bool(fault) == bool(words)
+
+
+def test_with_the_models_routers_a_layer_of_zeros_is_no_exception():
+    routes = routes_of([[0, 0], [3, 2]], [[0, 0], [1, 2]])
+    assert "token 0, layer 0" in find_routes_fault(routes, Routing((0, 1), 4))
+    assert not find_routes_fault(routes, Routing((1,), 4)), "its first layer has no router"
 
 
 def test_a_large_trajectory_and_its_choices_are_two_claims(tmp_path):

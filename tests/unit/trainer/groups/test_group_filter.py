@@ -11,8 +11,8 @@ from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
 from tidemill.common.streams import Entry
-from tidemill.common.wire.choices import KEPT, ROUTES, Rows
-from tidemill.common.wire.messages import Choices, Score, Trajectory
+from tidemill.common.wire.choices import KEPT, ROUTES, Routing, Rows, find_routes_fault
+from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, Score, Trajectory
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
@@ -332,10 +332,38 @@ def test_a_sample_without_its_routes_fails_where_the_policy_replays_them():
         group.trajectories[index] = group.trajectories[index].model_copy(update={"choices": choices})
     group_filter = GroupFilter(config_of())
     assert len(trained(group_filter.apply(group, 5)).samples) == 3
-    group_filter.needs_routes = True
+    group_filter.routing = Routing((0,), num_experts=12)
     found = trained(group_filter.apply(group, 5))
     assert found.left_out == [(2, NO_CHOICES)]
     assert [len(sample.routes[0].experts) for sample in found.samples] == [6, 6]
+
+
+@pytest.mark.parametrize("experts", [[0, 0], [5, 5], [1, 12]])
+def test_routes_that_are_no_choice_of_the_models_routers_fail_their_sample(experts):
+    """Also where no rollout worker has looked: in records of an older run, or of others."""
+    group = group_of(1.0, 0.0, 1.0)
+    for index in range(3):
+        values = np.arange(12, dtype=np.uint8).reshape(6, 1, 2)
+        if index == 1:
+            values[4, 0] = experts
+        choices = Choices(rows={ROUTES: Rows(values)})
+        group.trajectories[index] = group.trajectories[index].model_copy(update={"choices": choices})
+    group_filter = GroupFilter(config_of())
+    group_filter.routing = Routing((0,), num_experts=12)
+    assert trained(group_filter.apply(group, 5)).left_out == [(1, NO_CHOICES)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (find_routes_fault(Rows(np.zeros((6, 1, 2), np.uint8))), NO_CHOICES),
+        (f"{LOGPROBS_FAULT}are not finite", BAD_NUMBERS),
+    ],
+)
+def test_a_sample_that_failed_by_its_engine_is_not_called_an_environments_fault(fault, reason):
+    group = group_of(1.0, 0.0, 1.0)
+    group.trajectories[2] = group.trajectories[2].model_copy(update={"fault": fault})
+    assert trained(GroupFilter(config_of()).apply(group, 5)).left_out == [(2, reason)]
 
 
 def scored(text: str, index: int = 0) -> tuple[Trajectory, Score]:
