@@ -68,6 +68,40 @@ def test_all_reference_solutions_of_gsm8k_score_1_and_wrong_numbers_0() -> None:
         ("#### 18, as there are 20", "18", 1),
         ("#### 18. 20 are left", "18", 1),
         ("#### 18 - that is all", "18", 1),
+        # Signs, currencies and groups of thousands.
+        ("#### +3", "3", 1),
+        ("#### 3", "+3", 1),
+        ("#### + 3", 3, 1),
+        ("#### +3", "-3", 0),
+        ("#### +$3", "3", 1),
+        ("#### - 5", "-5", 1),
+        ("#### - 5", "5", 0),
+        ("#### –5", "-5", 1),
+        ("#### −$5", "-5", 1),
+        ("#### $ 5", "5", 1),
+        ("#### \\$5", "5", 1),
+        ("#### €5", "5", 1),
+        ("#### 60%", "60", 1),
+        ("#### 60%", "0.6", 0),
+        ("#### **18**", "18", 1),
+        ("#### \uff11\uff18", "18", 1),
+        ("#### \uff11\uff0c\uff10\uff10\uff10\uff0e\uff15", "1000.5", 1),
+        ("#### \uff0d\uff15", "-5", 1),
+        ("#### 1'000", "1000", 1),
+        ("#### 1\u2009000\u2009000", "1000000", 1),
+        ("#### 1\u202f000", "1000", 1),
+        ("#### 1 000", "1000", 1),
+        ("#### 1 000", "1", 0),
+        ("#### 1,00,000", "100000", 1),
+        ("#### 1000", "1 000", 1),
+        # A comma that groups no thousands stands between two numbers, or is a decimal comma.
+        ("#### 3,5", "35", 0),
+        ("#### 3,5", "3", 0),
+        ("#### 1000,200", "1000200", 0),
+        ("#### 1,0000", "10000", 0),
+        ("#### 18 + 2", "18", 0),
+        ("#### 10²", "10", 0),
+        ("#### 5½", "5", 0),
         ("####", "18", 0),
         ("####\n18", "18", 0),
         ("18", "18", 0),
@@ -82,11 +116,15 @@ def test_gsm8k_flexible_takes_the_last_number_and_format_score_rewards_the_form(
     assert gsm8k.compute_score("", "of 20 there are 18 left.", "18", method="flexible") == 1.0
     assert gsm8k.compute_score("", "18 of 20", "18", method="flexible") == 0.0
     assert gsm8k.compute_score("", "none", "18", method="flexible") == 0.0
+    assert gsm8k.compute_score("", "that is 20 - 18", "18", method="flexible") == 1.0
+    assert gsm8k.compute_score("", "the change is +3.", "3", method="flexible") == 1.0
+    assert gsm8k.compute_score("", "it is -£3.", "-3", method="flexible") == 1.0
+    assert gsm8k.compute_score("", "the points 3,5", "35", method="flexible") == 0.0
     assert gsm8k.compute_score("", "#### 17", "18", format_score=0.1) == 0.1
     assert gsm8k.compute_score("", "17", "18", format_score=0.1) == 0.0
 
 
-@pytest.mark.parametrize("truth", [None, "", "many"])
+@pytest.mark.parametrize("truth", [None, "", "many", "3,5", "18 or 20", "1/2", float("nan"), ["18"]])
 def test_gsm8k_without_a_number_to_compare_with_fails_for_good(truth: Any) -> None:
     with pytest.raises(AttemptError, match="gsm8k needs a number") as caught:
         gsm8k.compute_score("", "#### 18", truth)
