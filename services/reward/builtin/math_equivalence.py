@@ -1,7 +1,8 @@
 """Equivalence of mathematical answers, by math-verify: `1/2`, `0.5` and `\\boxed{\\frac{1}{2}}` are equal.
 
-The answer is the last `\\boxed{}` or `\\fbox{}` of the completion; a box that cannot be read is a wrong answer,
-and what stands before it never counts. Without a box it is the last expression. Without any the score is 0.
+The answer is the last `\\boxed{}` or `\\fbox{}` of the completion; a box that cannot be read is a wrong
+answer, and what stands before it never counts. Without a box it is the last expression; without any the
+score is 0.
 
 What math-verify takes for equal and is not (small decimals, bases, orders and cases of letters) is decided
 here and in `math_text.py`; services/reward/README.md has the table. A ground truth that cannot be read, or

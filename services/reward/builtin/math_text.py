@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 MOST_CHARS = 10_000
 _BOX_TOKENS = re.compile(
-    r"\\+(?P<box>boxed|fbox)(?![A-Za-z])\s*+(?P<brace>\{)?|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL
+    r"\\++(?P<box>boxed|fbox)(?![A-Za-z])\s*+(?P<brace>\{)?"
+    r"|(?:\\\\)*+\\[^\\]|(?:\\\\)++|(?P<open>\{)|(?P<close>\})",
+    re.DOTALL,
 )
 _UNBRACED = re.compile(r"[^\n${}]*+")
 
@@ -252,8 +254,8 @@ def are_words(text: str) -> bool:
 
 
 def is_same_word(word: str, other: str) -> bool:
-    """Letter by letter. The case of a first letter is free in words of three letters or more, any case in `yes`,
-    `no`, `true` and `false`. Two small letters are a product, in either order."""
+    """Letter by letter. The case of a first letter is free in words of three letters or more, any case in
+    yes, no, true and false. Two small letters are a product, in either order."""
     if word == other:
         return True
     if word.lower() in _ANY_CASE:

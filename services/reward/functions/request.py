@@ -61,7 +61,7 @@ class Callee(ABC):
         arguments of `maker`; `reference` is the name."""
 
     def prepare(self) -> None:  # noqa: B027 (most need none)
-        """Do, in a process of its own and before its first call, what a first call would spend its time on."""
+        """Do what a first call would spend its time on. Called in a scoring process, before any call."""
 
     @abstractmethod
     async def call(self, request: Request) -> list[RewardOutcome]:
