@@ -33,8 +33,8 @@ from tidemill.services.reward.builtin.math_text import (
 )
 from tidemill.services.reward.outcome import AttemptError
 
-WALL_FACTOR = 12
-"""Seconds on the clock for each second of the CPU limit: a backstop for code that waits."""
+BACKSTOP_S = 60.0
+"""Seconds on the clock beyond the CPU limit: a backstop for code that waits."""
 SMALL = 1e-3
 SMALL_TOLERANCE = 1e-5
 """math-verify compares decimals after six places. Numbers below `SMALL` must agree relatively, too."""
@@ -205,12 +205,12 @@ def _limit(limit_s: float) -> Iterator[None]:
     timers = {signal.SIGPROF: signal.ITIMER_PROF, signal.SIGALRM: signal.ITIMER_REAL}
     before = {number: signal.signal(number, stop) for number in timers}
     signal.setitimer(signal.ITIMER_PROF, limit_s)
-    signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s + BACKSTOP_S)
     try:
         yield
     except _LimitReached as reached:
         is_final = reached.args[0] == signal.SIGPROF
-        seconds = f"{limit_s:g} s of CPU time" if is_final else f"{WALL_FACTOR * limit_s:g} s"
+        seconds = f"{limit_s:g} s of CPU time" if is_final else f"{limit_s + BACKSTOP_S:g} s"
         message = f"comparing the formulas took longer than {seconds}"
         raise AttemptError(message, is_timeout=True, is_final=is_final) from None
     finally:

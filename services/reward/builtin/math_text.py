@@ -131,6 +131,11 @@ _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict
 _SUPERSCRIPT = re.compile(rf"[{''.join(_SUPERSCRIPTS)}]++")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([\w.]+))")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{?(\d{1,20})\}?")
+# math-verify takes all from the first `\text` to the end of an answer for a unit.
+_LABEL = re.compile(r"\A\\(?:text|mathrm)\s*\{[^{}]*\}\s*=\s*")
+_UNIT_IN_LIST = re.compile(
+    r"(?<=[\d}])[\s~]*+(?:\\[,; ])?\\text\s*\{[^{},\d]*\}(?:\^(?:\d|\{\d\}))?(?=\s*[,;)\]])"
+)
 _MIXED = re.compile(r"([-+−]?\s*\d+)\s+(\d+)\s*/\s*(\d+)")
 _COUNTED = re.compile(r"([-+−]?\s*[\d.,]*\d)\s+(\w{3,})")
 _NO_UNIT = re.compile(
@@ -156,6 +161,8 @@ def normalised(text: str) -> str:
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
     text = text.replace(r"\varnothing", r"\emptyset")
+    text = _LABEL.sub("", text)
+    text = _UNIT_IN_LIST.sub("", text)
     text = _REPEATING.sub(_fraction_of_repeating, text)
     mixed = _MIXED.fullmatch(text)
     return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}" if mixed else text.strip()
@@ -314,12 +321,21 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _LETTERS = re.compile(r"[^\W\d_]++")
 _BASED = re.compile(r"(?<![A-Za-z0-9\\_.])\(?([0-9A-Z]*\d[0-9A-Z.]*+)\)?_(?:\{(\w+)\}|(\w))")
 _UNIT_AT_END = re.compile(r"(?<=[\d}\s])\s+[A-Za-z]{1,4}\Z")
+_AND_OR = re.compile(r"\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}")
+_UNIT_AFTER_NUMBER = re.compile(
+    r"\d[\s~}]*+(?:\\[,; ]\s*)?\\(?:text|mbox|mathrm|textrm)\s*\{[^{}]*\}(?:\^(?:\d|\{[^{}]*\}))?(.*)\Z",
+    re.DOTALL,
+)
+_SEPARATOR = re.compile(r"[,;&]")
+_INTEGER = re.compile(r"\d++(?:\.\d++)?+")
 _BRACKETS = re.compile(r"(?:\\left)?(\\\{|\(|\[).*,.*(?:\\right)?(?:\\\}|\)|\])", re.DOTALL)
 
 
 def must_differ(truth: str, answer: str) -> bool:
     """Whether two answers differ in what math-verify leaves out: the base of a number, the order or the case
-    of letters, whether it is a set or a tuple."""
+    of letters, whether it is a set or a tuple, all that follows a first unit."""
+    if _after_first_unit(truth) != _after_first_unit(answer):
+        return True
     bases = _bases(truth)
     answer_bases = _bases(answer)
     if bases and answer_bases and bases != answer_bases:
@@ -338,6 +354,13 @@ def must_differ(truth: str, answer: str) -> bool:
     cases = _cases(truth)
     answer_cases = _cases(answer)
     return any(cases[letter] != answer_cases[letter] for letter in cases.keys() & answer_cases.keys())
+
+
+def _after_first_unit(text: str) -> list[str]:
+    r"""The numbers after a unit: 20 of `3 \text{ h } 20 \text{ min}`, of which math-verify reads the 3."""
+    unit = _UNIT_AFTER_NUMBER.search(_AND_OR.sub(",", text))
+    remainder = "" if unit is None else unit[1]
+    return [] if _SEPARATOR.search(remainder) else _INTEGER.findall(remainder)
 
 
 def _bases(text: str) -> Counter[tuple[str, str]]:

@@ -266,6 +266,14 @@ PAIRS = r"""
 0 | 5 | \boxed{5 \text{ million}}
 1 | 12 | \boxed{12 dollars}
 0 | 12 | \boxed{12 squared}
+0 | 3 | \boxed{3 \text{ hours } 20 \text{ minutes}}
+0 | 3 \text{ hours } 20 \text{ minutes} | \boxed{3 \text{ hours } 40 \text{ minutes}}
+1 | 3 \text{ hours } 20 \text{ minutes} | \boxed{3\text{ h }20\text{ min}}
+1 | 9.8 \text{ m/s}^2 | \boxed{9.8}
+1 | (3 \text{ cm}, 4 \text{ cm}) | \boxed{(3, 4)}
+1 | \frac{1}{2} \text{ or } 2 | \boxed{2 \text{ or } \frac{1}{2}}
+0 | 12 | \boxed{12 \text{ or } 13 \text{ cm}}
+1 | 12 | \boxed{\text{Area} = 12 \text{ cm}^2}
 1 | 30^\circ | \boxed{30°}
 1 | x^2 | \boxed{x²}
 1 | \sqrt{2} | \boxed{√2}
