@@ -9,15 +9,17 @@ from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalenc
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A built-in reward. `is_cheap`: microseconds, safe on the event loop. `needs`: optional modules."""
+    """A built-in reward. `is_cheap`: microseconds, safe on the event loop. `needs`: optional modules.
+    `warm_up`: what its process does before the first call, so that this costs no call its time."""
 
     function: Callable[..., Any]
     is_cheap: bool = False
     needs: tuple[str, ...] = ()
+    warm_up: Callable[[], None] = lambda: None
 
 
 BUILTINS = {
     "gsm8k": Builtin(gsm8k.compute_score, is_cheap=True),
-    "math": Builtin(math_equivalence.compute_score, needs=("math_verify",)),
+    "math": Builtin(math_equivalence.compute_score, needs=("math_verify",), warm_up=math_equivalence.warm_up),
     "exact_match": Builtin(exact_match.compute_score, is_cheap=True),
 }

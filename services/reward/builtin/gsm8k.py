@@ -4,11 +4,15 @@ How forms of the answer 1000 are treated:
 
 | after `####` | strict |
 |---|---|
-| `1000`, `1,000`, `1000.0`, `1000.`, `$1,000`, `-$5` for -5 | equal as numbers: 1 |
-| `1000 dollars`, `1000**` | the number counts, what follows it does not: 1 |
-| `2000/2`, `1e3`, `\\boxed{1000}`, `one thousand` | not a plain number: 0 (the reward `math` reads those) |
-| `1000 or 20`, `1000-20`, `1000:30`, `1000, 20`, `1000 = 20` | two numbers are no answer: 0 (verl: 1) |
+| `1000`, `1,000`, `1000.0`, `1000.`, `+1000`, `$1,000`, `€ 1000`, and `-$5`, `$-5`, `- 5` for -5 | equal: 1 |
+| `1'000`, `1 000` (also with no-break or thin spaces), `1,00,000` for 100000 | groups of thousands: 1 |
+| digits, signs and points of full width; the minus sign or a dash before a number | as in ASCII: 1 |
+| `1000 dollars`, `1000%`, `1000**`, `**1000**` | the number counts, what stands around it does not: 1 |
+| `2000/2`, `1e3`, `\\boxed{1000}`, `10²`, `5½`, `one thousand` | no plain number: 0 (`math` reads most) |
+| `1000 or 20`, `1000-20`, `1000:30`, `1000, 20`, `3,5`, `1000 = 20` | two numbers: 0 (verl: 1 for most) |
 | no `####` at all | 0 |
+
+A ground truth is read in the same way; one that is no plain number is a failure with its reason, never a 0.
 
 `flexible` takes the last plain number of the text instead, wherever it stands.
 """
@@ -20,14 +24,30 @@ from typing import Any, Literal
 from tidemill.services.reward.outcome import AttemptError
 
 MARK = "####"
-# Possessive quantifiers: a number that goes on as a fraction or a power is not cut short to fit.
-_NUMBER = r"[-−]?\$?[-−]?(?:\d[\d,]*+(?:\.\d*+)?+|\.\d++)"
+_MINUS = "\u2010\u2011\u2013\u2212-"
+_SEPARATORS = ",'\u2019\u00a0\u2009\u202f"
+
+
+def _number_regex(space: str, separators: str) -> str:
+    """Possessive quantifiers: a number that goes on as a fraction or a power is not cut short to fit."""
+    sign = f"[+{_MINUS}]?"
+    signs = rf"{sign}{space}(?:\\?[$€£¥₹])?{space}{sign}{space}"
+    thousands = rf"\d{{1,3}}(?!\d)(?:[{separators}]\d{{3}}(?!\d))*+"
+    lakhs = r"\d{1,2}(?:,\d{2}(?!\d))++,\d{3}(?!\d)"
+    return rf"{signs}(?:(?:{lakhs}|{thousands}|\d++)(?:\.\d*+)?+|\.\d++)"
+
+
+# Spaces belong to a number only where it has to stand at one place: `20 - 18` ends with 18 and not with -18.
+_NUMBER_AT_START = _number_regex("[ \t\u00a0]?", f"{_SEPARATORS} ")
+_NUMBER = _number_regex("", _SEPARATORS)
+_ANY_NUMBER = rf"(?:{_number_regex('', _SEPARATORS)})(?:[{_SEPARATORS}]\d++)*+"
 # A completion that names several numbers must not be paid for having the right one among them.
-_HEDGE = rf"[ \t]*(?:(?<=,)|[-\u2010-\u2015−~:;/*+\u00d7\u00f7=^&|]|\b(?:or|and|to)\b)[ \t]*{_NUMBER}"
-_AT_START = re.compile(rf"[ \t]*({_NUMBER})(?![\w/^])(?!{_HEDGE})")
+_HEDGE = rf"[ \t]*(?:[-,\u2010-\u2015−~:;/*+\u00d7\u00f7=^&|]|\b(?:or|and|to)\b)[ \t]*{_NUMBER}"
+_AT_START = re.compile(rf"[ \t]*(?:\*\*|__)?({_NUMBER_AT_START})(?![\w/^])(?!{_HEDGE})")
 # Other forms of numbers are matched too, without a group, and so skipped as a whole: trying each of their
 # digits as a beginning would take time quadratic in their length.
-_ANYWHERE = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w/^])|{_NUMBER})")
+_ANYWHERE = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w/^])|{_ANY_NUMBER})")
+_NOT_WIDE = {0xFF01 + offset: 0x21 + offset for offset in range(94)}
 
 
 def compute_score(
@@ -60,18 +80,17 @@ def _truth(ground_truth: Any) -> Decimal:
 
 
 def _strict(text: str) -> Decimal | None:
-    _, mark, tail = text.rpartition(MARK)
-    found = _AT_START.match(tail) if mark else None
-    return _parse(found[1]) if found else None
+    _, mark, tail = text.translate(_NOT_WIDE).rpartition(MARK)
+    match = _AT_START.match(tail) if mark else None
+    return _parse(match[1]) if match else None
 
 
 def _flexible(text: str) -> Decimal | None:
-    found = [number for number in _ANYWHERE.findall(text) if number]
-    return _parse(found[-1]) if found else None
+    numbers = [number for number in _ANYWHERE.findall(text.translate(_NOT_WIDE)) if number]
+    return _parse(numbers[-1]) if numbers else None
 
 
 def _parse(number: str) -> Decimal:
     """The number without signs of currency and grouping. Two minus signs count as one."""
-    is_negative = number.lstrip("$").startswith(("-", "−")) or number.startswith(("-", "−"))
     magnitude = Decimal(re.sub(r"[^\d.]", "", number))
-    return -magnitude if is_negative else magnitude
+    return -magnitude if re.search(f"[{_MINUS}]", number) else magnitude

@@ -1,26 +1,45 @@
 """Equivalence of mathematical answers, by math-verify: `1/2`, `0.5` and `\\boxed{\\frac{1}{2}}` are equal.
 
-The answer is the last `\\boxed{}` of the completion, else its last expression. A completion without any
-scores 0. Symbolic comparison can take for ever on hostile input, so it has a limit of its own; running
-into it is a timeout and not a zero. Runs in a process of its own, in its main thread, as signals need.
+The answer is the last `\\boxed{}` or `\\fbox{}` of the completion; a box that cannot be read is a wrong
+answer, and what stands before it never counts. Without a box it is the last expression; without any the
+score is 0.
+
+What math-verify takes for equal and is not (small decimals, bases, orders and cases of letters) is decided
+here and in `math_text.py`; services/reward/README.md has the table. A ground truth that cannot be read, or
+does not equal itself, is a failure and never a score.
+
+Comparison can take for ever on hostile input, so it has a limit of CPU time; running into it is a timeout and
+not a zero. Runs in a process of its own, in its main thread, as signals need.
 """
 
 import logging
-import re
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
+from tidemill.services.reward.builtin.math_text import (
+    are_words,
+    compare_words,
+    formula_of_words,
+    last_box,
+    must_differ,
+    normalised,
+    readable,
+    without_counted,
+)
 from tidemill.services.reward.outcome import AttemptError
 
-BOX = "\\boxed"
-# math-verify reads neither `####18`, where no number begins at a word's border, nor `-$5`, whose dollar it
-# takes for the beginning of a formula. A dollar that another one closes is a formula, and stays. Numbers
-# match as a whole only (`++`): trying shorter ones would read the rest again each time.
-_MARK = re.compile(r"(?<!#)#{2,}(?=\S)")
-_DEBT = re.compile(r"(?<![\w$)\]}])[-−][ \t]?\\?\$(?=(?:\d[\d,]*+(?:\.\d++)?+|\.\d++)(?![\d.,]*[ \t]*\\?\$))")
+BACKSTOP_S = 60.0
+"""Seconds on the clock beyond the CPU limit: a backstop for code that waits."""
+SMALL = 1e-3
+SMALL_TOLERANCE = 1e-5
+"""math-verify compares decimals after six places. Numbers below `SMALL` must agree relatively, too."""
+_DIGITS = 30
+_MISSING = ("", "nan", "null")
 
 
 def compute_score(
@@ -31,27 +50,141 @@ def compute_score(
     *,
     limit_s: float = 5.0,
 ) -> float:
-    """1 where the completion's answer is equivalent to the ground truth, else 0. `limit_s` bounds both."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    """1 where the completion's answer is equivalent to the ground truth, else 0.
+
+    A list of ground truths holds alternative right answers. `limit_s` bounds the CPU time of one comparison.
+    """
+    warm_up()
+    truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not truths:
+        raise AttemptError("math needs a ground truth, got an empty list", is_final=True)
+    with _limit(limit_s):
+        # All of them, also after a right one: a truth that cannot be read must not hide behind right answers.
+        return float(any([_is_right(_truth_text(truth), solution_str) for truth in truths]))
+
+
+@cache
+def warm_up() -> None:
+    """Import the library, and have it build its parsers. Takes seconds, once in a process."""
+    from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
-    truth, solution_str = (readable(text) for text in (str(ground_truth), solution_str))
-    boxed = truth if BOX in truth else f"{BOX}{{{truth}}}"
-    latex, plain = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-    with _limit(limit_s):
-        # Without the library's own limits: they use the same alarm signal, and would cancel ours.
-        gold = parse(boxed, [latex], fallback_mode="no_fallback", parsing_timeout=0)
-        if not gold:
-            raise AttemptError(f"the ground truth {truth[:80]!r} cannot be read as a formula", is_final=True)
-        # Only the last of several boxes counts; the library would read adjacent ones as one set.
-        solution = solution_str[max(solution_str.rfind(BOX), 0) :]
-        answer = parse(solution, [latex, plain], fallback_mode="no_fallback", parsing_timeout=0)
-        return float(bool(answer) and verify(gold, answer, timeout_seconds=0))
+    formula = parse("\\boxed{\\frac{1}{2}x}", parsing_timeout=0)
+    verify(formula, parse("it is 0.5x", parsing_timeout=0), timeout_seconds=0)
 
 
-def readable(text: str) -> str:
-    """The text with `####` and negative sums of money in a form that math-verify reads."""
-    return _DEBT.sub("-", _MARK.sub(r"\g<0> ", text))
+def _truth_text(truth: Any) -> str:
+    is_number = isinstance(truth, int | float) and math.isfinite(truth)
+    if not is_number and not (isinstance(truth, str) and truth.strip().lower() not in _MISSING):
+        raise AttemptError(
+            f"math needs a number, a text or a list of them as ground truth, got {str(truth)[:80]!r}",
+            is_final=True,
+        )
+    return str(truth)
+
+
+def _is_right(truth_text: str, solution: str) -> bool:
+    box = last_box(truth_text)
+    truth = formula_of_words(normalised(truth_text if box is None else box))
+    gold = _parse(truth)
+    if not gold and not are_words(truth):
+        raise AttemptError(f"the ground truth {truth_text[:80]!r} cannot be read as a formula", is_final=True)
+    box = last_box(solution)
+    # Words without a box count where they are all of the answer.
+    answer_text = solution.rpartition("####")[2] if box is None else box
+    answer_text = formula_of_words(without_counted(normalised(answer_text), truth))
+    is_same = compare_words(truth, answer_text)
+    if is_same is not None:
+        return is_same
+    if box is None:
+        answer, answer_text = _last_expression(solution)
+    else:
+        answer = _parse(answer_text)
+    if answer and not must_differ(truth, answer_text) and _verify(gold, answer):
+        return True
+    if gold and not _verify(gold, gold):
+        raise AttemptError(f"the ground truth {truth_text[:80]!r} does not equal itself", is_final=True)
+    return False
+
+
+def _parse(text: str) -> list[Any]:
+    """What math-verify reads in an answer; empty if it can read nothing."""
+    from math_verify import LatexExtractionConfig, parse
+
+    if not text:
+        return []
+    latex = LatexExtractionConfig(boxed_match_priority=0)
+    # Without the library's own limits: they use an alarm, and turn its end into a wrong answer.
+    return parse(f"\\boxed{{{text}}}", [latex], fallback_mode="no_fallback", parsing_timeout=0)
+
+
+def _last_expression(solution: str) -> tuple[list[Any], str]:
+    """The last expression of a text without a box, and how it is written."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    latex = LatexExtractionConfig(boxed_match_priority=-1)
+    read = parse(readable(solution), [latex, ExprExtractionConfig()], "first_match", parsing_timeout=0)
+    texts = [item for item in read if isinstance(item, str)]
+    return [item for item in read if not isinstance(item, str)], "".join(texts)
+
+
+def _verify(gold: list[Any], answer: list[Any]) -> bool:
+    from math_verify import verify
+
+    if not verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=0):
+        return False
+    return not (len(gold) == len(answer) == 1 and _differ_when_small(gold[0], answer[0]))
+
+
+def _differ_when_small(gold: Any, answer: Any) -> bool:
+    """Whether two expressions that agree to six places are, or contain, small numbers that differ.
+
+    6.63e-34 and 1.6e-19 both round to 0. Tuples, sets, matrices and equations are compared by element.
+    """
+    from sympy import Eq, Expr, FiniteSet, Interval, MatrixBase, Tuple
+
+    if gold == answer:
+        return False
+    if isinstance(gold, Eq) and isinstance(answer, Eq):
+        return _differ_when_small(gold.lhs - gold.rhs, answer.lhs - answer.rhs) and _differ_when_small(
+            gold.lhs - gold.rhs, answer.rhs - answer.lhs
+        )
+    if isinstance(gold, Eq) or isinstance(answer, Eq):
+        gold = gold.rhs if isinstance(gold, Eq) else gold
+        answer = answer.rhs if isinstance(answer, Eq) else answer
+    if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
+        return any(map(_differ_when_small, gold.flat(), answer.flat()))
+    if isinstance(gold, Interval) and isinstance(answer, Interval):
+        return _differ_when_small(gold.start, answer.start) or _differ_when_small(gold.end, answer.end)
+    if isinstance(gold, FiniteSet | Tuple) and isinstance(answer, FiniteSet | Tuple):
+        if len(gold.args) != len(answer.args):
+            return False
+        return not all(
+            any(not _differ_when_small(element, other) for other in answer.args) for element in gold.args
+        )
+    return isinstance(gold, Expr) and isinstance(answer, Expr) and _differ_at_a_point(gold, answer)
+
+
+def _differ_at_a_point(gold: Any, answer: Any) -> bool:
+    """Whether two expressions have small, different values where their symbols have certain values."""
+    from sympy import Derivative, Integral, Limit, Product, Sum
+
+    if (gold + answer).has(Derivative, Integral, Limit, Product, Sum):
+        return False  # their values may take long, and they are no decimals
+    names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
+    values = {name: (index + 2) / (index + 3) for index, name in enumerate(names)}
+    sizes = []
+    try:
+        for expression in (gold, answer):
+            point = {symbol: values[symbol.name] for symbol in expression.free_symbols}
+            sizes.append(complex(expression.subs(point).doit().evalf(_DIGITS)))
+    except (TypeError, ValueError, AttributeError, ArithmeticError):
+        return False  # not a number: a function, or infinity
+    gold_value, answer_value = sizes
+    largest = max(abs(gold_value), abs(answer_value))
+    if not 0 < largest < SMALL:
+        return False
+    return abs(gold_value - answer_value) > SMALL_TOLERANCE * largest
 
 
 class _LimitReached(BaseException):
@@ -60,16 +193,27 @@ class _LimitReached(BaseException):
 
 @contextmanager
 def _limit(limit_s: float) -> Iterator[None]:
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise _LimitReached
+    """Bound the CPU time of this process, and far behind it the time on the clock.
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    A comparison that used up its CPU time would do so again: that is final. The clock may run on because the
+    machine is busy: that is not.
+    """
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise _LimitReached(number)
+
+    timers = {signal.SIGPROF: signal.ITIMER_PROF, signal.SIGALRM: signal.ITIMER_REAL}
+    before = {number: signal.signal(number, stop) for number in timers}
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s + BACKSTOP_S)
     try:
         yield
-    except _LimitReached:
-        message = f"comparing the formulas took longer than {limit_s:g} s"
-        raise AttemptError(message, is_timeout=True, is_final=True) from None
+    except _LimitReached as reached:
+        is_final = reached.args[0] == signal.SIGPROF
+        seconds = f"{limit_s:g} s of CPU time" if is_final else f"{limit_s + BACKSTOP_S:g} s"
+        message = f"comparing the formulas took longer than {seconds}"
+        raise AttemptError(message, is_timeout=True, is_final=is_final) from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, timer in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])

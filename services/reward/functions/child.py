@@ -65,6 +65,7 @@ def main(descriptor: int, parent: int) -> None:
         send = sender(channel)
         try:
             function = _loaded(spec)
+            function.prepare()
         except ConfigError as error:
             send({"error": str(error)})
             return

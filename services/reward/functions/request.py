@@ -60,6 +60,9 @@ class Callee(ABC):
         """How another process loads the same function: `maker`, the `module:function` that makes it, and the
         arguments of `maker`; `reference` is the name."""
 
+    def prepare(self) -> None:  # noqa: B027 (most need none)
+        """Do what a first call would spend its time on. Called in a scoring process, before any call."""
+
     @abstractmethod
     async def call(self, request: Request) -> list[RewardOutcome]:
         """One outcome for each sample. For a plain function this never suspends: see `run_through`.

@@ -87,6 +87,11 @@ class RewardFunction(Callee):
             "tokenizer": self.tokenizer,
         }
 
+    def prepare(self) -> None:
+        builtin = BUILTINS.get(self.name)
+        if builtin is not None:
+            builtin.warm_up()
+
     async def call(self, request: Request) -> list[RewardOutcome]:
         with users_own():
             if request.scores is not None:

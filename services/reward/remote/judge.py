@@ -1,8 +1,9 @@
 """A reward that asks a language model for its verdict, in OpenAI's API.
 
 One attempt: fill in the template, ask within the run's limits, read a number from the judge's words. Words
-without a number are a failed attempt, never a 0, and a number that may be quoted from the completion counts
-only if there is no other. The words are kept in the score's detail; tokens are always counted.
+without a number are a failed attempt, never a 0; so is a regex that matches only a part of a number. A number
+that may be quoted from the completion counts only if there is no other. Thoughts (`<think>`) are not read.
+The words are kept in the score's detail; tokens are always counted.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import math
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2.meta import find_undeclared_variables
@@ -38,9 +40,30 @@ from tidemill.services.reward.remote.templates import SampleTemplate
 from tidemill.services.reward.sample import ChatMessages, RewardSample, lines_of
 
 SHOWN_CHARS = 200
-# Other forms of numbers are matched too, without a group, so that no part of them is tried again.
-_NUMBER = r"[-+]?(?:\d++(?:,\d++)*+(?:\.\d++)?+|\.\d++)(?:[eE][-+]?\d++)?+%?+"
-NUMBER = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w%]|\.\d)|{_NUMBER})")
+_SIGN = "\u2212-"
+_DASH = f"\u2010-\u2015~{_SIGN}"
+_GROUPING = "_'\u2019\u00a0\u2009\u202f"
+# Other forms of numbers are matched too, without a group, so that no part of them is tried again. A comma
+# groups thousands: `8,5` is not 85.
+_WHOLE = r"\d{1,3}+(?:,\d{3})++|\d++"
+_NUMBER = rf"[+{_SIGN}]?(?:(?:{_WHOLE})(?:\.\d++)?+|\.\d++)(?:[eE][+{_SIGN}]?\d++)?+%?+"
+_ANY_NUMBER = rf"[+{_SIGN}]?(?:\d++(?:[,{_GROUPING}]\d++)*+(?:\.\d++)?+|\.\d++)(?:[eE][+{_SIGN}]?\d++)?+%?+"
+NUMBER = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w%]|[.,{_GROUPING}]\d)|{_ANY_NUMBER})")
+_CUT_BEFORE = re.compile(
+    rf"(?:\d[.,:/^*\u00d7{_GROUPING}{_DASH}]?|\d[eE][+{_SIGN}]?|(?<!\w)\.|(?<!\w)[\u2013{_SIGN}])\Z"
+)
+"""What stands before a part of a number: further digits, a decimal point, a sign."""
+_CUT_SIGNS = ("+", "-", "\u2212")
+_CUT_BEFORE_SIGN = re.compile(r"\d[eE]?\Z")
+_CUT_AFTER = re.compile(
+    rf"\d|[.,:^*\u00d7{_GROUPING}]\d|[eE][+{_SIGN}]?\d| \d{{3}}(?!\d)"
+    r"|[\u00b2\u00b3\u00b9\u2070-\u2079\u00bc-\u00be\u2150-\u215e]"
+)
+_NOT_THE_WHOLE = re.compile(rf"\s?/\s?\d|[{_DASH}]\d| (?:or|to) \d")
+"""A fraction or range. A regex may match what follows its number, and so say that it counts for nothing."""
+_CONTEXT_CHARS = 12
+THOUGHT_START = "<think>"
+THOUGHT_END = "</think>"
 
 OBJECT_START = re.compile(r'\{(?=\s*["}])')
 MAX_BROKEN = 100
@@ -88,7 +111,7 @@ class Verdict(Callee):
             RemoteFault: there is no verdict.
         """
         if self._function is None:
-            outcome = RewardOutcome(self._value(words, completion, nonce, is_cut))
+            outcome = RewardOutcome(self._value(_without_thought(words), completion, nonce, is_cut))
         else:
             try:
                 with users_own():
@@ -131,16 +154,62 @@ def unread(words: str, error: AttemptError) -> RemoteFault:
     return _none(words, f"reading it: {error}")
 
 
+def _without_thought(words: str) -> str:
+    """What follows the thought that the words begin with. A later `<think>` may be a quotation, and stays."""
+    if not words.lstrip().startswith(THOUGHT_START):
+        return words
+    _, end, answer = words.partition(THOUGHT_END)
+    if not end:
+        raise _none(words, "the answer ends within its thought (raise max_tokens)")
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """What a regex matched as the verdict. `cut_from`: the text around it, if it is a part of a number."""
+
+    text: str
+    cut_from: str = ""
+
+
 def _matched(regex: str, words: str, completion: str, is_cut: bool) -> str:
     pattern = re.compile(regex)
     group: int | str = SCORE if SCORE in pattern.groupindex else min(1, pattern.groups)
-    found = list(pattern.finditer(words))
-    if found and is_cut and found[-1].end() == len(words):
+    matches = list(pattern.finditer(words))
+    if matches and is_cut and matches[-1].end() == len(words):
         raise _none(words, f"the last match of {regex!r} touches the end{CUT}")
-    matches = [(match[0], match[group] or "") for match in found]
     if not matches:
         raise _none(words, f"nothing matches {regex!r}{CUT if is_cut else ''}")
-    return str(_own(matches, words, completion))
+    captured = [(match[0], _captured(match, group)) for match in matches]
+    verdict: _Captured = _own(captured, words, completion)
+    if verdict.cut_from:
+        raise _none(
+            words,
+            f"{regex!r} matches {verdict.text!r}, only a part of the number in {verdict.cut_from!r}; "
+            r"let the regex match all of it, as (-?\d+(?:\.\d+)?) does, or ask the judge for whole numbers",
+        )
+    return verdict.text
+
+
+def _captured(match: re.Match[str], group: int | str) -> _Captured:
+    start = match.start(group)
+    end = match.end(group)
+    text = match[group] or ""
+    words = match.string
+    # A window: the search is anchored at its end, and would be tried from each character of a long text.
+    before = words[max(0, start - 4) : start]
+    is_cut_before = False
+    if text[:1].isdigit() or text[:1] == ".":
+        is_cut_before = _CUT_BEFORE.search(before) is not None
+    elif text[:1] in _CUT_SIGNS:
+        is_cut_before = _CUT_BEFORE_SIGN.search(before) is not None
+    is_cut_after = text[-1:].isdigit() and (
+        _CUT_AFTER.match(words, end) is not None
+        or (match.end() == end and _NOT_THE_WHOLE.match(words, end) is not None)
+    )
+    if not (is_cut_before or is_cut_after):
+        return _Captured(text)
+    return _Captured(text, words[max(0, start - _CONTEXT_CHARS) : end + _CONTEXT_CHARS])
 
 
 def _own(found: list[tuple[str, Any]], words: str, completion: str) -> Any:
@@ -209,7 +278,7 @@ def _number(found: Any, is_all: bool) -> float | None:
 
 
 def _parsed(text: str) -> float:
-    number = float(text.rstrip("%").replace(",", ""))
+    number = float(text.rstrip("%").replace(",", "").replace("\u2212", "-"))
     return number / 100 if text.endswith("%") else number
 
 

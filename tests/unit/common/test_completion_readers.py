@@ -13,7 +13,7 @@ import pytest
 from tidemill.common.config.reward_kinds import VerdictConfig
 from tidemill.common.wire import codec
 from tidemill.services.console.web import texts
-from tidemill.services.reward.builtin import exact_match, gsm8k, math_equivalence
+from tidemill.services.reward.builtin import exact_match, gsm8k, math_text
 from tidemill.services.reward.remote.faults import RemoteFault
 from tidemill.services.reward.remote.judge import Verdict
 from tidemill.services.reward.rewards.sandbox import extract_code
@@ -22,6 +22,8 @@ from tidemill.services.rollout.sessions.calls import MAX_DEPTH, find_calls, read
 from tidemill.services.rollout.sessions.template_chat import with_arguments
 
 NUM_CHARACTERS = 100_000
+READ_CHARS = math_text.MOST_CHARS
+"""A longer answer is not read."""
 CPU_LIMIT_S = 0.5
 """A hundred times what a linear reader takes; a quadratic one takes seconds."""
 
@@ -29,8 +31,8 @@ STARTS = ("", "<tool_call><function=f>", '<|python_tag|>{"name": "f", "arguments
 UNITS = (
     "a", " ", "\n", "\t ", "`", "```", "```json", "```python\n", "``` \n", "<", "<tool_call>", "<function=",
     "<function=f>", "<parameter=", "<parameter=x>", "<parameter=x>\n", "</parameter>", "<think>", "</think>",
-    "<|python_tag|>", "<|im_start|>user\n", "[", "{", '{"name":', '{"score":[', '"', "\\", "\\boxed{", "1",
-    "1,", "1.", "-", "-$", "1e", "%", "#", "####", "####1,", "\ud800",
+    "<|python_tag|>", "<|im_start|>user\n", "[", "{", '{"name":', '{"score":[', '"', "\\", "\\boxed{",
+    "\\text{", "1", "1,", "1.", "-", "-$", "1e", "%", "#", "####", "####1,", "\ud800",
 )  # fmt: skip
 ENDS = ("x", "$", " ")
 SHAPES = [*product(STARTS, UNITS, ("",)), *product(STARTS[-1:], UNITS, ENDS)]
@@ -78,7 +80,11 @@ READERS: dict[str, Callable[[str], Any]] = {
     "gsm8k strict": lambda text: gsm8k.compute_score("", text, "1", method="strict"),
     "gsm8k flexible": lambda text: gsm8k.compute_score("", text, "1", method="flexible"),
     "exact match": lambda text: exact_match.compute_score("", text, "1", ignore_case=True),
-    "math": math_equivalence.readable,
+    "math": math_text.readable,
+    "math in a box": math_text.last_box,
+    "math in words": lambda text: math_text.compare_words(text[:READ_CHARS], text[:READ_CHARS]),
+    "math in one spelling": lambda text: math_text.normalised(text[:READ_CHARS]),
+    "math guards": lambda text: math_text.must_differ(text[:READ_CHARS], text[1:READ_CHARS]),
     "verdict": judged,
     "verdict in a field": lambda text: judged(text, json_field="score"),
     "verdict of choices": lambda text: judged(text, choices={"yes": 1.0, "no": 0.0}),
