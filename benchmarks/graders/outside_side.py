@@ -49,7 +49,8 @@ def grade_by_verl(answer: "dict[str, Any]") -> Any:
         if not isinstance(truth, dict) or "inputs" not in truth:
             return UNREAD
         grader = importlib.import_module("prime_code")
-        success, _ = grader.compute_score(answer["completion"], truth, continuous=False)
+        # `continuous`: without it, a wrong answer ends in an UnboundLocalError.
+        success, _ = grader.compute_score(answer["completion"], truth, continuous=True)
         return float(success)
     if reward.get("function") == "gsm8k":
         grader = importlib.import_module("gsm8k")
@@ -58,6 +59,18 @@ def grade_by_verl(answer: "dict[str, Any]") -> Any:
         grader = importlib.import_module("math_reward")
         return float(grader.compute_score(answer["completion"], answer["ground_truth"]))
     return UNREAD
+
+
+def load_testing_util() -> Any:
+    """LiveCodeBench's grader by its file: its package imports data sets and models."""
+    spec = importlib.util.find_spec("livecodebench")
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parent / "evaluation" / "testing_util.py"
+    module_spec = importlib.util.spec_from_file_location("testing_util", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return module
 
 
 def grade_by_livecodebench(answer: "dict[str, Any]") -> Any:
@@ -74,7 +87,7 @@ def grade_by_livecodebench(answer: "dict[str, Any]") -> Any:
         truth = {"inputs": inputs, "outputs": outputs} | ({"fn_name": name} if name else {})
     if not isinstance(truth, dict) or "inputs" not in truth:
         return UNREAD
-    grader = importlib.import_module("livecodebench.evaluation.testing_util")
+    grader = load_testing_util()
     results, _ = grader.run_test(
         {"input_output": json.dumps(truth)}, test=code_of(answer["completion"]), debug=False, timeout=6
     )

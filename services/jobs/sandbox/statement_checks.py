@@ -19,7 +19,6 @@ from tidemill.services.jobs.sandbox.preamble import MODULES, is_imported
 
 CODE_MODULES = ("solution", "solutions", "submission", "candidate", "your_module", "my_module")
 """Modules that stand for the code; KodCode's tests begin with `from solution import f`."""
-RUNNERS = ("unittest.main", "pytest.main")
 CHECKING_CALLS = ("fail", "raises", "exit", "_exit")
 FAILING = (ast.Assert, ast.Raise)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -94,7 +93,7 @@ def _explain_missing_check(tree: ast.Module, text: str) -> str:
     functions = [node.name for node in tree.body if isinstance(node, DEFINITIONS)]
     if functions:
         return (
-            f"nobody calls {', '.join(functions[:4])} of the tests, and nothing else of them checks the code; "
+            f"nothing calls {', '.join(functions[:4])} of the tests, and nothing else of them checks the code; "
             "give `entry_point`, the name of the function that `check` gets (in the map, or as a column)"
         )
     return f"the tests assert nothing: {_short(text)}"

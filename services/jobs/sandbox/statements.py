@@ -363,13 +363,15 @@ def main() -> None:
     peer = Peer(ours, is_guarded=True)
     run = Proxy(peer, 0).run
     described = run(asked["code"], asked["imports"])
-    scope: dict[str, Any] = {"__name__": "__main__"}
+    # Test functions are run one by one, and not by what stands behind `if __name__ == "__main__"`.
+    scope: dict[str, Any] = {"__name__": "__test__" if asked["case"] else "__main__"}
     exec(compile(asked["setup"], "<setup>", "exec", dont_inherit=True), scope)
     _provide_code(_names_of(described, peer), scope, set(asked["code_names"]))
     pytest = ModuleType("pytest")
     if "pytest" in asked["test"] or asked["case"]:
         exec(compile(asked["pytest"], "pytest", "exec", dont_inherit=True), vars(pytest))
         sys.modules["pytest"] = pytest
+        importlib.import_module("unittest").main = lambda *args, **named: None  # type: ignore[attr-defined]
     exec(compile(asked["test"], "test.py", "exec", dont_inherit=True), scope)
     if asked["case"]:
         vars(pytest)["run_case"](scope, asked["case"])
