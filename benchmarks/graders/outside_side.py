@@ -51,7 +51,7 @@ def grade_by_verl(answer: "dict[str, Any]") -> Any:
         grader = importlib.import_module("prime_code")
         # `continuous`: without it, a wrong answer ends in an UnboundLocalError.
         success, _ = grader.compute_score(answer["completion"], truth, continuous=True)
-        return float(success)
+        return float(success == 1.0)
     if reward.get("function") == "gsm8k":
         grader = importlib.import_module("gsm8k")
         return float(grader.compute_score(answer["completion"], answer["ground_truth"]))

@@ -41,7 +41,8 @@ def _imports() -> dict[str, str]:
         content = importlib.import_module(module)
         public = [name for name in vars(content) if not name.startswith("_")]
         for name in getattr(content, "__all__", public):
-            if not hasattr(builtins, name) and hasattr(content, name):
+            # Not `A`, `I`, ... of `re`: programs have such names of their own.
+            if len(name) > 1 and not hasattr(builtins, name) and hasattr(content, name):
                 table[name] = f"from {module} import {name}"
     for module in MODULES:
         table[module] = f"import {module}"

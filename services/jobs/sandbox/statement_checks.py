@@ -28,6 +28,7 @@ BROAD = ("Exception", "BaseException", "AssertionError")
 INSTANCES = ("self", "cls")
 PYTEST = ("raises", "approx", "mark", "fixture", "fail", "param", "main")
 """What of pytest there is in a jail (`pytest_subset.py`)."""
+FEW_ITEMS = 16
 LOOKING_INSIDE = ("patch", "redirect_stdout", "redirect_stderr", "capsys", "monkeypatch", "mocker", "caplog")
 """They replace or observe objects of the code, which runs in another process."""
 
@@ -49,11 +50,46 @@ class Script:
 def parse_statements(text: str) -> ast.Module:
     """Raises TestsError: the text is no Python."""
     try:
-        return ast.parse(text)
+        return _Literals().visit(ast.parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""
         raise TestsError(f"the tests are no Python{where}: {_short(text)}") from None
+
+
+class _Literals(ast.NodeTransformer):
+    """Replaces long literals by one constant: tests have megabytes of them, and they check nothing."""
+
+    def _visit_items(self, node: Any, items: Sequence[ast.expr | None]) -> ast.expr:
+        node.is_literal = bool(items) and all(getattr(item, "is_literal", False) for item in items)
+        has_names = any(isinstance(item, ast.Constant) and isinstance(item.value, str) for item in items)
+        if node.is_literal and (len(items) > FEW_ITEMS or not has_names):
+            return self.visit_Constant(ast.copy_location(ast.Constant(value=True), node))
+        return node  # type: ignore[no-any-return]
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        node.is_literal = True  # type: ignore[attr-defined]
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return node.operand if getattr(node.operand, "is_literal", False) and node.op.__class__ is ast.USub else node
+
+    def visit_List(self, node: ast.List) -> ast.expr:
+        self.generic_visit(node)
+        return self._visit_items(node, node.elts)
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
+        self.generic_visit(node)
+        return self._visit_items(node, node.elts)
+
+    def visit_Set(self, node: ast.Set) -> ast.expr:
+        self.generic_visit(node)
+        return self._visit_items(node, node.elts)
+
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        self.generic_visit(node)
+        return self._visit_items(node, [*node.keys, *node.values])
 
 
 def read_script(text: str, setup: str = "", entry_point: str = "") -> Script:
@@ -166,21 +202,30 @@ def _refuse_what_is_not_there(tree: ast.Module) -> None:
 
 
 def _names_of_code(tree: ast.Module, setup: ast.Module, entry_point: str) -> set[str]:
-    """Names that only the code can define. Where all are names that any program has, such as `sum` in
-    `assert sum(1, 2) == 3`, those that are called."""
+    """Names that the statements take from the code: those that only it can define, and those by which they
+    call it, as `add` in `assert add(1, 2) == 3`, though any program has an `add` of `operator`."""
     bound = _bound(tree) | _bound(setup)
+    names = {name for name in _loaded(tree) - bound if not _is_everywhere(name)}
     imported = set(_imported_from_code(tree))
-    loaded = _loaded(tree)
-    free = loaded - bound
-    names = {name for name in free if not hasattr(builtins, name) and not is_imported(name)} | imported
-    if entry_point:
-        names |= _loaded(called_as(entry_point))
-    if names:
-        return names
+    named = _loaded(called_as(entry_point)) if entry_point else set()
+    if imported or named:
+        return names | imported | named
+    for node in tree.body:
+        # What looks at a variable, or at another name of the code, calls nothing to test it by itself.
+        if all(map(_is_everywhere, _loaded(node))) and any(isinstance(each, ast.Assert) for each in ast.walk(node)):
+            names |= _called_names(node) - bound
+    return names or _called_names(tree) - bound
+
+
+def _is_everywhere(name: str) -> bool:
+    """Whether every program has the name: a built-in, or an import that is put before it."""
+    return hasattr(builtins, name) or is_imported(name)
+
+
+def _called_names(tree: ast.AST) -> set[str]:
+    """Functions that are called, but for built-ins, unless there is only one of them."""
     called = {
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in free
+        node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     unusual = {name for name in called if not hasattr(builtins, name)} - set(MODULES)
     return unusual or (called if len(called) == 1 else set())
