@@ -59,13 +59,10 @@ def _sorted(values: Any) -> "list[Any]":
         return sorted(values, key=repr)
 
 
-def function_of(scope: "dict[str, Any]", imports: "dict[str, Any]", name: str) -> Any:
-    """A method of `Solution`, as LeetCode has it, or a function; what the code defines before what is imported
-    for it."""
-    kind = scope.get("Solution")
-    is_defined = name in scope and scope[name] is not imports.get(name)
-    if not is_defined and isinstance(kind, type) and hasattr(kind, name):
-        return getattr(kind(), name)
+def function_of(scope: "dict[str, Any]", name: str) -> Any:
+    """A function, or a method of `Solution`, as LeetCode has it."""
+    if name not in scope and "Solution" in scope:
+        return getattr(scope["Solution"](), name)
     return scope[name]
 
 
@@ -74,9 +71,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     scope: dict[str, Any] = {"__name__": "__solution__"}
     exec(compile(order["imports"], "<imports>", "exec", dont_inherit=True), scope)
-    imports = dict(scope)
     exec(compile(order["code"], "solution.py", "exec", dont_inherit=True), scope)
-    function = function_of(scope, imports, order["name"])
+    function = function_of(scope, order["name"])
     result = json.dumps(plain(function(*order["arguments"])))
     sys.stdout.write("\n" + order["proof"] + result)
 

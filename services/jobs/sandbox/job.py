@@ -67,22 +67,21 @@ def make_cases(
     Raises:
         TestsError: there are none.
     """
-    imports = write_imports(code)
-    read = read_tests(tests, columns or {}, packages)
-    return [_make_case(code, imports, test) for test in read[:max_cases]]
+    return [_make_case(code, test) for test in read_tests(tests, columns or {}, packages)[:max_cases]]
 
 
-def _make_case(code: str, imports: str, test: Test) -> Case:
+def _make_case(code: str, test: Test) -> Case:
     if isinstance(test, OutputTest):
-        return Case(code, test.stdin, before=imports, expected=test.expected)
+        return Case(code, test.stdin, before=write_imports(code), expected=test.expected)
     proof = secrets.token_hex(16)
-    order: dict[str, Any] = {"proof": proof, "code": code, "imports": imports}
+    order: dict[str, Any] = {"proof": proof, "code": code}
     if isinstance(test, CallTest):
-        order |= {"name": test.name, "arguments": test.arguments}
+        imports = write_imports(code, {test.name})
+        order |= {"imports": imports, "name": test.name, "arguments": test.arguments}
         return Case(CALLS, json.dumps(order), accepted=tuple(test.accepted), proof=proof)
     order |= {
-        "imports": f"{write_imports(code + test.setup)}\n{test.setup}",
-        "setup": f"{write_imports(test.text + test.setup)}\n{test.setup}",
+        "imports": f"{write_imports(code + test.setup, test.code_names)}\n{test.setup}",
+        "setup": f"{write_imports(test.text + test.setup, test.code_names)}\n{test.setup}",
         "test": test.text,
         "code_names": sorted(test.code_names),
         "case": test.case,

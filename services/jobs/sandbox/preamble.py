@@ -10,6 +10,7 @@ import builtins
 import functools
 import importlib
 import re
+from collections.abc import Collection
 
 RECURSION_LIMIT = 50_000
 """Frames. LiveCodeBench's limit; Python's own is 1,000."""
@@ -22,10 +23,12 @@ MODULES = (
 WORD = re.compile(r"[^\W\d]\w*")
 
 
-def write_imports(source: str) -> str:
-    """Statements that import the names which occur in the source."""
+def write_imports(source: str, without: Collection[str] = ()) -> str:
+    """Statements that import the names which occur in the source, except those in `without`: what a test calls
+    must be the code's, and not what `operator` or `math` has of that name."""
     table = _imports()
-    return "\n".join(table[word] for word in sorted(set(WORD.findall(source)) & table.keys()))
+    words = set(WORD.findall(source)) & table.keys()
+    return "\n".join(table[word] for word in sorted(words - set(without)))
 
 
 def is_imported(name: str) -> bool:

@@ -339,6 +339,9 @@ def _provide_code(names: "dict[str, Any]", scope: "dict[str, Any]", code_names: 
         if name in code_names or not (hasattr(builtins, name) or name in scope)
     }
     scope.update(public)
+    for name in code_names - names.keys():
+        if hasattr(builtins, name):
+            raise NameError(f"the code defines no {name}")
     for name in CODE_MODULES:
         module = ModuleType(name)
         vars(module).update(names, __all__=list(public))

@@ -142,6 +142,16 @@ ANY = "class E:\n    def __eq__(self, other): return True\n    __ne__ = lambda s
 TWO = ["assert f(1) == 2", "assert f(2) == 3"]
 
 
+@pytest.mark.parametrize("test", [
+    "assert add(1, 2) == 3", "assert abs(-1) == 1", "assert lcm(2, 3) == 6",
+    {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]},
+])  # fmt: skip
+def test_a_name_that_is_tested_is_the_codes_alone(test: Any) -> None:
+    assert share("# add abs lcm gcd", test) == 0
+    right = "from operator import add\nfrom math import gcd, lcm\ndef abs(x): return max(x, -x)"
+    assert share(right, test) == 1
+
+
 @pytest.mark.parametrize(("code", "tests"), [
     # A special method that leads from an object of the tests to all of their globals.
     ("import sys\ndef f(g):\n    peer, number = vars(g)['_peer'], vars(g)['_number']\n"
