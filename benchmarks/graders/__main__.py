@@ -2,10 +2,9 @@
 
     python -m benchmarks.graders [--verl PYTHON] [--livecodebench PYTHON] [--table NAME]
 
-PYTHON is the interpreter of a virtual environment that has the package; nothing of it is imported here:
-
-    python -m venv /tmp/verl && /tmp/verl/bin/pip install --no-deps verl==0.9.1 && /tmp/verl/bin/pip install numpy
-    python -m venv /tmp/lcb && /tmp/lcb/bin/pip install --no-deps nvidia-livecodebench==26.3 && /tmp/lcb/bin/pip install numpy
+PYTHON is the interpreter of a virtual environment that has the package (`verl==0.9.1` or
+`nvidia-livecodebench==26.3`, installed by `pip install --no-deps`, and `numpy`). This process imports
+neither.
 
 Prints one table, and one line of JSON: how many answers earn the score that they must. Ends with 1 where one
 does not.
@@ -42,7 +41,9 @@ def main() -> int:
         if not is_right:
             wrong.append({"name": answer.name, "expected": answer.expected, "got": score, "error": error})
         beside = [others[name][number] for name in SIDES]
-        rows.append([answer.name, answer.kind, answer.expected, score, *beside, "" if is_right else "differs"])
+        rows.append(
+            [answer.name, answer.kind, answer.expected, score, *beside, "" if is_right else "differs"]
+        )
     columns = f"answer,kind,expected,tidemill,{','.join(SIDES)},"
     print_table("Scores of answers", columns, rows, machine())
     result: dict[str, object] = {"answers": len(answers), "as_expected": len(answers) - len(wrong)}

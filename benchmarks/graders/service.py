@@ -92,7 +92,11 @@ def serving(config: dict[str, Any], folder: Path) -> Iterator[str]:
     command += ["--port", "0", "--runs-dir", str(folder / "runs")]
     env = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
     process = subprocess.Popen(
-        command, env=env | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=env | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     output: list[str] = []

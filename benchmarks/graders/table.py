@@ -3,9 +3,9 @@
     {"name": "integers, one digit off", "kind": "wrong", "reward": {"function": "math"}, "prompt": "6 * 7?",
      "completion": "\\boxed{43}", "ground_truth": "42", "extra": {}, "expected": 0}
 
-`reward` is the config of one reward, `extra` holds the further columns of the row, and `expected` is a number,
-or "failed" where no score may be given. A judge's `servers` is `echo`: its answer is the text that its template
-makes.
+`reward` is the config of one reward, `extra` holds the further columns of the row, and `expected` is a
+number, or "failed" where no score may be given. A judge's `servers` is `echo`: its answer is the text that
+its template makes.
 """
 
 import json

@@ -139,9 +139,9 @@ TEST_COLUMNS = (
 class SandboxConfig(Section):
     """Runs Python code of a completion against tests, in a jail.
 
-    The ground truth has the tests in one of their published forms, as a map, a list or text; the sandbox's README
-    has a table of them. What it lacks may stand in columns, such as `entry_point`. A form that is not known, and
-    tests that check nothing, are failures and never scores.
+    The ground truth has the tests in one of their published forms, as a map, a list or text; the sandbox's
+    README has a table of them. What it lacks may stand in columns, such as `entry_point`. A form that is not
+    known, and tests that check nothing, are failures and never scores.
     """
 
     workers: int = Field(1, ge=0, le=1024)

@@ -24,7 +24,8 @@ FLAG = "--tests"
 
 
 def check_code_tests(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> Iterator[str]:
-    """A note for each sandbox reward on the rows whose tests it can read; `rows` has the rows of each data set.
+    """A note for each sandbox reward on the rows whose tests it can read; `rows` has the rows of each data
+    set.
 
     Raises:
         ConfigError: there are none.
@@ -58,7 +59,9 @@ def _count(name: str, reward: NamedRewardConfig, rows: Mapping[str, Sequence[Row
     if num_readable == num_rows:
         return summary
     if not num_readable:
-        raise ConfigError(f"{summary}; the forms that can be read are in services/jobs/sandbox/README.md{reasons}")
+        raise ConfigError(
+            f"{summary}; the forms that can be read are in services/jobs/sandbox/README.md{reasons}"
+        )
     return f"{summary}; the others fail, and are never a score. The first:{reasons}"
 
 

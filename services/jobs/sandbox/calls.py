@@ -1,7 +1,7 @@
 """Calls a function of untrusted code, and writes its result as JSON; the jail runs this file as the program.
 
-Standard library only, and few imports: it runs for each test. The result is compared outside the jail (`comparison.py`), so whatever the code does to
-this process is only another way to return a value.
+Standard library only, and few imports: it runs for each test. The result is compared outside the jail
+(`comparison.py`), so whatever the code does to this process is only another way to return a value.
 """
 
 import json
@@ -16,8 +16,8 @@ FEW_DIGITS = 400
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON knows it: sequences and other iterables as lists, sets as sorted lists, numbers as numbers,
-    dates as their ISO text, records as maps of their fields, arrays as nested lists."""
+    """The value as JSON knows it: sequences and other iterables as lists, sets as sorted lists, numbers as
+    numbers, dates as their ISO text, records as maps of their fields, arrays as nested lists."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if hasattr(type(value), "__members__"):  # of an Enum

@@ -1,9 +1,10 @@
-"""`python -m tidemill.services.jobs.sandbox.check CONFIG [--tests]`: what `tidemill check` asks of the sandbox.
+"""`python -m tidemill.services.jobs.sandbox.check CONFIG [--tests]`: what `tidemill check` asks of the
+sandbox.
 
-CONFIG is the sandbox section as JSON. Runs one program in a jail, prints one line, and exits with 2 if no code
-can be run as configured. With `--tests` it runs nothing: it reads rows from standard input, each a line
-`[origin, ground truth, columns]` as JSON, and prints as JSON for how many of them there are tests, and why not for
-the first of the others.
+CONFIG is the sandbox section as JSON. Runs one program in a jail, prints one line, and exits with 2 if no
+code can be run as configured. With `--tests` it runs nothing: it reads rows from standard input, each a line
+`[origin, ground truth, columns]` as JSON, and prints as JSON for how many of them there are tests, and why
+not for the first of the others.
 """
 
 import json

@@ -1,15 +1,14 @@
 """Whether what a program wrote, or a function returned, is what was expected.
 
-| | |
-|---|---|
-| lines | as many as expected; blanks at their ends, and blank lines at the ends of the text, do not count |
-| words of a line | the same text, or the same number |
-| an integer that is expected | exactly: `1.0` is 1, 1000001 is not 1000000; `007` and other words with leading zeros are text |
-| another number that is expected | within `RELATIVE` of it, or within `ABSOLUTE`; digits beyond a float's count too |
-| inf, nan, YES and Yes | text |
-| results of functions | integers, other numbers and texts by the same rules, in lists and maps too |
+* Lines: as many as expected. Blanks at their ends, and blank lines at the ends of the text, do not count.
+* Words of a line: the same text, or the same number.
+* An expected integer: exactly. `1.0` is 1; 1000001 is not 1000000; `007` and other words with leading zeros
+  are text.
+* Another expected number: within `RELATIVE` of it, or within `ABSOLUTE`; digits beyond a float's count too.
+* `inf`, `nan`, `YES` and `Yes`: text.
+* Results of functions: integers, other numbers and texts by the same rules, in lists and maps too.
 
-LiveCodeBench's and verl's graders compare lines too. LiveCodeBench's knows no tolerance, verl's one of 1e-5.
+LiveCodeBench's and verl's graders compare lines too. LiveCodeBench's knows no tolerance; verl's is 1e-5.
 """
 
 import json
@@ -81,7 +80,9 @@ def _is_same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_is_same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(_is_same_value(value[key], expected[key]) for key in value)
+        return value.keys() == expected.keys() and all(
+            _is_same_value(value[key], expected[key]) for key in value
+        )
     if isinstance(value, int | float | Decimal) and isinstance(expected, int | float):
         if value == expected:
             return True

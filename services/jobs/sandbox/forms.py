@@ -1,18 +1,19 @@
 """Reads ground truths: the forms in which data sets publish tests become tests of three kinds.
 
-| form | published by |
-|---|---|
-| map of lists `inputs`, `outputs`, with `fn_name` arguments and results | APPS, TACO, PRIME (verl's `prime_code`), DeepCoder |
-| map of lists `input`, `output` | CodeContests (`public_tests`, `private_tests`, `generated_tests`) |
-| list of maps `input`, `output`, with `testtype`, `type`, `fn_name`, `metadata.func_name` | LiveCodeBench, SYNTHETIC-1 and 2, DeepCoder, codeforces (open-r1: `official_tests`) |
-| list of pairs | own data |
-| statements, as text or list: `assert_case`, `test_list` with `test_setup_code`, `assertion` | verl's `sandbox_fusion`, MBPP, MBPP+ |
-| `test` with `def check(candidate)`, and `entry_point` | HumanEval(+), LeetCodeDataset, Skywork-OR1 (with `import_prefix`) |
-| `test` with functions `test_*` or classes of unittest, `from solution import f` | KodCode, BigCodeBench |
+* A map of lists `inputs` and `outputs`; with `fn_name`, arguments and results of that function: APPS, TACO,
+  PRIME (verl's `prime_code`), DeepCoder. `input` and `output`: CodeContests.
+* A list of maps `input` and `output`, with `testtype` or `type`, and `fn_name` or `metadata.func_name` where
+  a function is called: LiveCodeBench, SYNTHETIC-1 and 2, DeepCoder, codeforces (open-r1). A list of pairs.
+* Statements, as text or list: `assert_case` (verl's `sandbox_fusion`), `test_list` with `test_setup_code`
+  (MBPP), `assertion` (MBPP+).
+* `test` with `def check(candidate)`, and `entry_point`: HumanEval(+), LeetCodeDataset, Skywork-OR1 (with
+  `import_prefix`).
+* `test` with functions `test_*` of pytest or classes of unittest, `from solution import f`: KodCode,
+  BigCodeBench.
 
-Each also as JSON text or as a Python literal, below `verification_info`, `test_cases`, `input_output` and the like,
-and with what is missing in columns of the row (`entry_point`, `fn_name`, `metadata`, ...). Whatever is in a map counts:
-inputs and statements together are all tests. Nothing is ever unpickled.
+Each also as JSON text or as a Python literal, below `verification_info`, `test_cases`, `input_output` and the
+like (`CONTAINERS`), and with what is missing in columns of the row (`TEST_COLUMNS`). Whatever is in a map
+counts: its inputs and its statements together are the tests. Nothing is ever unpickled.
 
 `TestsError` names what was got where a form is not known, tests nothing, or needs what is not here.
 """
@@ -35,27 +36,39 @@ INPUTS = ("inputs", "input", "stdin", "question_input")
 OUTPUTS = ("outputs", "output", "expected_output", "expected_outputs", "expected", "stdout")
 FUNCTIONS = ("fn_name", "func_name", "function_name")
 STATEMENTS = (
-    "assert_case", "assert_cases", "asserts", "assertions", "assertion", "test_list", "challenge_test_list", "test",
-    "test_code", "functional",
+    "assert_case", "assert_cases", "asserts", "assertions", "assertion", "test_list", "challenge_test_list",
+    "test", "test_code", "functional",
 )  # fmt: skip
 SETUPS = ("import_prefix", "prompt", "test_imports", "test_setup_code", "setup_code")
-"""Code that runs before the tests, and before the code of the completion. A `prompt` only where it is Python."""
+"""Code that runs before the tests, and before the code of the completion. A `prompt` only where it is
+Python."""
 CONTAINERS = (
-    "verification_info", "input_output", "test_cases", "tests", "unit_tests", "ground_truth", "official_tests",
-    "public_tests", "private_tests", "generated_tests", "public_test_cases", "private_test_cases",
+    "verification_info", "input_output", "test_cases", "tests", "unit_tests", "ground_truth",
+    "official_tests", "public_tests", "private_tests", "generated_tests", "public_test_cases",
+    "private_test_cases",
 )  # fmt: skip
 """Names under which data sets keep any of these forms."""
 INSTEAD = ("examples",)
 """Read only where there is nothing else: the examples of the problem's text."""
 NEEDS = {
-    "checker": "a checker program", "generated_checker": "a checker program", "special_judge": "a checker program",
-    "interaction_format": "an interactor", "interactor": "an interactor",
+    "checker": "a checker program", "generated_checker": "a checker program",
+    "special_judge": "a checker program", "interaction_format": "an interactor",
+    "interactor": "an interactor",
 }  # fmt: skip
 """What an answer is judged by besides its output: comparing alone would fail right answers."""
 PYTHON = ("python", "python3", "py", "py3", "pypy3")
 STDIN_TYPES = ("stdin", "stdin_stdout", "standard_input", "input_output", "stdio", "io")
 MAX_DEPTH = 6
-PACKED = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda", b"\x1f\x8b", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+PACKED = (
+    b"\x78\x01",
+    b"\x78\x5e",
+    b"\x78\x9c",
+    b"\x78\xda",
+    b"\x1f\x8b",
+    b"\x80\x03",
+    b"\x80\x04",
+    b"\x80\x05",
+)
 """First bytes of zlib, gzip and pickle."""
 
 
@@ -147,8 +160,8 @@ def _decoded(tests: Any) -> Any:
         pass
     if _is_packed(tests):
         raise TestsError(
-            "the tests are packed by zlib or pickle (as LiveCodeBench's private_test_cases are). They are not unpacked "
-            "here, because unpickling runs code: unpack them where you trust them, and store JSON"
+            "the tests are packed by zlib or pickle (as LiveCodeBench's private_test_cases are). They are "
+            "not unpacked here, because unpickling runs code: unpack them where you trust them, store JSON"
         )
     if tests.lstrip()[:1] in ("{", "[", "("):
         try:
@@ -190,7 +203,8 @@ def _read_map(tests: Mapping[str, Any], context: Context) -> Iterator[Test]:
         if not instead:
             names = ", ".join(map(str, list(tests)[:6])) or "nothing"
             raise TestsError(
-                f"the ground truth has {names}; expected inputs and outputs, assert_case, or test, see the README"
+                f"the ground truth has {names}; expected inputs and outputs, assert_case, or test, see the "
+                "README"
             )
 
 
@@ -218,7 +232,8 @@ def _read_columns(tests: Mapping[str, Any], inputs: str, outputs: str, context: 
     if isinstance(given, list) and isinstance(expected, list):
         if len(given) != len(expected) or not given:
             raise TestsError(
-                f"the ground truth has {len(given)} {inputs} and {len(expected)} {outputs}; expected as many of each"
+                f"the ground truth has {len(given)} {inputs} and {len(expected)} {outputs}; expected as many "
+                "of each"
             )
         yield from _read_pairs(list(zip(given, expected, strict=True)), context)
     elif isinstance(given, list) or isinstance(expected, list):
@@ -237,7 +252,9 @@ def _decoded_list(values: Any) -> Any:
 
 def _read_list(tests: list[Any], context: Context) -> Iterator[Test]:
     """A list of maps, of statements, or of pairs."""
-    maps = [_decoded(test) if isinstance(test, str) and test.lstrip().startswith("{") else test for test in tests]
+    maps = [
+        _decoded(test) if isinstance(test, str) and test.lstrip().startswith("{") else test for test in tests
+    ]
     if maps and all(isinstance(test, Mapping) for test in maps):
         yield from _read_maps(maps, context)
     elif tests and all(isinstance(test, str) for test in tests):
@@ -246,12 +263,14 @@ def _read_list(tests: list[Any], context: Context) -> Iterator[Test]:
         yield from _read_pairs([(test[0], test[1]) for test in tests], context)
     else:
         raise TestsError(
-            f"the tests are the list {_short(tests)}; expected maps with input and output, statements, or pairs"
+            f"the tests are the list {_short(tests)}; expected maps with input and output, statements, or "
+            "pairs"
         )
 
 
 def _read_maps(tests: list[Mapping[str, Any]], context: Context) -> Iterator[Test]:
-    """Each map is one case; those of one function are read together, because APPS wraps all of its results."""
+    """Each map is one case; those of one function are read together, because APPS wraps all of its
+    results."""
     pairs: dict[str, list[tuple[Any, Any]]] = {}
     for test in tests:
         inputs = next((name for name in INPUTS if name in test), None)
@@ -264,7 +283,9 @@ def _read_maps(tests: list[Mapping[str, Any]], context: Context) -> Iterator[Tes
         kind = test.get("testtype") or test.get("type") or ""
         name = "" if kind in STDIN_TYPES else _function_name(inner)
         if not name and kind in ("functional", "function_call", "call_based"):
-            raise TestsError(f"a test of type {kind} names no function; give fn_name, or metadata with func_name")
+            raise TestsError(
+                f"a test of type {kind} names no function; give fn_name, or metadata with func_name"
+            )
         pairs.setdefault(name, []).append((test[inputs], test[outputs]))
     for name, cases in pairs.items():
         yield from _read_calls(name, cases) if name else _read_outputs(cases)
@@ -273,7 +294,9 @@ def _read_maps(tests: list[Mapping[str, Any]], context: Context) -> Iterator[Tes
 def _function_name(context: Context) -> str:
     """Name of the function that is called; empty where programs are run."""
     metadata = _decoded(context.columns.get("metadata"))
-    known: dict[str, Any] = {**metadata, **context.columns} if isinstance(metadata, Mapping) else {**context.columns}
+    known: dict[str, Any] = (
+        {**metadata, **context.columns} if isinstance(metadata, Mapping) else {**context.columns}
+    )
     for name in FUNCTIONS:
         if known.get(name):
             return str(known[name]).rpartition(".")[2].removesuffix("()")
@@ -324,7 +347,8 @@ def _arguments(name: str, given: Any) -> list[Any]:
             return [json.loads(line) for line in given.splitlines() if line.strip()]
         except (ValueError, RecursionError):
             raise TestsError(
-                f"an input of {name} is the text {_short(given)}; expected one argument a line as JSON, or a list"
+                f"an input of {name} is the text {_short(given)}; expected one argument a line as JSON, or a "
+                "list"
             ) from None
     raise TestsError(f"an input of {name} is {_short(given)}; expected a list of its arguments")
 
@@ -362,7 +386,9 @@ def _is_python(text: str) -> bool:
         body = parse_statements(text).body
     except TestsError:
         return False
-    return any(isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom) for node in body)
+    return any(
+        isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom) for node in body
+    )
 
 
 def _setup(context: Context) -> str:

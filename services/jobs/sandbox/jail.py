@@ -43,9 +43,9 @@ BUBBLEWRAPS = 2
 """Processes of bubblewrap itself in each jail."""
 MAX_OUTPUT_BYTES = 256 << 10
 STACK_BYTES = 100 << 20
-"""Stack of a program's main thread: at Python's recursion limit, calls through C (a cached function, the key of
-`sorted`, `__init__`) take up to 2 kB each, and without room they end the process. What is used counts as its
-memory. Linux leaves at least 128 MiB for it to grow into."""
+"""Stack of a program's main thread: at Python's recursion limit, calls through C (a cached function, the key
+of `sorted`, `__init__`) take up to 2 kB each, and without room they end the process. What is used counts as
+its memory. Linux leaves at least 128 MiB for it to grow into."""
 LOOK_S = 0.04
 LOOK_SHARE = 0.1
 """Largest share of the time spent on looking at processes: large machines have many."""

@@ -4,9 +4,10 @@ The result is written under a key of the run before RQ marks the job as done, so
 costs at most a second run. Whatever the code does is a result; a failure of the sandbox is an error, which
 the reward service retries and never counts as a zero.
 
-A ground truth is read by `forms.py`, and refused where it tests nothing. A program passes by what it writes, never by its exit code alone: code that ends early, with `sys.exit(0)` for
-instance, must not pass. Outputs and results are judged outside the jail (`comparison.py`). Statements run in another process
-than the code (`statements.py`): the code sees neither them nor the proof that they ran to the end.
+A ground truth is read by `forms.py`, and refused where it tests nothing. A program passes by what it writes,
+never by its exit code alone: code that ends early, with `sys.exit(0)` for instance, must not pass. Outputs
+and results are judged outside the jail (`comparison.py`). Statements run in another process than the code
+(`statements.py`): the code sees neither them nor the proof that they ran to the end.
 """
 
 import json
@@ -108,7 +109,12 @@ def run_code_of(own_run: str, configs: Sequence[SandboxConfig]) -> Callable[...,
 
     @validate_call
     def run_code(
-        run_id: str, job_id: str, code: str, tests: Any, config: SandboxConfig, columns: dict[str, Any] | None = None
+        run_id: str,
+        job_id: str,
+        code: str,
+        tests: Any,
+        config: SandboxConfig,
+        columns: dict[str, Any] | None = None,
     ) -> None:
         if run_id != own_run:
             raise ValueError(f"this worker is of run {own_run}, and the job of {run_id}")
@@ -174,7 +180,9 @@ def run_cases(cases: Sequence[Case], config: SandboxConfig) -> list[dict[str, An
             results.append(LATE)
             continue
         try:
-            results.append(run_program(case.source, case.stdin, config, min(config.time_s, left_s), case.before))
+            results.append(
+                run_program(case.source, case.stdin, config, min(config.time_s, left_s), case.before)
+            )
         except SandboxError as error:
             raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None
     return results

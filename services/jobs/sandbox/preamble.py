@@ -1,9 +1,10 @@
 """What programs may use without importing it, and how deep they may recurse.
 
-Graders of contests put these imports before each program (LiveCodeBench, `testing_util.py`; verl, `prime_code`),
-so published solutions lack them: LeetCode's editor has `List`, `heapq` and `gcd` too. Only names that occur in a
-source are imported for it, since imports cost time. They run before the source as a program of their own: what
-the source defines wins, its line numbers stay, and `from __future__` may be its first statement.
+Graders of contests put these imports before each program (LiveCodeBench, `testing_util.py`; verl,
+`prime_code`), so published solutions lack them: LeetCode's editor has `List`, `heapq` and `gcd` too. Only
+names that occur in a source are imported for it, since imports cost time. They run before the source as a
+program of their own: what the source defines wins, its line numbers stay, and `from __future__` may be its
+first statement.
 """
 
 import builtins
@@ -24,8 +25,8 @@ WORD = re.compile(r"[^\W\d]\w*")
 
 
 def write_imports(source: str, without: Collection[str] = ()) -> str:
-    """Statements that import the names which occur in the source, except those in `without`: what a test calls
-    must be the code's, and not what `operator` or `math` has of that name."""
+    """Statements that import the names which occur in the source, except those in `without`: what a test
+    calls must be the code's, and not what `operator` or `math` has of that name."""
     table = _imports()
     words = set(WORD.findall(source)) & table.keys()
     return "\n".join(table[word] for word in sorted(words - set(without)))

@@ -1,4 +1,5 @@
-"""What tests use of pytest, and how one test function or method is run; for the process of the tests in a jail.
+"""What tests use of pytest, and how one test function or method is run; for the process of the tests in a
+jail.
 
 Standard library only: `statements.py` runs this file as the module `pytest`. There are `raises`, `approx`,
 `fixture` (functions of the tests, also with `yield`), `mark.parametrize`, `param` and `fail`; other marks do
@@ -105,7 +106,9 @@ class _Approx:
     __hash__ = None  # type: ignore[assignment]
 
 
-def approx(expected: Any, rel: "float | None" = None, abs: "float | None" = None, nan_ok: bool = False) -> _Approx:
+def approx(
+    expected: Any, rel: "float | None" = None, abs: "float | None" = None, nan_ok: bool = False
+) -> _Approx:
     return _Approx(expected, rel, abs)
 
 
@@ -125,7 +128,9 @@ class _Mark:
         def mark(*args: Any, **named: Any) -> Any:
             if name != "parametrize" and len(args) == 1 and not named and callable(args[0]):
                 return args[0]
-            return lambda function: _parametrized(function, *args, **named) if name == "parametrize" else function
+            return lambda function: (
+                _parametrized(function, *args, **named) if name == "parametrize" else function
+            )
 
         return mark
 

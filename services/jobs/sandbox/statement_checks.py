@@ -2,7 +2,8 @@
 
 A check is an `assert`, a `raise`, `pytest.raises`, or a call of `assert...` or `fail`. It counts if it can be
 reached, can fail, is not swallowed by an `except` that does nothing, and depends on the code under test: on a
-name that the statements neither define nor import, directly, through variables, or through the flow of control.
+name that the statements neither define nor import, directly, through variables, or through the flow of
+control.
 
 This is an approximation from the syntax alone, and leans to accepting: it finds what nobody calls, and what
 never looks at the code; it does not prove that a test is a good one.
@@ -29,8 +30,9 @@ INSTANCES = ("self", "cls")
 PYTEST = ("raises", "approx", "mark", "fixture", "fail", "param", "main")
 """What of pytest there is in a jail (`pytest_subset.py`)."""
 FEW_ITEMS = 16
-LOOKING_INSIDE = ("patch", "redirect_stdout", "redirect_stderr", "capsys", "monkeypatch", "mocker", "caplog")
-"""They replace or observe objects of the code, which runs in another process."""
+LOOKING_INSIDE = ("redirect_stdout", "redirect_stderr", "capsys", "monkeypatch", "mocker", "caplog")
+"""They replace or observe objects of the code, which runs in another process; `patch` of unittest too."""
+STREAMS = ("sys.stdin", "sys.stdout", "sys.stderr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class Script:
     code_names: frozenset[str]
     """Names that only the code can define."""
     cases: tuple[str, ...]
-    """Test functions (`test_a`, `TestB.test_c`), each a case; empty where the statements themselves are one."""
+    """Test functions (`test_a`, `TestB.test_c`), each a case; empty where the statements themselves are
+    one."""
     modules: frozenset[str] = field(default=frozenset())
     """Modules beyond the standard library that the statements import."""
 
@@ -50,11 +53,13 @@ class Script:
 def parse_statements(text: str) -> ast.Module:
     """Raises TestsError: the text is no Python."""
     try:
-        return _Literals().visit(ast.parse(text))
+        tree = ast.parse(text)
+        _Literals().visit(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""
         raise TestsError(f"the tests are no Python{where}: {_short(text)}") from None
+    return tree
 
 
 class _Literals(ast.NodeTransformer):
@@ -73,7 +78,11 @@ class _Literals(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         self.generic_visit(node)
-        return node.operand if getattr(node.operand, "is_literal", False) and node.op.__class__ is ast.USub else node
+        return (
+            node.operand
+            if getattr(node.operand, "is_literal", False) and node.op.__class__ is ast.USub
+            else node
+        )
 
     def visit_List(self, node: ast.List) -> ast.expr:
         self.generic_visit(node)
@@ -129,8 +138,8 @@ def _explain_missing_check(tree: ast.Module, text: str) -> str:
     functions = [node.name for node in tree.body if isinstance(node, DEFINITIONS)]
     if functions:
         return (
-            f"nothing calls {', '.join(functions[:4])} of the tests, and nothing else of them checks the code; "
-            "give `entry_point`, the name of the function that `check` gets (in the map, or as a column)"
+            f"nothing calls {', '.join(functions[:4])} of the tests, and nothing else of them checks the "
+            "code; give `entry_point`, the name of the function that `check` gets (in the map or a column)"
         )
     return f"the tests assert nothing: {_short(text)}"
 
@@ -141,10 +150,10 @@ def _test_functions(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and not _is_skipped(node):
             yield node.name
         if isinstance(node, ast.ClassDef) and _is_test_class(node):
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name.startswith("test"):
-                    if not _is_skipped(method) and not _is_skipped(node):
-                        yield f"{node.name}.{method.name}"
+            methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
+            for method in methods if not _is_skipped(node) else ():
+                if method.name.startswith("test") and not _is_skipped(method):
+                    yield f"{node.name}.{method.name}"
 
 
 def _is_test_class(node: ast.ClassDef) -> bool:
@@ -174,8 +183,8 @@ def _refuse_unknown_arguments(tree: ast.Module) -> None:
         for argument in needed:
             if argument.arg not in fixtures | parameters | set(INSTANCES):
                 raise TestsError(
-                    f"{node.name} of the tests takes {argument.arg}, which is no fixture and no parameter of the "
-                    "tests; pytest's own fixtures and plugins are not here"
+                    f"{node.name} of the tests takes {argument.arg}, which is no fixture and no parameter of "
+                    "the tests; pytest's own fixtures and plugins are not here"
                 )
 
 
@@ -184,21 +193,33 @@ def _decorators_with(node: ast.FunctionDef, word: str) -> list[ast.expr]:
 
 
 def _refuse_what_is_not_there(tree: ast.Module) -> None:
+    has_mock = any(name.partition(".")[0] in ("unittest", "mock") for name in _imported_modules(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test"):
             raise TestsError(f"{node.name} of the tests is a coroutine, which cannot be awaited here")
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        if isinstance(node, ast.arg):
-            name = node.arg
-        if name in LOOKING_INSIDE:
-            raise TestsError(f"the tests use {name}, but the code runs in another process, where it does nothing")
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pytest":
-            if node.attr not in PYTEST:
-                raise TestsError(f"the tests use pytest.{node.attr}; here are only pytest.{', '.join(PYTEST[:-1])}")
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(ast.unparse(target) in ("sys.stdout", "sys.stdin", "sys.stderr") for target in targets):
-                raise TestsError("the tests replace sys.stdin or sys.stdout, but the code runs in another process")
+        name = _name_of(node)
+        if name in LOOKING_INSIDE or (name == "patch" and has_mock):
+            raise TestsError(
+                f"the tests use {name}, but the code runs in another process, where it does nothing"
+            )
+        if _is_pytests(node) and name not in PYTEST:
+            raise TestsError(f"the tests use pytest.{name}; here are only pytest.{', '.join(PYTEST[:-1])}")
+        if isinstance(node, ast.Assign) and any(ast.unparse(target) in STREAMS for target in node.targets):
+            raise TestsError(
+                "the tests replace sys.stdin or sys.stdout, but the code runs in another process"
+            )
+
+
+def _name_of(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.arg if isinstance(node, ast.arg) else ""
+
+
+def _is_pytests(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pytest"
 
 
 def _names_of_code(tree: ast.Module, setup: ast.Module, entry_point: str) -> set[str]:
@@ -212,7 +233,8 @@ def _names_of_code(tree: ast.Module, setup: ast.Module, entry_point: str) -> set
         return names | imported | named
     for node in tree.body:
         # What looks at a variable, or at another name of the code, calls nothing to test it by itself.
-        if all(map(_is_everywhere, _loaded(node))) and any(isinstance(each, ast.Assert) for each in ast.walk(node)):
+        is_check = any(isinstance(each, ast.Assert) for each in ast.walk(node))
+        if is_check and all(map(_is_everywhere, _loaded(node))):
             names |= _called_names(node) - bound
     return names or _called_names(tree) - bound
 
@@ -225,7 +247,9 @@ def _is_everywhere(name: str) -> bool:
 def _called_names(tree: ast.AST) -> set[str]:
     """Functions that are called, but for built-ins, unless there is only one of them."""
     called = {
-        node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     unusual = {name for name in called if not hasattr(builtins, name)} - set(MODULES)
     return unusual or (called if len(called) == 1 else set())
@@ -243,20 +267,24 @@ def _imported_from_code(tree: ast.Module) -> Iterator[str]:
                     yield alias.asname or alias.name
 
 
+def _imported_modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module
+
+
 def _foreign_modules(*trees: ast.Module) -> Iterator[str]:
     """Top-level names of imported modules, but for those of the code."""
     for tree in trees:
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                names = [node.module]
-            for name in names:
-                if name not in CODE_MODULES:
-                    yield name.partition(".")[0]
+        yield from (name.partition(".")[0] for name in _imported_modules(tree) if name not in CODE_MODULES)
 
 
 def _loaded(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
 
 
 def _bound(tree: ast.AST) -> set[str]:
@@ -375,7 +403,8 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
     caught = [name for name in ast.walk(handler.type) if isinstance(name, ast.Name)] if handler.type else []
     is_broad = handler.type is None or any(name.id in BROAD for name in caught)
     return is_broad and all(
-        isinstance(node, ast.Pass | ast.Continue | ast.Expr) and not any(map(_is_checking_call, ast.walk(node)))
+        isinstance(node, ast.Pass | ast.Continue | ast.Expr)
+        and not any(map(_is_checking_call, ast.walk(node)))
         for node in handler.body
     )
 

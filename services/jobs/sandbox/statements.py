@@ -2,9 +2,9 @@
 
 Standard library only: this file is the program that the jail runs. The two processes exchange lines of JSON
 over a socket. Plain values (numbers, texts, lists, dicts, dates, arrays of numpy, ...) are copied, so that
-Python compares them, not the code. All other objects stay in their process, and the other one gets a `Proxy`. So the code decides how
-its own objects compare with each other (`__eq__`, `__lt__`) and whether they are true (`__bool__`,
-`__len__`), and never whether one of them equals, or is less than, a plain value.
+Python compares them, not the code. All other objects stay in their process, and the other one gets a `Proxy`.
+So the code decides how its own objects compare with each other (`__eq__`, `__lt__`) and whether they are true
+(`__bool__`, `__len__`), and never whether one of them equals, or is less than, a plain value.
 
 The code's process is forked before the tests are read, and cannot read the memory of the tests' process.
 """
@@ -35,7 +35,7 @@ DATES = ("date", "datetime", "time")
 
 def _namedtuple(parts: "list[Any]") -> Any:
     name, fields, values = parts
-    return collections.namedtuple(name, fields)(*values)  # noqa: PYI024
+    return collections.namedtuple(name, fields)(*values)
 
 
 def _array(parts: "list[Any]") -> Any:
@@ -73,7 +73,8 @@ OPERATORS = (
 )  # fmt: skip
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 SPECIAL = frozenset(f"__{name}__" for name in (*OPERATORS, *COMPARISONS))
-"""The only special methods that the other process may call, for `__getattribute__` leads to every attribute."""
+"""The only special methods that the other process may call, for `__getattribute__` leads to every
+attribute."""
 
 
 class Proxy:
@@ -183,9 +184,10 @@ class Peer:
             return ["yours", value._number]
         if isinstance(value, dict):
             return self._encode_dict(value)
-        if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+        fields = getattr(type(value), "_fields", None)
+        if isinstance(value, tuple) and isinstance(fields, tuple):
             inner = [self.encode(each) for each in tuple.__iter__(value)]
-            return ["namedtuple", [type(value).__name__, ["list", list(type(value)._fields)], ["list", inner]]]
+            return ["namedtuple", [type(value).__name__, ["list", list(fields)], ["list", inner]]]
         kinds: tuple[Any, ...] = (list, tuple, set, frozenset, bytes, bytearray)
         for kind in kinds:
             if isinstance(value, kind):
@@ -196,13 +198,20 @@ class Peer:
         if isinstance(value, range):
             return ["range", [self.encode(part) for part in (value.start, value.stop, value.step)]]
         if isinstance(value, Decimal | Fraction):
-            return [type(value).__name__, [str(value)]] if type(value) in (Decimal, Fraction) else self._hold(value)
+            return (
+                [type(value).__name__, [str(value)]]
+                if type(value) in (Decimal, Fraction)
+                else self._hold(value)
+            )
         if isinstance(value, complex):
             return ["complex", [value.real, value.imag]]
         if type(value) in (datetime.date, datetime.datetime, datetime.time):
             return [type(value).__name__, [value.isoformat()]]
         if type(value) is datetime.timedelta:
-            return ["timedelta", [["int", [hex(part)]] for part in (value.days, value.seconds, value.microseconds)]]
+            return [
+                "timedelta",
+                [["int", [hex(part)]] for part in (value.days, value.seconds, value.microseconds)],
+            ]
         if type(value).__module__ == "numpy" and "numpy" in sys.modules:
             return self._encode_numpy(value)
         if isinstance(value, float | str):

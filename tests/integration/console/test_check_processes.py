@@ -110,7 +110,12 @@ class TestCodeTests:
 
     ROWS = (
         {"prompt": "a", "ground_truth": {"inputs": ["1"], "outputs": ["2"]}, "data_source": "code"},
-        {"prompt": "a", "ground_truth": "def check(c):\n    assert c(1) == 2", "data_source": "code", "entry_point": "f"},
+        {
+            "prompt": "a",
+            "ground_truth": "def check(c):\n    assert c(1) == 2",
+            "data_source": "code",
+            "entry_point": "f",
+        },
         {"prompt": "a", "ground_truth": "def check(c):\n    assert c(1) == 2", "data_source": "code"},
         {"prompt": "a", "ground_truth": "7", "data_source": "code"},
         {"prompt": "a", "ground_truth": "7", "data_source": "math"},
@@ -140,5 +145,7 @@ class TestCodeTests:
         assert "the tests of 2 of 2 rows can be run" in check(*self.ROWS[:2])
 
     def test_a_run_none_of_whose_rows_has_tests_is_a_mistake(self, check: Any) -> None:
-        with pytest.raises(ConfigError, match=r"the tests of 0 of 1 rows(.|\n)*code.jsonl line 1: the ground truth is 7"):
+        with pytest.raises(
+            ConfigError, match=r"the tests of 0 of 1 rows(.|\n)*code.jsonl line 1: the ground truth is 7"
+        ):
             check(self.ROWS[3])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.job import run_cases, run_tests
 from tidemill.services.jobs.sandbox.job import make_cases as cases_of
+from tidemill.services.jobs.sandbox.job import run_cases, run_tests
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -109,9 +109,11 @@ def test_programs_have_the_imports_that_graders_give_and_their_own_names_win() -
 
 
 def test_imports_before_a_program_move_no_line_and_leave_future_statements_first() -> None:
-    code = "from __future__ import annotations\ndef g(x: Unknown) -> List[int]: return heapq.nope\nprint(g(1))"
+    code = (
+        "from __future__ import annotations\ndef g(x: Unknown) -> List[int]: return heapq.nope\nprint(g(1))"
+    )
     (result,) = run_cases(cases_of(code, {"inputs": [""], "outputs": ["1"]}, 1), LIMITS)
-    assert 'line 3, in <module>' in result["stderr"] and 'line 2, in g' in result["stderr"]
+    assert "line 3, in <module>" in result["stderr"] and "line 2, in g" in result["stderr"]
     assert share("from __future__ import annotations\ndef f(x: Unknown): return x", calls(2)) == 1
     assert share("from __future__ import annotations\ndef f(x: Unknown): return x", "assert f(2) == 2") == 1
 
@@ -129,7 +131,9 @@ DEPTH = 24_000
 def test_recursion_goes_as_deep_as_in_other_graders_and_does_not_end_the_process(recursive: str) -> None:
     tests = {"fn_name": "f", "inputs": [[DEPTH]], "outputs": [DEPTH]}
     assert share(recursive, tests) == 1
-    assert share(f"{recursive}\nprint(f(int(input())))", {"inputs": [str(DEPTH)], "outputs": [str(DEPTH)]}) == 1
+    assert (
+        share(f"{recursive}\nprint(f(int(input())))", {"inputs": [str(DEPTH)], "outputs": [str(DEPTH)]}) == 1
+    )
     assert share(recursive, f"assert f({DEPTH}) == {DEPTH}") == 1
 
 

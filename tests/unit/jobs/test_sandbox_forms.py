@@ -13,7 +13,10 @@ from tidemill.services.jobs.sandbox.forms import CallTest, OutputTest, Statement
 
 OUTPUTS = [OutputTest("1 2", "3"), OutputTest("3 4", "7")]
 LISTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
-MAPS = [{"input": "1 2", "output": "3", "testtype": "stdin"}, {"input": "3 4", "output": "7", "testtype": "stdin"}]
+MAPS = [
+    {"input": "1 2", "output": "3", "testtype": "stdin"},
+    {"input": "3 4", "output": "7", "testtype": "stdin"},
+]
 
 
 @pytest.mark.parametrize("tests", [
@@ -79,7 +82,9 @@ def test_a_result_that_is_text_may_be_text_or_json_beside_lists_and_is_json_besi
 
 
 CHECK = "def check(candidate):\n    assert candidate(1) == 2"
-CASES = "from solution import f\n\ndef test_a():\n    assert f(1) == 2\n\ndef test_b():\n    assert f(2) == 3\n"
+CASES = (
+    "from solution import f\n\ndef test_a():\n    assert f(1) == 2\n\ndef test_b():\n    assert f(2) == 3\n"
+)
 
 
 def test_statements_of_a_list_are_cases_and_what_checks_nothing_runs_before_those_that_follow() -> None:
