@@ -128,12 +128,20 @@ class TeacherConfig(AskingConfig):
             yield "give prompt_column or template, not both: each is the prompt of the teacher"
 
 
+TEST_COLUMNS = (
+    "fn_name", "func_name", "function_name", "entry_point", "metadata", "import_prefix", "test_imports",
+    "test_setup_code", "setup_code", "checker", "generated_checker", "special_judge", "interaction_format",
+    "interactor",
+)  # fmt: skip
+"""Columns of a row that say how the tests in its ground truth are meant."""
+
+
 class SandboxConfig(Section):
     """Runs Python code of a completion against tests, in a jail.
 
-    The ground truth is a map or its JSON: `inputs` and `outputs` (standard input and expected output of each
-    case; with `fn_name`, arguments and result of that function), `assert_case` (statements), or `test` (code,
-    with `entry_point` a function `check`).
+    The ground truth has the tests in one of their published forms, as a map, a list or text; the sandbox's
+    README has a table of them. What it lacks may stand in columns, such as `entry_point`. A form that is not
+    known, and tests that check nothing, are failures and never scores.
     """
 
     workers: int = Field(1, ge=0, le=1024)

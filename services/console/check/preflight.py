@@ -25,6 +25,7 @@ from tidemill.common.process.vllm_machine import check_machine, check_records
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
+from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 from tidemill.services.console.check.memory import Machine, check_memory
 from tidemill.services.console.check.model_folder import (
@@ -184,6 +185,7 @@ def examine(
         lambda: findings.notes.extend(find_odd_truths(rows) if findings.config.data.needs_truth else ()),
         lambda: _check_rewards(findings, first_row(), calls_reward),
         lambda: _check_environment(findings, first_row()),
+        lambda: findings.notes.extend(check_code_tests(findings.config, rows)),
         lambda: _try_sandboxes(findings),
     ]
     # In this order: what the first two find, rows and model, is read by those that follow.

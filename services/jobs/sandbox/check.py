@@ -1,19 +1,33 @@
-"""`python -m tidemill.services.jobs.sandbox.check CONFIG`: can this machine run code in a jail?
+"""`python -m tidemill.services.jobs.sandbox.check CONFIG [--tests]`: what `tidemill check` asks of the
+sandbox.
 
-CONFIG is the sandbox section as JSON. Prints one line; exits with 2 if no code can be run as configured.
+CONFIG is the sandbox section as JSON. Runs one program in a jail, prints one line, and exits with 2 if no
+code can be run as configured. With `--tests` it runs nothing: it reads rows from standard input, each a line
+`[origin, ground truth, columns]` as JSON, and prints as JSON for how many of them there are tests, and why
+not for the first of the others.
 """
 
+import json
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import ConfigError
+from tidemill.services.jobs.sandbox.errors import TestsError
 from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.job import probe
+from tidemill.services.jobs.sandbox.job import make_cases, probe
+
+MAX_PROBLEMS = 20
 
 
-def main(config: str) -> int:
+def main(config: str, *options: str) -> int:
+    sandbox = SandboxConfig.model_validate_json(config)
+    if options:
+        print(json.dumps(count_readable(sys.stdin, sandbox)))
+        return 0
     try:
-        probe(SandboxConfig.model_validate_json(config))
+        probe(sandbox)
     except SandboxError as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code
@@ -21,5 +35,21 @@ def main(config: str) -> int:
     return 0
 
 
+def count_readable(lines: Iterable[str], config: SandboxConfig) -> dict[str, Any]:
+    """How many rows there are, how many have tests, and the reasons of the first others."""
+    num_rows = num_readable = 0
+    problems: list[tuple[str, str]] = []
+    for line in lines:
+        origin, tests, columns = json.loads(line)
+        num_rows += 1
+        try:
+            make_cases("", tests, config.max_cases, columns, config.packages)
+            num_readable += 1
+        except TestsError as error:
+            if len(problems) < MAX_PROBLEMS:
+                problems.append((origin, str(error)))
+    return {"num_rows": num_rows, "num_readable": num_readable, "problems": problems}
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -27,6 +27,7 @@ import psutil
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
+from tidemill.services.jobs.sandbox.preamble import RECURSION_LIMIT
 from tidemill.services.jobs.sandbox.system_calls import make_filter
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
@@ -41,6 +42,10 @@ MAX_PROCESSES = 16
 BUBBLEWRAPS = 2
 """Processes of bubblewrap itself in each jail."""
 MAX_OUTPUT_BYTES = 256 << 10
+STACK_BYTES = 100 << 20
+"""Stack of a program's main thread: at Python's recursion limit, calls through C (a cached function, the key
+of `sorted`, `__init__`) take up to 2 kB each, and without room they end the process. What is used counts as
+its memory. Linux leaves at least 128 MiB for it to grow into."""
 LOOK_S = 0.04
 LOOK_SHARE = 0.1
 """Largest share of the time spent on looking at processes: large machines have many."""
@@ -60,7 +65,7 @@ class SandboxError(TidemillError):
     """The jail failed, which says nothing about the code in it."""
 
 
-def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -> Result:
+def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, before: str = "") -> Result:
     """Run one program to its end, or to the first limit that it meets.
 
     Args:
@@ -68,6 +73,7 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -
         stdin: Its standard input.
         config: Its limits.
         time_s: The longest time that it may take.
+        before: Statements that run before it, in its globals.
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
@@ -76,7 +82,7 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -
         # Files, not pipes: no reader is needed while it runs, and their size says how much it has written.
         order, fed, calls, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
-        order.write(json.dumps(_order(source, config, uid)).encode())
+        order.write(json.dumps(_order(source, before, config, uid)).encode())
         fed.write(stdin.encode(errors="replace"))
         try:
             calls.write(make_filter())
@@ -114,7 +120,7 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float) -
         }
 
 
-def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
+def _order(source: str, before: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
     """The launcher's instructions. The limits hold for each process by itself."""
     cpu_s = math.ceil(config.time_s)
     limits = {
@@ -123,11 +129,19 @@ def _order(source: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
         "AS": (config.memory_mb << 20,) * 2,
         "FSIZE": (max(config.file_mb << 20, MAX_OUTPUT_BYTES),) * 2,
         "NPROC": (MAX_PROCESSES,) * 2,
+        "STACK": (STACK_BYTES,) * 2,
         "NOFILE": (64, 64),  # the buffers of pipes and sockets belong to no process
         "SIGPENDING": (256, 256),
         **dict.fromkeys(("CORE", "MSGQUEUE", "MEMLOCK"), (0, 0)),
     }
-    return {"limits": limits, "uid": uid, "source": source, "path": _packages(config)}
+    return {
+        "limits": limits,
+        "recursion_limit": RECURSION_LIMIT,
+        "uid": uid,
+        "before": before,
+        "source": source,
+        "path": _packages(config),
+    }
 
 
 def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:

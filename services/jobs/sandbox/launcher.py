@@ -22,11 +22,18 @@ def _program() -> "object":
         os.setuid(order["uid"])
     # After `setuid`: RLIMIT_NPROC counts all processes of the user, which are then this program's alone.
     for name, limit in order["limits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limit)
+        number = getattr(resource, f"RLIMIT_{name}")
+        _, highest = resource.getrlimit(number)
+        if name == "STACK" and highest != resource.RLIM_INFINITY:
+            # The only limit that is raised, which one who is not root may do up to this.
+            limit = [min(size, highest) for size in limit]
+        resource.setrlimit(number, limit)
     # Last: an empty order says that all limits are in place.
     os.ftruncate(descriptor, 0)
     os.closerange(3, 1 << 16)
     sys.path += order["path"]
+    sys.setrecursionlimit(order["recursion_limit"])
+    exec(compile(order["before"], "<imports>", "exec", dont_inherit=True), globals())
     return compile(order["source"], "<string>", "exec", dont_inherit=True)
 
 

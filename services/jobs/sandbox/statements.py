@@ -1,19 +1,22 @@
 """Runs statements that test untrusted code; the code runs in a process of its own.
 
 Standard library only: this file is the program that the jail runs. The two processes exchange lines of JSON
-over a socket. Plain values (numbers, texts, lists, dicts, ...) are copied, so that Python compares them, not
-the code. All other objects stay in their process, and the other one gets a `Proxy`. So the code decides how
-its own objects compare with each other (`__eq__`, `__lt__`) and whether they are true (`__bool__`,
-`__len__`), and never whether one of them equals, or is less than, a plain value.
+over a socket. Plain values (numbers, texts, lists, dicts, dates, arrays of numpy, ...) are copied, so that
+Python compares them, not the code. All other objects stay in their process, and the other one gets a `Proxy`.
+So the code decides how its own objects compare with each other (`__eq__`, `__lt__`) and whether they are true
+(`__bool__`, `__len__`), and never whether one of them equals, or is less than, a plain value.
 
 The code's process is forked before the tests are read, and cannot read the memory of the tests' process.
 """
 
 import builtins
+import collections
 import ctypes
+import datetime
 import importlib
 import json
 import os
+import re
 import socket
 import sys
 from decimal import Decimal
@@ -22,13 +25,45 @@ from types import ModuleType
 from typing import Any
 
 PR_SET_DUMPABLE = 4
+CODE_MODULES = ("solution", "solutions", "submission", "candidate", "your_module", "my_module")
+"""As in `statement_checks.py`, which says what stands for the code."""
+FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple)}
+"""What a copied defaultdict may make of missing keys."""
+DTYPE = re.compile(r"[<>|=]?[biufcUS][0-9]{1,4}")
+DATES = ("date", "datetime", "time")
+
+
+def _namedtuple(parts: "list[Any]") -> Any:
+    name, fields, values = parts
+    return collections.namedtuple(name, fields)(*values)
+
+
+def _array(parts: "list[Any]") -> Any:
+    """An array of numpy; a list where the tests cannot have numpy."""
+    dtype, shape, values = parts
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:
+        return values
+    if DTYPE.fullmatch(dtype) is None:
+        raise ValueError(f"an array of dtype {dtype}")
+    return numpy.array(values, dtype=dtype).reshape(shape)
+
+
 COPIED: dict[str, Any] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes, "bytearray": bytearray,
     "range": lambda parts: range(*parts), "complex": lambda parts: complex(*parts),
-    "dict": lambda pairs: {key: value for key, value in pairs}, "int": lambda parts: int(parts[0], 16),
+    "dict": dict, "Counter": lambda pairs: collections.Counter(dict(pairs)),
+    "OrderedDict": collections.OrderedDict, "int": lambda parts: int(parts[0], 16),
+    "defaultdict": lambda parts: collections.defaultdict(FACTORIES.get(parts[0]), parts[1]),
+    "deque": lambda parts: collections.deque(parts[0], parts[1]), "namedtuple": _namedtuple,
     "Decimal": lambda parts: Decimal(parts[0]), "Fraction": lambda parts: Fraction(parts[0]),
+    "timedelta": lambda parts: datetime.timedelta(*parts), "array": _array,
+    "number": lambda parts: _array([parts[0], (), parts[1]])[()],
+    **{name: lambda parts, name=name: getattr(datetime, name).fromisoformat(parts[0]) for name in DATES},
 }  # fmt: skip
-CHANGING = (list, dict, set, bytearray)
+PAIRS = ("dict", "Counter", "OrderedDict")
+CHANGING = (list, dict, set, bytearray, collections.deque)
 INNER = ("_", "gi_", "cr_", "ag_", "tb_", "f_", "co_")
 """Prefixes of attributes that lead from an object of the tests to the tests themselves."""
 OPERATORS = (
@@ -37,6 +72,9 @@ OPERATORS = (
     "delitem", "contains", "str", "repr", "hash", "enter", "exit", "int", "float", "round",
 )  # fmt: skip
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+SPECIAL = frozenset(f"__{name}__" for name in (*OPERATORS, *COMPARISONS))
+"""The only special methods that the other process may call, for `__getattribute__` leads to every
+attribute."""
 
 
 class Proxy:
@@ -51,6 +89,9 @@ class Proxy:
         for own, other in zip(args, changed, strict=True):
             if isinstance(own, list | bytearray):
                 own[:] = other
+            elif isinstance(own, collections.deque):
+                own.clear()
+                own.extend(other)
             elif isinstance(own, dict | set):
                 own.clear()
                 own.update(other)
@@ -107,14 +148,28 @@ class Peer:
             if kind == "answer":
                 return self.decode(content)
             if kind == "raised":
-                names, text = content
-                known = (self.exceptions.get(name) or getattr(builtins, name, None) for name in names)
-                raise next(
-                    (e for e in known if isinstance(e, type) and issubclass(e, Exception)), RuntimeError
-                )(text)
+                paths, text, fields = content
+                error = self._exception_of(paths, text)
+                vars(error).update(self.decode(fields))
+                raise error
             if kind != "ask":
                 raise EOFError("the code has ended its process")
             self._serve(content)
+
+    def _exception_of(self, paths: "list[str]", text: str) -> BaseException:
+        """An exception of the first class of these that this process has."""
+        for path in paths:
+            module, _, name = path.rpartition(".")
+            # Imported by the statements themselves, never because the code says so.
+            kind = self.exceptions.get(name) or getattr(sys.modules.get(module or "builtins"), name, None)
+            if isinstance(kind, type) and issubclass(kind, (Exception, SystemExit)):
+                try:
+                    return kind(text)
+                except TypeError:  # such as JSONDecodeError, which takes more
+                    error = kind.__new__(kind)
+                    error.args = (text,)
+                    return error
+        return RuntimeError(text)
 
     def serve(self) -> None:
         """Serve requests until the other end closes the socket."""
@@ -128,24 +183,66 @@ class Peer:
         if isinstance(value, Proxy):
             return ["yours", value._number]
         if isinstance(value, dict):
-            # By the plain type's own methods, here and below: a subclass of the code may override them.
-            return ["dict", [[self.encode(key), self.encode(inner)] for key, inner in dict.items(value)]]
+            return self._encode_dict(value)
+        fields = getattr(type(value), "_fields", None)
+        if isinstance(value, tuple) and isinstance(fields, tuple):
+            inner = [self.encode(each) for each in tuple.__iter__(value)]
+            return ["namedtuple", [type(value).__name__, ["list", list(fields)], ["list", inner]]]
         kinds: tuple[Any, ...] = (list, tuple, set, frozenset, bytes, bytearray)
         for kind in kinds:
             if isinstance(value, kind):
                 return [kind.__name__, [self.encode(inner) for inner in kind.__iter__(value)]]
+        if isinstance(value, collections.deque):
+            inner = [self.encode(each) for each in collections.deque.__iter__(value)]
+            return ["deque", [["list", inner], self.encode(value.maxlen)]]
         if isinstance(value, range):
-            return ["range", [value.start, value.stop, value.step]]
+            return ["range", [self.encode(part) for part in (value.start, value.stop, value.step)]]
         if isinstance(value, Decimal | Fraction):
-            return [type(value).__name__, [str(value)]]
+            return (
+                [type(value).__name__, [str(value)]]
+                if type(value) in (Decimal, Fraction)
+                else self._hold(value)
+            )
         if isinstance(value, complex):
             return ["complex", [value.real, value.imag]]
+        if type(value) in (datetime.date, datetime.datetime, datetime.time):
+            return [type(value).__name__, [value.isoformat()]]
+        if type(value) is datetime.timedelta:
+            return [
+                "timedelta",
+                [["int", [hex(part)]] for part in (value.days, value.seconds, value.microseconds)],
+            ]
+        if type(value).__module__ == "numpy" and "numpy" in sys.modules:
+            return self._encode_numpy(value)
         if isinstance(value, float | str):
             return float(value) if isinstance(value, float) else str.__str__(value)
         if isinstance(value, int) or (hasattr(value, "__index__") and not isinstance(value, type)):
             return ["int", [hex(value)]]
+        return self._hold(value)
+
+    def _hold(self, value: Any) -> Any:
         self._held.append(value)
         return ["mine", len(self._held) - 1]
+
+    def _encode_dict(self, value: "dict[Any, Any]") -> Any:
+        # By the plain type's own methods, here and elsewhere: a subclass of the code may override them.
+        pairs = [[self.encode(key), self.encode(inner)] for key, inner in dict.items(value)]
+        if isinstance(value, collections.defaultdict):
+            factory = getattr(value.default_factory, "__name__", None)
+            return ["defaultdict", [factory if factory in FACTORIES else None, ["dict", pairs]]]
+        kinds = (collections.Counter, collections.OrderedDict)
+        return [next((kind.__name__ for kind in kinds if isinstance(value, kind)), "dict"), pairs]
+
+    def _encode_numpy(self, value: Any) -> Any:
+        """A number or an array, copied with its type; other objects of numpy stay."""
+        numpy = sys.modules["numpy"]
+        if not isinstance(value, numpy.ndarray | numpy.generic):
+            return self._hold(value)
+        if DTYPE.fullmatch(value.dtype.str) is None:
+            return self.encode(value.tolist())
+        if isinstance(value, numpy.generic):
+            return ["number", [value.dtype.str, self.encode(value.item())]]
+        return ["array", [value.dtype.str, self.encode(value.shape), self.encode(value.tolist())]]
 
     def decode(self, value: Any) -> Any:
         """The value, or a proxy of an object that the other end holds."""
@@ -156,14 +253,17 @@ class Peer:
             return Proxy(self, int(content))
         if kind == "yours":
             return self._held[int(content)]
-        return COPIED[kind]([self.decode(inner) for inner in content] if kind != "dict" else
-                            [(self.decode(key), self.decode(inner)) for key, inner in content])  # fmt: skip
+        if kind in PAIRS:
+            return COPIED[kind]([(self.decode(key), self.decode(inner)) for key, inner in content])
+        return COPIED[kind]([self.decode(inner) for inner in content])
 
     def _serve(self, content: Any) -> None:
         try:
             answer = ["answer", self.encode(self._done(*self.decode(content)))]
-        except Exception as error:
-            answer = ["raised", [[each.__name__ for each in type(error).__mro__], str(error)]]
+        except (Exception, SystemExit) as error:
+            fields = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+            paths = [_path_of(each) for each in type(error).__mro__]
+            answer = ["raised", [paths, str(error), self.encode(fields)]]
         self._write(answer)
 
     def _done(self, what: str, number: int, *rest: Any) -> Any:
@@ -178,6 +278,8 @@ class Peer:
             return isinstance(rest[0], held)
         name, *values = rest
         if what == "operator":
+            if name not in SPECIAL:
+                raise AttributeError(name)
             special = getattr(type(held), name, None)
             return NotImplemented if special is None else special(held, *values[0])
         if self._is_guarded and name.startswith(INNER):
@@ -189,6 +291,10 @@ class Peer:
         self._stream.flush()
 
 
+def _path_of(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
 class Solution:
     """The code and its globals, in the code's process."""
 
@@ -196,9 +302,10 @@ class Solution:
         self._scope: dict[str, Any] = {"__name__": "__solution__"}
         peer.encode(self)  # number 0
 
-    def run(self, code: str) -> "list[tuple[str, str, Any]]":
+    def run(self, code: str, imports: str) -> "list[tuple[str, str, Any]]":
         """Run the code. Returns (name, kind, value) of each global; `_scope_of` rebuilds them."""
-        exec(compile(code, "solution.py", "exec"), self._scope)
+        exec(compile(imports, "<imports>", "exec", dont_inherit=True), self._scope)
+        exec(compile(code, "solution.py", "exec", dont_inherit=True), self._scope)
         return [(name, *_described(value)) for name, value in self._scope.items() if name[:2] != "__"]
 
 
@@ -207,31 +314,47 @@ def _described(value: Any) -> "tuple[str, Any]":
         return "module", value.__name__
     if isinstance(value, type) and issubclass(value, Exception):
         return "exception", [each.__name__ for each in value.__mro__]
-    module = getattr(value, "__module__", None) or ""
-    if module.partition(".")[0] in sys.stdlib_module_names and hasattr(value, "__qualname__"):
-        return "import", [module, value.__qualname__]
     return "value", value
 
 
-def _scope_of(names: "list[tuple[str, str, Any]]", peer: Peer) -> "dict[str, Any]":
-    """The statements' globals, from those of the code. What the code has imported is imported here again."""
-    scope: dict[str, Any] = {"__name__": "__test__"}
-    for name, kind, value in names:
-        if hasattr(builtins, name):
-            continue  # the code must not replace a built-in of the statements
+def _names_of(described: "list[tuple[str, str, Any]]", peer: Peer) -> "dict[str, Any]":
+    """The code's globals, as this process has them: modules and exceptions of its own, copies, proxies."""
+    names: dict[str, Any] = {}
+    for name, kind, value in described:
         if kind == "module":
-            scope[name] = importlib.import_module(value)
-        elif kind == "import":
-            scope[name] = importlib.import_module(value[0])
-            for part in value[1].split("."):
-                scope[name] = getattr(scope[name], part)
+            try:
+                names[name] = importlib.import_module(value)
+            except ImportError:  # one that the code has made
+                continue
         elif kind == "exception":
-            known = (getattr(builtins, each, None) for each in value)
+            known = (peer.exceptions.get(each) or getattr(builtins, each, None) for each in value)
             base = next(each for each in known if isinstance(each, type) and issubclass(each, Exception))
-            scope[name] = peer.exceptions[name] = type(name, (base,), {})
+            names[name] = base if value[0] == base.__name__ else type(value[0], (base,), {})
+            peer.exceptions[value[0]] = names[name]
         else:
-            scope[name] = value
-    return scope
+            names[name] = value
+    return names
+
+
+def _provide_code(names: "dict[str, Any]", scope: "dict[str, Any]", code_names: "set[str]") -> None:
+    """Let the statements use the code: by its names, and as the modules `solution`, ... that they import.
+
+    A name that the statements have without the code, a built-in or an import, is the code's only where it is
+    one of `code_names`: the code must not replace what it is tested with.
+    """
+    public = {
+        name: value
+        for name, value in names.items()
+        if name in code_names or not (hasattr(builtins, name) or name in scope)
+    }
+    scope.update(public)
+    for name in code_names - names.keys():
+        if hasattr(builtins, name):
+            raise NameError(f"the code defines no {name}")
+    for name in CODE_MODULES:
+        module = ModuleType(name)
+        vars(module).update(names, __all__=list(public))
+        sys.modules[name] = module
 
 
 def main() -> None:
@@ -251,8 +374,19 @@ def main() -> None:
     asked = json.load(sys.stdin)
     peer = Peer(ours, is_guarded=True)
     run = Proxy(peer, 0).run
-    scope = _scope_of(run(asked["code"]), peer)
-    exec(compile(asked["test"], "test.py", "exec"), scope)
+    described = run(asked["code"], asked["imports"])
+    # Test functions are run one by one, and not by what stands behind `if __name__ == "__main__"`.
+    scope: dict[str, Any] = {"__name__": "__test__" if asked["case"] else "__main__"}
+    exec(compile(asked["setup"], "<setup>", "exec", dont_inherit=True), scope)
+    _provide_code(_names_of(described, peer), scope, set(asked["code_names"]))
+    pytest = ModuleType("pytest")
+    if "pytest" in asked["test"] or asked["case"]:
+        exec(compile(asked["pytest"], "pytest", "exec", dont_inherit=True), vars(pytest))
+        sys.modules["pytest"] = pytest
+        importlib.import_module("unittest").main = lambda *args, **named: None  # type: ignore[attr-defined]
+    exec(compile(asked["test"], "test.py", "exec", dont_inherit=True), scope)
+    if asked["case"]:
+        vars(pytest)["run_case"](scope, asked["case"])
     os.kill(child, 9)  # it must not write anything after the proof
     os.waitpid(child, 0)
     sys.stdout.write("\n" + asked["proof"])

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import structlog
@@ -23,6 +23,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from tidemill.common.config import NamedRewardConfig
+from tidemill.common.config.reward_kinds import TEST_COLUMNS
 from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
@@ -100,7 +101,7 @@ class SandboxReward(Reward):
             metrics.SANDBOX_JOBS.labels("no_code").inc()
             return RewardOutcome(0.0, {"passed": 0.0}, {"sandbox": "the completion has no code"})
         with metrics.SANDBOX_SECONDS.time():
-            result = await self.run(code, sample.trajectory.ground_truth)
+            result = await self.run(code, sample.trajectory.ground_truth, sample.trajectory.extra)
         share = result["passed"] / result["total"]
         outcome = next((name for name in result["outcomes"] if name != "done"), "done")
         metrics.SANDBOX_JOBS.labels(outcome).inc()
@@ -108,20 +109,22 @@ class SandboxReward(Reward):
         detail = {"outcomes": result["outcomes"], "first_failure": result["first_failure"]}
         return RewardOutcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
 
-    async def run(self, code: str, tests: Any) -> dict[str, Any]:
-        """The result of the code's tests, see `run_tests` in `services/jobs/sandbox/job.py`.
+    async def run(self, code: str, tests: Any, row: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The result of the code's tests, see `run_tests` in `services/jobs/sandbox/job.py`; `row` are
+        further columns, some of which say how the tests are meant.
 
         Raises:
             AttemptError: no worker took it in time, its workers died, or the sandbox failed.
         """
         limits = self.config.model_dump(mode="json")
-        text = json.dumps([self._keys.run_id, code, tests, limits], sort_keys=True, default=str)
+        columns = {name: row[name] for name in TEST_COLUMNS if row and row.get(name)}
+        text = json.dumps([self._keys.run_id, code, tests, limits, columns], sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
         # Named by what is run: a restarted worker finds the job of its predecessor.
         job_id = self._keys.sandbox_names + digest
         job = self._jobs.get(job_id)
         if job is None:
-            work = self._awaited(job_id, (self._keys.run_id, job_id, code, tests, limits))
+            work = self._awaited(job_id, (self._keys.run_id, job_id, code, tests, limits, columns))
             job = self._jobs[job_id] = asyncio.create_task(work, name=job_id)
             job.add_done_callback(lambda job: (self._jobs.pop(job_id) and job.cancelled()) or job.exception())
         result = await asyncio.shield(job)

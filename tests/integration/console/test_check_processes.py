@@ -103,3 +103,49 @@ class TestServers:
         with pytest.raises(ConfigError, match=r"first training row, reward\.rewards\.rm\.judge"):
             judge |= {"template": "{{ extra.level }} {{ completion }}"}
             check({"judge": judge, "asked": asked})
+
+
+class TestCodeTests:
+    """Rewards of code: the tests of every row are read before anything is started."""
+
+    ROWS = (
+        {"prompt": "a", "ground_truth": {"inputs": ["1"], "outputs": ["2"]}, "data_source": "code"},
+        {
+            "prompt": "a",
+            "ground_truth": "def check(c):\n    assert c(1) == 2",
+            "data_source": "code",
+            "entry_point": "f",
+        },
+        {"prompt": "a", "ground_truth": "def check(c):\n    assert c(1) == 2", "data_source": "code"},
+        {"prompt": "a", "ground_truth": "7", "data_source": "code"},
+        {"prompt": "a", "ground_truth": "7", "data_source": "math"},
+    )
+
+    @pytest.fixture
+    def check(self, run_files: Path) -> Any:
+        def check(*rows: dict[str, Any]) -> str:
+            data = run_files.parent / "code.jsonl"
+            data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            # No workers: nothing is run, so this needs no jail.
+            rewards = {
+                "tests": {"sandbox": {"workers": 0}, "applies_to": ["code"]},
+                "math": {"function": "math", "applies_to": ["math"]},
+            }
+            overrides = [f"data.train={data}", "data.eval={}", f"reward={json.dumps({'rewards': rewards})}"]
+            return "\n".join(preflight.examine(run_files, overrides).notes)
+
+        return check
+
+    def test_it_says_for_how_many_rows_there_are_tests_and_where_and_why_not(self, check: Any) -> None:
+        notes = check(*self.ROWS)
+        assert "the tests of 2 of 4 rows can be run" in notes
+        assert "code.jsonl line 3: nothing calls check" in notes
+        assert "code.jsonl line 4: the ground truth is 7" in notes
+        assert "line 5" not in notes
+        assert "the tests of 2 of 2 rows can be run" in check(*self.ROWS[:2])
+
+    def test_a_run_none_of_whose_rows_has_tests_is_a_mistake(self, check: Any) -> None:
+        with pytest.raises(
+            ConfigError, match=r"the tests of 0 of 1 rows(.|\n)*code.jsonl line 1: the ground truth is 7"
+        ):
+            check(self.ROWS[3])

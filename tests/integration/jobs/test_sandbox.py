@@ -43,7 +43,7 @@ def test_standard_output_is_compared_blanks_and_rounding_aside() -> None:
 
 
 def test_functions_are_called_with_arguments_and_compared_by_value() -> None:
-    tests = {"fn_name": "add", "inputs": [[1, 2], "[1]\n[2]"], "outputs": [3, [[1, 2]]]}
+    tests = {"fn_name": "add", "inputs": [[1, 2], "[1]\n[2]"], "outputs": [[3], [[1, 2]]]}
     assert passes("def add(a, b):\n    print('noise')\n    return a + b", tests)
     assert passes("class Solution:\n    def add(self, a, b):\n        return a + b", tests)
     assert not passes("def add(a, b):\n    return 3", tests)
@@ -71,7 +71,7 @@ def test_part_of_the_tests_counts_as_that_part() -> None:
 
 @pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit"])
 def test_code_that_leaves_before_its_tests_fails_them(leave: str) -> None:
-    assert not passes(leave, ["assert False"])
+    assert not passes(leave, ["assert f(1) == 1"])
     assert not passes(leave, {"fn_name": "f", "inputs": [[1]], "outputs": [1]})
 
 

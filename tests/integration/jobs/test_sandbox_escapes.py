@@ -71,7 +71,7 @@ NETWORK = {"network", "packet sockets", "kernel sockets", "virtual machine socke
 
 
 def ran(code: str) -> dict[str, Any]:
-    (result,) = run_cases(make_cases(code, {"inputs": [""], "outputs": [""]}, 1), LIMITS)
+    (result,) = run_cases(make_cases(code, {"inputs": [""], "outputs": ["any"]}, 1), LIMITS)
     return result
 
 
