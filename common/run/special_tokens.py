@@ -15,7 +15,8 @@ chat template has other special tokens than those that frame every turn; else `h
 nothing that the model wrote. Only text is made here: token ids stay as they are.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +29,6 @@ NUM_TAIL_TOKENS = 16
 """Tokens at the end of a prompt among which the mark of an opened thought is looked for."""
 QUESTION, ANSWER = "QUESTIONTEXT", "ANSWERTEXT"
 """Stand for what is said in a chat that is rendered to see the frame of a turn."""
-NAMED = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 Ids = Sequence[int]
 
@@ -121,20 +121,28 @@ class LibraryVocabulary:
 
 
 class FileVocabulary:
-    """The vocabulary of a tokenizer.json, read without transformers. `names` are the texts of its tokens for
-    the end, padding and so on, from tokenizer_config.json."""
+    """The vocabulary of a tokenizer.json, read without transformers. `settings` are tokenizer_config.json's."""
 
-    def __init__(self, file: Path, names: Sequence[str], end_ids: Ids = ()) -> None:
+    def __init__(self, file: Path, settings: Mapping[str, Any], end_ids: Ids = ()) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(file))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        named_ids = [number for name in names if (number := self.id_of(name)) is not None]
+        named = {name: settings[name] for name in settings if name.endswith("_token")}
+        ends = (named.get(name) for name in ("eos_token", "pad_token", "bos_token"))
+        further = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or ()
         added = self._tokenizer.get_added_tokens_decoder()
         special_ids = {number for number, token in added.items() if token.special}
-        self.special_ids = frozenset({*special_ids, *named_ids})
-        self.ending_ids = frozenset({*named_ids, *end_ids})
+        special_ids |= self._ids_of(named.values())
+        special_ids |= self._ids_of(further.values() if isinstance(further, Mapping) else further)
+        self.special_ids = frozenset(special_ids)
+        self.ending_ids = frozenset(self._ids_of(ends) | set(end_ids))
+
+    def _ids_of(self, tokens: Iterable[Any]) -> set[int]:
+        texts = (token.get("content") if isinstance(token, Mapping) else token for token in tokens)
+        ids = (self.id_of(text) for text in texts if isinstance(text, str))
+        return {number for number in ids if number is not None}
 
     def id_of(self, token: str) -> int | None:
         number: int | None = self._tokenizer.token_to_id(token)
@@ -155,8 +163,8 @@ Render = Callable[[list[dict[str, str]], bool], str]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How special tokens are read, and why: `marks` where text is parted, `shown` the special tokens of the
-    chat template for which they are shown."""
+    """How special tokens are read: `marks` are those that part a thought, and `mentioned` the special tokens
+    that have a meaning otherwise."""
 
     mode: str
     marks: Marks | None = None
@@ -171,6 +179,8 @@ def choose(setting: str, vocabulary: Vocabulary, template: str, render: Render) 
     """
     known = [marks for marks in MARKS if _has(vocabulary, marks)]
     special = [marks for marks in known if _has(vocabulary, marks, is_special=True)]
+    if setting == "auto" and special:
+        return Choice("parted", special[0])
     if setting == "parted":
         if not known:
             raise ConfigError(
@@ -179,12 +189,12 @@ def choose(setting: str, vocabulary: Vocabulary, template: str, render: Render) 
                 "set it to shown, and part the text in the reward."
             )
         return Choice("parted", (special or known)[0])
-    if setting != "auto":
-        return Choice(setting)
-    if special:
-        return Choice("parted", special[0])
     mentioned = tuple(_mentioned(vocabulary, template, render))
-    return Choice("shown", mentioned=mentioned) if mentioned else Choice("hidden")
+    if special:
+        mentioned = (special[0].open, special[0].close)
+    if setting == "auto":
+        setting = "shown" if mentioned else "hidden"
+    return Choice(setting, mentioned=mentioned)
 
 
 def _has(vocabulary: Vocabulary, marks: Marks, is_special: bool = False) -> bool:
@@ -291,19 +301,18 @@ class TokenReader:
 
     def example(self) -> tuple[str, Reading]:
         """A completion with the marks of this model, and what is read of it."""
-        thought, answer = self.vocabulary.encode("2 and 2"), self.vocabulary.encode("4")
         marks = self.choice.marks
-        if marks is HARMONY:
-            written = self.vocabulary.encode(
-                f"{CHANNEL}analysis{MESSAGE}2 and 2<|end|><|start|>assistant{CHANNEL}final{MESSAGE}4"
-            )
+        mentioned = self.choice.mentioned
+        if CHANNEL in mentioned or marks is HARMONY:
+            text = f"{CHANNEL}analysis{MESSAGE}2 and 2<|end|><|start|>assistant{CHANNEL}final{MESSAGE}4"
         elif marks is not None:
-            assert self._open_id is not None
-            assert self._close_id is not None
-            written = [self._open_id, *thought, self._close_id, *answer]
+            text = f"{marks.open}{marks.label}2 and 2{marks.close}4"
+        elif len(mentioned) > 1:
+            text = f"{mentioned[0]}2 and 2{mentioned[1]}4"
         else:
-            ids = [self.vocabulary.id_of(token) for token in self.choice.mentioned[:1]]
-            written = [*thought, *(number for number in ids if number is not None), *answer]
+            text = "".join([*mentioned, "4"])
+        ends = sorted(self.vocabulary.ending_ids)
+        written = [*self.vocabulary.encode(text), *ends[:1]]
         return self.vocabulary.decode(written, skips_special=False), self.read_turn(written)
 
     def _without_end(self, ids: Ids) -> Ids:
@@ -384,6 +393,34 @@ class TokenReader:
 
     def _text(self, ids: Ids) -> str:
         return self.vocabulary.decode(ids, skips_special=False)
+
+
+def end_ids_of(path: str, tokenizer: Any, configured: int | Ids | None) -> tuple[int, ...]:
+    """The ids that end a completion, ascending: the tokenizer's, and those of the model's generation config,
+    else `configured`, those of its config."""
+    from transformers import GenerationConfig
+
+    end_ids = configured
+    with contextlib.suppress(OSError):  # many models have no generation config
+        # It takes precedence over the model's config: chat models often name the end of a turn only here.
+        end_ids = GenerationConfig.from_pretrained(path).eos_token_id or end_ids
+    listed = [end_ids] if isinstance(end_ids, int) else list(end_ids or ())
+    return tuple(sorted({token for token in (tokenizer.eos_token_id, *listed) if token is not None}))
+
+
+def num_appended(encode: Callable[[str, bool], Ids]) -> int:
+    """How many tokens a tokenizer writes after every text, such as an end of text (`add_eos_token`). `encode`
+    gives the ids of a text, with special tokens if its second argument says so."""
+    plain, whole = list(encode(QUESTION, False)), list(encode(QUESTION, True))
+    for first in range(len(whole) - len(plain) + 1):
+        if whole[first : first + len(plain)] == plain:
+            return len(whole) - first - len(plain)
+    return 0
+
+
+def num_appended_by(tokenizer: Any) -> int:
+    """`num_appended` of a tokenizer of transformers."""
+    return num_appended(lambda text, special: tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def _runs(ids: Ids, mask: Sequence[bool] | None) -> Iterator[tuple[bool, list[int]]]:

@@ -233,6 +233,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ("rollout", f"{plural(rollout.workers, 'worker')} with the {rollout.engine} engine"),
         ("reward", f"{_rewards(config.reward)}; {plural(config.reward.workers, 'worker')}"),
         ("", "; ".join(findings.rewards) or uncalled),
+        ("completions", findings.reading),
         ("session", "; ".join(findings.session)),
         *(("" if i else "memory", line) for i, line in enumerate(findings.memory)),
     ]

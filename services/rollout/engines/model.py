@@ -4,7 +4,6 @@ Whatever makes a model folder unusable is reported here, in plain words. Reading
 an engine sets OpenMP's variables before that, and uses no network, except for a hub name.
 """
 
-import contextlib
 import math
 import os
 import sys
@@ -20,7 +19,7 @@ from tidemill.common.errors import ConfigError, EngineError, WeightsError
 from tidemill.common.process.programs import importing
 from tidemill.common.run.model_config import exact_attention, freeze_rope, with_overrides
 from tidemill.common.run.routers import is_mixture
-from tidemill.common.run.special_tokens import Reading, TokenReader, reader_of
+from tidemill.common.run.special_tokens import Reading, TokenReader, end_ids_of, reader_of
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_length
 
@@ -89,7 +88,7 @@ def open_model(model: ModelConfig) -> ModelFolder:
     """
     hf_config, is_local = _read_config(model)
     with importing():
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=is_local)
     except Exception as error:  # the tokenizer libraries raise anything, down to bare Exception
@@ -102,12 +101,7 @@ def open_model(model: ModelConfig) -> ModelFolder:
             f"model.max_model_len is {model.max_model_len}, but {model.path} has a context of {context} "
             "tokens; lower model.max_model_len"
         )
-    end_ids = getattr(text_config, "eos_token_id", None)
-    with contextlib.suppress(OSError):  # many models have no generation config
-        # It takes precedence over the model's config: chat models often name the end of a turn only here.
-        end_ids = GenerationConfig.from_pretrained(model.path).eos_token_id or end_ids
-    end_ids = [end_ids] if isinstance(end_ids, int) else end_ids or []
-    eos_ids = {token for token in (tokenizer.eos_token_id, *end_ids) if token is not None}
+    eos_ids = end_ids_of(model.path, tokenizer, getattr(text_config, "eos_token_id", None))
     if not eos_ids:
         raise ConfigError(
             f"{model.path} names no end-of-sequence token, so completions could never stop; "
@@ -115,10 +109,10 @@ def open_model(model: ModelConfig) -> ModelFolder:
         )
     return ModelFolder(
         tokenizer,
-        tuple(sorted(eos_ids)),
+        eos_ids,
         int(text_config.vocab_size),
         model.max_model_len,
-        reader_of(model, tokenizer, sorted(eos_ids)),
+        reader_of(model, tokenizer, eos_ids),
         is_mixture(hf_config),
     )
 

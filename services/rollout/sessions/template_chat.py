@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.run.special_tokens import TokenReader
+from tidemill.common.run.special_tokens import TokenReader, num_appended_by
 from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
 from tidemill.services.rollout.sessions.chat import (
@@ -53,6 +53,7 @@ class TemplateChat:
         if isinstance(template, dict):
             template = template.get("default")
         self.has_template = bool(template)
+        self._num_ends = 0 if self.has_template else num_appended_by(tokenizer)
         self._own_parser = call_format == "auto" and bool(getattr(tokenizer, "response_template", None))
         self._call_format = format_of(str(template or "")) if call_format == "auto" else call_format
         self._speaks = self._opening() if self.has_template else ""
@@ -71,8 +72,8 @@ class TemplateChat:
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
         if not self.has_template:
-            ids: list[int] = self._tokenizer(_text_of(messages))["input_ids"]
-            return ids
+            ids: list[int] = self._tokenizer(sendable(_text_of(messages)))["input_ids"]
+            return ids[: len(ids) - self._num_ends]  # the model continues it
         is_prefilled = bool(messages) and messages[-1].get("role") == "assistant"
         return self.encode(self._rendered(messages, tools, speaks=not is_prefilled, continues=is_prefilled))
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tidemill.common.config.run import ModelConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.chat_template import read_json
 from tidemill.common.run.special_tokens import MARKS, FileVocabulary, TokenReader, choose, reader_of
 
 TRL = find_spec("trl")  # importing it takes seconds
@@ -194,8 +195,8 @@ def test_of_a_session_only_what_the_model_wrote_is_read_so(setting, text, though
 def test_a_tokenizers_file_alone_leads_to_the_same_choice(name, tmp_path):
     reads, tokenizer = reader(name)
     tokenizer.save_pretrained(tmp_path)
-    names = ["<s>", "<pad>", TOKENS[name][0][0]]
-    vocabulary = FileVocabulary(tmp_path / "tokenizer.json", names)
+    settings = read_json(tmp_path / "tokenizer_config.json")
+    vocabulary = FileVocabulary(tmp_path / "tokenizer.json", settings)
 
     def render(messages: Any, speaks: bool) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=speaks))
