@@ -148,7 +148,7 @@ BETWEEN = said("w1", "w2", "w3", "w4")
     [
         ("<|assistant|>", "{{ m.content }}<eos>", ("w2 <eos>", "w4 <eos>")),
         # What a special token takes is no token: the block's first one is that of the answer.
-        ("<|assistant|>", "\n{{ m.content }}<eos>", ("w2 <eos>", "w4 <eos>")),
+        ("<|assistant|>", "{{ '\\n' + m.content }}<eos>", ("w2 <eos>", "w4 <eos>")),
         ("<|assistant|>\n", "{{ m.content }}<eos>", ("w2 <eos>", "w4 <eos>")),
     ],
 )
