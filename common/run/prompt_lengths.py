@@ -91,6 +91,10 @@ class Ruler:
                 lambda text, special: self._tokenizer.encode(text, add_special_tokens=special).ids
             )
 
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
     def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
         """Length in tokens and origin of each prompt above the limit."""
         limit = self.data.max_prompt_tokens

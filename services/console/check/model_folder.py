@@ -112,7 +112,8 @@ def check_lengths(
         notes.append(f"{model.path} has no tokenizer.json: {CHECKED_AT_START}")
         return
     ruler = Ruler(model.path, data)
-    if ruler.num_ends:
+    has_flag = bool(_settings(model.path / "tokenizer_config.json").get("add_eos_token"))
+    if ruler.num_ends or (has_flag and not ruler.has_template):
         notes.append(
             f"the tokenizer of {model.path} writes its end token behind every text (add_eos_token); prompts "
             "are without it, because the model continues them"
