@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.section import Section, number_of
 from tidemill.common.errors import ConfigError
-from tidemill.common.surrogates import REMEDY, find_halves
+from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 _TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
 """What pydantic adds to a field's path: which part of a union was tried, or that a key is wrong."""

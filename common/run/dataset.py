@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.data_files import Located, RowFile, files_of, in_words, open_rows
-from tidemill.common.surrogates import REMEDY, find_halves
+from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 if TYPE_CHECKING:
     from tidemill.common.config.data import DataConfig, SourceConfig

@@ -10,12 +10,11 @@ is the only place that does it:
 | `hidden` | without special tokens | None |
 | `parted` | the answer | the thought, empty where there is none |
 
-`auto` is `parted` where the tokenizer has the marks of a thought (`MARKS`) as special tokens; `shown` where the
-chat template has other special tokens than those that frame every turn; else `hidden`, which then leaves out
-nothing that the model wrote. Only text is made here: token ids stay as they are.
+`auto` is `parted` where the tokenizer has the marks of a thought (`MARKS`) as special tokens; `shown` where
+the chat template has other special tokens than those that frame every turn; else `hidden`, which then leaves
+out nothing that the model wrote. Only text is made here: token ids stay as they are.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -71,8 +70,8 @@ MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is read of tokens: of `[THINK]2 and 2[/THINK]4</s>` the text is "4" and the thought "2 and 2" where
-    they are parted; `thought` is None where they are not."""
+    """What is read of tokens: of `[THINK]2 and 2[/THINK]4</s>` the text is "4" and the thought "2 and 2"
+    where they are parted; `thought` is None where they are not."""
 
     text: str
     thought: str | None = None
@@ -121,7 +120,8 @@ class LibraryVocabulary:
 
 
 class FileVocabulary:
-    """The vocabulary of a tokenizer.json, read without transformers. `settings` are tokenizer_config.json's."""
+    """The vocabulary of a tokenizer.json, read without transformers. `settings` are those of
+    tokenizer_config.json."""
 
     def __init__(self, file: Path, settings: Mapping[str, Any], end_ids: Ids = ()) -> None:
         from tokenizers import Tokenizer
@@ -177,18 +177,19 @@ def choose(setting: str, vocabulary: Vocabulary, template: str, render: Render) 
     Raises:
         ConfigError: they are to be parted, and the tokenizer has no marks that are known.
     """
-    known = [marks for marks in MARKS if _has(vocabulary, marks)]
-    special = [marks for marks in known if _has(vocabulary, marks, is_special=True)]
+    families = [marks for marks in MARKS if _has(vocabulary, marks)]
+    special = [marks for marks in families if _has(vocabulary, marks, is_special=True)]
     if setting == "auto" and special:
         return Choice("parted", special[0])
     if setting == "parted":
-        if not known:
+        if not families:
+            pairs = ", ".join(f"{marks.open} {marks.close}" for marks in MARKS)
             raise ConfigError(
-                "model.special_tokens is parted, but the tokenizer has none of the marks of a thought that are "
-                f"known, as one token each: {', '.join(f'{marks.open} {marks.close}' for marks in MARKS)}; "
+                "model.special_tokens is parted, but the tokenizer has none of the marks of a thought that "
+                f"are known, as one token each: {pairs}; "
                 "set it to shown, and part the text in the reward."
             )
-        return Choice("parted", (special or known)[0])
+        return Choice("parted", (special or families)[0])
     mentioned = tuple(_mentioned(vocabulary, template, render))
     if special:
         mentioned = (special[0].open, special[0].close)
@@ -395,23 +396,19 @@ class TokenReader:
         return self.vocabulary.decode(ids, skips_special=False)
 
 
-def end_ids_of(path: str, tokenizer: Any, configured: int | Ids | None) -> tuple[int, ...]:
-    """The ids that end a completion, ascending: the tokenizer's, and those of the model's generation config,
-    else `configured`, those of its config."""
-    from transformers import GenerationConfig
-
-    end_ids = configured
-    with contextlib.suppress(OSError):  # many models have no generation config
-        # It takes precedence over the model's config: chat models often name the end of a turn only here.
-        end_ids = GenerationConfig.from_pretrained(path).eos_token_id or end_ids
-    listed = [end_ids] if isinstance(end_ids, int) else list(end_ids or ())
+def end_ids_of(tokenizer: Any, *configured: int | Ids | None) -> tuple[int, ...]:
+    """The ids that end a completion, ascending: the tokenizer's, and the first of `configured` that are any:
+    a model's generation config, then its config. Chat models often name the end of a turn only there."""
+    end_ids = next((ids for ids in configured if ids is not None and ids != []), ())
+    listed = [end_ids] if isinstance(end_ids, int) else list(end_ids)
     return tuple(sorted({token for token in (tokenizer.eos_token_id, *listed) if token is not None}))
 
 
 def num_appended(encode: Callable[[str, bool], Ids]) -> int:
     """How many tokens a tokenizer writes after every text, such as an end of text (`add_eos_token`). `encode`
     gives the ids of a text, with special tokens if its second argument says so."""
-    plain, whole = list(encode(QUESTION, False)), list(encode(QUESTION, True))
+    plain = list(encode(QUESTION, False))
+    whole = list(encode(QUESTION, True))
     for first in range(len(whole) - len(plain) + 1):
         if whole[first : first + len(plain)] == plain:
             return len(whole) - first - len(plain)
@@ -445,9 +442,7 @@ def reader_of(model: ModelConfig, tokenizer: Any, end_ids: Ids = ()) -> TokenRea
 
     def render(messages: list[dict[str, str]], speaks: bool) -> str:
         try:
-            return str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=speaks)
-            )
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=speaks))
         except Exception as error:  # templates raise anything
             raise ValueError(str(error)) from None
 

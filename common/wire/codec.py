@@ -25,10 +25,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from tidemill.common.errors import CodecError
-from tidemill.common.surrogates import LONE
 from tidemill.common.wire.arrays import pack_bits
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Message, Trajectory
+from tidemill.common.wire.surrogates import LONE
 
 _ERRORS = "tidemill-lost-characters"
 LOST = "\ufffd"

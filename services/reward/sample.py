@@ -79,7 +79,8 @@ class RewardSample:
 
     @property
     def of_thought(self) -> dict[str, str]:
-        """The model's thought by its name for rewards; empty where the run does not part it from the answer."""
+        """The model's thought, by its name for rewards; empty where the run does not part it from the
+        answer."""
         thought = self.trajectory.thought
         return {} if thought is None else {"thought": thought}
 

@@ -142,14 +142,18 @@ def describe_reading(model: ModelConfig) -> str:
     if not (folder / TOKENIZER_FILE).is_file():
         return ""
     settings = _settings(folder / "tokenizer_config.json")
-    ends = [_settings(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-    end_ids = next((end for end in ends if end is not None), [])
+    ends: list[Any] = [
+        _settings(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")
+    ]
+    end_ids: Any = next((end for end in ends if end is not None), [])
     try:
         vocabulary = FileVocabulary(
             folder / TOKENIZER_FILE, settings, [end_ids] if isinstance(end_ids, int) else end_ids
         )
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{folder / TOKENIZER_FILE} is not a tokenizer that can be loaded: {error}.") from None
+        raise ConfigError(
+            f"{folder / TOKENIZER_FILE} is not a tokenizer that can be loaded: {error}."
+        ) from None
     template = ChatTemplate.of(folder)
 
     def render(messages: list[dict[str, str]], speaks: bool) -> str:

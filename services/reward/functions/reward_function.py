@@ -200,8 +200,9 @@ def trl_arguments(
     """Lists with one element for each sample: prompts, completions, token ids, and the row's columns.
 
     If the dataset's prompt is a chat, prompts and completions are lists of messages, with the tool calls and
-    results of a session; otherwise text. Where the run parts thoughts from answers, these are the answers, and
-    `thought` is a list, too; messages have the thought as `reasoning_content`. TRL's `environments` are not passed: rollout workers have them.
+    results of a session; otherwise text. Where the run parts thoughts from answers, these are the answers,
+    and `thought` is a list, too; messages have the thought as `reasoning_content`. TRL's `environments` are
+    not passed: rollout workers have them.
 
     Raises:
         AttemptError: the function requires a column that the dataset does not have.

@@ -4,6 +4,7 @@ Whatever makes a model folder unusable is reported here, in plain words. Reading
 an engine sets OpenMP's variables before that, and uses no network, except for a hub name.
 """
 
+import contextlib
 import math
 import os
 import sys
@@ -88,7 +89,7 @@ def open_model(model: ModelConfig) -> ModelFolder:
     """
     hf_config, is_local = _read_config(model)
     with importing():
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, GenerationConfig
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=is_local)
     except Exception as error:  # the tokenizer libraries raise anything, down to bare Exception
@@ -101,7 +102,10 @@ def open_model(model: ModelConfig) -> ModelFolder:
             f"model.max_model_len is {model.max_model_len}, but {model.path} has a context of {context} "
             "tokens; lower model.max_model_len"
         )
-    eos_ids = end_ids_of(model.path, tokenizer, getattr(text_config, "eos_token_id", None))
+    generated = None
+    with contextlib.suppress(OSError):  # many models have no generation config
+        generated = GenerationConfig.from_pretrained(model.path).eos_token_id
+    eos_ids = end_ids_of(tokenizer, generated, getattr(text_config, "eos_token_id", None))
     if not eos_ids:
         raise ConfigError(
             f"{model.path} names no end-of-sequence token, so completions could never stop; "

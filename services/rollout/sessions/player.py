@@ -29,7 +29,8 @@ Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
 Decode = Callable[[Sequence[int]], str]
 """The whole text of ids."""
 Read = Callable[[Sequence[int], Sequence[bool] | None, Sequence[int]], Reading]
-"""What rewards read of a completion: of its ids, which of them the model wrote (None: all), and the prompt's."""
+"""What rewards read of a completion: of its ids, which of these the model wrote (None: all), and the ids of
+its prompt."""
 OpenChat = Callable[[], ChatFormat]
 """Loads the model's chat format; it blocks."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import structlog
 from jinja2 import TemplateError
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tidemill.common.archive.completions import opener_of
@@ -97,18 +97,21 @@ class _Model:
     tokenizer: PreTrainedTokenizerBase
     reader: TokenReader
     vocab_size: int
-    """Number of ids that it has embeddings for: often more than its tokenizer knows, and it samples these too."""
+    """Number of ids that it has embeddings for: often more than its tokenizer knows, and all are sampled."""
     max_tokens: int
 
     @classmethod
     def of(cls, config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> "_Model":
         vocab_size = len(tokenizer)
-        end_id = None
+        configured = None
         with contextlib.suppress(OSError, ValueError):  # a simulated policy has a tokenizer alone
             text_config = AutoConfig.from_pretrained(config.path).get_text_config()
             vocab_size = max(vocab_size, int(getattr(text_config, "vocab_size", 0)))
-            end_id = getattr(text_config, "eos_token_id", None)
-        reader = reader_of(config, tokenizer, end_ids_of(config.path, tokenizer, end_id))
+            configured = getattr(text_config, "eos_token_id", None)
+        generated = None
+        with contextlib.suppress(OSError):  # many models have no generation config
+            generated = GenerationConfig.from_pretrained(config.path).eos_token_id
+        reader = reader_of(config, tokenizer, end_ids_of(tokenizer, generated, configured))
         return cls(tokenizer, reader, vocab_size, config.max_model_len)
 
 
@@ -233,28 +236,28 @@ def _of_blocks(
     the whole chat begins. They are not where a token reaches over a border: one that merges text of both
     sides, or a special token that takes the white space beside it (`lstrip`, `rstrip`).
     """
-    options = tokenizer.special_tokens_map
+    options: dict[str, Any] = {**tokenizer.special_tokens_map, "return_assistant_tokens_mask": True}
     try:
-        texts, blocks = render_jinja_template(
-            [list(chat)], chat_template=template, return_assistant_tokens_mask=True, **options
-        )
+        rendered: Any = render_jinja_template([list(chat)], chat_template=template, **options)
     except (TemplateError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{row.origin}: the demonstration does not fit the model's chat template: {error}"
         ) from None
-    text = texts[0]
+    text: str = rendered[0][0]
+    blocks: list[tuple[int, int]] = rendered[1][0]
     ids = _numbers(tokenizer(text, add_special_tokens=False))
     mask = np.zeros(len(ids), np.bool_)
-    for start, end in blocks[0]:
+    for start, end in blocks:
         borders = []
         for place in (start, end):
             before = _numbers(tokenizer(text[:place], add_special_tokens=False))
             if ids[: len(before)] != before:
                 raise ConfigError(
-                    f"{row.origin}: a token reaches over a border of the chat template's {{% generation %}} block, "
-                    f"at {text[max(0, place - SHOWN) : place]!r} | {text[place : place + SHOWN]!r}, so whether it "
-                    "is the assistant's is not known. Move white space at the border into the block or out of it "
-                    "in the template; a special token with lstrip or rstrip takes what is beside it."
+                    f"{row.origin}: a token reaches over a border of the chat template's {{% generation %}} "
+                    f"block, at {text[max(0, place - SHOWN) : place]!r} | {text[place : place + SHOWN]!r}, "
+                    "so whether it is the assistant's is not known. Move white space at the border into the "
+                    "block or out of it in the template; a special token with lstrip or rstrip takes what is "
+                    "beside it."
                 )
             borders.append(len(before))
         mask[borders[0] : borders[1]] = True

@@ -1,4 +1,4 @@
-"""Whole runs of a real model whose thoughts are marked by special tokens: rewards, a judge, an environment."""
+"""Whole runs of a model whose thoughts are marked by special tokens: rewards, a judge, an environment."""
 
 import json
 from pathlib import Path

@@ -101,7 +101,7 @@ def test_one_line_says_what_rewards_will_see_of_a_completion(tmp_path, name, set
 
 def test_marks_that_cannot_be_parted_are_refused_before_the_start(tmp_path):
     tokenizer_of("unknown").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="model.special_tokens is parted"):
+    with pytest.raises(ConfigError, match=r"model\.special_tokens is parted"):
         describe_reading(ModelConfig(path=str(tmp_path), special_tokens="parted"))
 
 

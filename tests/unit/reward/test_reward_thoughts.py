@@ -12,8 +12,8 @@ from tidemill.common.process.children import content_of, frame_of
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.console.serving.gateway import SampleIn, _trajectory
-from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.remote.judge import JudgePrompt, Verdict
 from tidemill.services.reward.remote.reward_model import make_body
@@ -26,7 +26,8 @@ def verl(solution_str, extra_info):
     return {"score": len(solution_str), "thought": len(extra_info.get("thought", "absent"))}
 
 def batch(solution_strs, extra_infos):
-    return [{"score": len(s), "thought": len(e.get("thought", "absent"))} for s, e in zip(solution_strs, extra_infos)]
+    thoughts = [info.get("thought", "absent") for info in extra_infos]
+    return [{"score": len(s), "thought": len(t)} for s, t in zip(solution_strs, thoughts)]
 
 def trl(completions, log_extra, thought=("absent",)):
     log_extra("thought", [len(each) for each in thought])

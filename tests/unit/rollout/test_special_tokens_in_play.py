@@ -1,4 +1,4 @@
-"""Special tokens of a model with marked thoughts, from both engines to trajectories, environments and clients."""
+"""Special tokens of models with marked thoughts, from engines to trajectories, environments and clients."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +27,10 @@ from tidemill.services.rollout.sessions.template_chat import open_chat
 TURNS = {
     "magistral": ["[THINK]2 and 2[/THINK]4</s>", "[THINK]still[/THINK]It is 4.</s>"],
     "gptoss": [
-        "<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
-        "<|channel|>analysis<|message|>still<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>",
+        "<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant<|channel|>final<|message|>4"
+        "<|return|>",
+        "<|channel|>analysis<|message|>still<|end|><|start|>assistant<|channel|>final<|message|>It is 4."
+        "<|return|>",
     ],
     "gemma4": [
         "<|channel>thought\n2 and 2<channel|>4<turn|>",

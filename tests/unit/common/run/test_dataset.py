@@ -144,7 +144,10 @@ HALF = "\ud83d"
     [
         ({"prompt": f"smile {HALF}"}, "prompt holds"),
         ({"prompt": [{"role": "user", "content": HALF}]}, r"prompt\[0\].content holds"),
-        ({"prompt": [{"role": "user", "content": "a", "tools": [{"name": HALF}]}]}, r"prompt\[0\].tools\[0\].name holds"),
+        (
+            {"prompt": [{"role": "user", "content": "a", "tools": [{"name": HALF}]}]},
+            r"prompt\[0\].tools\[0\].name holds",
+        ),
         ({"data_source": HALF}, "data_source holds"),
         ({"reward_model": {"ground_truth": f"a{HALF}"}}, "reward_model.ground_truth holds .* at character 1"),
         ({"extra_info": {"notes": ["a", {"b": HALF}]}}, r"extra_info.notes\[1\].b holds"),

@@ -36,7 +36,8 @@ MAGISTRAL = (
 )
 UNKNOWN = (
     "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|model|>"
-    "{% if m.thinking %}<|muse|>{{ m.thinking }}{% endif %}<|reply|>{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if m.thinking %}<|muse|>{{ m.thinking }}{% endif %}<|reply|>{{ m.content }}</s>{% endif %}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|model|>{% endif %}"
 )
 
@@ -50,7 +51,11 @@ def tokenizer_of(name: str) -> Any:
     own = {"magistral": MAGISTRAL, "unknown": UNKNOWN}
     template = own[name] if name in own else (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=special[0], pad_token="<pad>", bos_token="<s>", chat_template=template
+        tokenizer_object=backend,
+        eos_token=special[0],
+        pad_token="<pad>",
+        bos_token="<s>",
+        chat_template=template,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.add_tokens(plain)
@@ -68,7 +73,8 @@ def reader(name: str, setting: str = "auto") -> tuple[TokenReader, Any]:
 
 
 GPTOSS = (
-    "<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>"
+    "<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant<|channel|>final<|message|>It is 4."
+    "<|return|>"
 )
 GPTOSS_CALL = (
     "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary to=functions.f json"
@@ -157,7 +163,11 @@ def test_hidden_is_the_text_without_special_tokens(name):
     reads, tokenizer = reader(name, "hidden")
     ids = ids_of(tokenizer, "".join(TOKENS[name][0]) + "4")
     reading = reads.read(ids)
-    assert (reading.text, reading.thought) == (tokenizer.decode(ids, skip_special_tokens=True), None) == ("4", None)
+    assert (
+        (reading.text, reading.thought)
+        == (tokenizer.decode(ids, skip_special_tokens=True), None)
+        == ("4", None)
+    )
 
 
 def test_ordinary_tokens_of_a_thought_are_text_unless_they_are_to_be_parted():

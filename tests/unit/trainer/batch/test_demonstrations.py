@@ -31,7 +31,16 @@ FORGETFUL = TEMPLATE.replace("{{ m.content }} <eos>", "{{ m.content if loop.last
 """What the assistant said before is rendered otherwise, as templates do that drop earlier thinking."""
 
 
-STRIPPING = ["<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "[THINK]", "[/THINK]", *(f"w{n}" for n in range(9))]
+STRIPPING = [
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "<|user|>",
+    "<|assistant|>",
+    "[THINK]",
+    "[/THINK]",
+    *(f"w{n}" for n in range(9)),
+]
 STRIPPING += ["\n"]
 """A vocabulary whose special tokens for the roles take the white space beside them."""
 

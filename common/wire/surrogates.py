@@ -21,8 +21,8 @@ class Half(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.where} holds half of a surrogate pair, {self.code} at character {self.character}, which is "
-            "no text"
+            f"{self.where} holds half of a surrogate pair, {self.code} at character {self.character}, which "
+            "is no text"
         )
 
 
