@@ -263,7 +263,7 @@ class TokenReader:
             return Reading(self.vocabulary.decode(ids, skips_special=True))
         texts: list[str] = []
         thoughts: list[str] = []
-        preceding = list(prompt_ids[-NUM_TAIL_TOKENS:])
+        preceding = [int(token) for token in prompt_ids[-NUM_TAIL_TOKENS:]]
         for is_models, run in _runs(ids, mask):
             if is_models:
                 reading = self.read_turn(run, self.is_thought_open(preceding))

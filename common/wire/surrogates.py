@@ -1,7 +1,7 @@
 """Halves of surrogate pairs in text.
 
 JSON and YAML can write one (`"\\ud83d"`), and Python takes it, but it is no character: neither UTF-8 nor a
-tokenizer can encode it.
+tokenizer can encode it. JSON makes one character of two halves; PyYAML leaves them apart.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 LONE = re.compile("[\ud800-\udfff]")
-REMEDY = "write the whole character (in JSON both halves, one behind the other), or take it out"
+REMEDY = "write the character itself, or take it out"
 
 
 class Half(NamedTuple):

@@ -10,7 +10,7 @@ import structlog
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.run.special_tokens import Reading
+from tidemill.common.run.special_tokens import NUM_TAIL_TOKENS, Reading
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, SamplingParams, Ticket
@@ -125,7 +125,7 @@ class SingleTurn(Player):
             "spans": generation.spans,
         }
         segment = Segment.model_construct(**sampled)
-        reading = self.read(generation.token_ids, None, ticket.prompt_ids.tolist())
+        reading = self.read(generation.token_ids, None, ticket.prompt_ids[-NUM_TAIL_TOKENS:].tolist())
         return Played(
             segment,
             reading.text,

@@ -213,3 +213,28 @@ async def test_a_client_of_the_gateway_gets_the_answer_and_its_history_goes_on(
     else:
         assert "2 and 2" in first.text
         assert played.thought is None
+
+
+async def test_an_answer_that_a_client_has_changed_keeps_the_thought_that_was_sampled(folder, family):
+    config = config_of(folder)
+    engine = engine_of(config)
+    tokenizer = tokenizer_of(family)
+    turns = [turn.replace("4", "certainly 4, I think.") for turn in TURNS[family]]
+    session = GatewaySession(
+        open_chat(config),
+        engine.decode,
+        Script(tokenizer, turns),
+        SamplingParams(max_tokens=200),
+        EnvironmentConfig(),
+        4096,
+        engine.read,
+    )
+    asked = {"role": "user", "content": "2+2?"}
+    first = await session.answer(Question((asked,)))
+    changed = {"role": "assistant", "content": first.text.replace(", I think", "")}
+    await session.answer(Question((asked, changed, {"role": "user", "content": "sure?"})))
+    await session.close()
+    assert dict(session.counts) == {"realigned": 1}
+    (segment,) = (session.played(None, {}).first,)
+    kept = ids_of(tokenizer, turns[0].partition(", I think")[0])
+    assert segment.completion_ids.tolist()[: len(kept)] == kept
