@@ -197,7 +197,7 @@ async def measure_gateway(folder: Path) -> tuple[float, float]:
     """What the gateway adds to a call: median and 99th percentile in milliseconds."""
     config = config_of(folder, "async", engine="transformers", sampling={"max_tokens": 64})
     write_tokenizer(folder / "model", TEMPLATE)
-    chat, decode = open_chat(config), open_model(config.model).decode
+    chat, decode = open_chat(config), open_model(config.model).reader.text_of
     sampling, limits = SamplingParams(max_tokens=64), config.rollout.environment
     gateway, times = Gateway("policy"), []
     await gateway.start()

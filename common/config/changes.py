@@ -10,6 +10,7 @@ from tidemill.common.config.run import RunConfig
 
 FIXED = {
     "seed": "the order of the prompts and the sampling follow from it",
+    "model.special_tokens": "rewards of later steps would be of other texts than those of earlier ones",
     "model": "weights and checkpoints are those of this model",
     "data.train": "tickets are numbered by the position of their prompt",
     "data.columns": "which rows are used, and what is asked, follows from it",

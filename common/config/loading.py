@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.section import Section, number_of
 from tidemill.common.errors import ConfigError
+from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 _TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
 """What pydantic adds to a field's path: which part of a union was tried, or that a key is wrong."""
@@ -81,6 +82,8 @@ def _read_tree(path: Path) -> dict[str, Any]:
 
 def parse_config(tree: dict[str, Any], origin: str, base: Path | None = None) -> RunConfig:
     """Validate a tree of plain values; `origin` names it in errors, and paths are relative to `base`."""
+    if half := next(find_halves(tree, ""), None):
+        raise ConfigError(f"{origin}: {half}; {REMEDY}.")
     try:
         return RunConfig.model_validate(tree, context={"base": base})
     except ValidationError as error:

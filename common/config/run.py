@@ -29,6 +29,10 @@ class ModelConfig(Section):
     """Precision of the forward pass, in trainer and engine. Master weights are float32."""
     max_model_len: int = Field(2048, ge=8, le=1 << 20)
     """Prompt plus completion, in tokens. Chooses between LongRoPE's short and long positions."""
+    special_tokens: Literal["auto", "shown", "hidden", "parted"] = "auto"
+    """What rewards see of special tokens in a completion: `shown`, `hidden`, or `parted` into thought and
+    answer. `auto`: parted with known marks of a thought, shown where the chat template has others, else
+    hidden."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's config.json to replace, also in exports: `{max_position_embeddings: 32768}`."""
 

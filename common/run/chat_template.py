@@ -18,7 +18,7 @@ class RenderError(Exception):
 
 class ChatTemplate:
     def __init__(self, source: str, settings: Mapping[str, Any]) -> None:
-        self._source = source
+        self.source = source
         self._tokens = {
             name: value.get("content", "") if isinstance(value, dict) else value
             for name, value in settings.items()
@@ -65,7 +65,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
         try:
-            return environment.from_string(self._source).render(**given, **self._tokens)
+            return environment.from_string(self.source).render(**given, **self._tokens)
         except (TemplateError, TypeError, ValueError) as error:
             raise RenderError(f"the chat template cannot be rendered here ({error})") from None
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.data_files import Located, RowFile, files_of, in_words, open_rows
+from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 if TYPE_CHECKING:
     from tidemill.common.config.data import DataConfig, SourceConfig
@@ -198,6 +199,7 @@ def gsm8k_answer(answer: str) -> str | None:
 def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_truth: bool) -> Row:
     """Make a row from its columns. Raises ConfigError: it lacks something."""
     origin, columns = located[0], _renamed(located[1], names, located[0])
+    _check_text(columns, origin)
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
         raise _missing(origin, f"column {column!r} (the prompt)", columns)
@@ -234,6 +236,7 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
     """Make a demonstration from its columns: a chat that ends with the assistant, or a prompt and a
     completion, both as text or as messages, or ids. Raises ConfigError: it lacks something."""
     origin, columns = located[0], _renamed(located[1], names, located[0])
+    _check_text(columns, origin)
     if not isinstance(source := columns.get("data_source") or "", str):
         raise _wrong(origin, "data_source", "text", source)
     if columns.get(IDS[1]) is not None:
@@ -259,6 +262,12 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
             origin, known[0], "messages of which the last is the assistant's", completion[-1]["role"]
         )
     return Row(prompt, source, None, {}, number, origin, completion=completion)
+
+
+def _check_text(columns: Mapping[str, Any], origin: str) -> None:
+    """Raises ConfigError: a text of the row cannot be encoded."""
+    if half := next(find_halves(columns, ""), None):
+        raise ConfigError(f"{origin}: {half}; {REMEDY}.")
 
 
 def _is_gsm8k(columns: Mapping[str, Any], column: str) -> bool:

@@ -10,6 +10,7 @@ from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.common.run.dataset import ChatMessage, Row, read_training_rows
+from tidemill.common.run.special_tokens import num_appended
 
 BATCH_ROWS = 1024
 TOKENIZER_FILE = "tokenizer.json"
@@ -83,6 +84,16 @@ class Ruler:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
+        self.num_ends = 0
+        """Tokens that the tokenizer writes behind every text, and that prompts are without."""
+        if self._template is None:
+            self.num_ends = num_appended(
+                lambda text, special: self._tokenizer.encode(text, add_special_tokens=special).ids
+            )
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
 
     def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
         """Length in tokens and origin of each prompt above the limit."""
@@ -95,8 +106,9 @@ class Ruler:
                 [text for _, text in long], add_special_tokens=self._template is None
             )
             for (origin, _), encoding in zip(long, encoded, strict=True):
-                if len(encoding.ids) > limit:
-                    yield len(encoding.ids), origin
+                num_tokens = len(encoding.ids) - self.num_ends
+                if num_tokens > limit:
+                    yield num_tokens, origin
 
     def _text(self, row: Row) -> str:
         if self._template is None:

@@ -96,6 +96,7 @@ class ClaimStore:
             "spans": ((sample.min_version, 1),),
             "session": None,
             "text": "",
+            "thought": None,
             "prompt_text": "",
             "own_text": "",
             "ground_truth": None,

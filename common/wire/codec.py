@@ -14,7 +14,6 @@ size is checked before it is allocated.
 """
 
 import codecs
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from functools import cache
@@ -29,9 +28,9 @@ from tidemill.common.errors import CodecError
 from tidemill.common.wire.arrays import pack_bits
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Message, Trajectory
+from tidemill.common.wire.surrogates import LONE
 
 _ERRORS = "tidemill-lost-characters"
-_LONE = re.compile("[\ud800-\udfff]")
 LOST = "\ufffd"
 
 
@@ -46,7 +45,7 @@ def pack(tree: Any, default: Callable[[Any], Any] | None = None) -> bytes:
 
 def sendable(text: str) -> str:
     """The text with every lone surrogate replaced."""
-    return _LONE.sub(LOST, text)
+    return LONE.sub(LOST, text)
 
 
 def _replace(error: UnicodeError) -> tuple[bytes, int]:

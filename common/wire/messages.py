@@ -153,6 +153,9 @@ class Trajectory(PromptFields):
     spans: tuple[VersionSpan, ...]
     finish: Finish = Field("stop", description="`length` where it is truncated: by a limit, not by itself")
     text: str = ""
+    thought: str | None = Field(
+        None, description="what the model thought, where `text` is its answer alone (`model.special_tokens`)"
+    )
     worker: str = ""
     started_at: float = 0.0
     finished_at: float = 0.0

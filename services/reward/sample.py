@@ -72,7 +72,17 @@ class RewardSample:
         session = self.trajectory.session
         if session is not None and session.messages:
             return list(session.messages)
-        return [{"role": "assistant", "content": self.trajectory.text}]
+        answer: dict[str, Any] = {"role": "assistant", "content": self.trajectory.text}
+        if self.trajectory.thought:
+            answer["reasoning_content"] = self.trajectory.thought
+        return [answer]
+
+    @property
+    def of_thought(self) -> dict[str, str]:
+        """The model's thought, by its name for rewards; empty where the run does not part it from the
+        answer."""
+        thought = self.trajectory.thought
+        return {} if thought is None else {"thought": thought}
 
     @property
     def conversation(self) -> ChatMessages:
@@ -86,7 +96,9 @@ class RewardSample:
     def fields(self) -> dict[str, Any]:
         """The arguments of `compute_score`, by name; `extra_info` is a new dict.
 
-        Its `is_evaluation` says whether the score is for evaluation or training. For a session it also has
+        Its `is_evaluation` says whether the score is for evaluation or training. Where the run parts thoughts
+        from answers (`model.special_tokens`), `thought` has what the model thought, maybe nothing, and
+        `solution_str` the answer. For a session it also has
         `num_turns` (of the model), `messages` (the whole conversation), `turn_scores` (the environment's
         reward for each turn), `environment_reward` and `environment_metrics`.
         """
@@ -100,11 +112,12 @@ class RewardSample:
                 "environment_reward": session.reward,
                 "environment_metrics": dict(session.metrics),
             }
+        of_sample = {**of_session, **self.of_thought, "is_evaluation": self.is_evaluation}
         return {
             "data_source": trajectory.data_source,
             "solution_str": trajectory.text,
             "ground_truth": trajectory.ground_truth,
-            "extra_info": {**trajectory.extra, **of_session, "is_evaluation": self.is_evaluation},
+            "extra_info": {**trajectory.extra, **of_sample},
         }
 
 

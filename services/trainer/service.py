@@ -183,5 +183,5 @@ def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prom
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_training_prompts(config.data, tokenizer, config.seed)
     evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
-    shown = load_demonstrations(config.data, tokenizer, config.seed, config.model.max_model_len)
+    shown = load_demonstrations(config.data, tokenizer, config.seed, config.model)
     return PromptPlan(prompts, config, shown), evaluation

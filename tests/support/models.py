@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
@@ -67,11 +67,21 @@ def tiny_model(path: Path, seed: int = 0, **changes: Any) -> Path:
     return path
 
 
-def write_tokenizer(path: Path, chat_template: str | None = None, num_pieces: int = len(PIECES)) -> None:
-    """The tokenizer of `PIECES`, or of more words of the same kind."""
+def write_tokenizer(
+    path: Path,
+    chat_template: str | None = None,
+    num_pieces: int = len(PIECES),
+    appends_end: bool = False,
+) -> None:
+    """The tokenizer of `PIECES`, or of more words of the same kind; it writes its end behind every text if it
+    `appends_end`."""
     pieces = [*PIECES, *(f"w{number - 3}" for number in range(len(PIECES), num_pieces))]
     backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if appends_end:
+        backend.post_processor = processors.TemplateProcessing(
+            single="$A <eos>", pair="$A $B <eos>", special_tokens=[("<eos>", 1)]
+        )
     PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<eos>",

@@ -191,6 +191,7 @@ def _sample_row(pair: tuple[GroupRecord, SampleRecord]) -> Row:
     row |= {"left_out": sample.left_out}
     if made is not None:
         row |= {"completion": made.text, "num_tokens": made.num_tokens, "finish": made.finish}
+        row |= {} if made.thought is None else {"thought": made.thought}
         row |= {"version": made.min_version, "rollout_worker": made.worker}
         row |= {"started_at": made.started_at, "finished_at": made.finished_at}
     if score is not None:

@@ -234,6 +234,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
         ("reward", f"{_rewards(config.reward)}; {plural(config.reward.workers, 'worker')}"),
         ("", "; ".join(findings.rewards) or uncalled),
         *(("" if i else "reward gets", line) for i, line in enumerate(findings.gets)),
+        ("completions", findings.reading),
         ("session", "; ".join(findings.session)),
         *(("" if i else "memory", line) for i, line in enumerate(findings.memory)),
     ]

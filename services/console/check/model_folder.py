@@ -11,11 +11,12 @@ from typing import Any
 
 from tidemill.common.config import DataConfig, ModelConfig, RunConfig, is_path
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.chat_template import RenderError, read_json
+from tidemill.common.run.chat_template import ChatTemplate, RenderError, read_json
 from tidemill.common.run.dataset import Row
 from tidemill.common.run.model_config import overridden
 from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler, fate_of_overlong
 from tidemill.common.run.routers import EXPERT_COUNTS
+from tidemill.common.run.special_tokens import FileVocabulary, TokenReader, choose
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -111,6 +112,12 @@ def check_lengths(
         notes.append(f"{model.path} has no tokenizer.json: {CHECKED_AT_START}")
         return
     ruler = Ruler(model.path, data)
+    has_flag = bool(_settings(model.path / "tokenizer_config.json").get("add_eos_token"))
+    if ruler.num_ends or (has_flag and not ruler.has_template):
+        notes.append(
+            f"the tokenizer of {model.path} writes its end token behind every text (add_eos_token); prompts "
+            "are without it, because the model continues them"
+        )
     for name, found in rows.items():
         try:
             overlong = list(ruler.overlong(found))
@@ -122,6 +129,51 @@ def check_lengths(
             notes.append(
                 f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be {becomes}"
             )
+
+
+def describe_reading(model: ModelConfig) -> str:
+    """What rewards will see of a completion of this model, with an example; empty where its folder does not
+    say.
+
+    Raises:
+        ConfigError: the model's special tokens cannot be read as `model.special_tokens` says.
+    """
+    folder = Path(model.path)
+    if not (folder / TOKENIZER_FILE).is_file():
+        return ""
+    settings = _settings(folder / "tokenizer_config.json")
+    ends: list[Any] = [
+        _settings(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")
+    ]
+    end_ids: Any = next((end for end in ends if end is not None), [])
+    try:
+        vocabulary = FileVocabulary(
+            folder / TOKENIZER_FILE, settings, [end_ids] if isinstance(end_ids, int) else end_ids
+        )
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"{folder / TOKENIZER_FILE} is not a tokenizer that can be loaded: {error}."
+        ) from None
+    template = ChatTemplate.of(folder)
+
+    def render(messages: list[dict[str, str]], speaks: bool) -> str:
+        assert template is not None
+        try:
+            return template.render(messages, add_generation_prompt=speaks)
+        except RenderError as error:
+            raise ValueError(str(error)) from None
+
+    choice = choose(model.special_tokens, vocabulary, template.source if template else "", render)
+    written, reading = TokenReader(vocabulary, choice).example()
+    sees = f"of {written!r} rewards see {reading.text!r}"
+    if reading.thought is not None:
+        sees += f", and the thought {reading.thought!r} in extra_info"
+    is_auto = " (auto)" * (model.special_tokens == "auto")
+    return f"{sees}; special tokens are {choice.mode}{is_auto}"
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
 
 
 def check_teachers(config: RunConfig) -> None:

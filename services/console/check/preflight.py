@@ -32,6 +32,7 @@ from tidemill.services.console.check.model_folder import (
     ModelFacts,
     check_lengths,
     check_teachers,
+    describe_reading,
     inspect_model,
 )
 from tidemill.services.console.processes.specs import find_overlaps, named_gpus
@@ -154,6 +155,8 @@ class Findings:
     """What judges and reward models will read of the first training row."""
     memory: list[str] = field(default_factory=list)
     """Memory that the run takes on GPUs and hosts, where it was computed."""
+    reading: str = ""
+    """What rewards see of a completion, by an example; empty where the model is not here."""
     session: list[str] = field(default_factory=list)
     """Result of one session, with scripted answers in place of the model's."""
     notes: list[str] = field(default_factory=list)
@@ -181,6 +184,7 @@ def examine(
     sampling: list[Callable[[], None]] = [
         lambda: _check_engine(findings.config),
         lambda: check_teachers(findings.config),
+        lambda: _describe_reading(findings),
         lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
         lambda: findings.notes.extend(find_odd_truths(rows) if findings.config.data.needs_truth else ()),
         lambda: _check_rewards(findings, first_row(), calls_reward),
@@ -255,6 +259,11 @@ def _look_at_model(findings: Findings) -> None:
         )
         if config.rollout.engine_traits.package:
             check_records(routes=True)
+
+
+def _describe_reading(findings: Findings) -> None:
+    if findings.config.rollout.engine_traits.loads_model and findings.model and not findings.model.is_remote:
+        findings.reading = describe_reading(findings.config.model)
 
 
 def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:

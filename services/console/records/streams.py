@@ -296,6 +296,7 @@ def _texts(
         yield from said
         # A session's text is its messages again, as the model's tokens.
         if not any(pattern.search(text) for _, text in said):
+            yield "thought", message.thought or ""
             yield "completion", message.text
     elif isinstance(message, Score | DeadLetter):
         yield "error", message.error
@@ -350,7 +351,7 @@ def _snippet(text: str, first: int, last: int) -> Text:
     )
 
 
-TEXTS = ("prompt_text", "text")
+TEXTS = ("prompt_text", "thought", "text")
 """Fields that are shown after the others, with their line breaks."""
 UNITS = dict.fromkeys(("issued", "finished", "scored", "announced", "died"), "time") | {
     "took": "s", "latency": "s", "written": "s", "size": "bytes"
@@ -374,6 +375,8 @@ def _record_tree(stream: StreamName, record: Record) -> Node:
     message = record.message
     values = message.model_dump()
     session = session_parts(message) if isinstance(message, Trajectory) and values.pop("session") else ()
+    if isinstance(message, Trajectory) and not message.thought:
+        del values["thought"]
     texts = [(name, values.pop(name)) for name in TEXTS if values.get(name)]
     shown = (part(name.replace("_", " "), Node("", text, "text")) for name, text in texts)
     return part(name, (Node(name, value) for name, value in values.items()), session, shown)

@@ -99,6 +99,8 @@ def sample_parts(group: GroupRecord, sample: SampleRecord, with_text: bool = Tru
         yield part("generation", _generation_lines(group.ticket, sample))
         yield from session_parts(made)
         if with_text and (made.session is None or not made.session.messages):
+            if made.thought:
+                yield part("thought", Node("", made.thought, "text"))
             yield part("completion", Node("", made.text or "(empty)", "text"))
     if sample.score is not None:
         yield part("reward", _score_lines(made, sample.score))

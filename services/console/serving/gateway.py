@@ -326,6 +326,7 @@ def _trajectory(sample: SampleIn, ticket: int, index: int, group_size: int) -> T
         str(message.get("content") or "") for message in said or () if message.get("role") == "assistant"
     ]
     text = (answers[-1] if answers else "") if said is not None else str(sample.completion)
+    thoughts = [message["reasoning_content"] for message in said or () if "reasoning_content" in message]
     prompt = "" if chat is not None else str(sample.prompt)
     now = time.time()
     return Trajectory(
@@ -343,6 +344,7 @@ def _trajectory(sample: SampleIn, ticket: int, index: int, group_size: int) -> T
         logprobs=np.zeros(len(ids), dtype=np.float32),
         spans=((0, 0),),
         text=text,
+        thought=str(thoughts[-1] or "") if thoughts else None,
         worker="serve-rewards",
         started_at=now,
         finished_at=now,

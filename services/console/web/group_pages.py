@@ -116,7 +116,11 @@ async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 async def text(site: Site, run: WatchedRun, request: Request) -> Response:
-    whole, first = (await _trajectory(run, request)).text, number_of(request.query_params.get("first"))
+    trajectory = await _trajectory(run, request)
+    whole = trajectory.text
+    if trajectory.thought:
+        whole = f"{trajectory.thought}\n\n[answer]\n{whole}"
+    first = number_of(request.query_params.get("first"))
     part = whole[first : first + MAX_TEXT_PART_CHARACTERS]
     return site.response("part.html", tokens=(), text=part, next=first + len(part), total=len(whole))
 

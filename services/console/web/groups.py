@@ -150,6 +150,7 @@ class GroupRow:
         self.min_version = least if self.min_version < 0 else min(self.min_version, least)
         self.max_version = max(self.max_version, trajectory.max_version)
         self._describe(trajectory)
+        self._remember(trajectory.thought or "")
         self._remember(trajectory.text)
 
     def add_score(self, entry_id: str, score: Score) -> None:

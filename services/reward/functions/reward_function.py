@@ -193,7 +193,7 @@ def rubric_arguments(how: CallConvention, sample: RewardSample, kwargs: Kwargs) 
         "prompt": sample.messages or sample.prompt,
         "completion": _completion(sample),
         "answer": sample.trajectory.ground_truth,
-        "info": dict(sample.trajectory.extra),
+        "info": {**sample.trajectory.extra, **sample.of_thought},
         "task": sample.trajectory.data_source,
     }
     return how.taken({**offered, "state": dict(offered)}) | dict(kwargs)
@@ -205,7 +205,9 @@ def trl_arguments(
     """Lists with one element for each sample: prompts, completions, token ids, and the row's columns.
 
     If the dataset's prompt is a chat, prompts and completions are lists of messages, with the tool calls and
-    results of a session; otherwise text. TRL's `environments` are not passed: rollout workers have them.
+    results of a session; otherwise text. Where the run parts thoughts from answers, these are the answers,
+    and `thought` is a list, too; messages have the thought as `reasoning_content`. TRL's `environments` are
+    not passed: rollout workers have them.
 
     Raises:
         AttemptError: the function requires a column that the dataset does not have.
@@ -220,6 +222,8 @@ def trl_arguments(
         "log_extra": log.extra.__setitem__,
         "log_metric": log.metrics.__setitem__,
     }
+    if samples[0].of_thought:
+        offered["thought"] = [sample.trajectory.thought or "" for sample in samples]
     if "is_evaluation" in how.names:
         offered["is_evaluation"] = samples[0].is_evaluation  # one lane a call; a list would always be true
     if missing := sorted(how.required - offered.keys() - kwargs.keys()):

@@ -96,7 +96,10 @@ class Verdict(Callee):
         return {"maker": f"{__name__}:load_verdict", "reference": self.name, "config": config}
 
     async def call(self, request: Request) -> list[RewardOutcome]:
-        return [self.read(completion=request.samples[0].trajectory.text, **request.given)]
+        judged = request.samples[0].trajectory
+        # A judge may read the thought, too, and quote a verdict from that.
+        written = f"{judged.thought}\n{judged.text}" if judged.thought else judged.text
+        return [self.read(completion=written, **request.given)]
 
     def read(self, words: str, completion: str = "", nonce: str = "", is_cut: bool = False) -> RewardOutcome:
         """The verdict; its value is None where the function that reads it says so.

@@ -35,6 +35,7 @@ class SampleTemplate:
             "messages": sample.chat,
             "prompt_text": sample.trajectory.prompt_text,
             "completion": sample.trajectory.text,
+            "thought": sample.trajectory.thought or "",
             "conversation": sample.conversation,
             "ground_truth": sample.trajectory.ground_truth,
             "extra": sample.trajectory.extra,

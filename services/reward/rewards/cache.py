@@ -119,6 +119,8 @@ def _digest(version: str, sample: RewardSample) -> str:
         trajectory.ground_truth,
         trajectory.extra,
     ]
+    if trajectory.thought is not None:
+        parts.append(("thought", trajectory.thought))
     if (session := trajectory.session) is not None:
         parts += [session.environment, session.messages, session.reward, session.metrics, session.end]
         parts += [sample.turn_rewards, last.mask.tobytes()]

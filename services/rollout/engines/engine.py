@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.common.config.rollout import RolloutConfig
+from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Finish, VersionSpan
@@ -159,7 +160,14 @@ class Engine(ABC):
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens: for people and reward functions."""
+        """The whole text of tokens, with or without special ones as the run says (`model.special_tokens`)."""
+
+    def read(
+        self, token_ids: Sequence[int], mask: Sequence[bool] | None = None, prompt_ids: Sequence[int] = ()
+    ) -> Reading:
+        """What rewards and people read of a completion of `prompt_ids`, of which the model wrote the tokens
+        with `mask` (None: all)."""
+        return Reading(self.decode(token_ids))
 
     @abstractmethod
     async def sleep(self) -> None:

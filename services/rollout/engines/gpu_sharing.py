@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tidemill.common.errors import EngineError
 from tidemill.common.process.gpu_sharing import GpuGate, GpuLock, GpuSharingError, lock_files
+from tidemill.common.run.special_tokens import Reading
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, WeightUpdate
 
 
@@ -59,6 +60,11 @@ class GpuSharingEngine(Engine):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._engine.decode(token_ids)
+
+    def read(
+        self, token_ids: Sequence[int], mask: Sequence[bool] | None = None, prompt_ids: Sequence[int] = ()
+    ) -> Reading:
+        return self._engine.read(token_ids, mask, prompt_ids)
 
     async def sleep(self) -> None:
         """Called only by the gate, like `wake`."""

@@ -20,6 +20,7 @@ from tidemill.common.errors import ConfigError, EngineError, WeightsError
 from tidemill.common.process.programs import importing
 from tidemill.common.run.model_config import exact_attention, freeze_rope, with_overrides
 from tidemill.common.run.routers import is_mixture
+from tidemill.common.run.special_tokens import Reading, TokenReader, end_ids_of, reader_of
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.services.rollout.engines.engine import Engine, GenerationRequest, check_length
 
@@ -37,15 +38,10 @@ class ModelFolder:
     eos_ids: tuple[int, ...]
     vocab_size: int
     max_model_len: int
+    reader: TokenReader
+    """Makes text of what the model wrote."""
     is_mixture: bool = False
     """Whether it is a mixture of experts."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, without special tokens and with the spaces the model wrote."""
-        text: str = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse a request that no engine could serve, before it reaches one.
@@ -77,7 +73,12 @@ class ModelEngine(Engine):
         return self._folder
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self.folder.decode(token_ids)
+        return self.folder.reader.text_of(token_ids)
+
+    def read(
+        self, token_ids: Sequence[int], mask: Sequence[bool] | None = None, prompt_ids: Sequence[int] = ()
+    ) -> Reading:
+        return self.folder.reader.read(token_ids, mask, prompt_ids)
 
 
 def open_model(model: ModelConfig) -> ModelFolder:
@@ -101,20 +102,23 @@ def open_model(model: ModelConfig) -> ModelFolder:
             f"model.max_model_len is {model.max_model_len}, but {model.path} has a context of {context} "
             "tokens; lower model.max_model_len"
         )
-    found = getattr(text_config, "eos_token_id", None)
+    generated = None
     with contextlib.suppress(OSError):  # many models have no generation config
-        # It takes precedence over the model's config: chat models often name the end of a turn only here.
-        found = GenerationConfig.from_pretrained(model.path).eos_token_id or found
-    found = [found] if isinstance(found, int) else found or []
-    eos_ids = {token for token in (tokenizer.eos_token_id, *found) if token is not None}
+        generated = GenerationConfig.from_pretrained(model.path).eos_token_id
+    eos_ids = end_ids_of(tokenizer, generated, getattr(text_config, "eos_token_id", None))
     if not eos_ids:
         raise ConfigError(
             f"{model.path} names no end-of-sequence token, so completions could never stop; "
             "set eos_token_id in its generation_config.json"
         )
-    vocab_size = int(text_config.vocab_size)
-    limits = vocab_size, model.max_model_len
-    return ModelFolder(tokenizer, tuple(sorted(eos_ids)), *limits, is_mixture(hf_config))
+    return ModelFolder(
+        tokenizer,
+        eos_ids,
+        int(text_config.vocab_size),
+        model.max_model_len,
+        reader_of(model, tokenizer, eos_ids),
+        is_mixture(hf_config),
+    )
 
 
 def _read_config(model: ModelConfig) -> tuple[Any, bool]:

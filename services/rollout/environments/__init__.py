@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.common.config.environment import AGENT, OPENENV, SINGLE_TURN, TOOLS, EnvironmentConfig
 from tidemill.common.config.run import RunConfig
-from tidemill.services.rollout.sessions.player import Decode, Player
+from tidemill.services.rollout.sessions.player import Decode, Player, Read
 from tidemill.services.rollout.sessions.template_chat import open_chat
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ ENVIRONMENTS = {
 """`rollout.environment.use` -> class of the player, and loader of its `Design` or `Stage`."""
 
 
-def build_player(config: RunConfig, decode: Decode) -> Player:
-    """The player of one worker; its `start` loads the environment. `decode` is the engine's."""
+def build_player(config: RunConfig, decode: Decode, read: Read | None = None) -> Player:
+    """The player of one worker; its `start` loads the environment. `decode` and `read` are the engine's."""
     player, _ = _row(config.rollout.environment)
-    built: Player = resolve_name(player)(config, decode, lambda: open_chat(config))
+    built: Player = resolve_name(player)(config, decode, lambda: open_chat(config), read)
     return built
 
 

@@ -35,7 +35,7 @@ from tidemill.services.rollout.environments.program_errors import ProgramError
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.chat import ChatFormat
-from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player
+from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player, Read
 
 log = structlog.get_logger(__name__)
 
@@ -125,8 +125,10 @@ class AgentProgram:
 class AgentPlayer(Player):
     chat: ChatFormat
 
-    def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:
-        super().__init__(config, decode, open_chat)
+    def __init__(
+        self, config: RunConfig, decode: Decode, open_chat: OpenChat, read: Read | None = None
+    ) -> None:
+        super().__init__(config, decode, open_chat, read)
         section, self._max_model_len = self.section, config.model.max_model_len
         # What agents call the model: the last part of its path.
         model = NOT_IN_ALIAS.sub("-", config.model.path.rstrip("/").rpartition("/")[2]).strip("-") or "model"
@@ -163,7 +165,7 @@ class AgentPlayer(Player):
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         session = GatewaySession(
-            self.chat, self.decode, ask, ticket.sampling, self.section, self._max_model_len
+            self.chat, self.decode, ask, ticket.sampling, self.section, self._max_model_len, self.read
         )
         try:
             with self._gateway.serving(session) as root:

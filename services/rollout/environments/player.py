@@ -41,7 +41,7 @@ from tidemill.services.rollout.environments.recorded import DifferentAnswerError
 from tidemill.services.rollout.environments.stages import LocalStage, ProcessStage
 from tidemill.services.rollout.sessions.chat import ChatFormat, ChatMessage, Parsed
 from tidemill.services.rollout.sessions.parts import Recording
-from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player
+from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player, Read
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder, choices_of
 from tidemill.services.rollout.sessions.template_chat import content_text
 
@@ -68,8 +68,10 @@ class EnvironmentPlayer(Player):
     stage: Stage | None = None
     chat: ChatFormat
 
-    def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:
-        super().__init__(config, decode, open_chat)
+    def __init__(
+        self, config: RunConfig, decode: Decode, open_chat: OpenChat, read: Read | None = None
+    ) -> None:
+        super().__init__(config, decode, open_chat, read)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -160,9 +162,10 @@ class Play:
             metrics=dict(closing.metrics),
             num_faults=num_faults,
         )
-        text = self._player.decode(recorder.completion_ids)
+        reading = self._player.read(recorder.completion_ids, recorder.mask, recorder.prompt_ids)
         finish: Finish = "stop" if end == "done" else "length"
-        return Played(segment, text, finish, session, choices_of([recorder]))
+        choices = choices_of([recorder])
+        return Played(segment, reading.text, finish, session, choices, reading.thought)
 
     async def _finish(self) -> Closing:
         """The environment's result. Raises EnvironmentFaultError: it fails, not because of the policy."""

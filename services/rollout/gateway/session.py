@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
+from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.common.wire.segments import Late, Session, SessionEnd
+from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
 from tidemill.services.rollout.gateway.histories import Continuation, Histories, RecordedHistory, num_within
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
-from tidemill.services.rollout.sessions.player import Ask, Decode, Played
+from tidemill.services.rollout.sessions.player import Ask, Decode, Played, Read
 from tidemill.services.rollout.sessions.recorder import choices_of
 
 MAX_REPEATS = 8
@@ -62,6 +63,7 @@ class GatewaySession:
         sampling: SamplingParams,
         limits: EnvironmentConfig,
         max_model_len: int,
+        read: Read | None = None,
     ) -> None:
         """`limits` hold for all segments together; `max_tokens` 0 is no limit but the model's length."""
         # Two secrets: the token is a part of the address, which programs log.
@@ -75,6 +77,7 @@ class GatewaySession:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with the engine's error: the session cannot go on after that."""
         self._chat, self._decode, self._ask = chat, decode, ask
+        self._read: Read = read or (lambda ids, mask, prompt_ids: Reading(decode(ids)))
         self._sampling, self._limits, self._max_model_len = sampling, limits, max_model_len
         self._given: dict[bytes, list[_Given]] = {}
         self._running: set[asyncio.Task[Answer]] = set()
@@ -177,9 +180,10 @@ class GatewaySession:
             histories=dict(self.counts),
             num_faults=num_faults,
         )
-        text = self._decode(recorders[-1].completion_ids)
-        choices = choices_of(recorders)
-        return Played(first, text, "stop" if self.end == "done" else "length", session, choices)
+        last = recorders[-1]
+        reading = self._read(last.completion_ids, last.mask, last.prompt_ids)
+        finish: Finish = "stop" if self.end == "done" else "length"
+        return Played(first, reading.text, finish, session, choices_of(recorders), reading.thought)
 
     def _said(self) -> list[Message]:
         """All messages after the first prompt, segment by segment, without those that an earlier one has."""

@@ -11,6 +11,7 @@ import structlog
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.run.special_tokens import NUM_TAIL_TOKENS, Reading
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.choices import ROUTES, Rows, find_routes_fault
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, SamplingParams, Ticket
@@ -27,7 +28,10 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
 """One generation: the engine continues token ids. Cancelling it aborts the request."""
 Decode = Callable[[Sequence[int]], str]
-"""Text of ids, without special tokens."""
+"""The whole text of ids."""
+Read = Callable[[Sequence[int], Sequence[bool] | None, Sequence[int]], Reading]
+"""What rewards read of a completion: of its ids, which of these the model wrote (None: all), and the ids of
+its prompt."""
 OpenChat = Callable[[], ChatFormat]
 """Loads the model's chat format; it blocks."""
 
@@ -41,6 +45,8 @@ class Played:
     finish: Finish = "stop"
     session: Session | None = None
     choices: dict[str, Rows] = field(default_factory=dict)
+    thought: str | None = None
+    """What the model thought, where the run parts that from its text."""
 
     def fields(self) -> dict[str, Any]:
         names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "spans")
@@ -48,6 +54,7 @@ class Played:
         choices = Choices(rows=self.choices) if self.choices else None
         return fields | {
             "text": self.text,
+            "thought": self.thought,
             "finish": self.finish,
             "session": self.session,
             "choices": choices,
@@ -76,9 +83,12 @@ def find_engine_fault(played: Played) -> str:
 class Player:
     """Plays samples, many at once; made once for each worker process."""
 
-    def __init__(self, config: RunConfig, decode: Decode, open_chat: OpenChat) -> None:
+    def __init__(
+        self, config: RunConfig, decode: Decode, open_chat: OpenChat, read: Read | None = None
+    ) -> None:
         self.config, self.section = config, config.rollout.environment
         self.decode, self.open_chat = decode, open_chat
+        self.read: Read = read or (lambda ids, mask, prompt_ids: Reading(decode(ids)))
         self.num_faults: Counter[str] = Counter()
         """Faults of environments so far, by kind."""
 
@@ -135,8 +145,14 @@ class SingleTurn(Player):
             "spans": generation.spans,
         }
         segment = Segment.model_construct(**sampled)
-        text = self.decode(generation.token_ids)
-        return Played(segment, text, generation.finish, choices=generation.choices)
+        reading = self.read(generation.token_ids, None, ticket.prompt_ids[-NUM_TAIL_TOKENS:].tolist())
+        return Played(
+            segment,
+            reading.text,
+            generation.finish,
+            choices=generation.choices,
+            thought=reading.thought,
+        )
 
 
 def _observe(played: Played) -> None:

@@ -32,6 +32,11 @@ class SegmentRecorder:
         """All tokens so far: what the engine continues."""
         return self.prompt_ids + self.completion_ids
 
+    @property
+    def mask(self) -> list[bool]:
+        """Which completion tokens the model wrote."""
+        return list(self._mask)
+
     def asking(self, sampling: SamplingParams, num_kept: int) -> SamplingParams:
         """Sampling parameters of the turn after `num_kept` tokens of the completion: known routes are not
         asked for again, and stay those of the weights that computed them."""

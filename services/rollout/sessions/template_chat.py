@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tidemill.common.config.run import RunConfig
+from tidemill.common.run.special_tokens import TokenReader, num_appended_by
 from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.sessions.calls import find_calls, format_of, read_call
 from tidemill.services.rollout.sessions.chat import (
@@ -37,19 +38,28 @@ class TemplateChat:
     """The chat format of one model. Not thread-safe, because tokenizers are not."""
 
     def __init__(
-        self, tokenizer: Any, eos_ids: Sequence[int], call_format: str = "auto", has_template: bool = True
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        call_format: str = "auto",
+        has_template: bool = True,
+        reader: TokenReader | None = None,
     ) -> None:
+        """`reader` makes text of a turn; without one, special tokens are hidden."""
+        self._reader = reader
         self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         template = getattr(tokenizer, "chat_template", None) if has_template else None
         if isinstance(template, dict):
             template = template.get("default")
         self.has_template = bool(template)
+        self._num_ends = 0 if self.has_template else num_appended_by(tokenizer)
         self._own_parser = call_format == "auto" and bool(getattr(tokenizer, "response_template", None))
         self._call_format = format_of(str(template or "")) if call_format == "auto" else call_format
         self._speaks = self._opening() if self.has_template else ""
         ids = self.encode(self._speaks)
         self._opening_id = ids[0] if ids and ids[0] in self._special_ids else None
+        self._opens_thought = reader is not None and reader.is_thought_open(ids)
         # For this object alone: a cache on the method would keep every chat, and its tokenizer, alive.
         self._ending = lru_cache(maxsize=256)(self._ending_of)
 
@@ -62,8 +72,8 @@ class TemplateChat:
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
         if not self.has_template:
-            ids: list[int] = self._tokenizer(_text_of(messages))["input_ids"]
-            return ids
+            ids: list[int] = self._tokenizer(sendable(_text_of(messages)))["input_ids"]
+            return ids[: len(ids) - self._num_ends]  # the model continues it
         is_prefilled = bool(messages) and messages[-1].get("role") == "assistant"
         return self.encode(self._rendered(messages, tools, speaks=not is_prefilled, continues=is_prefilled))
 
@@ -90,17 +100,25 @@ class TemplateChat:
         ids = list(turn_ids)
         while ids and ids[-1] in self._eos_ids:
             ids.pop()
-        # The marks of calls are special tokens of some tokenizers: without them no call is found.
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=not tools, clean_up_tokenization_spaces=False
-        )
-        thought, text = self._split_thought(text)
+        thought, text = self._read(ids, bool(tools))
         calls: tuple[Call, ...] = ()
         if tools:
             is_open = is_cut and text.rfind(CALL) > text.rfind(CALLED)
             text, calls = find_calls(text, self._call_format)
             calls = _whole(calls, is_open)
         return Parsed(_message(text, thought, calls), calls)
+
+    def _read(self, ids: list[int], has_tools: bool) -> tuple[str, str]:
+        """Thinking and the rest of a turn."""
+        if self._reader is not None and self._reader.parts:
+            reading = self._reader.read_turn(ids, self._opens_thought)
+            return reading.thought or "", reading.text
+        # The marks of calls are special tokens of some tokenizers: without them no call is found.
+        is_hidden = not has_tools and (self._reader is None or self._reader.choice.mode == "hidden")
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=is_hidden, clean_up_tokenization_spaces=False
+        )
+        return self._split_thought(text)
 
     def shorten(self, text: str, max_tokens: int) -> str:
         if len(text.encode(errors="replace")) <= max_tokens:  # a token has a byte at least
@@ -215,7 +233,7 @@ def open_chat(config: RunConfig) -> ChatFormat:
     folder = open_model(config.model)
     has_template = config.data.chat_template != "never"
     call_format = config.rollout.environment.call_format
-    return TemplateChat(folder.tokenizer, folder.eos_ids, call_format, has_template)
+    return TemplateChat(folder.tokenizer, folder.eos_ids, call_format, has_template, folder.reader)
 
 
 def _called_by(messages: Sequence[ChatMessage]) -> tuple[str, str] | None:

@@ -29,6 +29,7 @@ from tidemill.common.config.run import is_path
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.prompt_lengths import chat_messages, fate_of_overlong, plain_prompt
+from tidemill.common.run.special_tokens import num_appended_by
 from tidemill.common.wire.arrays import Int32
 
 log = structlog.get_logger(__name__)
@@ -206,6 +207,8 @@ def _encoded(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool
 ) -> Iterator[Prompt]:
     overlong: list[tuple[int, str]] = []
+    # The model continues a prompt: what the tokenizer writes behind every text would end it.
+    num_ends = 0 if use_template else num_appended_by(tokenizer)
     starts = range(0, len(rows), BATCH_ROWS)
     quiet = len(rows) < PROGRESS_ROWS or not sys.stderr.isatty()
     shown = track(starts, "tokenising prompts", console=Console(stderr=True), disable=quiet, transient=True)
@@ -215,7 +218,7 @@ def _encoded(
         # A template writes the special tokens itself; doubling them would shift every logprob.
         encoded = tokenizer(texts, add_special_tokens=not use_template, return_attention_mask=False)
         for row, text, numbers in zip(batch, texts, encoded["input_ids"], strict=True):
-            ids = np.asarray(numbers, dtype=np.int32)
+            ids = np.asarray(numbers[: len(numbers) - num_ends], dtype=np.int32)
             if not len(ids):
                 raise ConfigError(f"{row.origin}: the prompt has no tokens; its text is {text!r}.")
             if len(ids) > data.max_prompt_tokens:

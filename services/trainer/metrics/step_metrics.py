@@ -136,7 +136,8 @@ def usage_metrics(
 def _record_bytes(trajectory: Trajectory) -> int:
     """About how many bytes Redis holds for one trajectory and its score."""
     ids = sum(len(s.prompt_ids) + 2 * len(s.completion_ids) for s in trajectory.segments)
-    text = len(trajectory.text.encode()) + len(trajectory.prompt_text.encode())
+    texts = (trajectory.text, trajectory.thought or "", trajectory.prompt_text)
+    text = sum(len(part.encode()) for part in texts)
     said = len(repr(trajectory.session.messages)) if trajectory.session else 0
     return BYTES_OF_A_TOKEN * ids + text + said + ENTRY_BYTES
 

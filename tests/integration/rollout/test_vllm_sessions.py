@@ -73,7 +73,7 @@ async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_thos
     engine = build_engine(config, "worker")
     await engine.start()
     watched = Watched(engine, {version: path / "model.safetensors" for version, path in folders.items()})
-    player = build_player(config, engine.decode)
+    player = build_player(config, engine.decode, engine.read)
     await player.start()
 
     async def play(number: int) -> Segment:

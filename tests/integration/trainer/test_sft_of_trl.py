@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.models import accumulate_all, gradients_of, make_policy, tiny_model, write_tokenizer
 from tests.unit.trainer.batch.test_demonstrations import GENERATION, TEMPLATE, said
 from tidemill.common.config.data import DataConfig
+from tidemill.common.config.run import ModelConfig
 from tidemill.services.trainer.batch.demonstrations import Demonstration, load_demonstrations
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.samples import make_sample
@@ -69,7 +70,7 @@ def test_tokens_loss_and_gradient_are_those_of_trl(tmp_path, rows, template, opt
 
     source = {"name": "shown", "kind": "demonstrations", "path": str(path)}
     config = DataConfig.model_validate({"train": [source]})
-    (found,) = load_demonstrations(config, tokenizer, seed=0, max_tokens=128)
+    (found,) = load_demonstrations(config, tokenizer, 0, ModelConfig(path=str(folder), max_model_len=128))
     shown = [one for one in found.prompts if isinstance(one, Demonstration)]
     assert len(shown) == len(rows)
     policy = make_policy(torch.float64, model=AutoModelForCausalLM.from_pretrained(folder))

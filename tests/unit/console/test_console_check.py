@@ -11,7 +11,9 @@ import pytest
 from rich.console import Console
 
 from tests.support.checked_runs import make_folder, write_run
+from tests.support.models import write_tokenizer
 from tests.support.trajectories import make_config
+from tests.unit.common.run.test_special_tokens import tokenizer_of
 from tidemill.common.config import DataConfig, ModelConfig, RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process import gpus
@@ -36,6 +38,7 @@ from tidemill.services.console.check.model_folder import (
     ModelFacts,
     check_lengths,
     check_teachers,
+    describe_reading,
     inspect_model,
 )
 from tidemill.services.console.check.preflight import Findings, examine
@@ -78,6 +81,36 @@ def test_a_model_folder_that_will_not_do_is_refused(tmp_path, missing, length, s
         (folder / missing).unlink()
     with pytest.raises(ConfigError, match=said):
         inspect_model(ModelConfig(path=str(folder), max_model_len=length))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "said"),
+    [
+        ("magistral", "auto", "rewards see '4', and the thought '2 and 2' in extra_info"),
+        ("magistral", "hidden", "rewards see '2 and 24'"),
+        ("magistral", "shown", "rewards see '[THINK]2 and 2[/THINK]4'"),
+        ("gptoss", "auto", "rewards see '4', and the thought '2 and 2' in extra_info"),
+        ("qwen3", "auto", "rewards see '4'; special tokens are hidden (auto)"),
+        ("unknown", "auto", "rewards see '<|muse|>2 and 2<|reply|>4'"),
+    ],
+)
+def test_one_line_says_what_rewards_will_see_of_a_completion(tmp_path, name, setting, said):
+    tokenizer_of(name).save_pretrained(tmp_path)
+    assert said in describe_reading(ModelConfig(path=str(tmp_path), special_tokens=setting))
+
+
+def test_marks_that_cannot_be_parted_are_refused_before_the_start(tmp_path):
+    tokenizer_of("unknown").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.special_tokens is parted"):
+        describe_reading(ModelConfig(path=str(tmp_path), special_tokens="parted"))
+
+
+@pytest.mark.parametrize("appends_end", [False, True])
+def test_an_end_token_behind_every_text_is_named_and_not_counted(tmp_path, appends_end):
+    write_tokenizer(tmp_path, appends_end=appends_end)
+    notes: list[str] = []
+    check_lengths({"train": rows("w1 w2")}, ModelFacts(tmp_path), data(2), notes)
+    assert ["add_eos_token" in note for note in notes] == [True] * appends_end
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ eos_token }} go"

@@ -19,7 +19,7 @@ def model_config(path: Path | str, **changes: Any) -> ModelConfig:
 def test_a_usable_folder_gives_tokenizer_limits_and_the_end_tokens_of_both_configs(tmp_path: Path) -> None:
     folder = open_model(model_config(tiny_model(tmp_path, eos_token_id=[1, 5])))
     assert (folder.eos_ids, folder.vocab_size, folder.max_model_len) == ((1, 5), 32, 64)
-    assert folder.decode([3, 4, 1]) == "w0 w1"
+    assert folder.reader.text_of([3, 4, 1]) == "w0 w1"
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert open_model(model_config(tmp_path)).eos_ids == (1, 7, 9)
 

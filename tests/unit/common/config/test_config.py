@@ -116,6 +116,19 @@ def test_a_mistake_is_named_by_its_field(tree, said):
     assert [words for words in said if words not in found] == []
 
 
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path):
+    for text, field in (
+        ('data: {train: a.jsonl, system_prompt: "hm \\ud83d"}', "data.system_prompt"),
+        (
+            'data: {train: a.jsonl}\nreward: {function: math, kwargs: {tag: ["\\ude00"]}}',
+            r"reward.kwargs.tag\[0\]",
+        ),
+    ):
+        path = write(tmp_path, f"model: {{path: model}}\n{text}\n")
+        with pytest.raises(ConfigError, match=rf"config.yaml: {field} holds half of a surrogate pair"):
+            load_config(path)
+
+
 def test_a_missing_section_is_named():
     with pytest.raises(ConfigError, match="data: required, but not given"):
         parse_config({"model": {"path": "m"}}, "run.yaml")

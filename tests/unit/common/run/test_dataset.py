@@ -1,6 +1,7 @@
 """Datasets: two layouts, two formats, and errors that name the line."""
 
 import json
+import re
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -133,6 +134,37 @@ def test_parquet_fills_messages_with_nulls_that_do_not_reach_the_template(tmp_pa
     messages = [{"role": "system", "content": "Be brief.", "name": "s"}, {"role": "user", "content": "1+1?"}]
     path = write_parquet(tmp_path / "a.parquet", {**VERL, "prompt": messages})
     assert read_dataset(path)[0].prompt == messages
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"prompt": f"smile {HALF}"}, "prompt holds"),
+        ({"prompt": [{"role": "user", "content": HALF}]}, r"prompt\[0\].content holds"),
+        (
+            {"prompt": [{"role": "user", "content": "a", "tools": [{"name": HALF}]}]},
+            r"prompt\[0\].tools\[0\].name holds",
+        ),
+        ({"data_source": HALF}, "data_source holds"),
+        ({"reward_model": {"ground_truth": f"a{HALF}"}}, "reward_model.ground_truth holds .* at character 1"),
+        ({"extra_info": {"notes": ["a", {"b": HALF}]}}, r"extra_info.notes\[1\].b holds"),
+        ({"tags": {HALF: 1}}, r"the name tags.\? holds"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_with_file_line_field_and_remedy(tmp_path, changes, field):
+    path = write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, **changes})
+    said = error_of(path)
+    assert re.search(rf"a.jsonl line 2: {field}", said)
+    assert r"\ud83d" in said
+    assert "take it out" in said
+
+
+def test_whole_characters_beyond_the_first_plane_are_text(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", {**VERL, "prompt": "smile \U0001f600"})
+    assert only(path).prompt == "smile \U0001f600"
 
 
 def test_values_become_what_a_message_can_carry(tmp_path):

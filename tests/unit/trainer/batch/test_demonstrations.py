@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from tests.support.models import write_tokenizer
 from tests.support.trajectories import make_config
 from tidemill.common.config.data import DataConfig
+from tidemill.common.config.run import ModelConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import FIRST_DEMONSTRATION
 from tidemill.services.trainer.batch.demonstrations import Demonstration, load_demonstrations
@@ -29,14 +31,51 @@ FORGETFUL = TEMPLATE.replace("{{ m.content }} <eos>", "{{ m.content if loop.last
 """What the assistant said before is rendered otherwise, as templates do that drop earlier thinking."""
 
 
-def loaded(folder: Path, rows: list[dict[str, Any]], template: str | None = None, **data: Any) -> Any:
+STRIPPING = [
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "<|user|>",
+    "<|assistant|>",
+    "[THINK]",
+    "[/THINK]",
+    *(f"w{n}" for n in range(9)),
+]
+STRIPPING += ["\n"]
+"""A vocabulary whose special tokens for the roles take the white space beside them."""
+
+
+def write_stripping(folder: Path, template: str | None) -> None:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(STRIPPING)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("\n| +"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>", chat_template=template
+    )
+    roles = [AddedToken(role, lstrip=True, rstrip=True, special=True) for role in STRIPPING[3:5]]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*roles, "[THINK]", "[/THINK]"]})
+    tokenizer.save_pretrained(folder)
+
+
+def loaded(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    template: str | None = None,
+    stripping: bool = False,
+    appends_end: bool = False,
+    special_tokens: Any = "auto",
+    **data: Any,
+) -> Any:
     """The demonstrations of these rows; words w0, w1, ... are tokens 3, 4, ..."""
-    write_tokenizer(folder, template)
+    if stripping:
+        write_stripping(folder, template)
+    else:
+        write_tokenizer(folder, template, appends_end=appends_end)
     path = folder / "shown.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"name": "shown", "kind": "demonstrations", "path": str(path)}
     config = DataConfig.model_validate({"train": [source], "shuffle": False, **data})
-    (found,) = load_demonstrations(config, AutoTokenizer.from_pretrained(folder), seed=0, max_tokens=16)
+    model = ModelConfig(path=str(folder), max_model_len=16, special_tokens=special_tokens)
+    (found,) = load_demonstrations(config, AutoTokenizer.from_pretrained(folder), 0, model)
     return [found.prompts[place] for place in range(len(found))]
 
 
@@ -93,6 +132,84 @@ def test_ids_are_taken_as_they_are(tmp_path):
         ("w1 w2", "w3 w4 w5", "w3 w5"),
         ("w1", "w3 <eos>", "w3 <eos>"),
     ]
+
+
+def test_ids_that_the_model_has_and_its_tokenizer_does_not_know_are_taken_as_they_are(tmp_path):
+    rows = [{"prompt_ids": [4], "completion_ids": [35, 1]}]
+    LlamaConfig(vocab_size=40).save_pretrained(tmp_path)
+    (demonstration,) = loaded(tmp_path, rows)
+    assert demonstration.completion_ids.tolist() == [35, 1]
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        loaded(tmp_path, [{"prompt_ids": [4], "completion_ids": [40, 1]}])
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}ASSISTANT{% generation %}BLOCK{% endgeneration %}"
+    "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT{% endif %}"
+)
+"""A template whose special tokens have white space beside them."""
+BETWEEN = said("w1", "w2", "w3", "w4")
+
+
+@pytest.mark.parametrize(
+    ("opening", "block", "expected"),
+    [
+        ("<|assistant|>", "{{ m.content }}<eos>", ("w2 <eos>", "w4 <eos>")),
+        # What a special token takes is no token: the block's first one is that of the answer.
+        ("<|assistant|>", "{{ '\\n' + m.content }}<eos>", ("w2 <eos>", "w4 <eos>")),
+        ("<|assistant|>\n", "{{ m.content }}<eos>", ("w2 <eos>", "w4 <eos>")),
+    ],
+)
+def test_a_special_token_that_takes_the_space_beside_it_is_trained_only_in_a_generation_block(
+    tmp_path, opening, block, expected
+):
+    template = MARKED.replace("ASSISTANT", opening).replace("BLOCK", block)
+    (demonstration,) = loaded(tmp_path, [{"messages": BETWEEN}], template, stripping=True)
+    trained = [STRIPPING[token] for token in demonstration.completion_ids[demonstration.mask]]
+    assert " ".join(trained) == " ".join(expected)
+
+
+@pytest.mark.parametrize("block", ["{{ m.content }}\n", "{{ m.content }} w5\n"])
+def test_a_generation_block_whose_end_a_special_token_takes_is_refused(tmp_path, block):
+    template = MARKED.replace("ASSISTANT", "<|assistant|>").replace("BLOCK", block)
+    with pytest.raises(ConfigError, match=r"shown.jsonl line 1: .* reaches over a border"):
+        loaded(tmp_path, [{"messages": BETWEEN}], template, stripping=True)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "w1", "completion": "w2 \ud83d"},
+        {"messages": said("w1", "w2 \ude00")},
+        {"prompt": said("w\ud83d"), "completion": "w2"},
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_by_file_line_and_field(tmp_path, row):
+    with pytest.raises(ConfigError, match=r"shown.jsonl line 1: .*half of a surrogate pair.*take it out"):
+        loaded(tmp_path, [row], TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("special_tokens", "expected"),
+    [
+        ("auto", ("w3", "w2")),
+        ("shown", ("[THINK] w2 [/THINK] w3", None)),
+        ("hidden", ("w2 w3", None)),
+    ],
+)
+def test_its_text_is_read_as_that_of_a_completion(tmp_path, special_tokens, expected):
+    ids = [STRIPPING.index(word) for word in ("[THINK]", "w2", "[/THINK]", "w3", "<eos>")]
+    rows = [{"prompt_ids": [5], "completion_ids": ids}]
+    (demonstration,) = loaded(tmp_path, rows, stripping=True, special_tokens=special_tokens)
+    made = demonstration.trajectory(FIRST_DEMONSTRATION, 0, 0)
+    assert (made.text, made.thought) == expected
+    assert made.completion_ids.tolist() == ids
+
+
+def test_an_end_token_that_the_tokenizer_appends_is_no_part_of_the_prompt(tmp_path):
+    (demonstration,) = loaded(tmp_path, [{"prompt": "w1", "completion": " w2"}], appends_end=True)
+    assert words(demonstration) == ("w1", "w2 <eos>", "w2 <eos>")
 
 
 def test_streamed_rows_are_those_that_are_held(tmp_path):

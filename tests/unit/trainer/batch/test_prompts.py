@@ -155,6 +155,23 @@ def test_what_cannot_be_a_prompt_is_named(template, prompt, fields, named):
         encode_rows(make_rows("1", prompt), make_tokenizer(template), data(**fields))
 
 
+@pytest.mark.parametrize(("num_tokens", "fits"), [(2, True), (1, False)])
+def test_an_end_that_the_tokenizer_appends_does_not_end_a_prompt(num_tokens, fits):
+    tokenizer = make_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", 1)])
+    rows = make_rows("Be brief")
+    limits = data(max_prompt_tokens=num_tokens)
+    if fits:
+        (prompt,) = encode_rows(rows, tokenizer, limits)
+        assert words(tokenizer, prompt) == "Be brief"
+        (prompt,) = encode_rows(make_rows("Be brief <s>"), tokenizer, data(max_prompt_tokens=3))
+        assert words(tokenizer, prompt) == "Be brief <s>", "what the row itself has stays"
+    else:
+        with pytest.raises(ConfigError, match="has 2 tokens"):
+            encode_rows(rows, tokenizer, limits)
+
+
 def test_prompts_that_are_too_long_can_be_dropped_with_a_count():
     config = data(max_prompt_tokens=4, overlong_prompts="drop")
     with capture_logs() as logs:
