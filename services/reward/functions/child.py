@@ -40,6 +40,10 @@ from tidemill.services.reward.outcome import AttemptError
 
 BEAT_S = 0.5
 TICK_S = 0.1
+LONG_S = 1.0
+"""Calls that take longer are reported with every beat: where they are, and whether they compute."""
+COMPUTING_SHARE = 0.5
+"""A call whose thread ran, or waited for a core, for a larger share of its time computes."""
 BLOCKED_S = 0.5
 """A loop that has run no callback for this long is blocked."""
 MOST_THREADS = 256
@@ -100,7 +104,7 @@ def _read_for_ever(frames: BinaryIO, calls: "LoopCalls | ThreadCalls") -> None:
 def _beat_for_ever(calls: "LoopCalls | ThreadCalls", send: Send) -> None:
     while True:
         time.sleep(BEAT_S)
-        send({"beat": calls.state()})
+        send({"beat": calls.state(), "long": calls.long_calls()})
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,6 +121,27 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+class RunningCall:
+    """A call that the thread which makes this object has begun."""
+
+    def __init__(self) -> None:
+        self.thread, self._native_id = threading.get_ident(), threading.get_native_id()
+        self.started_at = time.monotonic()
+        self._ran_s = _thread_s(self._native_id)
+
+    def computed_s(self) -> float:
+        """Seconds that its thread has run on a core, or waited for one."""
+        return _thread_s(self._native_id) - self._ran_s
+
+
+def _thread_s(native_id: int) -> float:
+    """Seconds that a thread of this process has run on a core, or waited for one; 0 where it is not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
+        return (int(fields[0]) + int(fields[1])) / 1e9
+    return 0.0
+
+
 class ThreadCalls:
     def __init__(self, function: Callee, send: Send) -> None:
         self._function, self._send = function, send
@@ -125,6 +150,7 @@ class ThreadCalls:
         self._others = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="reward")
         self._active_at = self._since = time.monotonic()
         self._computed_s = _computing_s()
+        self._running: dict[int, RunningCall] = {}
 
     def take(self, frame: dict[str, Any]) -> None:
         """Start a call. A thread cannot be stopped: cancelled calls end with the process."""
@@ -141,13 +167,32 @@ class ThreadCalls:
         """Empty: for plain functions the beat itself is all there is to report."""
         return {}
 
+    def long_calls(self) -> dict[int, tuple[str, bool, float]]:
+        """By number of each call that takes long: the user's line where it is, and whether it computed most
+        of its time, and its seconds. One that computes loops, or has much to do; others wait for something."""
+        now = time.monotonic()
+        frames = sys._current_frames()
+        calls: dict[int, tuple[str, bool, float]] = {}
+        for number, call in list(self._running.items()):
+            elapsed_s = now - call.started_at
+            frame = frames.get(call.thread)
+            if elapsed_s < LONG_S or frame is None:
+                continue
+            is_computing = call.computed_s() > COMPUTING_SHARE * elapsed_s
+            calls[number] = _where(traceback.extract_stack(frame)), is_computing, elapsed_s
+        return calls
+
     def serve(self) -> None:
         while True:
             self._answer(self._for_main.get(), is_main=True)
 
     def _answer(self, frame: dict[str, Any], is_main: bool = False) -> None:
         _thread.was_refused = False
-        answer = run_through(answer_to(self._function, frame["call"]))
+        self._running[frame["id"]] = RunningCall()
+        try:
+            answer = run_through(answer_to(self._function, frame["call"]))
+        finally:
+            del self._running[frame["id"]]
         if _thread.was_refused:
             answer = {"again": True}
         if _has_used_signals.is_set():
@@ -213,6 +258,11 @@ class LoopCalls:
             "id": self._owners.get(task),
             "where": _where(traceback.extract_stack(frame)) if frame is not None else "",
         }
+
+    def long_calls(self) -> dict[int, tuple[str, bool, float]]:
+        """Empty: calls on a loop are cancelled at their limit, and one that blocks the loop is named by
+        `state`."""
+        return {}
 
     def serve(self) -> None:
         asyncio.set_event_loop(self._loop)

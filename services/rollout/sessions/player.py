@@ -10,6 +10,7 @@ import structlog
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.process.failures import FailureLog
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, SamplingParams, Ticket
@@ -61,6 +62,13 @@ class Player:
         self.decode, self.open_chat = decode, open_chat
         self.num_faults: Counter[str] = Counter()
         """Faults of environments so far, by kind."""
+        self.log = FailureLog()
+        """The same by cause, with the reason of the last one."""
+
+    @property
+    def environment(self) -> str:
+        """Name of the environment in the config."""
+        return self.section.agent or self.section.use
 
     async def start(self) -> None:
         """Load what it needs. Raises ConfigError: the environment cannot be used as configured."""
@@ -83,6 +91,7 @@ class Player:
                 except EnvironmentFaultError as fault:
                     num_faults += 1
                     self.num_faults[fault.kind] += 1
+                    self.log.note(f"environment {self.environment}", fault.kind, str(fault))
                     metrics.ENVIRONMENT_FAULTS.labels(fault.kind).inc()
                     is_last = num_faults >= self.section.attempts
                     log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)

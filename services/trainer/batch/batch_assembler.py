@@ -21,6 +21,7 @@ from tidemill.common.streams import append_dead_letter, dead_letter, has_entry
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
+from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.reconciler import RunStreams
 from tidemill.services.trainer.groups.group_filter import (
     STALE,
@@ -235,17 +236,25 @@ class BatchAssembler:
         self.group_filter, self.precompute = group_filter, None if self.takes_turns else precompute
         self.dropped: list[Dropped] = []
         self.limit = ReplacementLimit(self.trainer)
+        self.code_errors = CodeErrors.of_training(context.config)
+        self.join.on_score = lambda entry: self.code_errors.note(entry.entry_id, entry.message)
         self._rest_s = 0.0
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
         """Wait until at least one group is there for `step`, or until all are without `start_early` or with
-        GPUs used in turn. Taken groups stay outstanding until `settle`. Raises StoppedError: the service must
-        stop."""
+        GPUs used in turn. Taken groups stay outstanding until `settle`.
+
+        Raises:
+            StoppedError: the service must stop.
+            ConfigError: no group will ever be trained.
+        """
         taken: list[TrainableGroup] = []
         quiet_since = time.monotonic()
+        await self.code_errors.begin(self.context.broker)
         while True:
             if self.context.stopping.is_set():
                 raise StoppedError
+            self.code_errors.check()
             await self._replace_dead(step)
             selected = await self._select(step, places - len(taken))
             # Between selecting and taking: a group may have been joined from entries that Redis has lost.
