@@ -1,7 +1,8 @@
 """What fails in a process and why: users' code, servers, environments.
 
-Each attempt that fails is counted by what failed and by its cause, with the reason of the last one. Heartbeats
-carry these counts, so that whoever watches a run sees a reason within seconds, wherever the process runs.
+Each attempt that fails is counted by what failed and by its cause, with the reason of the last one.
+Heartbeats carry these counts, so that whoever watches a run sees a reason within seconds, wherever the
+process runs.
 """
 
 import re

@@ -34,8 +34,21 @@ EXPECTED = "expected a finite number, or a dict with such a number under 'score'
 
 OUTAGES = (OSError, MemoryError)
 """Errors of connections, servers, disks and memory: they pass, and say nothing of the code."""
-NETWORK_MODULES = frozenset(("asyncio", "concurrent", "ftplib", "http", "imaplib", "multiprocessing", "smtplib",
-    "socket", "ssl", "urllib", "xmlrpc"))  # fmt: skip
+NETWORK_MODULES = frozenset(
+    (
+        "asyncio",
+        "concurrent",
+        "ftplib",
+        "http",
+        "imaplib",
+        "multiprocessing",
+        "smtplib",
+        "socket",
+        "ssl",
+        "urllib",
+        "xmlrpc",
+    )
+)
 """Modules of Python whose errors are outages too."""
 NO_THREAD = "can't start new thread"
 

@@ -121,7 +121,6 @@ class WorkerMetrics:
         beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + len(notes)
         beat.detail = "; ".join([*([beat.detail] if beat.detail else []), *notes])
 
-
     def _failing_share(self, failures: Sequence[Failure]) -> float:
         """Share of the last minute's attempts that failed."""
         num_failed = sum(failure.count for failure in failures)

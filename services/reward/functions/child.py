@@ -168,8 +168,8 @@ class ThreadCalls:
         return {}
 
     def long_calls(self) -> dict[int, tuple[str, bool, float]]:
-        """By number of each call that takes long: the user's line where it is, and whether it computed most
-        of its time, and its seconds. One that computes loops, or has much to do; others wait for something."""
+        """By number of each call that takes long: the user's line where it is, whether it computed for most
+        of its time, and its seconds. One that computes may loop; another one waits for something."""
         now = time.monotonic()
         frames = sys._current_frames()
         calls: dict[int, tuple[str, bool, float]] = {}
