@@ -116,9 +116,7 @@ async def _value_for(
     try:
         outcome = await called.score(_sample_of(row, completion))
     except AttemptError as error:
-        raise ConfigError(
-            f"reward {name}: called with {what}, it gave no score: {error}"
-        ) from None
+        raise ConfigError(f"reward {name}: called with {what}, it gave no score: {error}") from None
     value = "None" if outcome.value is None else f"{outcome.value:g}"
     return f"{value} for {what}"
 

@@ -35,15 +35,19 @@ from weakref import WeakKeyDictionary
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.children import Send, become_child, read_frame, sender
-from tidemill.services.reward.functions.request import Callee, answer_to, failure_to_wire, run_through
+from tidemill.services.reward.functions.request import (
+    Callee,
+    LongCall,
+    answer_to,
+    failure_to_wire,
+    run_through,
+)
 from tidemill.services.reward.outcome import AttemptError
 
 BEAT_S = 0.5
 TICK_S = 0.1
 LONG_S = 1.0
 """Calls that take longer are reported with every beat: where they are, and whether they compute."""
-COMPUTING_SHARE = 0.5
-"""A call whose thread ran, or waited for a core, for a larger share of its time computes."""
 BLOCKED_S = 0.5
 """A loop that has run no callback for this long is blocked."""
 MOST_THREADS = 256
@@ -127,19 +131,21 @@ class RunningCall:
     def __init__(self) -> None:
         self.thread, self._native_id = threading.get_ident(), threading.get_native_id()
         self.started_at = time.monotonic()
-        self._ran_s = _thread_s(self._native_id)
+        self._before = _thread_times(self._native_id)
 
-    def computed_s(self) -> float:
-        """Seconds that its thread has run on a core, or waited for one."""
-        return _thread_s(self._native_id) - self._ran_s
+    def times(self) -> tuple[float, float]:
+        """Seconds that its thread has run on a core, and those that it has waited for one."""
+        ran_s, waited_s = _thread_times(self._native_id)
+        ran_before_s, waited_before_s = self._before
+        return ran_s - ran_before_s, waited_s - waited_before_s
 
 
-def _thread_s(native_id: int) -> float:
-    """Seconds that a thread of this process has run on a core, or waited for one; 0 where it is not known."""
+def _thread_times(native_id: int) -> tuple[float, float]:
+    """Seconds that a thread of this process has run on a core and waited for one; 0 where not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
-        return (int(fields[0]) + int(fields[1])) / 1e9
-    return 0.0
+        return int(fields[0]) / 1e9, int(fields[1]) / 1e9
+    return 0.0, 0.0
 
 
 class ThreadCalls:
@@ -167,19 +173,17 @@ class ThreadCalls:
         """Empty: for plain functions the beat itself is all there is to report."""
         return {}
 
-    def long_calls(self) -> dict[int, tuple[str, bool, float]]:
-        """By number of each call that takes long: the user's line where it is, whether it computed for most
-        of its time, and its seconds. One that computes may loop; another one waits for something."""
+    def long_calls(self) -> dict[int, LongCall]:
+        """By number of each call that takes long: where it is, and what it did with its time."""
         now = time.monotonic()
         frames = sys._current_frames()
-        calls: dict[int, tuple[str, bool, float]] = {}
+        calls: dict[int, LongCall] = {}
         for number, call in list(self._running.items()):
             elapsed_s = now - call.started_at
             frame = frames.get(call.thread)
             if elapsed_s < LONG_S or frame is None:
                 continue
-            is_computing = call.computed_s() > COMPUTING_SHARE * elapsed_s
-            calls[number] = _where(traceback.extract_stack(frame)), is_computing, elapsed_s
+            calls[number] = LongCall(_where(traceback.extract_stack(frame)), elapsed_s, *call.times())
         return calls
 
     def serve(self) -> None:
@@ -259,7 +263,7 @@ class LoopCalls:
             "where": _where(traceback.extract_stack(frame)) if frame is not None else "",
         }
 
-    def long_calls(self) -> dict[int, tuple[str, bool, float]]:
+    def long_calls(self) -> dict[int, LongCall]:
         """Empty: calls on a loop are cancelled at their limit, and one that blocks the loop is named by
         `state`."""
         return {}

@@ -23,7 +23,7 @@ import structlog
 from tidemill.common.process.programs import Child
 from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.common.telemetry import metrics
-from tidemill.services.reward.functions.request import Callee, Request, outcomes_of
+from tidemill.services.reward.functions.request import Callee, LongCall, Request, outcomes_of
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 log = structlog.get_logger(__name__)
@@ -285,9 +285,8 @@ class ScoringProcess(WorkerProcess):
         """Seconds that each call may take."""
         self._watching: asyncio.Task[None] | None = None
         self._beat_at = time.monotonic()
-        self._long_calls: dict[int, tuple[str, bool, float]] = {}
-        """By number of a call that takes long: where it is, whether it computes, and its seconds, at the last
-        beat."""
+        self._long_calls: dict[int, LongCall] = {}
+        """By number: the calls that took long at the last beat."""
         self._has_stragglers = False
         """Whether calls that no caller waits for may still be running."""
         self.num_taken = 0
@@ -335,15 +334,15 @@ class ScoringProcess(WorkerProcess):
     @property
     def computes_at(self) -> str:
         """Where a call has computed for `SLOW_S`; empty where none has."""
-        for where, is_computing, elapsed_s in self._long_calls.values():
-            if is_computing and elapsed_s > SLOW_S:
-                return where
+        for call in self._long_calls.values():
+            if call.is_computing and call.elapsed_s > SLOW_S:
+                return call.where
         return ""
 
     def receive(self, frame: dict[str, Any]) -> None:
         self._beat_at = time.monotonic()
         if (beat := frame.get("beat")) is not None:
-            self._long_calls = frame.get("long") or {}
+            self._long_calls = {number: LongCall(*call) for number, call in frame.get("long", {}).items()}
             if beat:
                 self._on_blocked(beat)
                 self._end_if_stuck(beat)
@@ -381,9 +380,11 @@ class ScoringProcess(WorkerProcess):
             self.fail(f"no result within {limit_s:g} s (timeout_s): {where}", True, owner)
 
     def _end_late(self, number: int, timeout_s: float) -> None:
-        where, is_computing, _ = self._long_calls.get(number, ("", False, 0.0))
-        doing = "it computed" if is_computing else "it waited"
-        at = f"; {doing}, in the end in {where}" if where else ""
+        call = self._long_calls.get(number)
+        at = ""
+        if call is not None:
+            doing = "it computed" if call.is_computing else "it waited"
+            at = f"; {doing}, in the end in {call.where}"
         reason = f"no result within {timeout_s:g} s (timeout_s){at}; its process was killed"
         if len(self._limits) > 1 and time.monotonic() - self._beat_at > SILENT_S:
             self.kill()  # the call that holds the interpreter's lock holds up all of them
@@ -391,7 +392,9 @@ class ScoringProcess(WorkerProcess):
             return
         self.is_sound, self._has_stragglers = False, True
         # What computes all the time is a loop, or too slow; what waits may wait for a server.
-        raise AttemptError(reason, is_timeout=True, is_code_error=is_computing)
+        is_final = call is not None and call.is_hopeless
+        is_code_error = call is not None and call.is_computing
+        raise AttemptError(reason, is_timeout=True, is_final=is_final, is_code_error=is_code_error)
 
     def _break_off(self, number: int) -> None:
         """Cancel a call: a task can be cancelled; a thread cannot be stopped, so its process has to end."""

@@ -16,7 +16,7 @@ from tidemill.common.wire.messages import Score
 STEPS_GIVE_UP = 2
 LEAST_GIVE_UP, MOST_GIVE_UP = 64, 1024
 """Scores in a row that end the run: those of `STEPS_GIVE_UP` steps, within these bounds."""
-LEAST_SLOW, SLOW_S = 16, 600.0
+LEAST_SLOW, SLOW_S = 8, 300.0
 """So few are enough where the first of them is this old: code that loops fails slowly."""
 
 
