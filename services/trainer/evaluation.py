@@ -113,12 +113,14 @@ class Evaluator:
         """
         first = version * len(self.prompts)
         tickets = [self._ticket(first + i, version, prompt) for i, (_, prompt) in enumerate(self.prompts)]
+        code_errors = CodeErrors.of_evaluation(self.context.config, len(tickets) * self.config.samples)
+        await code_errors.begin(self.context.broker)
         if not await self._issue(tickets):
             log.warning("cannot be evaluated again: its tickets were trimmed", version=version)
             return {}
         with metrics.EVALUATION_SECONDS.time():
             try:
-                groups = await self._collect(tickets)
+                groups = await self._collect(tickets, code_errors)
             except ConfigError:
                 await self._begin_again(version)
                 raise
@@ -203,12 +205,10 @@ class Evaluator:
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)
 
-    async def _collect(self, tickets: Sequence[Ticket]) -> list[PendingGroup]:
+    async def _collect(self, tickets: Sequence[Ticket], code_errors: CodeErrors) -> list[PendingGroup]:
         """Read the lane until every sample of every ticket is scored or dead, or no more can come. Raises
         ConfigError: see `evaluate`."""
         broker, keys = self.context.broker, self.context.keys
-        code_errors = CodeErrors.of_evaluation(self.context.config, len(tickets) * self.config.samples)
-        await code_errors.begin(broker)
         groups = {ticket.ticket: PendingGroup.of(ticket) for ticket in tickets}
         dead: dict[str, set[TrajectoryKey]] = {}
         dead_letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))

@@ -163,15 +163,15 @@ def _sections(
     if verdict is not None and snapshot.status != FINISHED and not snapshot.memory.is_full:
         slowest = [Text.assemble(("slowest  ", "bold magenta"), verdict.text)]
         slowest.append(Text(f"  {verdict.advice}", "dim"))
-        yield Section("lines", slowest, _group, importance=5, least=3, has_space=True)
+        yield Section("lines of advice", slowest, _group, importance=5, least=4, has_space=True)
     rows = process_table(snapshot, services).children
     if rows:
         # Where not all have room, those that do not work are shown.
-        yield Section("processes: tidemill status", rows, _process_rows, 6, 7, urgency=_urgency)
+        yield Section("processes: tidemill status", rows, _process_rows, 6, 7, True, _urgency)
     else:
         nobody = [Text("no process has reported yet", "dim")]
         yield Section("lines", nobody, _group, importance=6, has_space=True)
-    yield Section("warnings: tidemill status", list(_warnings(snapshot)), _group, importance=7, least=4)
+    yield Section("warnings: tidemill status", list(_warnings(snapshot)), _group, 7, 4, True)
     news = [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in reversed(events)]
     yield Section("events", news, lambda items: Group(*reversed(items)), importance=4, least=2)
     if hint:
@@ -196,7 +196,7 @@ def _columns(rows: Sequence[tuple[Node | None, Node | None]]) -> RenderableType:
 
 
 def _process_rows(rows: Sequence[Node]) -> RenderableType:
-    return rows_table(Node("", unit="table", children=tuple(rows)))
+    return rows_table(Node("", unit="table", children=tuple(rows)), has_edges=False)
 
 
 def _progress(snapshot: RunSnapshot) -> RenderableType:

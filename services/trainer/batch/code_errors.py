@@ -42,6 +42,10 @@ class CodeErrors:
         """All of an evaluation, or the first of a large one."""
         return cls(config, min(num_samples, LEAST_GIVE_UP))
 
+    @property
+    def has_begun(self) -> bool:
+        return self._began_ms is not None
+
     async def begin(self, broker: Broker) -> None:
         """Count what is scored from now on, by the clock of Redis; does nothing the second time."""
         if self._began_ms is None:

@@ -67,6 +67,7 @@ async def test_a_run_ends_with_the_reason_where_every_score_of_two_steps_is_an_e
     await assembler.scheduler.admit(0)
     async with reading(assembler.join):
         taking = asyncio.create_task(assembler.take(0, 1))
+        await wait_until(lambda: assembler.code_errors.has_begun)
         for ticket in range(2):
             await fail(ticket)
         with pytest.raises(
@@ -82,9 +83,10 @@ async def test_outages_are_waited_for_and_a_value_for_failures_is_taken(make, fa
     await assembler.scheduler.admit(0)
     async with reading(assembler.join):
         taking = asyncio.create_task(assembler.take(0, 1))
-        for ticket in range(4):
+        await wait_until(lambda: assembler.code_errors.has_begun)
+        for ticket in (0, 2, 3):  # each the replacement of the one before; 1 is of the next step
             await fail(ticket, is_code_error=on_failure != "drop_sample")
-        await wait_until(lambda: len(assembler.dropped) >= 3)
+            await wait_until(lambda ticket=ticket: ticket in [number for number, *_ in assembler.dropped])
         assert not taking.done()
         taking.cancel()
 
@@ -126,7 +128,7 @@ async def test_an_evaluation_of_which_all_fails_by_code_ends_the_run_and_is_done
     await wait_until(has_tickets)
     for ticket in (3, 4, 5):
         await fail(ticket, lane=EVAL)
-    with pytest.raises(ConfigError, match="the last 6 scores of an evaluation failed.*KeyError"):
+    with pytest.raises(ConfigError, match=r"the last 6 scores of an evaluation failed.*KeyError"):
         await asyncio.wait_for(first, 60)
     assert not await messages(broker, keys.prompts(EVAL), Ticket)
     evaluator, second = evaluate()

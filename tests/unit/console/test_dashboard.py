@@ -304,7 +304,7 @@ def test_the_live_view_fits_the_terminal_the_most_important_first(height: int) -
     workers += [beat("reward-9", "reward", "score", age_s=75), failing(924)]
     state = {"status": "running", "evaluations": EVALUATIONS, "warnings": [WARNING] * 3}
     run = snapshot(state=state, workers=workers, num_dead=3)
-    run.points[-1].metrics |= {"entropy": 0.1, "grad_norm": 1.0, "scores/failed_ratio": 0.9}
+    run.points[-1].metrics.update({"entropy": 0.1, "grad_norm": 1.0, "scores/failed_ratio": 0.9})
     events = [f"event {number}" for number in range(5)]
     console = Console(file=io.StringIO(), width=80, height=height, color_system=None)
     console.print(dashboard(run, events=events, hint="Ctrl-C stops the run", console=console))
