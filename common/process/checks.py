@@ -53,8 +53,8 @@ def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False)
     """Have a process of the reward service load every reward, as its workers will.
 
     With a row, the answer's `reads` has what judges and reward models would read of it, by their names; with
-    `calls` too, every reward that is a function is called once, with that row and an empty completion, and
-    `called` has a line on each result.
+    `calls` too, every reward that is a function is called with that row, for an empty completion, for its
+    ground truth and for its prompt as completion; `called` has a line on each result.
 
     Raises:
         ConfigError: one cannot be imported, or does not take what it will be given.

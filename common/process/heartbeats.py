@@ -19,6 +19,7 @@ import structlog
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.failures import Failure
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.wire.keys import Keys
@@ -31,8 +32,12 @@ HEARTBEAT_S = 2.0
 GONE_AFTER_S = 10.0
 BLOCKING = "blocking"
 """Count in a heartbeat: number of blocked event loops; `detail` names the code that blocks."""
+STARVED, STARVED_S = "starved", "starved_s"
+"""Counts in a heartbeat: how often the event loop was short of CPU, and for how many seconds at most."""
 DAMAGED_VERSION = "damaged_version"
 """Count in a rollout worker's heartbeat: the version whose bytes are not those announced."""
+FAILING_SHARE = "failing_share"
+"""Count in a reward worker's heartbeat: the share of the last minute's attempts that failed."""
 FAILURES = "failures:"
 """Prefix of the counts `failures:<reward>:<kind>` in a heartbeat: how often a reward failed, and how."""
 
@@ -49,6 +54,8 @@ class Heartbeat:
     idle_share: float = 0.0
     shares: dict[str, float] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    """Attempts that failed since the process started, by what failed and why."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     folder: str = ""

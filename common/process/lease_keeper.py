@@ -17,7 +17,7 @@ from typing import Protocol
 
 import structlog
 
-from tidemill.common.process.heartbeats import BLOCKING, Heartbeat
+from tidemill.common.process.heartbeats import BLOCKING, STARVED, STARVED_S, Heartbeat
 from tidemill.common.redis.broker import Broker
 
 log = structlog.get_logger(__name__)
@@ -30,6 +30,10 @@ SHOWN_S = 60.0
 PATIENCE_LEASES = 40
 LATE = 0.5
 """Share of a lease after which a renewal is late; a loop that is not blocked renews at a third."""
+
+
+WAITING_FILES = ("/selectors.py",)
+"""Where the event loop waits for something to do."""
 
 
 class Leases(Protocol):
@@ -55,6 +59,7 @@ class LeaseKeeper:
         self._broker: Broker | None = None
         self._is_blocked, self._num_blocked, self._longest_s = False, 0, 0.0
         self._where, self._seen_at = "", float("-inf")
+        self._is_starved, self._num_starved, self._longest_starved_s = False, 0, 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -74,7 +79,10 @@ class LeaseKeeper:
         self._leases = [other for other in self._leases if other is not leases]
 
     def report(self, beat: Heartbeat) -> None:
-        """Add to a heartbeat what blocked the loop."""
+        """Add to a heartbeat what blocked the loop, and how often it was short of CPU."""
+        if self._num_starved:
+            beat.counts[STARVED] = self._num_starved
+            beat.counts[STARVED_S] = round(self._longest_starved_s, 1)
         if time.monotonic() - self._seen_at < SHOWN_S:
             beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + 1
             note = f"the event loop was blocked for {self._longest_s:.1f} s: {self._where}"
@@ -104,9 +112,18 @@ class LeaseKeeper:
                 await asyncio.sleep(0)
 
     def _look(self, blocked_s: float) -> None:
-        """Note what the watched thread is doing while its loop is blocked."""
+        """Note what the watched thread is doing while its loop is blocked; a loop that waits in `select` had
+        nothing to do or gets no CPU to go on, which is the machine's affair and no code's."""
         if blocked_s < BLOCKED_S or self._is_loading():
-            self._is_blocked = False
+            self._is_blocked = self._is_starved = False
+            return
+        if not self._is_blocked and is_waiting(self._watched):
+            self._longest_starved_s = max(self._longest_starved_s, blocked_s)
+            if not self._is_starved:
+                self._is_starved = True
+                self._num_starved += 1
+                if self._num_starved & (self._num_starved - 1) == 0:
+                    log.info("short of CPU: the event loop was not run in time", times=self._num_starved)
             return
         if time.monotonic() - self._seen_at > SHOWN_S:
             self._longest_s = 0.0
@@ -119,6 +136,12 @@ class LeaseKeeper:
             # Logged the 1st time, the 2nd, the 4th, and so on, so that repeated blocks do not fill the log.
             if self._num_blocked & (self._num_blocked - 1) == 0:
                 log.warning("the event loop is blocked; leases are renewed in its place", where=self._where)
+
+
+def is_waiting(thread: int) -> bool:
+    """Whether a thread is in the wait of its event loop for something to do."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code.co_filename.endswith(WAITING_FILES)
 
 
 def _where(thread: int) -> str:

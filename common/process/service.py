@@ -306,6 +306,7 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
         while True:
             # Reporters add to it, so each beat starts from empty.
             beat.counts[BLOCKING] = 0
+            beat.failures = []
             beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
             beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)
             beat.state, beat.detail = context.activity.state, context.activity.detail

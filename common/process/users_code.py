@@ -3,14 +3,54 @@
 import difflib
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
+import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import import_from_here
+
+
+def _installed_folders() -> tuple[str, ...]:
+    """Folders of code that is not the user's: Python's own, installed packages, and this package."""
+    ours = Path(__file__).parents[1]
+    folders = {str(ours), str(ours.resolve()), str(ours.parent / "services")}
+    folders.add(str(ours.resolve().parent / "services"))
+    folders |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(f"{folder}{os.sep}" for folder in folders)
+
+
+INSTALLED_FOLDERS = _installed_folders()
+
+
+def raised_at(error: BaseException) -> str:
+    """The last line of the user's code on the way to where the exception was raised, as `file.py, line 3`.
+    Where no line is the user's, the line that raised it; empty without a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    return line_of([frame for frame in frames if is_users_file(frame.filename)] or frames)
+
+
+def line_of(frames: "list[traceback.FrameSummary] | traceback.StackSummary") -> str:
+    """The last of the frames, as `file.py, line 3`."""
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+
+
+def is_users_file(filename: str) -> bool:
+    return not filename.startswith(("<", *INSTALLED_FOLDERS))
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Where a function is defined, as `file.py, line 3`; empty where it has no source."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code is not None else ""
 
 
 def load_users(field: str, reference: str, kind: str = "") -> Any:

@@ -122,6 +122,8 @@ BEST_FILE = "best.json"
 """File in the run's folder: which evaluated version is the best, and where its weights are."""
 STEP = "step"
 EVALUATION = "evaluation"
+REASON = "reason"
+"""Field of an evaluation's record: why samples of it have no score; absent where all have one."""
 
 Record = dict[str, Any]
 

@@ -297,6 +297,9 @@ class Score(Message):
     components: dict[str, float | None] = Field(default_factory=dict)
     detail: dict[str, Any] = Field(default_factory=dict)
     error: str = ""
+    is_code_error: bool = Field(
+        False, description="failed by the user's own code, not by a server, a limit of rate or the machine"
+    )
     on_failure: OnFailure = ""
     attempts: int = Field(1, ge=1)
     tries: tuple[Try, ...] = Field((), description="all attempts of the rewards that needed several")

@@ -150,7 +150,7 @@ class OfRun:
 
 
 _GPUS_TEXT = "Number of GPUs of the whole run, to compute its memory. Without it: those of this machine."
-_CALL_TEXT = "Call reward functions once, with the first row; no servers."
+_CALL_TEXT = "Call reward functions with the first row; no servers."
 _MEMORY_TEXT = "Only compute the memory that the run takes; of the model, config.json is enough."
 _MACHINE_TEXT = (
     "Only examine and measure this machine, in a minute: GPUs, ranks, memory, disk; without GPUs its CPU."

@@ -82,30 +82,49 @@ def _check_columns(config: RewardConfig, row: dict[str, Any]) -> None:
 
 
 async def _call_functions(config: RewardConfig, row: dict[str, Any]) -> list[str]:
-    """Call each reward function once. Others are not called: they cost time and money, and need servers.
-    Returns one line of text for each reward.
+    """Call each reward function with what a model may write. Others are not called: they cost time and money,
+    and need servers. Returns one line of text for each reward.
 
     Raises:
         ConfigError: one of them gives no score.
     """
-    sample, lines = _sample_of(row), []
+    lines = []
     for name, reward in config.named.items():
         if reward.function is None or reward.router:
             lines.append(f"{name} was not called: only functions without a judge are")
             continue
         called = FunctionReward(load_checked(name, reward), reward.timeout_s, num_processes=1)
         try:
-            outcome = await called.score(sample)
-        except AttemptError as error:
-            raise ConfigError(
-                f"reward {name}: called with the first training row and an empty completion, it gave no "
-                f"score: {error}"
-            ) from None
+            values = [await _value_for(name, called, row, *completion) for completion in _completions(row)]
         finally:
             await called.close()
-        value = "None" if outcome.value is None else f"{outcome.value:g}"
-        lines.append(f"{name} gave {value} for the first training row and an empty completion")
+        lines.append(f"{name} gave {', '.join(values)}")
     return lines
+
+
+def _completions(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Completions to try a reward function with, each with its name. On an empty one many functions return
+    early, so that one which fails on every text of a model would pass."""
+    prompt = row["prompt"]
+    truth = row["ground_truth"]
+    if not isinstance(prompt, str):
+        prompt = str(prompt[-1].get("content", ""))
+    completions = [("the first training row and an empty completion", "")]
+    if truth not in (None, ""):
+        completions.append(("its ground truth as completion", str(truth)))
+    return [*completions, ("its prompt as completion", prompt)]
+
+
+async def _value_for(
+    name: str, called: FunctionReward, row: dict[str, Any], what: str, completion: str
+) -> str:
+    """The score of one completion, in words. Raises ConfigError: it gives none."""
+    try:
+        outcome = await called.score(_sample_of(row, completion))
+    except AttemptError as error:
+        raise ConfigError(f"reward {name}: called with {what}, it gave no score: {error}") from None
+    value = "None" if outcome.value is None else f"{outcome.value:g}"
+    return f"{value} for {what}"
 
 
 def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:

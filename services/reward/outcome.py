@@ -6,17 +6,17 @@ an `AttemptError`.
 
 import asyncio
 import math
-import traceback
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import RewardError
+from tidemill.common.process.users_code import is_users_file, raised_at
 from tidemill.common.wire.codec import sendable
 from tidemill.common.wire.messages import OnFailure, ScoreStatus, Try
 from tidemill.services.reward.sample import RewardSample
@@ -32,6 +32,26 @@ MAX_ITEMS = 1 << 16
 
 EXPECTED = "expected a finite number, or a dict with such a number under 'score'"
 
+OUTAGES = (OSError, MemoryError)
+"""Errors of connections, servers, disks and memory: they pass, and say nothing of the code."""
+NETWORK_MODULES = frozenset(
+    (
+        "asyncio",
+        "concurrent",
+        "ftplib",
+        "http",
+        "imaplib",
+        "multiprocessing",
+        "smtplib",
+        "socket",
+        "ssl",
+        "urllib",
+        "xmlrpc",
+    )
+)
+"""Modules of Python whose errors are outages too."""
+NO_THREAD = "can't start new thread"
+
 Detail = dict[str, Any]
 MAX_TRY_CHARS = 200
 """Longest reason kept of each of several attempts."""
@@ -42,7 +62,9 @@ class AttemptError(RewardError):
 
     `is_timeout` says that the time limit was reached, `is_final` that a retry cannot help. `kind` is the kind
     of failure, for counts: one of a small fixed set. `retry_after_s` is the pause that a server asked for:
-    the next attempt waits at least that long. `tries` has all attempts, if this is the last of several.
+    the next attempt waits at least that long. `is_code_error` says that the user's own code is wrong, and not
+    a server, a limit of rate or the machine, which recover. `tries` has all attempts, if this is the last of
+    several.
     """
 
     def __init__(
@@ -53,12 +75,14 @@ class AttemptError(RewardError):
         is_final: bool = False,
         kind: str = "",
         retry_after_s: float = 0.0,
+        is_code_error: bool = False,
     ) -> None:
         super().__init__(sendable(message))
         self.is_timeout = is_timeout
         self.is_final = is_final
         self.kind = kind or ("timeout" if is_timeout else "error")
         self.retry_after_s = retry_after_s
+        self.is_code_error = is_code_error
         self.tries: list[Try] = []
 
 
@@ -83,6 +107,8 @@ class RewardOutcome:
     """All attempts of the rewards that needed several."""
     on_failure: OnFailure = ""
     """For a sum that failed: the strictest policy among the failed rewards; empty: the section's policy."""
+    is_code_error: bool = False
+    """Whether it failed because the user's own code is wrong."""
 
     def __post_init__(self) -> None:
         self.status = ScoreStatus(self.status)  # plain text when it was read from Redis
@@ -99,6 +125,7 @@ class RewardOutcome:
             error=str(error),
             kind=error.kind,
             tries=error.tries,
+            is_code_error=error.is_code_error,
         )
 
 
@@ -145,7 +172,22 @@ def users_own() -> Iterator[None]:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling() > 0:
                     raise
-        raise AttemptError(describe(error)) from error
+        raise AttemptError(describe(error), is_code_error=is_code_error(error)) from error
+
+
+def is_code_error(error: BaseException) -> bool:
+    """Whether an exception of users' code says that the code is wrong: one of Python's own, or of the user's
+    modules, that is no outage. What other packages raise may come from a server: it does not count."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_code_error, error.exceptions))
+    if isinstance(error, OUTAGES) or (isinstance(error, RuntimeError) and NO_THREAD in str(error)):
+        return False
+    module = type(error).__module__
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return root not in NETWORK_MODULES
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and is_users_file(file)
 
 
 def interpret(returned: Any, where: str = "") -> RewardOutcome:
@@ -213,10 +255,9 @@ def _elements(returned: Any, count: int) -> Sequence[Any]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the place that raised it. An exception group lists its members."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return _named(error, MAX_DEPTH)[:MAX_ERROR_CHARS] + where
+    """An exception in one line, with the user's line that led to it. An exception group lists its members."""
+    where = raised_at(error)
+    return _named(error, MAX_DEPTH)[:MAX_ERROR_CHARS] + (f" ({where})" if where else "")
 
 
 def _named(error: BaseException, depth: int) -> str:

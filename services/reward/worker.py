@@ -9,7 +9,7 @@ published, when the lease is lost, or when the trajectory is dead-lettered.
 import asyncio
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,7 +17,8 @@ import structlog
 
 from tidemill.common.config import RewardConfig
 from tidemill.common.process.activity import Activity
-from tidemill.common.process.heartbeats import BLOCKING, FAILURES, Heartbeat
+from tidemill.common.process.failures import Failure
+from tidemill.common.process.heartbeats import BLOCKING, FAILING_SHARE, FAILURES, Heartbeat
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Delivery, Garbled
 from tidemill.common.streams.lane_worker import LaneWorker
@@ -36,6 +37,8 @@ log = structlog.get_logger(__name__)
 
 SCORING = "score"
 IDLE = "wait:trajectories"
+RECENT_S = 60.0
+"""Time over which the share of attempts that fail is taken."""
 
 
 class WorkerMetrics:
@@ -47,15 +50,20 @@ class WorkerMetrics:
         config: RewardConfig,
         reward: WeightedSum,
         failures: Callable[[], dict[str, int]] = dict,
+        failed_attempts: Callable[[], list[Failure]] = list,
     ) -> None:
-        """`failures` returns the counts of failures outside of `reward`, by name."""
+        """`failures` returns the counts of failures outside of `reward`, by name; `failed_attempts` the
+        attempts outside of it that failed, by cause."""
         self._activity, self._config, self._reward, self._failures = activity, config, reward, failures
+        self._failed_attempts = failed_attempts
         self._executions = [
             named.reward.execution for named in reward.rewards if isinstance(named.reward, FunctionReward)
         ]
         self._in_flight: Counter[Lane] = Counter()
         self._num_unpublished = 0
         self._statuses: Counter[ScoreStatus] = Counter()
+        self._attempts: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
+        """When heartbeats were made, with the scores and the failed attempts until then."""
         self._rated_at, self._rated = time.monotonic(), 0
         self._gathered = {lane: Batched(partial(_observe, lane)) for lane in Lane}
         for lane in Lane:
@@ -108,8 +116,23 @@ class WorkerMetrics:
         )
         failures = self._reward.failures() | self._failures()
         beat.counts.update({f"{FAILURES}{name}": count for name, count in failures.items()})
+        beat.failures += self._reward.failed_attempts + self._failed_attempts()
+        beat.counts[FAILING_SHARE] = round(self._failing_share(beat.failures), 4)
         beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + len(notes)
         beat.detail = "; ".join([*([beat.detail] if beat.detail else []), *notes])
+
+    def _failing_share(self, failures: Sequence[Failure]) -> float:
+        """Share of the last minute's attempts that failed."""
+        num_failed = sum(failure.count for failure in failures)
+        now = time.monotonic()
+        self._attempts.append((now, self._statuses[ScoreStatus.OK], num_failed))
+        while len(self._attempts) > 1 and self._attempts[0][0] < now - RECENT_S:
+            self._attempts.popleft()
+        _, ok_before, failed_before = self._attempts[0]
+        recently_ok = self._statuses[ScoreStatus.OK] - ok_before
+        recently_failed = num_failed - failed_before
+        total = recently_ok + recently_failed
+        return recently_failed / total if total else 0.0
 
 
 def _observe(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
@@ -133,7 +156,13 @@ async def serve(context: ServiceContext) -> None:
     reward = make_weighted_sum(config, dependencies)
     scorer = Scorer(reward, config, context.name, context.config.seed)
     post_processing = PostProcessing(config, reward)
-    counts = WorkerMetrics(context.activity, config, reward, post_processing.failures_by_name)
+    counts = WorkerMetrics(
+        context.activity,
+        config,
+        reward,
+        post_processing.failures_by_name,
+        lambda: post_processing.log.failures,
+    )
     context.reporters.append(counts.report)
     quarantine = Quarantine(context)
     try:

@@ -52,6 +52,7 @@ async def _work(context: ServiceContext, engine: Engine, player: Player) -> None
             beat.counts["weight_mismatches"] = follower.num_mismatches
         for kind, count in player.num_faults.items():
             beat.counts[f"{FAILURES}environment:{kind}"] = count
+        beat.failures += player.log.failures
         for worker in workers:
             worker.report(beat)
 

@@ -7,12 +7,14 @@ where it was.
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import comb
 from typing import Any
 
 import structlog
 
+from tidemill.common.errors import ConfigError
+from tidemill.common.process.failures import FailureLog, added_up
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import (
     START,
@@ -41,6 +43,7 @@ from tidemill.common.wire.messages import (
     Trajectory,
     TrajectoryKey,
 )
+from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.reconciler import delete_results
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
@@ -53,6 +56,8 @@ log = structlog.get_logger(__name__)
 
 BLOCK_S = 0.5
 READ_COUNT = 512
+
+NO_SCORE = "no score came: its prompt or its trajectory is a dead letter, or was lost"
 
 Evaluations = dict[str, dict[str, float]]
 """Numbers of one version by dataset. `score` is avg@k, `accuracy` the share of samples at the threshold,
@@ -88,6 +93,9 @@ class Evaluator:
         self.trimmer = trimmer
         self._letters_read = START
         """Id of the last dead letter that earlier evaluations have read: later ones have newer letters."""
+        self.reasons: dict[str, str] = {}
+        """By dataset: why samples of the last evaluation failed, the most frequent cause; only where some
+        did."""
 
     def is_due(self, version: int, num_steps: int) -> bool:
         if not self.prompts:
@@ -98,15 +106,26 @@ class Evaluator:
 
     async def evaluate(self, version: int) -> Evaluations:
         """Issue the tickets of `version`, wait for every sample, and sum up by dataset. Returns nothing where
-        the streams of this version's evaluation have been trimmed already."""
+        the streams of this version's evaluation have been trimmed already.
+
+        Raises:
+            ConfigError: the reward's own code fails for all samples; a trainer that resumes evaluates again.
+        """
         first = version * len(self.prompts)
         tickets = [self._ticket(first + i, version, prompt) for i, (_, prompt) in enumerate(self.prompts)]
+        code_errors = CodeErrors.of_evaluation(self.context.config, len(tickets) * self.config.samples)
+        await code_errors.begin(self.context.broker)
         if not await self._issue(tickets):
             log.warning("cannot be evaluated again: its tickets were trimmed", version=version)
             return {}
         with metrics.EVALUATION_SECONDS.time():
-            groups = await self._collect(tickets)
+            try:
+                groups = await self._collect(tickets, code_errors)
+            except ConfigError:
+                await self._begin_again(version)
+                raise
         results = self._sum_up(groups)
+        self.reasons = self._reasons(groups)
         for dataset, numbers in results.items():
             for name, number in numbers.items():
                 metrics.EVALUATION_METRIC.labels(dataset, name).set(number)
@@ -118,6 +137,7 @@ class Evaluator:
                 score=round(numbers["score"], 4),
                 num_samples=numbers["num_samples"],
                 num_failed=numbers["num_failed"],
+                **({"reason": self.reasons[dataset]} if dataset in self.reasons else {}),
             )
         return results
 
@@ -142,7 +162,6 @@ class Evaluator:
         their samples are of weights that are not in the run's history.
         """
         broker, keys, key = self.context.broker, self.context.keys, self.context.keys.prompts(Lane.EVAL)
-        # The version of the start begins again as well: its samples go with those of the others.
         first = version * len(self.prompts)
         floor, next_version = entry_id_of(first - 1), entry_id_of(first + len(self.prompts))
 
@@ -154,6 +173,16 @@ class Evaluator:
             await remove_unexpected(broker, keys, key, Ticket, floor) and not await is_ahead()
         ):
             return
+        # The version of the start begins again as well: its samples go with those of the others.
+        await self._begin_again(version)
+
+    async def _begin_again(self, version: int) -> None:
+        """Remove the tickets of `version` and of later ones, and their samples, so that they can be issued
+        again."""
+        broker, keys = self.context.broker, self.context.keys
+        key = keys.prompts(Lane.EVAL)
+        first = version * len(self.prompts)
+        floor = entry_id_of(first - 1)
         entries = await read_range(broker, key, Ticket, entry_id_of(first))
         tickets = [entry.message.ticket for entry in entries if isinstance(entry, Entry)]
         await take_back(broker, keys, key, dict.fromkeys(map(entry_id_of, tickets), b""), floor)
@@ -176,8 +205,9 @@ class Evaluator:
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)
 
-    async def _collect(self, tickets: Sequence[Ticket]) -> list[PendingGroup]:
-        """Read the lane until every sample of every ticket is scored or dead, or no more can come."""
+    async def _collect(self, tickets: Sequence[Ticket], code_errors: CodeErrors) -> list[PendingGroup]:
+        """Read the lane until every sample of every ticket is scored or dead, or no more can come. Raises
+        ConfigError: see `evaluate`."""
         broker, keys = self.context.broker, self.context.keys
         groups = {ticket.ticket: PendingGroup.of(ticket) for ticket in tickets}
         dead: dict[str, set[TrajectoryKey]] = {}
@@ -193,6 +223,7 @@ class Evaluator:
             for entry in [*scores, *await _read_all(trajectory_reader)]:
                 if isinstance(entry, Entry) and (group := groups.get(entry.message.ticket)):
                     group.take(entry)
+            self._note_scores(code_errors, scores, groups)
             for entry in scores:
                 if isinstance(entry, Garbled):
                     await dead_letters.append_unread(entry, self.context.name)
@@ -206,6 +237,16 @@ class Evaluator:
                         del dead[dead_id]  # the operator has put the message back: wait for its samples
         self._letters_read = readers[-1].position
         return list(groups.values())
+
+    def _note_scores(
+        self, code_errors: CodeErrors, scores: Sequence[Entry[Score] | Garbled], tickets: Collection[int]
+    ) -> None:
+        """Count the new scores of these tickets that the reward's own code failed. Raises ConfigError: none
+        will have a value."""
+        for entry in scores:
+            if isinstance(entry, Entry) and entry.message.ticket in tickets:
+                code_errors.note(entry.entry_id, entry.message)
+        code_errors.check(" of an evaluation")
 
     def _readers(
         self, letters_read: str
@@ -248,6 +289,18 @@ class Evaluator:
             scored[dataset].append([group.scores[index] for index in made if index in group.scores])
             samples[dataset] += [group.trajectories[index] for index in made]
         return {name: self._numbers(rows, samples[name]) for name, rows in scored.items()}
+
+    def _reasons(self, groups: Sequence[PendingGroup]) -> dict[str, str]:
+        """By dataset: the most frequent cause of its failed samples, as the last of them gives it."""
+        logs: defaultdict[str, FailureLog] = defaultdict(FailureLog)
+        for (dataset, _), group in zip(self.prompts, groups, strict=True):
+            for index in range(group.group_size):
+                score = group.scores.get(index)
+                if score is None:
+                    logs[dataset].note("", "", NO_SCORE)
+                elif score.value is None:
+                    logs[dataset].note("", "", score.error)
+        return {dataset: added_up(log.failures)[0].reason for dataset, log in logs.items()}
 
     def _numbers(self, scores: list[list[Score]], samples: list[Trajectory]) -> dict[str, float]:
         """`scores` by prompt; those without a value are failed samples."""

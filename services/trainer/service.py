@@ -166,6 +166,7 @@ def _resume_outputs(context: ServiceContext) -> tuple[WeightStore, BestVersion, 
 
 def _report(beat: Heartbeat, trainer: Trainer) -> None:
     beat.version = trainer.version
+    beat.failures += trainer.assembler.failures.failures
     beat.counts["outstanding"] = len(trainer.scheduler.outstanding)
     beat.counts["complete"] = len(trainer.join.complete)
     if last := trainer.weights.last:

@@ -385,7 +385,8 @@ class Trainer:
     async def _evaluate(self, version: int) -> None:
         results = await self.evaluator.evaluate(version)
         for dataset, numbers in results.items():
-            await on_disk(self.context, self.recorder.evaluation, version, dataset, numbers)
+            reason = self.evaluator.reasons.get(dataset, "")
+            await on_disk(self.context, self.recorder.evaluation, version, dataset, numbers, reason)
         await self._report()
         await on_disk(self.context, self.best.consider, version, results)
         # Only when results are safe: what is trimmed cannot be evaluated again. Where commits may be lost and

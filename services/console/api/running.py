@@ -77,7 +77,8 @@ def load_config(config: Config, overrides: Overrides = ()) -> RunConfig:
 def check(config: Config, overrides: Overrides = (), *, calls_reward: bool = True) -> Findings:
     """Find every mistake of a run before it starts, as `tidemill check` does.
 
-    `calls_reward` calls local reward functions once, with the first row and an empty completion.
+    `calls_reward` calls local reward functions with the first row: for an empty completion, for its ground
+    truth and for its prompt as completion.
 
     Raises:
         TidemillError: the run could not start; the message has all that is wrong.

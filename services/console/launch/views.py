@@ -11,12 +11,23 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tidemill.common.process.failures import cause_of, doubling
 from tidemill.common.run.state import EVALUATION, STEP
 from tidemill.services.console.processes.supervisor import ServiceStatus
-from tidemill.services.console.status.dashboard import dashboard, evaluation_line, step_line, warning_line
+from tidemill.services.console.status.dashboard import (
+    dashboard,
+    evaluation_line,
+    failure_line,
+    starved_line,
+    step_line,
+    warning_line,
+)
 from tidemill.services.console.status.snapshot import RunSnapshot
 
 MAX_EVENTS = 5
+BLOCKED, FAILING, SHORT_OF_CPU = "blocked", "failing", "short of CPU"
+PRESENT = (BLOCKED, FAILING, SHORT_OF_CPU)
+"""Kinds of news about processes that are alive."""
 
 
 class LiveView:
@@ -30,7 +41,12 @@ class LiveView:
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         picture = dashboard(
-            snapshot, services=services, events=list(self._events), hint=self.hint, silent_s=silent_s
+            snapshot,
+            services=services,
+            events=list(self._events),
+            hint=self.hint,
+            silent_s=silent_s,
+            console=self.console,
         )
         with contextlib.suppress(OSError):  # the terminal may be gone; the run goes on
             self._live.update(picture, refresh=True)
@@ -70,7 +86,13 @@ def _news(snapshot: RunSnapshot) -> Iterator[News]:
         yield News((math.inf, 0), ("warning", *place), partial("{}{}".format, begun, warning_line(item)))
     for name, detail in snapshot.blocked.items():
         line = partial("warning: {}: {}".format, name, detail)
-        yield News((math.inf, 1), ("blocked", name, detail), line)
+        # By its cause: how long a loop was blocked changes with every heartbeat.
+        yield News((math.inf, 1), (BLOCKED, name, cause_of(detail)), line)
+    for failure in snapshot.failures:
+        identity = (FAILING, failure.what, failure.kind, failure.cause, doubling(failure.count))
+        yield News((math.inf, 2), identity, partial("failing: {}".format, failure_line(failure)))
+    if starved := starved_line(snapshot):
+        yield News((math.inf, 3), (SHORT_OF_CPU,), partial("warning: {}".format, starved))
 
 
 class PlainView:
@@ -84,8 +106,8 @@ class PlainView:
         """Report what is new since the last call; what a resumed run did before is not new."""
         news = sorted(_news(snapshot), key=lambda item: item.place)
         if self._shown is None:
-            # What blocks the run blocks it now: it is printed after a resume, too.
-            self._shown = {item.what for item in news if item.what[0] != "blocked"}
+            # What troubles processes troubles them now: it is printed after a resume, too.
+            self._shown = {item.what for item in news if item.what[0] not in PRESENT}
         for item in news:
             if item.what not in self._shown:
                 self._shown.add(item.what)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.common.process.activity import WAIT, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START, times_of
-from tidemill.common.process.heartbeats import Heartbeat
+from tidemill.common.process.heartbeats import FAILING_SHARE, Heartbeat
 
 RATE_STEPS = 10
 """Rates and shares are taken over this many last steps."""
@@ -18,6 +18,8 @@ CLEAR_SHARE = 0.4
 """A stage with less than this part of a step does not stand out."""
 LITTLE_USE = 0.5
 """Reward workers that use less than this share of their capacity are not too few."""
+MOSTLY_FAILING = 0.5
+"""With a larger share of failed attempts, more reward workers would only fail more often."""
 NEGLIGIBLE = 0.005
 ROLES = ("trainer", "rollout", "reward")
 WORKERS = {
@@ -66,6 +68,8 @@ class Evidence:
     """Seconds that a Redis command takes in the process where it takes longest."""
     step_s: float | None = None
     max_staleness: int = 1
+    failing_share: float = 0.0
+    """Share of the reward workers' attempts that fail: of the last minute, or of the last steps' scores."""
 
     def share(self, role: str, state: str) -> float:
         return self.shares.get(role, {}).get(state, 0.0)
@@ -127,7 +131,13 @@ def gather_evidence(
         max(redis_ms) / 1000 if redis_ms else None,
         step_s,
         max_staleness,
+        _failing_share(recent, alive),
     )
+
+
+def _failing_share(steps: Sequence[Mapping[str, float]], alive: Sequence[Heartbeat]) -> float:
+    shares = [beat.counts[FAILING_SHARE] for beat in alive if FAILING_SHARE in beat.counts]
+    return sum(shares) / len(shares) if shares else _mean(steps, "scores/failed_ratio")
 
 
 def _shares_of_steps(steps: Sequence[Mapping[str, float]], step_s: float | None) -> dict[str, Shares]:
@@ -189,6 +199,7 @@ class Bottleneck:
             "step_with_one_more_s": self.step_with_one_more_s,
             "score_use": evidence.score_use,
             "redis_command_s": evidence.redis_s,
+            "failing_share": evidence.failing_share,
         }
 
 
@@ -299,6 +310,11 @@ def _reasons_of_workers(evidence: Evidence, role: str) -> str:
 def _advice_on_workers(evidence: Evidence, role: str, more: dict[str, float]) -> str:
     if evidence.is_live and not evidence.num_workers.get(role):
         return f"Start one: python -m tidemill.services.{role} --run RUN_ID."
+    if role == "reward" and evidence.failing_share > MOSTLY_FAILING:
+        return (
+            f"{evidence.failing_share:.0%} of the attempts fail, so that more workers would not help: first "
+            "see to it that the reward gives values."
+        )
     use = evidence.score_use
     if role == "reward" and use is not None and use < LITTLE_USE and evidence.max_staleness:
         return (

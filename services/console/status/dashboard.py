@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -15,12 +16,14 @@ from rich.text import Text
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
-from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
+from tidemill.common.process.failures import Failure
+from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, STARVED, STARVED_S, Heartbeat
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.state import FINISHED
+from tidemill.common.run.state import FINISHED, REASON
 from tidemill.services.console.options import StatusOptions
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
+from tidemill.services.console.status.fitting import Section, fitted, whole
 from tidemill.services.console.status.report import print_report, read_report, show_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
 from tidemill.services.console.text.formats import NOTHING, duration, plural, printable, size
@@ -114,7 +117,8 @@ async def _watch(folder: RunFolder, console: Console) -> None:
                 done, _ = await asyncio.wait({pending}, timeout=REFRESH_S)
                 if done:
                     snapshot, pending = pending.result(), None
-                picture = dashboard(snapshot, hint=HINT, silent_s=time.time() - snapshot.at)
+                silent_s = time.time() - snapshot.at
+                picture = dashboard(snapshot, hint=HINT, silent_s=silent_s, console=console)
                 live.update(picture, refresh=True)
                 await asyncio.sleep(REFRESH_S if done else 0.0)
 
@@ -126,31 +130,73 @@ def dashboard(
     events: Sequence[str] = (),
     hint: str = "",
     silent_s: float = 0.0,
+    console: Console | None = None,
 ) -> RenderableType:
-    """The whole live view. `silent_s` is how old the snapshot is: Redis may not answer."""
+    """The whole live view; with a console, as much of it as fits, the most important first. `silent_s` is how
+    old the snapshot is: Redis may not answer."""
+    sections = list(_sections(snapshot, services, events, hint, silent_s))
+    return whole(sections) if console is None else fitted(sections, console, console.height - 1)
+
+
+def _sections(
+    snapshot: RunSnapshot,
+    services: Mapping[str, ServiceStatus] | None,
+    events: Sequence[str],
+    hint: str,
+    silent_s: float,
+) -> Iterator[Section]:
+    """The parts of the view from top to bottom."""
     status = snapshot.status
     name, state = (snapshot.run_id, "bold cyan"), (status, STATUS_STYLES.get(status, ""))
-    parts: list[RenderableType] = [Text.assemble(("tidemill ", "bold"), name, "  ", state)]
+    head: list[RenderableType] = [Text.assemble(("tidemill ", "bold"), name, "  ", state)]
     if snapshot.memory.is_full:
         used, allowed = size(snapshot.memory.used_bytes), size(snapshot.memory.max_bytes)
-        parts.append(Text(f"Redis is full ({used} of {allowed}). {FULL}", "bold red"))
+        head.append(Text(f"Redis is full ({used} of {allowed}). {FULL}", "bold red"))
     if silent_s > PATIENCE_S:
-        parts.append(Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
-    columns = Table.grid(padding=(0, 3))
-    learning, flow = lines_table(learning_lines(snapshot), grid="left"), flow_lines(snapshot)
-    columns.add_row(learning, lines_table(flow, grid="right"))
-    parts += [_progress(snapshot), "", columns]
+        head.append(Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
+    head.append(_progress(snapshot))
+    yield Section("lines", head, _group, importance=9, least=len(head) + 1)
+    failing = [Text.assemble(("failing  ", "bold red"), printable(text)) for text in failure_lines(snapshot)]
+    yield Section("causes of failure", failing, _group, importance=8, least=4)
+    yield Section("rows of numbers: tidemill status", _rows_of_numbers(snapshot), _columns, 2, 4, True)
     verdict = snapshot.bottleneck
     if verdict is not None and snapshot.status != FINISHED and not snapshot.memory.is_full:
-        parts += ["", Text.assemble(("slowest  ", "bold magenta"), verdict.text)]
-        parts.append(Text(f"  {verdict.advice}", "dim"))
-    processes = process_table(snapshot, services)
-    nobody = Text("no process has reported yet", "dim")
-    parts += ["", rows_table(processes) if processes.children else nobody, *_warnings(snapshot)]
-    parts += [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in events]
+        slowest = [Text.assemble(("slowest  ", "bold magenta"), verdict.text)]
+        slowest.append(Text(f"  {verdict.advice}", "dim"))
+        yield Section("lines of advice", slowest, _group, importance=5, least=4, has_space=True)
+    rows = process_table(snapshot, services).children
+    if rows:
+        # Where not all have room, those that do not work are shown.
+        yield Section("processes: tidemill status", rows, _process_rows, 6, 7, True, _urgency)
+    else:
+        nobody = [Text("no process has reported yet", "dim")]
+        yield Section("lines", nobody, _group, importance=6, has_space=True)
+    yield Section("warnings: tidemill status", list(_warnings(snapshot)), _group, 7, 4, True)
+    news = [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in reversed(events)]
+    yield Section("events", news, lambda items: Group(*reversed(items)), importance=4, least=2)
     if hint:
-        parts.append(Text(hint, style="dim"))
-    return Group(*parts)
+        yield Section("lines", [Text(hint, style="dim")], _group, importance=1)
+
+
+def _group(items: Sequence[RenderableType]) -> RenderableType:
+    return Group(*items)
+
+
+def _rows_of_numbers(snapshot: RunSnapshot) -> list[tuple[Node | None, Node | None]]:
+    """What the run learns beside what flows through it, row by row."""
+    return list(zip_longest(learning_lines(snapshot), flow_lines(snapshot)))
+
+
+def _columns(rows: Sequence[tuple[Node | None, Node | None]]) -> RenderableType:
+    columns = Table.grid(padding=(0, 3))
+    learning = [node for node, _ in rows if node is not None]
+    flow = [node for _, node in rows if node is not None]
+    columns.add_row(lines_table(learning, grid="left"), lines_table(flow, grid="right"))
+    return columns
+
+
+def _process_rows(rows: Sequence[Node]) -> RenderableType:
+    return rows_table(Node("", unit="table", children=tuple(rows)), has_edges=False)
 
 
 def _progress(snapshot: RunSnapshot) -> RenderableType:
@@ -332,8 +378,41 @@ def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
     if older := len(held) - len(lines):
         lines.append(f"and {plural(older, 'older warning')}: tidemill status --json")
     lines += [f"{name}: {detail}" for name, detail in snapshot.blocked.items()]
+    if starved := starved_line(snapshot):
+        lines.append(starved)
     for line in lines:
         yield Text.assemble(("warning  ", "bold yellow"), printable(line))
+
+
+def failure_lines(snapshot: RunSnapshot) -> list[str]:
+    """What fails and why, the most frequent cause first."""
+    return [failure_line(failure) for failure in snapshot.failures]
+
+
+def failure_line(failure: Failure) -> str:
+    """One line about the failed attempts of one cause, with the reason of the last one."""
+    times = "once" if failure.count == 1 else f"{failure.count:,} times"
+    return f"{failure.what} failed {times} ({failure.kind}): {failure.reason}"
+
+
+def starved_line(snapshot: RunSnapshot) -> str:
+    """Which processes were short of CPU, in one line; empty where none was."""
+    beats = [beat for beat in snapshot.workers if beat.is_alive and beat.counts.get(STARVED)]
+    if not beats:
+        return ""
+    longest_s = max(beat.counts.get(STARVED_S, 0.0) for beat in beats)
+    times = sum(beat.counts[STARVED] for beat in beats)
+    names = ", ".join(beat.name for beat in beats)
+    return (
+        f"short of CPU: {names} had to wait for a core {times:,.0f} times, up to {longest_s:.1f} s. Run "
+        "fewer processes on this machine, or give it more cores"
+    )
+
+
+def _urgency(row: Node) -> int:
+    """Order in which processes are shown where not all have room: first those that do not work."""
+    style = next(cell.style for cell in row.children if cell.label == "state")
+    return {"bold red": 0, "yellow": 1}.get(style, 2)
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
@@ -391,6 +470,13 @@ def score_text(evaluation: Mapping[str, object]) -> str:
     """The score of an evaluation, and how many samples have none: a failure is never a zero."""
     score, num_failed = evaluation.get("score"), evaluation.get("num_failed")
     failed = f"{num_failed:,.0f}" if isinstance(num_failed, int | float) and num_failed else ""
+    reason = f": {evaluation[REASON]}" if evaluation.get(REASON) else ""
     if not isinstance(score, int | float) or score != score:
-        return f"all failed ({failed} samples)" if failed else "all failed"
-    return f"{score:.3f}" + (f" ({failed} failed)" if failed else "")
+        return (f"all failed ({failed} samples)" if failed else "all failed") + reason
+    if not failed:
+        return f"{score:.3f}"
+    scored = evaluation.get("num_samples")
+    if not isinstance(scored, int | float):
+        return f"{score:.3f} ({failed} failed{reason})"
+    num_samples = float(scored) + float(num_failed)  # type: ignore[arg-type] (a number: `failed` says so)
+    return f"{score:.3f} of {scored:,.0f} of {num_samples:,.0f} samples; {failed} failed{reason}"

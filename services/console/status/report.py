@@ -30,6 +30,7 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import (
     METRICS_FILE,
+    REASON,
     has_finished,
     read_config,
     read_records,
@@ -55,10 +56,52 @@ ROUNDING = 1e-9
 """Tolerance of a gain: 0.7 - 0.3 counts as 0.4, in spite of floating point."""
 MIN_STEPS = 9
 """Least steps with which a run's reward is judged: three in each third."""
+MAX_FAILED_SHARE = 0.1
+"""With a larger share of failed samples an evaluation's mean decides nothing: those that are left may be the
+easy ones."""
+EXPECTED_HOLDS = "everything that was expected of the run holds"
+NOTHING_EXPECTED = (
+    "every step is committed, nothing is lost or trained twice. Nothing was expected of its result (expect)"
+)
 NUM_ERRORS = 2.0
 """Standard errors by which a reward must have moved to be more than noise."""
 FEW_STEPS = 5
 """With fewer steps no bottleneck is named: most of the time is that of the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedSamples:
+    """Over how many samples an evaluation's mean is, and why others have no score."""
+
+    num_scored: int = 0
+    num_failed: int = 0
+    reason: str = ""
+    """Why samples failed, the most frequent cause; empty where none did."""
+
+    @classmethod
+    def of(cls, evaluations: Sequence[Mapping[str, Any]], version: int) -> "EvaluatedSamples":
+        """Those of one version, over its datasets."""
+        of_version = [item for item in evaluations if item["version"] == version]
+        reasons = [str(item[REASON]) for item in of_version if item.get(REASON)]
+        return cls(
+            sum(int(item.get("num_samples") or 0) for item in of_version),
+            sum(int(item.get("num_failed") or 0) for item in of_version),
+            reasons[0] if reasons else "",
+        )
+
+    @property
+    def failed_share(self) -> float:
+        total = self.num_scored + self.num_failed
+        return self.num_failed / total if total else 0.0
+
+    @property
+    def in_words(self) -> str:
+        """`37 of 128 samples; 91 failed: REASON`; empty where none failed."""
+        if not self.num_failed:
+            return ""
+        total = self.num_scored + self.num_failed
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.num_scored:,} of {total:,} samples; {self.num_failed:,} failed{reason}"
 
 
 @dataclass(slots=True)
@@ -69,6 +112,9 @@ class RunSummary:
     """Mean score of the first evaluation, over its datasets."""
     eval_after: float | None = None
     """Mean score of the last evaluation, over its datasets."""
+    eval_before_samples: EvaluatedSamples = field(default_factory=EvaluatedSamples)
+    eval_after_samples: EvaluatedSamples = field(default_factory=EvaluatedSamples)
+    """The samples behind both: a mean over the survivors alone says little."""
     reward_first: float | None = None
     reward_last: float | None = None
     max_staleness_seen: int = 0
@@ -119,9 +165,11 @@ async def summarise(
     summary.evaluations = list(state.get("evaluations") or [])
     summary.best, summary.warnings = state.get("best"), list(state.get("warnings") or [])
     if summary.evaluations:
-        ends = (summary.evaluations[0], summary.evaluations[-1])
-        scores = (mean_score(summary.evaluations, end["version"]) for end in ends)
-        summary.eval_before, summary.eval_after = scores
+        first, last = summary.evaluations[0]["version"], summary.evaluations[-1]["version"]
+        summary.eval_before = mean_score(summary.evaluations, first)
+        summary.eval_after = mean_score(summary.evaluations, last)
+        summary.eval_before_samples = EvaluatedSamples.of(summary.evaluations, first)
+        summary.eval_after_samples = EvaluatedSamples.of(summary.evaluations, last)
     return summary_tree(summary, config)
 
 
@@ -215,6 +263,7 @@ def failures(summary: RunSummary, config: RunConfig) -> list[str]:
         )
     if gain is not None:
         before, after = summary.eval_before, summary.eval_after
+        found += survivor_problems(summary, gain)
         if before is None or after is None:
             found.append(f"expect.eval_gain is {gain:g}, but no evaluation has a score")
         elif after - before < gain - ROUNDING:
@@ -222,10 +271,23 @@ def failures(summary: RunSummary, config: RunConfig) -> list[str]:
     return found
 
 
+def survivor_problems(summary: RunSummary, gain: float) -> list[str]:
+    """Why an expected gain is not known to hold: evaluations whose mean is over too few of their samples."""
+    ends = (("first", summary.eval_before_samples), ("last", summary.eval_after_samples))
+    return [
+        f"expect.eval_gain is {gain:g}, and whether it holds is not known: the mean of the {which} "
+        f"evaluation is over {samples.in_words}. At most {MAX_FAILED_SHARE:.0%} may fail"
+        for which, samples in ends
+        if samples.failed_share > MAX_FAILED_SHARE
+    ]
+
+
 def summary_tree(summary: RunSummary, config: RunConfig) -> dict[str, Any]:
     problems, (verdict, text) = failures(summary, config), learning_of(summary)
     learning = {"verdict": verdict, "text": text}
-    return {**asdict(summary), "ok": not problems, "failures": problems, "learning": learning}
+    expected = {name: value for name, value in config.expect.model_dump().items() if value is not None}
+    ends = {"ok": not problems, "failures": problems, "learning": learning, "expected": expected}
+    return {**asdict(summary), **ends}
 
 
 def learning_of(summary: RunSummary) -> tuple[str, str]:
@@ -288,9 +350,19 @@ def read_report(folder: RunFolder) -> dict[str, Any] | None:
     return tree if isinstance(tree, dict) else None
 
 
+def summary_value(tree: Mapping[str, Any], name: str) -> Any:
+    """A field of the summary; a mean with the samples that it is over, where others failed."""
+    value = tree.get(name)
+    fields = tree.get(f"{name}_samples") or {}
+    words = EvaluatedSamples(**fields).in_words
+    if not words:
+        return value
+    return f"{value:.3f} of {words}" if value is not None else f"none: {words}"
+
+
 def report_tree(tree: Mapping[str, Any]) -> Node:
     sessions = tree.get("sessions") or {}
-    lines = [Node(label, tree.get(name), unit) for name, label, unit in ROWS]
+    lines = [Node(label, summary_value(tree, name), unit) for name, label, unit in ROWS]
     lines += [Node(label, sessions.get(name), unit) for name, label, unit in SESSION_ROWS if sessions]
     if best := tree.get("best"):
         lines.append(Node(f"best version, by {best['metric']}", f"{best['version']} ({best['value']:.3f})"))
@@ -311,7 +383,9 @@ def verdict_lines(tree: Mapping[str, Any]) -> Iterator[Node]:
     for problem in tree.get("failures") or []:
         yield Node("failed", str(problem), "text", style="bold red")
     if tree.get("ok"):
-        yield Node("ok", "everything that was expected of the run holds", style="bold green")
+        # An older release's summary does not say what was expected.
+        is_checked = tree.get("expected") is None or tree["expected"]
+        yield Node("ok", EXPECTED_HOLDS if is_checked else NOTHING_EXPECTED, style="bold green")
     learning = tree.get("learning") or {}
     if learning.get("text"):
         style = "yellow" if learning["verdict"] == "nothing" else "dim"

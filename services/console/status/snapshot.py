@@ -10,6 +10,7 @@ from typing import Any
 
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.history import StreamName
+from tidemill.common.process.failures import Failure, added_up
 from tidemill.common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker, MemoryUse
 from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_config, read_records, read_state
@@ -107,6 +108,12 @@ class RunSnapshot:
         return {beat.name: beat.detail for beat in alive if beat.counts.get(BLOCKING)}
 
     @property
+    def failures(self) -> list[Failure]:
+        """Attempts that failed in the processes that are alive, by what failed and its cause, the most
+        frequent first."""
+        return added_up(failure for beat in self.workers if beat.is_alive for failure in beat.failures)
+
+    @property
     def warnings(self) -> list[dict[str, Any]]:
         """Warnings of the trainer that still hold, oldest first."""
         return [item for item in self.state.get("warnings") or [] if item.get("until_step") is None]
@@ -160,6 +167,7 @@ class RunSnapshot:
             "metrics": self.points[-1].metrics if self.points else {},
             "bottleneck": verdict.as_dict() if verdict else None,
             "idle": {role: self.idle_share(role) for role in ROLES},
+            "failures": [asdict(failure) for failure in self.failures],
             "queues": [asdict(queue) for queue in self.queues],
             "dead_letters": self.num_dead,
             "redis": asdict(self.memory) | {"is_full": self.memory.is_full},

@@ -187,11 +187,13 @@ def lines_table(
     return lines
 
 
-def rows_table(node: Node, is_full: bool = False) -> Table:
-    """A table whose cells have one line each, except in the last column; a missing cell is empty."""
+def rows_table(node: Node, is_full: bool = False, has_edges: bool = True) -> Table:
+    """A table whose cells have one line each, except in the last column; a missing cell is empty. `has_edges`
+    puts an empty line before and after it."""
     rows = [{cell.label: cell for cell in row.children} for row in node.children]
     titles = list(dict.fromkeys(title for row in rows for title in row))
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_header=any(titles))
+    found.show_edge = has_edges
     for title in titles:
         cells = [row[title] for row in rows if title in row]
         is_number = all(cell.unit in NUMBERS or isinstance(cell.value, int | float | None) for cell in cells)

@@ -35,11 +35,19 @@ from weakref import WeakKeyDictionary
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.children import Send, become_child, read_frame, sender
-from tidemill.services.reward.functions.request import Callee, answer_to, failure_to_wire, run_through
+from tidemill.services.reward.functions.request import (
+    Callee,
+    LongCall,
+    answer_to,
+    failure_to_wire,
+    run_through,
+)
 from tidemill.services.reward.outcome import AttemptError
 
 BEAT_S = 0.5
 TICK_S = 0.1
+LONG_S = 1.0
+"""Calls that take longer are reported with every beat: where they are, and whether they compute."""
 BLOCKED_S = 0.5
 """A loop that has run no callback for this long is blocked."""
 MOST_THREADS = 256
@@ -101,7 +109,7 @@ def _read_for_ever(frames: BinaryIO, calls: "LoopCalls | ThreadCalls") -> None:
 def _beat_for_ever(calls: "LoopCalls | ThreadCalls", send: Send) -> None:
     while True:
         time.sleep(BEAT_S)
-        send({"beat": calls.state()})
+        send({"beat": calls.state(), "long": calls.long_calls()})
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +126,29 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+class RunningCall:
+    """A call that the thread which makes this object has begun."""
+
+    def __init__(self) -> None:
+        self.thread, self._native_id = threading.get_ident(), threading.get_native_id()
+        self.started_at = time.monotonic()
+        self._before = _thread_times(self._native_id)
+
+    def times(self) -> tuple[float, float]:
+        """Seconds that its thread has run on a core, and those that it has waited for one."""
+        ran_s, waited_s = _thread_times(self._native_id)
+        ran_before_s, waited_before_s = self._before
+        return ran_s - ran_before_s, waited_s - waited_before_s
+
+
+def _thread_times(native_id: int) -> tuple[float, float]:
+    """Seconds that a thread of this process has run on a core and waited for one; 0 where not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
+        return int(fields[0]) / 1e9, int(fields[1]) / 1e9
+    return 0.0, 0.0
+
+
 class ThreadCalls:
     def __init__(self, function: Callee, send: Send) -> None:
         self._function, self._send = function, send
@@ -126,6 +157,7 @@ class ThreadCalls:
         self._others = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="reward")
         self._active_at = self._since = time.monotonic()
         self._computed_s = _computing_s()
+        self._running: dict[int, RunningCall] = {}
 
     def take(self, frame: dict[str, Any]) -> None:
         """Start a call. A thread cannot be stopped: cancelled calls end with the process."""
@@ -142,13 +174,30 @@ class ThreadCalls:
         """Empty: for plain functions the beat itself is all there is to report."""
         return {}
 
+    def long_calls(self) -> dict[int, LongCall]:
+        """By number of each call that takes long: where it is, and what it did with its time."""
+        now = time.monotonic()
+        frames = sys._current_frames()
+        calls: dict[int, LongCall] = {}
+        for number, call in list(self._running.items()):
+            elapsed_s = now - call.started_at
+            frame = frames.get(call.thread)
+            if elapsed_s < LONG_S or frame is None:
+                continue
+            calls[number] = LongCall(_where(traceback.extract_stack(frame)), elapsed_s, *call.times())
+        return calls
+
     def serve(self) -> None:
         while True:
             self._answer(self._for_main.get(), is_main=True)
 
     def _answer(self, frame: dict[str, Any], is_main: bool = False) -> None:
         _thread.was_refused = False
-        answer = run_through(answer_to(self._function, frame["call"]))
+        self._running[frame["id"]] = RunningCall()
+        try:
+            answer = run_through(answer_to(self._function, frame["call"]))
+        finally:
+            del self._running[frame["id"]]
         if _thread.was_refused:
             answer = {"again": True}
         if _has_used_signals.is_set():
@@ -214,6 +263,11 @@ class LoopCalls:
             "id": self._owners.get(task),
             "where": _where(traceback.extract_stack(frame)) if frame is not None else "",
         }
+
+    def long_calls(self) -> dict[int, LongCall]:
+        """Empty: calls on a loop are cancelled at their limit, and one that blocks the loop is named by
+        `state`."""
+        return {}
 
     def serve(self) -> None:
         asyncio.set_event_loop(self._loop)

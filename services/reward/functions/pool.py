@@ -23,7 +23,7 @@ import structlog
 from tidemill.common.process.programs import Child
 from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.common.telemetry import metrics
-from tidemill.services.reward.functions.request import Callee, Request, outcomes_of
+from tidemill.services.reward.functions.request import Callee, LongCall, Request, outcomes_of
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 log = structlog.get_logger(__name__)
@@ -37,6 +37,8 @@ they shrink by one."""
 SHOWN_S = 60.0
 """How long the heartbeat shows that a loop was blocked."""
 MOST_KNOWN = 1024
+SLOW_S = 10.0
+"""Calls that compute for longer are named before their limit: they may loop."""
 SILENT_S = 1.5
 """A process without a beat for this long runs no Python code: some call holds the interpreter's lock."""
 GRACE_S = 5.0
@@ -69,7 +71,8 @@ class Execution:
 
     @property
     def notes(self) -> list[str]:
-        return [text for pool in self._pools if (text := pool.blockage.note_text)]
+        texts = [text for pool in self._pools for text in (pool.blockage.note_text, pool.slow_text)]
+        return [text for text in texts if text]
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
         """One outcome for each sample of the request. Raises AttemptError: see `ProcessPool.run`."""
@@ -106,7 +109,7 @@ class Blockage:
     """Blocked event loops that the scoring processes of one function report."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._where = name, ""
+        self.name, self._where = name, ""
         self._seen_at, self._num_seen, self._longest_s = float("-inf"), 0, 0.0
 
     def note(self, beat: dict[str, Any]) -> None:
@@ -117,7 +120,7 @@ class Blockage:
         if self._num_seen & (self._num_seen - 1) == 0:
             log.warning(
                 "an async reward function blocks its event loop: it scores one sample at a time",
-                reward=self._name,
+                reward=self.name,
                 blocked_s=round(beat["blocked_s"], 1),
                 where=self._where,
                 remedy="await what takes time, or declare it with plain `def`: then it runs in threads",
@@ -128,7 +131,7 @@ class Blockage:
         """Text for the heartbeat; empty if no loop was blocked in the last `SHOWN_S`."""
         if time.monotonic() - self._seen_at > SHOWN_S:
             return ""
-        return f"{self._name} blocks its event loop, up to {self._longest_s:.1f} s: {self._where}"
+        return f"{self.name} blocks its event loop, up to {self._longest_s:.1f} s: {self._where}"
 
 
 class ProcessLostError(Exception):
@@ -192,6 +195,14 @@ class ProcessPool:
         for process in [*self._processes, *([self._apart] if self._apart else [])]:
             self._discard(process)
         await asyncio.gather(*self._reapers)
+
+    @property
+    def slow_text(self) -> str:
+        """Text for the heartbeat about a call that computes for long; empty if there is none."""
+        places = [where for process in self._processes if (where := process.computes_at)]
+        if not places:
+            return ""
+        return f"{self.blockage.name} has computed for more than {SLOW_S:g} s in one call: {places[0]}"
 
     @property
     def _calls_each(self) -> int:
@@ -274,6 +285,8 @@ class ScoringProcess(WorkerProcess):
         """Seconds that each call may take."""
         self._watching: asyncio.Task[None] | None = None
         self._beat_at = time.monotonic()
+        self._long_calls: dict[int, LongCall] = {}
+        """By number: the calls that took long at the last beat."""
         self._has_stragglers = False
         """Whether calls that no caller waits for may still be running."""
         self.num_taken = 0
@@ -304,7 +317,7 @@ class ScoringProcess(WorkerProcess):
             try:
                 await asyncio.wait({answer}, timeout=None if self._is_async else timeout_s)
                 if not answer.done():
-                    self._end_late(timeout_s)
+                    self._end_late(number, timeout_s)
                 found = answer.result()
             except asyncio.CancelledError:
                 self._break_off(number)
@@ -318,9 +331,18 @@ class ScoringProcess(WorkerProcess):
         self._has_stragglers |= bool(found.get("is_timeout"))
         return outcomes_of(found)
 
+    @property
+    def computes_at(self) -> str:
+        """Where a call has computed for `SLOW_S`; empty where none has."""
+        for call in self._long_calls.values():
+            if call.is_computing and call.elapsed_s > SLOW_S:
+                return call.where
+        return ""
+
     def receive(self, frame: dict[str, Any]) -> None:
         self._beat_at = time.monotonic()
         if (beat := frame.get("beat")) is not None:
+            self._long_calls = {number: LongCall(*call) for number, call in frame.get("long", {}).items()}
             if beat:
                 self._on_blocked(beat)
                 self._end_if_stuck(beat)
@@ -357,14 +379,22 @@ class ScoringProcess(WorkerProcess):
             where = f"{beat['where']} blocks; its process was killed"
             self.fail(f"no result within {limit_s:g} s (timeout_s): {where}", True, owner)
 
-    def _end_late(self, timeout_s: float) -> None:
-        reason = f"no result within {timeout_s:g} s (timeout_s); its process was killed"
+    def _end_late(self, number: int, timeout_s: float) -> None:
+        call = self._long_calls.get(number)
+        at = ""
+        if call is not None:
+            doing = "it computed" if call.is_computing else "it waited"
+            at = f"; {doing}, in the end in {call.where}"
+        reason = f"no result within {timeout_s:g} s (timeout_s){at}; its process was killed"
         if len(self._limits) > 1 and time.monotonic() - self._beat_at > SILENT_S:
             self.kill()  # the call that holds the interpreter's lock holds up all of them
             self.fail(reason, is_timeout=True)
             return
         self.is_sound, self._has_stragglers = False, True
-        raise AttemptError(reason, is_timeout=True)
+        # What computes all the time is a loop, or too slow; what waits may wait for a server.
+        is_final = call is not None and call.is_hopeless
+        is_code_error = call is not None and call.is_computing
+        raise AttemptError(reason, is_timeout=True, is_final=is_final, is_code_error=is_code_error)
 
     def _break_off(self, number: int) -> None:
         """Cancel a call: a task can be cancelled; a thread cannot be stopped, so its process has to end."""

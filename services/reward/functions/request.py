@@ -7,7 +7,7 @@ socket in frames (`common/process/children.py`).
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tidemill.common.wire.codec import decode_payload, encode_payload
 from tidemill.common.wire.messages import Lane, Trajectory
@@ -16,7 +16,7 @@ from tidemill.services.reward.sample import RewardSample
 
 T = TypeVar("T")
 
-FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s")
+FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s", "is_code_error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,28 @@ class Request:
     def from_wire(cls, tree: dict[str, Any]) -> "Request":
         lane, payloads = Lane(tree.pop("lane")), tree.pop("samples")
         return cls([RewardSample(decode_payload(one, Trajectory), lane) for one in payloads], **tree)
+
+
+class LongCall(NamedTuple):
+    """A call that takes long: in which line of the user's it is, and what it did with its seconds."""
+
+    where: str
+    elapsed_s: float
+    ran_s: float
+    """On a core."""
+    waited_s: float
+    """For a core, which others had."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether it wanted a core for most of its time: it loops, or has much to do. Others wait for a
+        server, say."""
+        return self.ran_s + self.waited_s > 0.5 * self.elapsed_s
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it had a core for nearly all of its time: with more attempts it gets no further."""
+        return self.ran_s > 0.8 * self.elapsed_s
 
 
 class Callee(ABC):

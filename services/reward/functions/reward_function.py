@@ -10,13 +10,14 @@ import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import run_main
-from tidemill.common.process.users_code import load_users
+from tidemill.common.process.users_code import defined_at, load_users
 from tidemill.common.run.dataset import PROMPT
 from tidemill.services.reward.builtin import BUILTINS
 from tidemill.services.reward.builtin.groups import GROUP_FUNCTIONS
@@ -101,11 +102,12 @@ class RewardFunction(Callee):
             for arguments in self._calls(request, log):
                 given = self.function(**arguments)
                 returned.append(await given if self.is_async else given)
-            if self.how.style is Style.TRL:
-                return interpret_list(returned[0], num_samples, log.metrics, log.extra)
-            if self.how.style is Style.VERL_BATCH:
-                return interpret_batch(returned[0], num_samples)
-            return [interpret(one) for one in returned]
+            with returned_by(self.function):
+                if self.how.style is Style.TRL:
+                    return interpret_list(returned[0], num_samples, log.metrics, log.extra)
+                if self.how.style is Style.VERL_BATCH:
+                    return interpret_batch(returned[0], num_samples)
+                return [interpret(one) for one in returned]
 
     def _calls(self, request: Request, log: TrlLog) -> Iterator[dict[str, Any]]:
         """The arguments of each call: one for all samples where the function takes lists."""
@@ -155,6 +157,17 @@ class RewardFunction(Callee):
         if self.is_async:
             return await asyncio.to_thread(self.post_process, scores)
         return self.post_process(scores)
+
+
+@contextmanager
+def returned_by(function: Callable[..., Any]) -> Iterator[None]:
+    """What the block says about a function's result is the function's error: add where it is defined."""
+    try:
+        yield
+    except AttemptError as error:
+        where = defined_at(function)
+        problem = f"{error} ({where})" if where else str(error)
+        raise AttemptError(problem, is_code_error=True) from None
 
 
 def verl_arguments(
@@ -278,7 +291,9 @@ class GroupFunction(Callee):
             ]
         with users_own():
             returned = self.function(**arguments)
-            return interpret_list(await returned if self.is_async else returned, len(request.samples))
+            values = await returned if self.is_async else returned
+            with returned_by(self.function):
+                return interpret_list(values, len(request.samples))
 
 
 def load_group_function(reference: str, kwargs: Kwargs) -> GroupFunction:

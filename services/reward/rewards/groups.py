@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from tidemill.common.config import RewardConfig, RewardLimits
 from tidemill.common.errors import LeaseLostError
+from tidemill.common.process.failures import FailureLog
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Consumer, Delivery
 from tidemill.common.telemetry import metrics
@@ -126,6 +127,8 @@ class PostProcessing:
         self._execution: Execution | None = None
         self.failures: Counter[str] = Counter()
         """Groups whose post-processing failed for good, by kind of failure."""
+        self.log = FailureLog()
+        """Failed attempts at it, by cause."""
         if config.group:
             function = load_group_function(config.group, config.group_kwargs)
             self._execution = Execution(function, config.processes)
@@ -169,8 +172,12 @@ class PostProcessing:
         self, limits: RewardLimits, step: Callable[[], Awaitable[list[RewardOutcome]]], count: int
     ) -> list[RewardOutcome]:
         """Run a step over the group: one outcome for each sample, or the same failure for all."""
+
+        def note(failure: AttemptError) -> None:
+            self.log.note("group function", failure.kind, str(failure))
+
         try:
-            outcomes, _ = await attempt(GROUP, limits, step)
+            outcomes, _ = await attempt(GROUP, limits, step, note)
         except AttemptError as failure:
             self.failures[failure.kind] += 1
             metrics.REWARD_FAILURES.labels(GROUP, failure.kind).inc()
@@ -182,12 +189,13 @@ class PostProcessing:
 def _changed(old: RewardOutcome, outcome: RewardOutcome) -> RewardOutcome:
     """The outcome or sum with its new value. A failure may have been replaced by a value, or the reverse."""
     if not outcome.is_ok:
-        return replace(old, status=outcome.status, value=None, error=outcome.error, kind=outcome.kind)
+        failed = replace(old, status=outcome.status, value=None, error=outcome.error, kind=outcome.kind)
+        return replace(failed, is_code_error=outcome.is_code_error)
     if outcome.value is None:
         return replace(old, status=ScoreStatus.FAILED, value=None, error=NO_SCORE) if old.is_ok else old
     detail = old.detail if not old.error else old.detail | {REPLACED: old.error}
     changed = replace(old, status=ScoreStatus.OK, value=outcome.value, detail=detail)
-    return replace(changed, error="", kind="", on_failure="")
+    return replace(changed, error="", kind="", on_failure="", is_code_error=False)
 
 
 def _with_former(new: RewardOutcome, old: RewardOutcome) -> RewardOutcome:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tidemill.common.config import NamedRewardConfig, RewardConfig, RewardLimits, ServersConfig
+from tidemill.common.process.failures import Failure, FailureLog
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Score, ScoreStatus, Try
 from tidemill.services.reward.outcome import (
@@ -42,8 +43,18 @@ Outcomes = dict[str, RewardOutcome]
 """Name of the reward -> its outcome for one sample."""
 
 
-async def attempt(name: str, limits: RewardLimits, once: Callable[[], Awaitable[T]]) -> tuple[T, list[Try]]:
+def ignore_failure(failure: AttemptError) -> None:
+    """For callers of `attempt` that count nothing."""
+
+
+async def attempt(
+    name: str,
+    limits: RewardLimits,
+    once: Callable[[], Awaitable[T]],
+    on_failure: Callable[[AttemptError], None] = ignore_failure,
+) -> tuple[T, list[Try]]:
     """The first result of `once` under the limits of reward `name`, and all attempts if it took several.
+    `on_failure` hears of each attempt that fails, before the next one.
 
     Raises:
         AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
@@ -63,6 +74,7 @@ async def attempt(name: str, limits: RewardLimits, once: Callable[[], Awaitable[
         tries.append((name, round(ended - started, 6), round(pause_s, 6), reason))
         if failure is None:
             return result, tries if len(tries) > 1 else []
+        on_failure(failure)
         if failure.is_final or len(tries) == limits.max_attempts:
             failure.tries = tries if len(tries) > 1 else []
             raise failure
@@ -86,6 +98,8 @@ class NamedReward:
         self.version = version_of(name, config, servers) if cache else ""
         self.failures: Counter[str] = Counter()
         """How often it failed for good, by kind of failure."""
+        self.log = FailureLog()
+        """Its failed attempts, by cause."""
         self._places = [
             asyncio.Semaphore(config.max_concurrent) if config.max_concurrent else contextlib.nullcontext()
             for _ in ("training", "evaluation")
@@ -128,8 +142,11 @@ class NamedReward:
             async with self._places[samples[0].is_evaluation]:
                 return await once()
 
+        def note(failure: AttemptError) -> None:
+            self.log.note(f"reward {self.name}", failure.kind, str(failure), len(samples))
+
         try:
-            outcomes, tries = await attempt(self.name, self.config, placed)
+            outcomes, tries = await attempt(self.name, self.config, placed, note)
         except AttemptError as failure:
             self.failures[failure.kind] += len(samples)
             metrics.REWARD_FAILURES.labels(self.name, failure.kind).inc(len(samples))
@@ -191,6 +208,8 @@ class WeightedSum:
         if failed:
             first = outcomes[failed[0].name]
             total.status, total.error, total.teacher_logprobs = first.status, first.error, None
+            # Where another reward failed by an outage, the sample may have a score next time.
+            total.is_code_error = all(outcomes[named.name].is_code_error for named in failed)
             if self._is_named:
                 total.error = "; ".join(f"{named.name}: {outcomes[named.name].error}" for named in failed)
                 is_group_lost = any(named.config.on_failure == "drop_group" for named in failed)
@@ -200,6 +219,7 @@ class WeightedSum:
         else:
             problem = f"the weighted sum of the rewards is {value}; expected a finite number"
             total.status, total.error = ScoreStatus.FAILED, problem if has_value else NONE_APPLIES
+            total.is_code_error = True
         return total
 
     def failures(self) -> dict[str, int]:
@@ -207,6 +227,11 @@ class WeightedSum:
         return {
             f"{named.name}:{kind}": count for named in self.rewards for kind, count in named.failures.items()
         }
+
+    @property
+    def failed_attempts(self) -> list[Failure]:
+        """Attempts that failed, by reward and cause."""
+        return [failure for named in self.rewards for failure in named.log.failures]
 
     async def close(self) -> None:
         await asyncio.gather(*(named.reward.close() for named in self.rewards))
@@ -251,6 +276,7 @@ def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s:
         components=total.components,
         detail=total.detail,
         error=total.error,
+        is_code_error=total.is_code_error,
         on_failure=total.on_failure,
         attempts=max(Counter(name for name, *_ in total.tries).values(), default=1),
         tries=tuple(total.tries),

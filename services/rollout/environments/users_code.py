@@ -6,13 +6,12 @@ Errors name the place, and what was expected there.
 import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import EnvironmentFaultError
+from tidemill.common.process.users_code import raised_at
 from tidemill.common.wire.codec import pack, sendable
 from tidemill.services.rollout.environments.environment import Act, Opening, Row
 from tidemill.services.rollout.sessions.template_chat import content_text
@@ -37,9 +36,8 @@ def contained(where: str, kind: str) -> Iterator[None]:
 
 def described(error: BaseException) -> str:
     """An exception in one line, with the place in the code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {_line(error)}{where}"
+    where = raised_at(error)
+    return f"{type(error).__name__}: {_line(error)}{f' ({where})' if where else ''}"
 
 
 def complaint(error: BaseException) -> str:

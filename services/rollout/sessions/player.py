@@ -12,6 +12,7 @@ import structlog
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.run.special_tokens import NUM_TAIL_TOKENS, Reading
+from tidemill.common.process.failures import FailureLog
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.choices import ROUTES, Rows, find_routes_fault
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, SamplingParams, Ticket
@@ -91,6 +92,13 @@ class Player:
         self.read: Read = read or (lambda ids, mask, prompt_ids: Reading(decode(ids)))
         self.num_faults: Counter[str] = Counter()
         """Faults of environments so far, by kind."""
+        self.log = FailureLog()
+        """The same by cause, with the reason of the last one."""
+
+    @property
+    def environment(self) -> str:
+        """Name of the environment in the config."""
+        return self.section.agent or self.section.use
 
     async def start(self) -> None:
         """Load what it needs. Raises ConfigError: the environment cannot be used as configured."""
@@ -113,6 +121,7 @@ class Player:
                 except EnvironmentFaultError as fault:
                     num_faults += 1
                     self.num_faults[fault.kind] += 1
+                    self.log.note(f"environment {self.environment}", fault.kind, str(fault))
                     metrics.ENVIRONMENT_FAULTS.labels(fault.kind).inc()
                     is_last = num_faults >= self.section.attempts
                     log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.users_code import load_users
+from tidemill.common.process.users_code import load_users, raised_at
 
 
 @contextmanager
@@ -21,8 +21,10 @@ def contained(field: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(f"{field}: {type(error).__name__}: {str(error)[:500]}{where}") from error
+        where = raised_at(error)
+        if isinstance(error, SyntaxError):
+            where = f"line {error.lineno}"
+        raise ConfigError(f"{field}: {type(error).__name__}: {str(error)[:500]} ({where})") from error
 
 
 def load_users_function(

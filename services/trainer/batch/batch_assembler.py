@@ -16,13 +16,17 @@ import structlog
 
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.failures import FailureLog
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.streams import append_dead_letter, dead_letter, has_entry
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
+from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.reconciler import RunStreams
 from tidemill.services.trainer.groups.group_filter import (
+    FAILED_SCORE,
+    FEW_SCORES,
     STALE,
     ZERO_VARIANCE,
     GroupFilter,
@@ -169,6 +173,11 @@ class ReplacementLimit:
         """Begin a step, or go on in one in which groups were replaced for these reasons."""
         self._num_filtered = sum(reason == ZERO_VARIANCE for reason in reasons)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether so many groups in a row were replaced that it is a warning."""
+        return self._in_a_row >= max(LEAST_WARN, self._groups_per_step)
+
     def note_trained(self) -> None:
         self._in_a_row, self._warns_at = 0, max(LEAST_WARN, self._groups_per_step)
         self._rewards.clear()
@@ -235,17 +244,27 @@ class BatchAssembler:
         self.group_filter, self.precompute = group_filter, None if self.takes_turns else precompute
         self.dropped: list[Dropped] = []
         self.limit = ReplacementLimit(self.trainer)
+        self.code_errors = CodeErrors.of_training(context.config)
+        self.join.on_score = lambda entry: self.code_errors.note(entry.entry_id, entry.message)
+        self.failures = FailureLog()
+        """Groups that were replaced, by cause."""
         self._rest_s = 0.0
 
     async def take(self, step: int, places: int) -> list[TrainableGroup]:
         """Wait until at least one group is there for `step`, or until all are without `start_early` or with
-        GPUs used in turn. Taken groups stay outstanding until `settle`. Raises StoppedError: the service must
-        stop."""
+        GPUs used in turn. Taken groups stay outstanding until `settle`.
+
+        Raises:
+            StoppedError: the service must stop.
+            ConfigError: no group will ever be trained.
+        """
         taken: list[TrainableGroup] = []
         quiet_since = time.monotonic()
+        await self.code_errors.begin(self.context.broker)
         while True:
             if self.context.stopping.is_set():
                 raise StoppedError
+            self.code_errors.check()
             await self._replace_dead(step)
             selected = await self._select(step, places - len(taken))
             # Between selecting and taking: a group may have been joined from entries that Redis has lost.
@@ -297,10 +316,20 @@ class BatchAssembler:
         # A crash before the commit forgets this; the ticket that is issued below names what it replaces.
         self.dropped.append((ticket, -1, reason))
         self.limit.note_replaced(reason, detail, rewards)
+        self._note_failure(reason, detail)
         metrics.GROUPS_SETTLED.labels(reason.partition(":")[0]).inc()
         # Before the await: an entry that arrives meanwhile must not complete a group that is being replaced.
         self.join.close(ticket)
         await self.scheduler.replace(ticket, step, rewards)
+
+    def _note_failure(self, reason: str, detail: str) -> None:
+        """Have the heartbeat say why a group was replaced. Failed scores are the reward workers' to report;
+        a group of equal rewards is no failure, unless nothing else comes."""
+        is_scores = reason in (FEW_SCORES, FAILED_SCORE)
+        is_usual = reason == ZERO_VARIANCE and not self.limit.is_long
+        if not is_scores and not is_usual:
+            kind, _, error = reason.partition(": ")
+            self.failures.note("training on a group", kind, detail or error or kind)
 
     async def _select(self, step: int, places: int) -> list[int]:
         if not self.join.complete:

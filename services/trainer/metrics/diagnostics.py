@@ -23,9 +23,12 @@ PATIENCE_STEPS = 3
 MAX_WARNINGS = 100
 """Most warnings that are kept, the newest; ended ones are removed first."""
 
+SCORES_WAIT = "time/wait_scores_s"
+MOSTLY_FAILED = 0.5
+"""With a larger share of failed scores, more reward workers would not help."""
 WAITS = {
     "time/wait_trajectories_s": "generation: add rollout workers or GPUs, or shorten max_tokens",
-    "time/wait_scores_s": "scores: add reward workers (they may join now), raise their concurrency, or give "
+    SCORES_WAIT: "scores: add reward workers (they may join now), raise their concurrency, or give "
     "slow judges replicas",
     "time/wait_redis_s": "Redis: look at its load and at the network to it; see docs/operations/sizing.md",
     "time/wait_evaluation_s": "evaluation: evaluate less often, on fewer prompts or samples",
@@ -150,6 +153,11 @@ def time_advice(numbers: Mapping[str, Any]) -> str:
     """Advice about the longest wait of the step."""
     waits = {name: float(numbers.get(name) or 0.0) for name in WAITS}
     longest = max(waits, key=lambda name: waits[name])
+    if longest == SCORES_WAIT and float(numbers.get("scores/failed_ratio") or 0.0) > MOSTLY_FAILED:
+        return (
+            f"It waited {waits[longest]:.3g} s for scores, and most of them failed: first see to it that the "
+            "reward gives values. `tidemill status` says why it fails."
+        )
     if not waits[longest]:
         return "`tidemill status` says who waits for whom."
     return f"It waited {waits[longest]:.3g} s for {WAITS[longest]}."

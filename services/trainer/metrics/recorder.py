@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from tidemill.common.files import append_whole, storage_errors, write_atomically
-from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, Record, read_records
+from tidemill.common.run.state import EVALUATION, METRICS_FILE, REASON, STEP, Record, read_records
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.metrics.trackers import Sender
 
@@ -60,10 +60,15 @@ class Recorder:
             self._append(record_of({"kind": STEP, "step": step}, metrics))
             self._next_step = step + 1
 
-    def evaluation(self, version: int, name: str, metrics: Mapping[str, float | None]) -> None:
-        """Record one evaluation of `version` on the set `name`; a repeat of one on record is ignored."""
+    def evaluation(
+        self, version: int, name: str, metrics: Mapping[str, float | None], reason: str = ""
+    ) -> None:
+        """Record one evaluation of `version` on the set `name`, and why samples of it failed, where some did;
+        a repeat of one on record is ignored."""
         if not self.has_evaluation(version, name):
             record = record_of({"kind": EVALUATION, "version": version, "set": name}, metrics)
+            if reason:
+                record[REASON] = reason
             self._append(record)
             self.evaluations.append(record)
 

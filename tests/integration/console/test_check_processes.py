@@ -40,12 +40,24 @@ class TestReward:
 
     def test_a_call_is_told_with_its_value(self, check: Any) -> None:
         said = check("print('noise'); return float(ground_truth) / 4", True)
-        assert "gave 0.25 for the first training row and an empty completion" in said
+        assert "gave 0.25 for the first training row and an empty completion, 0.25 for its" in said
         assert "noise" not in said and "not called" not in said
 
     def test_a_call_that_fails_is_a_mistake(self, check: Any) -> None:
         with pytest.raises(ConfigError, match=r"gave no score: .*KeyError"):
             check("return {}['no such key']", True)
+
+    @pytest.mark.parametrize(
+        ("body", "what"),
+        [
+            ("return 0.0 if not solution_str else {}['score']", "its ground truth as completion"),
+            ("return 0.0 if solution_str in ('', ground_truth) else None", "its prompt as completion"),
+        ],
+    )
+    def test_a_function_that_fails_on_any_text_of_a_model_is_a_mistake(self, check, body, what):
+        """On an empty completion it returns early."""
+        with pytest.raises(ConfigError, match=f"called with {what}, it gave no score"):
+            check(body, True)
 
 
 class TestServers:

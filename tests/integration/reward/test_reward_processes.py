@@ -76,6 +76,18 @@ async def test_a_stuck_process_is_killed_at_its_limit_and_nobody_else_notices(tm
         assert len(await asyncio.gather(*(pool.score("") for _ in range(4)))) == 4  # both slots work again
 
 
+async def test_a_late_call_is_named_with_its_line_and_one_that_computes_is_an_error_of_the_code(tmp_path):
+    async with pool_of(tmp_path) as pool:
+        late = {}
+        for code in (SPIN, HANG):
+            with pytest.raises(AttemptError, match=r"no result within 4 s") as caught:
+                await pool.score(code, 4.0)
+            late[code] = caught.value
+    assert "it computed, in the end in " in str(late[SPIN]) and ", line " in str(late[SPIN])
+    assert "it waited, in the end in " in str(late[HANG])
+    assert (late[SPIN].is_code_error, late[HANG].is_code_error, late[HANG].is_final) == (True, False, False)
+
+
 async def test_cancelling_kills_the_process_and_frees_the_slot(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
         task = asyncio.create_task(pool.score(HANG, 3600, "cancelled"))

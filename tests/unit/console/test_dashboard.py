@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.support.trajectories import make_config
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.failures import FailureLog
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.redis.broker import MemoryUse
 from tidemill.services.console.__main__ import app
@@ -140,6 +142,12 @@ def test_failures_are_seen_and_never_shown_as_numbers() -> None:
     assert step_line(run).endswith("25% of the scores failed  1 groups replaced")
     assert evaluation_line(failed).endswith("on held: all failed (12 samples)")
     assert evaluation_line({"score": 0.5, "num_failed": 2}).endswith("0.500 (2 failed)")
+    survivors = {"score": 1.0, "num_samples": 37, "num_failed": 91, "reason": "KeyError: 'a' (my.py, line 4)"}
+    assert evaluation_line(survivors).endswith(
+        "1.000 of 37 of 128 samples; 91 failed: KeyError: 'a' (my.py, line 4)"
+    )
+    failed["reason"] = "KeyError: 'a' (my.py, line 4)"
+    assert evaluation_line(failed).endswith("all failed (12 samples): KeyError: 'a' (my.py, line 4)")
     assert step_line(snapshot()) == "step 3/10  reward 0.200  staleness max 1  mean 0.50  150 tok/s  2.0 s"
 
 
@@ -250,3 +258,63 @@ def test_a_run_whose_redis_is_gone_is_read_from_its_folder(tmp_path, monkeypatch
     assert "step 3/8" in status(), "a Redis that does not answer is no obstacle"
     folder.summary.write_text(json.dumps({"ok": True, "run_id": "one", "steps": 8, "bottleneck": None}))
     assert json.loads(status("--json"))["ok"] and "everything that was expected" in status()
+
+
+def failing(count: int, reason: str = "KeyError: 'a' (my.py, line 4)", name: str = "reward-0") -> Heartbeat:
+    """A reward worker's heartbeat after so many failed attempts."""
+    log = FailureLog()
+    log.note("reward mine", "error", reason, count)
+    worker = beat(name, "reward", "score", failing_share=1.0)
+    worker.failures = log.failures
+    return worker
+
+
+def test_a_failure_is_said_at_once_and_at_each_doubling_with_its_reason() -> None:
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    view = PlainView(console)
+    for count in (1, 1, 2, 3, 3, 9, 15):
+        view.show(snapshot(0, workers=[failing(count, f"KeyError: '{count}' (my.py, line 4)")]), {}, 0.0)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines == [
+        "failing: reward mine failed once (error): KeyError: '1' (my.py, line 4)",
+        "failing: reward mine failed 2 times (error): KeyError: '2' (my.py, line 4)",
+        "failing: reward mine failed 9 times (error): KeyError: '9' (my.py, line 4)",
+    ]
+    run = snapshot(workers=[failing(3), failing(4, name="reward-1")])
+    assert "failing  reward mine failed 7 times (error): KeyError: 'a' (my.py, line 4)" in printed(run, 200)
+    assert run.as_dict()["failures"][0]["count"] == 7
+
+
+def test_a_blocked_loop_is_said_once_for_its_line_and_a_busy_machine_once_for_all() -> None:
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    view = PlainView(console)
+    for seconds in (1.2, 3.4, 5.6):
+        detail = f"the event loop was blocked for {seconds} s: score (my.py, line 4)"
+        blocked = beat("reward-0", "reward", "score", detail=detail, blocking=1)
+        starved = beat("rollout-0", "rollout", "generate", starved=seconds, starved_s=seconds)
+        view.show(snapshot(0, workers=[blocked, starved]), {}, 0.0)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 2 and lines[0].startswith("warning: reward-0: the event loop was blocked for 1.2 s")
+    assert lines[1].startswith("warning: short of CPU: rollout-0 ")
+
+
+@pytest.mark.parametrize("height", [16, 24, 50])
+def test_the_live_view_fits_the_terminal_the_most_important_first(height: int) -> None:
+    workers = [beat(f"rollout-{i}", "rollout", "generate", requests=3.0) for i in range(12)]
+    workers += [beat("reward-9", "reward", "score", age_s=75), failing(924)]
+    state = {"status": "running", "evaluations": EVALUATIONS, "warnings": [WARNING] * 3}
+    run = snapshot(state=state, workers=workers, num_dead=3)
+    run.points[-1].metrics.update({"entropy": 0.1, "grad_norm": 1.0, "scores/failed_ratio": 0.9})
+    events = [f"event {number}" for number in range(5)]
+    console = Console(file=io.StringIO(), width=80, height=height, color_system=None)
+    console.print(dashboard(run, events=events, hint="Ctrl-C stops the run", console=console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = text.splitlines()
+    assert len(lines) < height and all(len(line) <= 80 for line in lines)
+    assert "failing  reward mine failed 924 times" in text and "step 3/10" in text
+    assert "stopped exploring" in text, "a warning"
+    if height == 24:
+        assert "silent for 1 min" in text, "of the processes, those that do not work come first"
+        assert re.search(r"and \d+ more processes", text) and re.search(r"and \d+ more rows of numbers", text)
+    if height == 50:
+        assert " more processes" not in text

@@ -7,6 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import httpx
 import msgpack
 import numpy as np
 import pytest
@@ -185,3 +186,30 @@ def test_a_detail_that_cannot_be_shown_does_not_cost_the_score() -> None:
     outcome = interpret({"score": 0.5, "deep": deep, "mute": Mute()})
     assert outcome.value == 0.5
     assert "list, which cannot be shown" in str(outcome.detail["deep"])
+
+
+class OwnError(Exception):
+    """Of a user's module."""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_codes"),
+    [
+        (KeyError("score"), True),
+        (json.JSONDecodeError("", "", 0), True),
+        (SystemExit("done"), True),
+        (OwnError("mine"), True),
+        (ExceptionGroup("both", [KeyError("score"), ValueError("x")]), True),
+        (ConnectionRefusedError("the judge is away"), False),
+        (TimeoutError("the judge is slow"), False),
+        (OSError("no space left on device"), False),
+        (MemoryError(), False),
+        (RuntimeError("can't start new thread"), False),
+        (httpx.HTTPStatusError("503", request=None, response=None), False),  # type: ignore[arg-type]
+        (ExceptionGroup("both", [KeyError("score"), TimeoutError()]), False),
+    ],
+)
+def test_an_error_of_the_code_is_told_from_an_outage(error: BaseException, is_codes: bool) -> None:
+    with pytest.raises(AttemptError) as caught, users_own():
+        raise error
+    assert caught.value.is_code_error is is_codes

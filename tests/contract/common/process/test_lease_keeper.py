@@ -1,10 +1,12 @@
 """Leases while the event loop of their holder stands still."""
 
+import asyncio
 import time
 
 from tests.support.consumers import make_consumer
 from tests.support.trajectories import make_trajectory
-from tidemill.common.process.heartbeats import Heartbeat
+from tests.support.waiting import PATIENCE_S
+from tidemill.common.process.heartbeats import BLOCKING, STARVED, STARVED_S, Heartbeat
 from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import make_client
@@ -32,3 +34,17 @@ async def test_a_loop_that_stands_still_loses_no_lease_and_what_it_did_is_named(
     lease_keeper.stop()
     assert "the event loop was blocked" in beat.detail
     assert "hold_up_the_loop (test_lease_keeper.py, line" in beat.detail
+
+
+async def test_a_loop_that_is_short_of_cpu_is_told_from_one_that_is_blocked(redis_server):
+    """It waits in `select` for something to do, and nobody runs it: no code is at fault."""
+    lease_keeper = LeaseKeeper(lambda: Broker(make_client(redis_server.url)))
+    lease_keeper.start()
+    beat = Heartbeat("w", "reward")
+    async with asyncio.timeout(PATIENCE_S):
+        while not beat.counts.get(STARVED):
+            await asyncio.sleep(0.5)  # without `turned`: to the keeper the loop looks as if it did not run
+            lease_keeper.report(beat)
+    lease_keeper.stop()
+    assert beat.counts[STARVED] == 1 and beat.counts[STARVED_S] >= 1.0
+    assert not beat.counts.get(BLOCKING) and not beat.detail

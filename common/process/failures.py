@@ -1,0 +1,86 @@
+"""What fails in a process and why: users' code, servers, environments.
+
+Each attempt that fails is counted by what failed and by its cause, with the reason of the last one.
+Heartbeats carry these counts, so that whoever watches a run sees a reason within seconds, wherever the
+process runs.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+MAX_CAUSES = 16
+"""Most causes that a process keeps; later ones count for `OTHER`."""
+MAX_REASON_CHARS = 300
+MAX_CAUSE_CHARS = 80
+OTHER = "other causes"
+
+_PLACE = re.compile(r"\(([^()]+, line \d+)\)")
+_EXCEPTION = re.compile(r"\s*([A-Za-z_][\w.]*):")
+
+
+@dataclass(slots=True)
+class Failure:
+    """How often something failed for one cause.
+
+    Example: what "reward compute_score", kind "error", reason "KeyError: 'score' (my_reward.py, line 4)",
+    count 12.
+    """
+
+    what: str
+    kind: str
+    """Kind of the failure: one of a small fixed set, such as error, timeout or rate_limited."""
+    reason: str
+    """The reason of the last one, in words."""
+    count: int = 0
+    cause: str = ""
+    """What its reasons have in common: failures of one cause are counted together."""
+
+
+class FailureLog:
+    """Counts the failed attempts of one process."""
+
+    def __init__(self) -> None:
+        self._failures: dict[tuple[str, str, str], Failure] = {}
+
+    def note(self, what: str, kind: str, reason: str, count: int = 1) -> None:
+        cause = cause_of(reason)
+        key = (what, kind, cause)
+        if key not in self._failures and len(self._failures) >= MAX_CAUSES:
+            cause = OTHER
+            key = (what, kind, cause)
+        failure = self._failures.setdefault(key, Failure(what, kind, "", cause=cause))
+        failure.reason = " ".join(reason.split())[:MAX_REASON_CHARS]
+        failure.count += count
+
+    @property
+    def failures(self) -> list[Failure]:
+        return list(self._failures.values())
+
+
+def cause_of(reason: str) -> str:
+    """What reasons of one cause have in common: the exception's type and its line, or the words without their
+    numbers. `KeyError: 'a' (f.py, line 4)` and `KeyError: 'b' (f.py, line 4)` have one cause."""
+    place = _PLACE.search(reason)
+    exception = _EXCEPTION.match(reason)
+    if place is not None and exception is not None:
+        return f"{exception[1]} ({place[1]})"
+    if place is not None:
+        return place[1]
+    return re.sub(r"\d+", "#", reason)[:MAX_CAUSE_CHARS]
+
+
+def added_up(failures: Iterable[Failure]) -> list[Failure]:
+    """The failures of several processes, each cause once, the most frequent first."""
+    sums: dict[tuple[str, str, str], Failure] = {}
+    for failure in failures:
+        key = (failure.what, failure.kind, failure.cause)
+        before = sums.get(key)
+        num_before = before.count if before is not None else 0
+        sums[key] = replace(failure, count=num_before + failure.count)
+    return sorted(sums.values(), key=lambda failure: -failure.count)
+
+
+def doubling(count: int) -> int:
+    """The largest power of two that is at most `count`: what is said at each doubling is said once for it."""
+    return 1 << (count.bit_length() - 1) if count > 0 else 0

@@ -1,0 +1,75 @@
+"""Ends a run whose reward fails by an error of its own code: such an error does not pass.
+
+Counted are scores in a row that failed that way, in the order in which they arrive; a score with a value, or
+one that failed by a server, a limit of rate or the machine, begins the count again. What was scored before
+this trainer started does not count: the code may have been corrected since.
+"""
+
+import time
+
+from tidemill.common.config import RunConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import id_order
+from tidemill.common.wire.messages import Score
+
+STEPS_GIVE_UP = 2
+LEAST_GIVE_UP, MOST_GIVE_UP = 64, 1024
+"""Scores in a row that end the run: those of `STEPS_GIVE_UP` steps, within these bounds."""
+LEAST_SLOW, SLOW_S = 8, 300.0
+"""So few are enough where the first of them is this old: code that loops fails slowly."""
+
+
+class CodeErrors:
+    """Counts the failed scores of one lane: `begin`, then `note` each score, and `check` now and then."""
+
+    def __init__(self, config: RunConfig, num_scores: int) -> None:
+        """`num_scores` in a row end the run."""
+        self._limit = num_scores
+        # A number that stands for failed rewards was chosen: the run goes on with it.
+        self._is_on = config.reward.failure_value is None
+        self._began_ms: float | None = None
+        self._num_in_row, self._first_at, self._reason = 0, 0.0, ""
+
+    @classmethod
+    def of_training(cls, config: RunConfig) -> "CodeErrors":
+        trainer = config.trainer
+        num_scores = STEPS_GIVE_UP * trainer.groups_per_step * config.largest_group_size
+        return cls(config, min(max(num_scores, LEAST_GIVE_UP), MOST_GIVE_UP))
+
+    @classmethod
+    def of_evaluation(cls, config: RunConfig, num_samples: int) -> "CodeErrors":
+        """All of an evaluation, or the first of a large one."""
+        return cls(config, min(num_samples, LEAST_GIVE_UP))
+
+    @property
+    def has_begun(self) -> bool:
+        return self._began_ms is not None
+
+    async def begin(self, broker: Broker) -> None:
+        """Count what is scored from now on, by the clock of Redis; does nothing the second time."""
+        if self._began_ms is None:
+            self._began_ms = 1000 * await broker.server_time_s()
+
+    def note(self, entry_id: str, score: Score) -> None:
+        if self._began_ms is None or id_order(entry_id)[0] < self._began_ms:
+            return
+        if not score.is_code_error:
+            self._num_in_row = 0
+            return
+        if not self._num_in_row:
+            self._first_at = time.monotonic()
+        self._num_in_row += 1
+        self._reason = score.error
+
+    def check(self, what: str = "") -> None:
+        """Raises ConfigError: so many scores in a row failed by the reward's own code that all of them will.
+        `what` was to be scored, for the message."""
+        is_slow = self._num_in_row >= LEAST_SLOW and time.monotonic() - self._first_at > SLOW_S
+        if not self._is_on or not (self._num_in_row >= self._limit or is_slow):
+            return
+        raise ConfigError(
+            f"the reward's own code fails: the last {self._num_in_row} scores{what} failed, and none had a "
+            f"value. The reason of the last one: {self._reason}. Such an error does not pass by itself: "
+            "correct the code, try it with `tidemill check`, then resume the run"
+        )
