@@ -8,17 +8,22 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import structlog
 from rich.console import Console
 
 from tidemill.common.archive import mark_whole
 from tidemill.common.config import RunConfig
-from tidemill.common.errors import TidemillError
+from tidemill.common.errors import TidemillError, first_cause
+from tidemill.common.files import StorageError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
     FAILED,
+    FINISHED,
+    has_finished,
     publish_config,
     read_state,
     update_state,
@@ -31,16 +36,22 @@ from tidemill.services.console.launch.views import LiveView, PlainView, View
 from tidemill.services.console.processes.forks import ForkServer
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec, service_environment
-from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
+from tidemill.services.console.processes.supervisor import (
+    MAX_REASON_CHARACTERS,
+    Ending,
+    RunOutcome,
+    Supervisor,
+)
+from tidemill.services.console.run.end import STOPPED, RunEnd, started_now, write_end
 from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
 from tidemill.services.console.run.local_redis import open_redis
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
 from tidemill.services.console.status.report import print_report, summarise, write_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
+from tidemill.services.console.text.formats import printable
 
 log = structlog.get_logger(__name__)
 
-STOPPED = "stopped"
 STOPPED_EXIT_CODE = 130
 REFRESH_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -90,11 +101,23 @@ class LocalRun:
         self._ran_before_s = 0.0
         self._rollout_idle: float | None = None
         self._verdict: Bottleneck | None = None
+        self._start = started_now(resume_command, config.trainer.steps)
+        self._has_ended = False
+        """Whether the run's end is written."""
 
     async def go(self) -> int:
         """Start everything, see the run to its end, report."""
         self._loop = asyncio.get_running_loop()
         self.folder.create(self.config)
+        self._keep_end(self._start)
+        try:
+            return await self._go()
+        except BaseException as error:
+            if not self._has_ended:
+                self._keep_end_of(error)
+            raise
+
+    async def _go(self) -> int:
         # Before anything is written: readers take an archive that counts as whole in place of the streams.
         mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
@@ -116,6 +139,11 @@ class LocalRun:
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
         trainer = self.config.trainer
+        if await has_finished(broker, self.keys, trainer.steps):
+            # Only the launcher was killed before its report: there is nothing to train.
+            self._view.event("the run is finished: only its summary is made")
+            return RunOutcome(Ending.FINISHED)
+        await update_state(broker, self.keys, end=None)
         reader = SnapshotReader(broker, self.keys, trainer.steps, trainer.max_staleness)
         # What a resumed run did before is read before anything is shown: it is not shown again.
         await self._look(reader)
@@ -126,7 +154,13 @@ class LocalRun:
             asyncio.create_task(self._draw(), name="view"),
         ]
         try:
-            return await self._supervisor.run(env, guard, lambda: self._is_finished(broker), self.server)
+            return await self._supervisor.run(
+                env,
+                guard,
+                is_finished=lambda: self._is_finished(broker),
+                server=self.server,
+                is_done=lambda: has_finished(broker, self.keys, trainer.steps),
+            )
         finally:
             for task in watching:
                 task.cancel()
@@ -195,23 +229,55 @@ class LocalRun:
     async def _report(self, broker: Broker, outcome: RunOutcome) -> int:
         """Say how the run ended; a finished one is compared with what the config expects of it."""
         ran_s = self._ran_before_s + time.monotonic() - self._started
-        is_finished, has_failed = (outcome.ending is end for end in (Ending.FINISHED, Ending.FAILED))
-        # The trainer has written `finished` itself, atomically with a check of its last commit.
-        state = {} if is_finished else {"status": FAILED if has_failed else STOPPED}
-        with contextlib.suppress(TimeoutError):  # Redis may be away
-            state_written = update_state(broker, self.keys, ran_s=ran_s, **state)
-            await asyncio.wait_for(state_written, SHUTDOWN_TIMEOUT_S)
-        if is_finished:
-            return await self._summarise(broker, ran_s)
-        done, steps = self.snapshot.version, self.config.trainer.steps
+        if outcome.ending is Ending.FINISHED:
+            # The trainer has written `finished` itself, atomically with a check of its last commit.
+            with contextlib.suppress(TimeoutError):  # Redis may be away
+                await asyncio.wait_for(update_state(broker, self.keys, ran_s=ran_s), SHUTDOWN_TIMEOUT_S)
+            code = await self._summarise(broker, ran_s)
+            self._keep_end(replace(self._end(FINISHED, exit_code=code), steps=self.config.trainer.steps))
+            return code
+        has_failed = outcome.ending is Ending.FAILED
+        end = self._end(
+            FAILED if has_failed else STOPPED,
+            reason=outcome.summary,
+            error=outcome.error,
+            log=nearest(outcome.log) if outcome.log else "",
+            exit_code=outcome.exit_code if has_failed else STOPPED_EXIT_CODE,
+        )
+        self._keep_end(end)
+        with contextlib.suppress(TimeoutError):
+            written = update_state(broker, self.keys, ran_s=ran_s, status=end.status, end=asdict(end))
+            await asyncio.wait_for(written, SHUTDOWN_TIMEOUT_S)
         self.why_not_finished = (
-            f"{state['status']} after {done} of {steps} steps. Continue with:\n  {self.resume_command}"
+            f"{end.status} after {end.steps} of {end.of_steps} steps. Continue with:\n  {self.resume_command}"
         )
         if has_failed:
             self.why_not_finished = f"tidemill up: {outcome.reason}\n{self.why_not_finished}"
         if not self.console.quiet:
             print(self.why_not_finished, file=sys.stderr)
-        return outcome.exit_code if has_failed else STOPPED_EXIT_CODE
+        return end.exit_code
+
+    def _end(self, status: str, **values: Any) -> RunEnd:
+        return replace(self._start, status=status, steps=self.snapshot.version, at=time.time(), **values)
+
+    def _keep_end_of(self, error: BaseException) -> None:
+        """Write the end of a run that an error ended here, in the launcher."""
+        cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt):
+            self._keep_end(self._end(STOPPED, exit_code=STOPPED_EXIT_CODE))
+            return
+        is_for_user = isinstance(cause, TidemillError)
+        text = str(cause) if is_for_user else f"{type(cause).__name__}: {cause}"
+        code = cause.exit_code if isinstance(cause, TidemillError) else 1
+        self._keep_end(self._end(FAILED, reason=printable(text, MAX_REASON_CHARACTERS), exit_code=code))
+
+    def _keep_end(self, end: RunEnd) -> None:
+        """Write the run's end into its folder; a full disk must not keep the run from starting or ending."""
+        self._has_ended = end.is_over
+        try:
+            write_end(self.folder, end)
+        except StorageError as error:
+            log.warning("the run's end is not written", error=str(error))
 
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
         folder, config, idle = self.folder, self.config, self._rollout_idle

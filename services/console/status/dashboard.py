@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -17,9 +18,10 @@ from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.state import FINISHED
+from tidemill.common.run.state import FAILED, FINISHED, RUNNING
 from tidemill.services.console.options import StatusOptions
 from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.run.end import LOST, STOPPED, RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
 from tidemill.services.console.status.report import print_report, read_report, show_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
@@ -29,7 +31,13 @@ from tidemill.services.console.text.tree import Node, lines_table, rows_table, t
 REFRESH_S = 1.0
 HINT = "Ctrl-C ends the watching; the run goes on"
 MAX_WARNINGS = 3
-STATUS_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
+STATUS_STYLES = {
+    "running": "green",
+    "finished": "bold green",
+    "failed": "bold red",
+    "stopped": "yellow",
+    LOST: "bold red",
+}
 QUEUE_WORDS = {
     "prompts": ("groups to generate", "generating"),
     "trajectories": ("trajectories to score", "scoring"),
@@ -71,10 +79,13 @@ def show_status(options: StatusOptions) -> int:
         if report is None:
             _print_folder(folder, options.as_json, error)
             return 0
+    if snapshot is not None and snapshot.status not in (FINISHED, FAILED, STOPPED):
+        _note_loss(snapshot, folder)
     if snapshot is not None and options.as_json:
         print(json.dumps(snapshot.as_dict(), indent=2))
     elif snapshot is not None and (report is None or snapshot.status != FINISHED):
         console.print(dashboard(snapshot))
+        _print_end(console, snapshot.end)
     elif report is not None and options.as_json:
         print(json.dumps(report, indent=2))
     elif report is not None:
@@ -97,8 +108,28 @@ def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> Non
         return
     console = Console(highlight=False)
     console.print(dashboard(snapshot))
-    console.print(Text(words, "yellow"), soft_wrap=True)
-    console.print(Text(str(error), "dim"), soft_wrap=True)
+    console.print(Text(words, "dim"), soft_wrap=True)
+    _print_end(console, snapshot.end)
+    if snapshot.status == RUNNING:  # then its Redis should answer
+        console.print(Text(str(error), "dim"), soft_wrap=True)
+
+
+def _print_end(console: Console, end: RunEnd | None) -> None:
+    """Say how the run ended, why, and how it goes on."""
+    if end is None or not end.is_over:
+        return
+    style = STATUS_STYLES.get(end.status, "")
+    for line in end.lines:
+        console.print(Text(printable(line), style), soft_wrap=True)
+
+
+def _note_loss(snapshot: RunSnapshot, folder: RunFolder) -> None:
+    """Redis says `running` for ever where the launcher was killed: its folder and heartbeats know better."""
+    if any(beat.is_alive for beat in snapshot.workers):
+        return
+    end = read_end(folder)
+    if end.pid and end.status == LOST:
+        snapshot.state |= {"status": LOST, "end": asdict(end)}
 
 
 async def _watch(folder: RunFolder, console: Console) -> None:

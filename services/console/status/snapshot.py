@@ -18,7 +18,8 @@ from tidemill.common.streams import OffsetReader, group_status, last_id, length,
 from tidemill.common.streams.entries import Entry, entry_id_of, id_order
 from tidemill.common.wire.keys import RQ_STATES, Keys
 from tidemill.common.wire.messages import Commit, Lane, Ticket
-from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.end import RunEnd, parse_end, read_end
+from tidemill.services.console.run.folder import RunFolder, nearest
 from tidemill.services.console.status.bottleneck import (
     RATE_STEPS,
     ROLES,
@@ -92,8 +93,13 @@ class RunSnapshot:
 
     @property
     def status(self) -> str:
-        """running, finished, failed or stopped, as its processes last said; `starting` before that."""
+        """running, finished, failed, stopped or lost, as was last said of it; `starting` before that."""
         return str(self.state.get("status", "starting"))
+
+    @property
+    def end(self) -> RunEnd | None:
+        """How the run ended, where its launcher has said so."""
+        return parse_end(self.state.get("end"))
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -159,6 +165,7 @@ class RunSnapshot:
             **{name: getattr(self, name) for name in SHOWN},
             "metrics": self.points[-1].metrics if self.points else {},
             "bottleneck": verdict.as_dict() if verdict else None,
+            "end": asdict(self.end) if self.end else None,
             "idle": {role: self.idle_share(role) for role in ROLES},
             "queues": [asdict(queue) for queue in self.queues],
             "dead_letters": self.num_dead,
@@ -256,16 +263,17 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         )
     records = read_records(folder.path / METRICS_FILE)
     evaluations = [record for record in records if record["kind"] == EVALUATION]
+    end = read_end(folder)
     snapshot = RunSnapshot(
         folder.run_id,
         config.trainer.steps,
         config.trainer.max_staleness,
-        state={"status": "stopped", "evaluations": evaluations},
+        state={"status": end.status, "evaluations": evaluations, "end": asdict(end)},
         points=points_of(records)[-MAX_POINTS:],
     )
     versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
     kept = f"newest checkpoint: version {versions[-1]}" if versions else "no checkpoint yet"
-    return snapshot, f"its Redis is not there: read from {folder.path} ({METRICS_FILE}; {kept})"
+    return snapshot, f"read from {nearest(folder.path)}, as its Redis is not there ({METRICS_FILE}; {kept})"
 
 
 def points_of(records: Iterable[Mapping[str, Any]]) -> list[StepPoint]:
