@@ -8,7 +8,6 @@ TidemillError is printed, and its exit code is the command's.
 
 import inspect
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_ty
 
 import typer
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 
 Kind = TypeVar("Kind", bound=type)
@@ -231,14 +231,14 @@ class UpOptions:
 
     def command(self, run_id: str, resume: bool) -> str:
         """The command line that means this run, to be copied."""
-        words = ["tidemill", "up", str(self.config)]
+        words = ["up", str(self.config)]
         words += [word for override in self.overrides for word in ("--set", override)]
         words += ["--run-id", run_id]
         if self.runs_dir:
             words += ["--runs-dir", str(self.runs_dir)]
         if self.metrics_port is not None:
             words += ["--metrics-port", str(self.metrics_port)]
-        return shlex.join([*words, "--resume"] if resume else words)
+        return command_line(*words, *(["--resume"] if resume else []))
 
 
 _SERVE_PORT_TEXT = "The adapters' default is 8440; 0 takes a free one."

@@ -13,11 +13,14 @@ from typing import Any
 
 import structlog
 from rich.console import Console
+from rich.text import Text
 
 from tidemill.common.archive import mark_whole
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError, first_cause
 from tidemill.common.files import StorageError
+from tidemill.common.process.programs import ROOT
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
@@ -46,7 +49,7 @@ from tidemill.services.console.run.end import STOPPED, RunEnd, started_now, writ
 from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
 from tidemill.services.console.run.local_redis import open_redis
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
-from tidemill.services.console.status.report import print_report, summarise, write_report
+from tidemill.services.console.status.report import print_report, read_report, summarise, write_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
 from tidemill.services.console.text.formats import printable
 
@@ -56,6 +59,7 @@ STOPPED_EXIT_CODE = 130
 REFRESH_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
 """Timeout of writes and reads of the run's state at the end: Redis may be what failed."""
+TUTORIAL = "docs/tutorial.md"
 GRACE_MARGIN_S = 60.0  # a trainer writes its checkpoint before it ends
 HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
 
@@ -81,7 +85,14 @@ class LocalRun:
         is_live: bool,
         resume_command: str,
         view: View | None = None,
+        is_finished: bool = False,
+        replaces: bool = False,
     ) -> None:
+        """Args:
+        is_finished: it has done all its steps before: nothing is started
+        replaces: its folder has a run that ended before its first step, which is removed
+        """
+        self.is_finished, self.replaces = is_finished, replaces
         self.config, self.folder, self.specs = config, folder, specs
         self.console, self.is_live, self.resume_command = console, is_live, resume_command
         self.keys = Keys(config.run_id)
@@ -107,7 +118,11 @@ class LocalRun:
 
     async def go(self) -> int:
         """Start everything, see the run to its end, report."""
+        if self.is_finished:
+            return self._show_finished()
         self._loop = asyncio.get_running_loop()
+        if self.replaces:
+            self.folder.clear()
         self.folder.create(self.config)
         self._keep_end(self._start)
         try:
@@ -116,6 +131,22 @@ class LocalRun:
             if not self._has_ended:
                 self._keep_end_of(error)
             raise
+
+    def _show_finished(self) -> int:
+        """Say that the run is finished; its files stay as they are."""
+        steps, run_id = self.config.trainer.steps, self.folder.run_id
+        more = command_line(
+            "up", "CONFIG", "--run-id", run_id, "--resume", "--set", f"trainer.steps={2 * steps}"
+        )
+        report = read_report(self.folder) or {}
+        self.console.print(
+            f"finished: all {report.get('steps', steps)} steps are done, and nothing was started.\n"
+            f"  {command_line('status', run_id)}  shows its summary\n"
+            f"  {more}  goes on from there",
+            soft_wrap=True,
+            markup=False,
+        )
+        return 0 if report.get("ok", True) else 1
 
     async def _go(self) -> int:
         # Before anything is written: readers take an archive that counts as whole in place of the streams.
@@ -222,7 +253,8 @@ class LocalRun:
             mark_whole(self.folder.path, True)
         # From `_stop`, which cancels the archiving alone: this task goes on to its report.
         except asyncio.CancelledError:
-            self._view.event(f"not archived to the end; `tidemill archive {self.keys.run_id}` does the rest")
+            rest_command = command_line("archive", self.keys.run_id)
+            self._view.event(f"not archived to the end; `{rest_command}` does the rest")
         except TidemillError as error:
             self._view.event(f"the streams are not archived to the end: {error}")
 
@@ -286,7 +318,24 @@ class LocalRun:
         tree["bottleneck"] = verdict.as_dict() if verdict else None
         write_report(folder, tree)
         print_report(self.console, folder, tree)
+        self._print_next_steps()
         return 0 if tree["ok"] else 1
+
+    def _print_next_steps(self) -> None:
+        """Say what a user may do with a finished run."""
+        run_id = self.folder.run_id
+        steps = {
+            command_line("web", run_id): "its completions, token by token, in a browser",
+            command_line("export", run_id, "-o", "trained"): "the trained model, as a folder",
+        }
+        if (guide := ROOT / TUTORIAL).exists():
+            steps[nearest(guide)] = "your own data and reward function"
+        else:
+            steps[command_line("check", "CONFIG")] = "find the mistakes of your own config"
+        width = max(map(len, steps))
+        self.console.print("next")
+        for command, text in steps.items():
+            self.console.print(Text(f"  {command:{width}}  {text}"), soft_wrap=True)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
@@ -361,7 +362,8 @@ def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
     held = snapshot.warnings
     lines = [warning_line(item) for item in held[-MAX_WARNINGS:]]
     if older := len(held) - len(lines):
-        lines.append(f"and {plural(older, 'older warning')}: tidemill status --json")
+        more = command_line("status", snapshot.run_id, "--json")
+        lines.append(f"and {plural(older, 'older warning')}: {more}")
     lines += [f"{name}: {detail}" for name, detail in snapshot.blocked.items()]
     for line in lines:
         yield Text.assemble(("warning  ", "bold yellow"), printable(line))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.support.trajectories import make_config
 from tidemill import __main__ as entry
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.__main__ import app, main
 from tidemill.services.console.options import UpOptions, runs_here
@@ -69,10 +70,11 @@ def test_a_run_has_one_trainer_and_as_many_workers_as_configured() -> None:
 
 def test_the_command_to_resume_can_be_copied() -> None:
     with_exporter = UpOptions(config=Path("c.yaml"), metrics_port=9109)
-    assert with_exporter.command("r", resume=False) == "tidemill up c.yaml --run-id r --metrics-port 9109"
+    program = command_line()
+    assert with_exporter.command("r", resume=False) == f"{program} up c.yaml --run-id r --metrics-port 9109"
     options = UpOptions(config=Path("my runs/c.yaml"), overrides=["trainer.steps=3"], runs_dir=Path("out"))
     assert options.command("r-1", resume=True) == (
-        "tidemill up 'my runs/c.yaml' --set trainer.steps=3 --run-id r-1 --runs-dir out --resume"
+        f"{program} up 'my runs/c.yaml' --set trainer.steps=3 --run-id r-1 --runs-dir out --resume"
     )
 
 
