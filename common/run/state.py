@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
 
 
-RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+STARTING, RUNNING, FINISHED, FAILED, STOPPED = "starting", "running", "finished", "failed", "stopped"
+"""What the state of a run says of it; a run that is stopped or has failed may be resumed."""
 
 
 class UnknownRunError(ConfigError):

@@ -26,6 +26,8 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
     FAILED,
     FINISHED,
+    STARTING,
+    STOPPED,
     has_finished,
     publish_config,
     read_state,
@@ -45,7 +47,7 @@ from tidemill.services.console.processes.supervisor import (
     RunOutcome,
     Supervisor,
 )
-from tidemill.services.console.run.end import STOPPED, RunEnd, started_now, write_end
+from tidemill.services.console.run.end import RunEnd, started_now, write_end
 from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
 from tidemill.services.console.run.local_redis import open_redis
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
@@ -174,7 +176,8 @@ class LocalRun:
             # Only the launcher was killed before its report: there is nothing to train.
             self._view.event("the run is finished: only its summary is made")
             return RunOutcome(Ending.FINISHED)
-        await update_state(broker, self.keys, end=None)
+        # Until the trainer says `running`: what was said before is not said of this start.
+        await update_state(broker, self.keys, status=STARTING, end=None)
         reader = SnapshotReader(broker, self.keys, trainer.steps, trainer.max_staleness)
         # What a resumed run did before is read before anything is shown: it is not shown again.
         await self._look(reader)

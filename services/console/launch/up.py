@@ -29,6 +29,7 @@ from tidemill.common.run.state import (
     METRICS_FILE,
     RUNNING,
     STEP,
+    STOPPED,
     read_records,
     run_exists,
 )
@@ -46,7 +47,7 @@ from tidemill.services.console.processes.specs import (
     place,
     service_specs,
 )
-from tidemill.services.console.run.end import STOPPED, RunEnd, read_end
+from tidemill.services.console.run.end import RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder, connected, folder_of_runs, nearest, new_run_id
 from tidemill.services.console.status.report import read_report
 from tidemill.services.console.status.snapshot import CHECKPOINTS_FOLDER

@@ -19,10 +19,10 @@ from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.state import FAILED, FINISHED, RUNNING
+from tidemill.common.run.state import FAILED, FINISHED, RUNNING, STOPPED
 from tidemill.services.console.options import StatusOptions
 from tidemill.services.console.processes.supervisor import ServiceStatus
-from tidemill.services.console.run.end import LOST, STOPPED, RunEnd, read_end
+from tidemill.services.console.run.end import LOST, RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
 from tidemill.services.console.status.report import print_report, read_report, show_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, read_folder
