@@ -88,6 +88,12 @@ def test_the_version_is_said_and_shells_can_complete() -> None:
     assert "--install-completion" in answer("--help").output
 
 
+@pytest.mark.parametrize("words", [(), ("up",), ("check",), ("streams",), ("streams", "tail")])
+def test_flags_are_shown_as_they_are_typed(words: tuple[str, ...]) -> None:
+    shown = answer(*words, "--help")
+    assert shown.exit_code == 0 and "--help" in shown.output and "bool" not in shown.output
+
+
 def test_a_path_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tidemill", "status", "one"])
     monkeypatch.setattr(
