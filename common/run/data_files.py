@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.hub import told_while_waiting
 
 JSONL = (".jsonl", ".ndjson", ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}
@@ -195,7 +196,12 @@ def _open_hub_dataset(path: str) -> TableFile:
             "as hub:openai/gsm8k/main@train."
         )
     name, config, split = found["name"], found["config"], found["split"] or "train"
-    return TableFile(path, lambda datasets: datasets.load_dataset(name, config, split=split))
+
+    def load(datasets: Any) -> Any:
+        with told_while_waiting(path):
+            return datasets.load_dataset(name, config, split=split)
+
+    return TableFile(path, load)
 
 
 def _saved(datasets: Any, folder: str, split: str) -> Any:

@@ -21,6 +21,7 @@ from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.hub import check_model_on_hub
 from tidemill.common.run.prompt_lengths import with_steps
 from tidemill.common.run.state import (
     CONFIG_FILE,
@@ -84,7 +85,12 @@ def prepare(
     Raises:
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
-    config = with_steps(examine(config or options.config, options.overrides).config)
+    findings = examine(config or options.config, options.overrides)
+    is_simulated = findings.config.trainer.policy == "simulated"
+    if findings.model is not None and findings.model.is_remote and not is_simulated:
+        # Before anything has the run's id. The trainer is on this machine, and needs it here.
+        check_model_on_hub(findings.config.model.path)
+    config = with_steps(findings.config)
     config, placement = place(config, gpus_here(count_gpus()))
     runs = folder_of_runs(options.runs_dir)
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})

@@ -49,6 +49,10 @@ FULL = (
     "It refuses writes, so that processes wait and cannot report; nothing is lost. Raise its maxmemory "
     "(CONFIG SET maxmemory); the trainer's log says what it may free."
 )
+DISK_FULL = (
+    "It refuses writes, so that processes wait and cannot report; nothing is lost. Free some space on the "
+    "disk of the run's folder, or of its server."
+)
 PATIENCE_S = 3.0
 """With a snapshot older than this, the view says that Redis does not answer."""
 BARS = "▁▂▃▄▅▆▇█"
@@ -166,6 +170,8 @@ def dashboard(
     if snapshot.memory.is_full:
         used, allowed = size(snapshot.memory.used_bytes), size(snapshot.memory.max_bytes)
         parts.append(Text(f"Redis is full ({used} of {allowed}). {FULL}", "bold red"))
+    if snapshot.append_only_error:
+        parts.append(Text(f"Redis cannot write to its disk. {DISK_FULL}", "bold red"))
     if silent_s > PATIENCE_S:
         parts.append(Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
     columns = Table.grid(padding=(0, 3))

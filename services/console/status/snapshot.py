@@ -86,6 +86,8 @@ class RunSnapshot:
     """Numbers of RQ's jobs by queue and state; only queues that hold any."""
     memory: MemoryUse = field(default_factory=lambda: MemoryUse(0, 0))
     """Memory of Redis; 0 of 0 where it was not read."""
+    append_only_error: bool = False
+    """Whether Redis cannot write its append-only file, and so refuses all writes."""
 
     @property
     def version(self) -> int:
@@ -212,7 +214,12 @@ class SnapshotReader:
             num_dead=await length(broker, keys.dead),
             jobs=await self._jobs(),
             memory=await broker.memory(),
+            append_only_error=await self._has_append_only_error(),
         )
+
+    async def _has_append_only_error(self) -> bool:
+        persistence = await self.broker.info("persistence")
+        return persistence.get("aof_last_write_status", "ok") != "ok"
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
         """Numbers of jobs by queue and state; empty where this Redis user may not read RQ's keys."""
