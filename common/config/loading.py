@@ -148,8 +148,10 @@ def _explain(item: Any) -> str:
 
 def _expected(item: Any) -> tuple[str, str]:
     """What a field expects where it got a value of another type, and what to write; both may be empty."""
-    kind, value, loc = item["type"], item["input"], item["loc"]
-    names = [str(part) for part in loc if not _TAG.search(str(part))]
+    kind = item["type"]
+    value = item["input"]
+    loc = item["loc"]
+    names = [str(name) for name in loc if not _TAG.search(str(name))]
     name = names[-1] if names else ""
     information = _field_at(loc)
     if kind in ("model_type", "model_attributes_type"):
@@ -205,8 +207,8 @@ def _as_section(information: FieldInfo | None, name: str, value: Any) -> str:
 def _as_list(information: FieldInfo | None, value: Any) -> str:
     """A value as the list that was meant; where that is not clear, the default shows the form."""
     if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",")]
-        return _yaml([int(part) if part.isdecimal() else part for part in parts])
+        words = [word.strip() for word in value.split(",")]
+        return _yaml([int(word) if word.isdecimal() else word for word in words])
     default = list(information.default) if information and isinstance(information.default, tuple) else []
     if isinstance(value, dict) or len(default) > 1:
         return _yaml(default) if default else "[A, B]"
@@ -239,11 +241,11 @@ def _field_at(loc: tuple[Any, ...]) -> FieldInfo | None:
     """The field at a place in the config; None for the whole of it."""
     section: Any = RunConfig
     information: FieldInfo | None = None
-    for part in loc:
+    for name in loc:
         fields = getattr(section, "model_fields", {})
-        if part in fields:  # else it is a name of the user's, or a place in a list
-            information = fields[part]
-            section = _section_in(fields[part].annotation)
+        if name in fields:  # else it is a name of the user's, or a place in a list
+            information = fields[name]
+            section = _section_in(fields[name].annotation)
     return information
 
 

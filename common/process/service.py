@@ -192,7 +192,8 @@ def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentPars
 
 
 async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serve]) -> int:
-    keys, shutdown = Keys(options.run), Shutdown()
+    keys = Keys(options.run)
+    shutdown = Shutdown()
     shutdown.handle_signals()  # before the first wait: a stop must end that, too
     broker = await unless_set(shutdown.stopping, Broker.connect())
     if broker is None:

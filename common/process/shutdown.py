@@ -92,7 +92,9 @@ class RunWatch:
     """Notices for a worker that its run has ended."""
 
     def __init__(self, broker: Broker, keys: Keys, steps: int, wait_s: float | None = None) -> None:
-        self.broker, self.keys, self.steps = broker, keys, steps
+        self.broker = broker
+        self.keys = keys
+        self.steps = steps
         default_s = float(os.environ.get(RESUME_WAIT_VARIABLE, RESUME_WAIT_S))
         self.wait_s = default_s if wait_s is None else wait_s
         self.trouble = ""
@@ -143,7 +145,8 @@ class RunWatch:
             return False
         if self.trouble:
             log.info("the run goes on", run=self.keys.run_id)
-        self.trouble, self.alive_at = "", time.monotonic()
+        self.trouble = ""
+        self.alive_at = time.monotonic()
         return False
 
     def _trouble(self, text: str) -> None:

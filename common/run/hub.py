@@ -16,17 +16,20 @@ REMEDY = (
 
 
 @contextmanager
-def told_while_waiting(what: str, first_s: float = FIRST_LINE_S) -> Iterator[None]:
-    """Say on stderr that `what` waits for the hub: after `first_s`, and each time it has waited twice as
+def told_while_waiting(subject: str, first_s: float = FIRST_LINE_S) -> Iterator[None]:
+    """Say on stderr that `subject` waits for the hub: after `first_s`, and each time it has waited twice as
     long. The hub's library tries again for more than a minute, in silence."""
     has_ended = threading.Event()
 
     def repeat() -> None:
-        waited_s, pause_s = 0.0, first_s
+        waited_s = 0.0
+        pause_s = first_s
         while not has_ended.wait(pause_s):
             waited_s += pause_s
             pause_s = waited_s
-            print(f"{what}: waiting for the hub for {waited_s:g} s. {REMEDY}.", file=sys.stderr, flush=True)
+            print(
+                f"{subject}: waiting for the hub for {waited_s:g} s. {REMEDY}.", file=sys.stderr, flush=True
+            )
 
     thread = threading.Thread(target=repeat, name="hub", daemon=True)
     thread.start()

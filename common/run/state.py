@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
 
 
-STARTING, RUNNING, FINISHED, FAILED, STOPPED = "starting", "running", "finished", "failed", "stopped"
+STARTING = "starting"
+RUNNING = "running"
+FINISHED = "finished"
+FAILED = "failed"
+STOPPED = "stopped"
 """What the state of a run says of it; a run that is stopped or has failed may be resumed."""
 
 

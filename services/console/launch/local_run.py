@@ -94,7 +94,8 @@ class LocalRun:
         is_finished: it has done all its steps before: nothing is started
         replaces: its folder has a run that ended before its first step, which is removed
         """
-        self.is_finished, self.replaces = is_finished, replaces
+        self.is_finished = is_finished
+        self.replaces = replaces
         self.config, self.folder, self.specs = config, folder, specs
         self.console, self.is_live, self.resume_command = console, is_live, resume_command
         self.keys = Keys(config.run_id)
@@ -136,10 +137,9 @@ class LocalRun:
 
     def _show_finished(self) -> int:
         """Say that the run is finished; its files stay as they are."""
-        steps, run_id = self.config.trainer.steps, self.folder.run_id
-        more = command_line(
-            "up", "CONFIG", "--run-id", run_id, "--resume", "--set", f"trainer.steps={2 * steps}"
-        )
+        steps = self.config.trainer.steps
+        run_id = self.folder.run_id
+        more = f"{self.resume_command} --set trainer.steps={2 * steps}"
         report = read_report(self.folder) or {}
         self.console.print(
             f"finished: all {report.get('steps', steps)} steps are done, and nothing was started.\n"
@@ -160,8 +160,11 @@ class LocalRun:
             self._signals(),
             self.server.watched(guard) if self.server else contextlib.nullcontext(),
         ):
-            given, say = os.environ.get(URL_VARIABLE, ""), lambda text: self._view.event(text)
-            async with open_redis(given, self.folder, guard, say, self._supervisor.fail) as (url, broker):
+            address = os.environ.get(URL_VARIABLE, "")
+            redis = open_redis(
+                address, self.folder, guard, lambda text: self._view.event(text), self._supervisor.fail
+            )
+            async with redis as (url, broker):
                 env = service_environment(url, self.folder.runs)
                 outcome = await self._supervise(broker, env, guard)
                 await self._archive_rest(broker)
@@ -331,7 +334,8 @@ class LocalRun:
             command_line("web", run_id): "its completions, token by token, in a browser",
             command_line("export", run_id, "-o", "trained"): "the trained model, as a folder",
         }
-        if (guide := ROOT / TUTORIAL).exists():
+        guide = ROOT / TUTORIAL
+        if guide.exists():
             steps[nearest(guide)] = "your own data and reward function"
         else:
             steps[command_line("check", "CONFIG")] = "find the mistakes of your own config"

@@ -114,7 +114,8 @@ class Troubles:
         said first."""
         for name, (text, first_s) in present.items():
             trouble = self._held.setdefault(name, Trouble(text, now, now, first_s))
-            trouble.text, trouble.seen_at = text, now
+            trouble.text = text
+            trouble.seen_at = now
         for name, trouble in list(self._held.items()):
             lasted_s = now - trouble.since
             if now - trouble.seen_at > OVER_AFTER_S:
@@ -138,7 +139,8 @@ def _troubles(
         return {"Redis does not answer": (text, 0.0)}
     troubles: dict[str, tuple[str, float]] = {}
     if snapshot.memory.is_full:
-        used, limit = size(snapshot.memory.used_bytes), size(snapshot.memory.max_bytes)
+        used = size(snapshot.memory.used_bytes)
+        limit = size(snapshot.memory.max_bytes)
         troubles["Redis is full"] = (f"Redis is full ({used} of {limit}). {FULL}", 0.0)
     if snapshot.append_only_error:
         text = f"Redis cannot write to its disk. {DISK_FULL}"

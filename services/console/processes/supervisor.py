@@ -211,9 +211,9 @@ class Supervisor:
         summary = next(iter(reason.splitlines()), "")
         self._end(RunOutcome(Ending.FAILED, reason, exit_code, summary))
 
-    def _fail_with(self, process: ServiceProcess, what: str, code: int, exit_code: int) -> None:
+    def _fail_with(self, process: ServiceProcess, event: str, code: int, exit_code: int) -> None:
         """End the run because of one of its processes."""
-        summary = f"{process.spec.name} {what} ({_how(code)})"
+        summary = f"{process.spec.name} {event} ({_how(code)})"
         tail = process.output_tail()
         indented = "\n".join(f"  {line}" for line in tail or ["(it wrote nothing)"])
         reason = f"{summary}. The end of {process.log}:\n{indented}"

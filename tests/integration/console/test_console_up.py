@@ -123,9 +123,9 @@ def test_a_mistake_found_by_a_service_exits_with_2(config: Path, capfd: pytest.C
     assert f"tidemill up '{config}' --run-id wrong --resume" in error
     end = read_end(RunFolder(config.parents[1] / "runs", "wrong"))
     assert (end.status, end.error, end.exit_code) == ("failed", "the template is wrong", 2)
-    shown = tidemill("status", "wrong", **os.environ).stdout
-    assert "failed after 0 of 3 steps" in shown and "the template is wrong" in shown
-    assert end.resume in shown and "TIDEMILL_REDIS_URL" not in shown
+    answer = tidemill("status", "wrong", **os.environ).stdout
+    assert "failed after 0 of 3 steps" in answer and "the template is wrong" in answer
+    assert end.resume in answer and "TIDEMILL_REDIS_URL" not in answer
 
 
 def test_a_run_that_ended_before_its_first_step_does_not_keep_its_id(config: Path, capfd) -> None:
@@ -142,13 +142,13 @@ def test_a_run_that_ended_before_its_first_step_does_not_keep_its_id(config: Pat
 def test_a_finished_run_is_not_started_again(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = config.parents[1] / "runs" / "done"
     assert run_up(UpOptions(config=config, run_id="done"), specs_with()) == 0
-    shown = capfd.readouterr().out
-    assert f"{command_line('export', 'done', '-o', 'trained')}  the trained model" in shown
+    answer = capfd.readouterr().out
+    assert f"{command_line('export', 'done', '-o', 'trained')}  the trained model" in answer
     files = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     nothing = specs_with("raise SystemExit('started')")
     assert run_up(UpOptions(config=config, run_id="done", resume=True), nothing) == 0
-    shown = capfd.readouterr().out
-    assert "finished: all 3 steps are done, and nothing was started" in shown
+    answer = capfd.readouterr().out
+    assert "finished: all 3 steps are done, and nothing was started" in answer
     assert files == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     more = UpOptions(config=config, run_id="done", resume=True, overrides=["trainer.steps=4"])
     assert run_up(more, specs_with()) == 0
@@ -276,8 +276,8 @@ async def test_a_run_whose_launcher_was_killed_says_when_it_was_last_seen(config
     await process.wait()
     lost = read_end(folder)
     assert lost.status == LOST and lost.at > 0
-    shown = tidemill("status", "killed", **os.environ).stdout
-    assert "ended without a word, last seen at" in shown and "--run-id killed --resume" in shown
+    answer = tidemill("status", "killed", **os.environ).stdout
+    assert "ended without a word, last seen at" in answer and "--run-id killed --resume" in answer
 
 
 MODELS = {"torch", "transformers", "vllm"}

@@ -90,8 +90,8 @@ def test_the_version_is_said_and_shells_can_complete() -> None:
 
 @pytest.mark.parametrize("words", [(), ("up",), ("check",), ("streams",), ("streams", "tail")])
 def test_flags_are_shown_as_they_are_typed(words: tuple[str, ...]) -> None:
-    shown = answer(*words, "--help")
-    assert shown.exit_code == 0 and "--help" in shown.output and "bool" not in shown.output
+    output = answer(*words, "--help")
+    assert output.exit_code == 0 and "--help" in output.output and "bool" not in output.output
 
 
 def test_a_path_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys):

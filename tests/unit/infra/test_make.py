@@ -12,8 +12,8 @@ WATCH = ROOT / "infra" / "install" / "watch.sh"
 
 
 def test_the_commands_stand_in_columns() -> None:
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    lines = [line for line in shown.splitlines() if re.match(r"  [a-z]", line)]
+    output = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in output.splitlines() if re.match(r"  [a-z]", line)]
     starts = {re.match(r"  ([a-z-]+ +)", line).end() for line in lines}
     assert len(starts) == 1, "every text begins in the same column"
     assert any("(ENGINE=transformers|vllm)" in line for line in lines), "no text is cut off"
