@@ -115,7 +115,7 @@ class RunWatch:
                         return "the run is finished"
                     looking = None
                 else:  # the connection logs that it waits
-                    self.trouble = self.trouble or "its Redis has not answered"
+                    self.trouble = "its Redis has not answered"
                 if self.trouble and time.monotonic() - self.alive_at >= self.wait_s:
                     return f"{self.trouble}, and that for {self.wait_s:g} s ({RESUME_WAIT_VARIABLE})"
                 if done:
