@@ -17,7 +17,8 @@ ENGINE ?= transformers
 PARALLEL ?= -n 6 --dist loadfile --no-loadscope-reorder
 V ?=
 
-PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
+# pip's own progress is for terminals alone, and in colours.
+PIP := $(if $(V),,infra/install/watch.sh $(VENV)) $(BIN)/python -m pip install --disable-pip-version-check $(if $(V),,-qq)
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/base.lock)
 BASE := $(VENV)/.base.stamp
 DEV := $(VENV)/.dev.stamp
@@ -34,8 +35,9 @@ BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-		printf '%-14s %s\n' "  $$name" "$$text"; done
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { names[++count] = $$1; texts[count] = $$2; \
+		if (length($$1) > width) width = length($$1) } \
+		END { for (n = 1; n <= count; n++) printf "  %-*s  %s\n", width, names[n], texts[n] }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=/path/to/python   make .venv with this Python (3.11, 3.12 or 3.13)"
 	@echo "  V=1                      show what pip does"
@@ -176,7 +178,7 @@ $(VENV)/.created.stamp:
 # file names, come along. Everything else is pinned completely, so pip has nothing left to resolve.
 $(BASE): requirements/base.lock pyproject.toml | $(VENV)/.created.stamp
 	@test -n "$(TORCH)" || { echo "requirements/base.lock pins no torch; restore it or run requirements/lock.py" >&2; exit 1; }
-	@echo "==> installing $(TORCH), the largest download"
+	@echo "==> installing $(TORCH), the largest download; every ten seconds: time, and size of $(VENV)/"
 	@$(PIP) "$(TORCH)" -c requirements/base.lock
 	@echo "==> installing what the services need (requirements/base.lock)"
 	@$(PIP) --no-deps -r requirements/base.lock

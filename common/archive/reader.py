@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from tidemill.common.archive.manifest import ArchiveSegment, Manifest
 from tidemill.common.archive.rows import BOUNDED, ID, ArchivedRecord, records_of
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ArchiveError
 from tidemill.common.streams.entries import id_order
 from tidemill.common.streams.selection import Range, Selection, StreamName, overlap
@@ -40,7 +41,8 @@ def select(
             ):
                 continue  # the run's retention removed it during this read
             raise ArchiveError(
-                f"{segment.path} cannot be read: {error}. `tidemill archive --check` says what is whole"
+                f"{segment.path} cannot be read: {error}. "
+                f"`{command_line('archive', '--check')}` says what is whole"
             ) from None
 
 

@@ -33,7 +33,7 @@ ENGINES = {
 
 def _known(name: str) -> str:
     if name not in ENGINES:
-        raise ValueError(f"input should be one of {', '.join(ENGINES)}; got {name!r}")
+        raise ValueError(f"must be one of {', '.join(ENGINES)}, got {name!r}")
     return name
 
 

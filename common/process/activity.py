@@ -20,6 +20,8 @@ from tidemill.common.telemetry import metrics
 WINDOW_S = 60.0
 WAIT = "wait:"
 WAIT_START = "wait:start"
+WAIT_DISK = "wait:disk"
+"""A disk takes no writes; the detail has which, and the remedy."""
 LOAD = "load"
 WAIT_REDIS = "wait:redis"
 WAIT_ENVIRONMENT = "wait:environment"

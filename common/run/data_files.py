@@ -24,6 +24,7 @@ from typing import Any
 
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.arrow_values import Convert, check_names, convert, converter_of
+from tidemill.common.run.hub import told_while_waiting
 from tidemill.common.run.json_values import parse_json
 
 JSONL = (".jsonl", ".ndjson", ".json")
@@ -202,7 +203,12 @@ def _open_hub_dataset(path: str) -> TableFile:
             "as hub:openai/gsm8k/main@train."
         )
     name, config, split = found["name"], found["config"], found["split"] or "train"
-    return TableFile(path, lambda datasets: datasets.load_dataset(name, config, split=split))
+
+    def load(datasets: Any) -> Any:
+        with told_while_waiting(path):
+            return datasets.load_dataset(name, config, split=split)
+
+    return TableFile(path, load)
 
 
 def _saved(datasets: Any, folder: str, split: str) -> Any:

@@ -10,6 +10,7 @@ from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.common.run.dataset import ChatMessage, Row, read_training_rows
+from tidemill.common.run.hub import told_while_waiting
 from tidemill.common.run.special_tokens import num_appended
 
 BATCH_ROWS = 1024
@@ -178,7 +179,8 @@ def _fetch_tokenizer(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["tokenizer*", "*.jinja"]))
+        with told_while_waiting(f"the tokenizer of {name}"):
+            return Path(snapshot_download(name, allow_patterns=["tokenizer*", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise NotMeasuredError(
             f"trainer.epochs: the tokenizer of model.path {name}, which data.overlong_prompts: drop measures "

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import RUNS, Keys
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
 
 
-RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+STARTING = "starting"
+RUNNING = "running"
+FINISHED = "finished"
+FAILED = "failed"
+STOPPED = "stopped"
+"""What the state of a run says of it; a run that is stopped or has failed may be resumed."""
 
 
 class UnknownRunError(ConfigError):
@@ -44,7 +50,7 @@ async def read_config(broker: Broker, keys: Keys) -> "RunConfig":
         listing = f"it knows {', '.join(known[:10])}" if known else "it knows none yet"
         raise UnknownRunError(
             f"this Redis has no run {keys.run_id!r} ({listing}). Check the id, or start the run with "
-            "`tidemill up` or the trainer."
+            f"`{command_line('up', 'CONFIG')}` or the trainer."
         )
     return parse_config(json.loads(raw), f"the config of run {keys.run_id} in Redis")
 
@@ -66,9 +72,10 @@ async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "R
     known = await read_config(broker, keys)
     if changes := changed_fields(known, config):
         listing = "; ".join(map(str, changes[:5]))
+        resume = command_line("up", "CONFIG", "--run-id", keys.run_id, "--resume")
         raise ConfigError(
             f"run {keys.run_id} was started with another config: {listing}. Give the "
-            "new run an id of its own; `tidemill up --resume` says which fields a run may change."
+            f"new run an id of its own; `{resume}` says which fields a run may change."
         )
     return known
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.config.run import StreamsConfig
 from tidemill.common.errors import CodecError, ConfigError
@@ -246,8 +247,8 @@ def chosen(choice: DeadChoice, entries: Sequence[DeadEntry]) -> list[DeadEntry]:
     by_id = {entry.entry_id: entry for entry in entries}
     if unknown := [name for name in choice.ids if name not in by_id]:
         raise ConfigError(
-            f"there is no dead letter {unknown[0]!r}; `tidemill dead show` has the ids of the {len(entries)} "
-            "there are."
+            f"there is no dead letter {unknown[0]!r}; `{command_line('dead', 'show')}` has the ids of the "
+            f"{len(entries)} there are."
         )
     return [by_id[name] for name in dict.fromkeys(choice.ids)] if choice.ids else list(entries)
 
@@ -383,7 +384,8 @@ def change_entries(choice: DeadChoice) -> int:
     verb, done = ("drop", "dropped") if isinstance(choice, DropOptions) else ("requeue", "put back")
     if bool(choice.ids) == choice.has_all:
         raise ConfigError(
-            f"tidemill dead {verb} takes the ids of dead letters, or --all; `tidemill dead show` has them."
+            f"tidemill dead {verb} takes the ids of dead letters, or --all; "
+            f"`{command_line('dead', 'show')}` has them."
         )
     if choice.ids and choice.is_narrow:
         raise ConfigError("filters choose among --all dead letters; leave them out, or the ids.")

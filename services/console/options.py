@@ -8,7 +8,6 @@ TidemillError is printed, and its exit code is the command's.
 
 import inspect
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
@@ -16,11 +15,36 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 
 Kind = TypeVar("Kind", bound=type)
+
+
+class FlagsWithoutValue:
+    """Shows flags, `--help` among them, as they are typed; typer writes `<bool>` after them."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """The parameters, as the library makes them."""
+        parameters = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class Command(FlagsWithoutValue, TyperCommand):
+    """A command of ours."""
+
+
+class Group(FlagsWithoutValue, TyperGroup):
+    """Commands with a first word in common."""
+
+
 app = typer.Typer(
+    cls=Group,
     name="tidemill",
     help="Reinforcement learning for language models: rollout, reward and trainer as processes of their own "
     "that meet in Redis Streams.\n\n"
@@ -37,7 +61,7 @@ for _name, _help in (
     ("streams", "What a run has written: show, follow, search."),
     ("dead", "Messages that could not be processed: show, put back, drop."),
 ):
-    GROUPS[_name] = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+    GROUPS[_name] = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode="markdown")
     app.add_typer(GROUPS[_name], name=_name, help=_help)
 
 
@@ -89,7 +113,7 @@ def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         group, _, last = name.rpartition(" ")
         lines = "  ·  ".join(f"tidemill {name} {example}" for example in examples)
-        GROUPS[group].command(last, epilog=f"Example{'s' * (len(examples) > 1)}: {lines}")(run)
+        GROUPS[group].command(last, cls=Command, epilog=f"Example{'s' * (len(examples) > 1)}: {lines}")(run)
         return kind
 
     return add
@@ -231,14 +255,14 @@ class UpOptions:
 
     def command(self, run_id: str, resume: bool) -> str:
         """The command line that means this run, to be copied."""
-        words = ["tidemill", "up", str(self.config)]
+        words = ["up", str(self.config)]
         words += [word for override in self.overrides for word in ("--set", override)]
         words += ["--run-id", run_id]
         if self.runs_dir:
             words += ["--runs-dir", str(self.runs_dir)]
         if self.metrics_port is not None:
             words += ["--metrics-port", str(self.metrics_port)]
-        return shlex.join([*words, "--resume"] if resume else words)
+        return command_line(*words, *(["--resume"] if resume else []))
 
 
 _SERVE_PORT_TEXT = "The adapters' default is 8440; 0 takes a free one."

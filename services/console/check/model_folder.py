@@ -42,9 +42,9 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
         if "/" not in model.path and not is_path(model.path):
             beside = [path.name for path in Path().iterdir() if path.is_dir()]
             close = difflib.get_close_matches(folder.name, beside, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = f" Did you mean {close[0]}?" if close else ""
             raise ConfigError(
-                f"model.path {model.path}: there is no such folder{hint}. Relative paths in a config start "
+                f"model.path {model.path}: there is no such folder.{hint} Relative paths in a config start "
                 "at the config's folder; a model of the hub is OWNER/NAME."
             )
         if is_path(model.path):

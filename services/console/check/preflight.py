@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.archive.completions import opener_of
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.config.algorithm_table import LOSSES
 from tidemill.common.config.environment import AGENT, TOOLS
@@ -285,8 +286,8 @@ def _check_gpus(config: RunConfig) -> None:
     if overlaps := find_overlaps(config):
         raise ConfigError(
             "; ".join(overlaps)
-            + ". Give each process GPUs of its own, or leave gpus out: `tidemill up` deals them out. To "
-            "share on purpose: rollout.trainer_gpus, or servers.NAME.local.shares_rollout_gpus"
+            + f". Give each process GPUs of its own, or leave gpus out: `{command_line('up')}` deals them "
+            "out. To share on purpose: rollout.trainer_gpus, or servers.NAME.local.shares_rollout_gpus"
         )
     named = named_gpus(config)
     if not any(named.values()) or (count := count_gpus()) is None:
@@ -306,7 +307,7 @@ def _check_memory(findings: Findings, machine: Machine | None) -> None:
         return
     if findings.model.is_remote:
         findings.notes.append(
-            "`tidemill check --memory` fetches config.json of a hub name, and says what fits"
+            f"`{command_line('check', '--memory')}` fetches config.json of a hub name, and says what fits"
         )
         return
     try:

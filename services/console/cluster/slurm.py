@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import tidemill
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.wire.keys import RUN_ID
@@ -94,7 +95,7 @@ def write_scripts(options: SlurmOptions) -> None:
         texts[f"{run_id}.rewards.sbatch"] = _script(options, run_id, runs, own, is_join=True)
     runs.mkdir(parents=True, exist_ok=True)
     _write(options, texts, "sbatch")
-    print(f"then: tidemill status {run_id} --watch", file=sys.stderr)
+    print(f"then: {command_line('status', run_id, '--watch')}", file=sys.stderr)
 
 
 def _write(options: SlurmOptions, texts: dict[str, str], command: str) -> None:

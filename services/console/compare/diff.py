@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.config.changes import changed_fields
 from tidemill.common.errors import ConfigError
@@ -439,4 +440,4 @@ def _remarks(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
         yield note("look closer:", "dim")
         commands = [f"step {cause.step}", f"replay {cause.step}"]
         commands += [f"trace {cause.sample}"] if cause.ticket >= 0 else []
-        yield from (note(f"  tidemill {command} {names[1]}") for command in commands)
+        yield from (note(f"  {command_line(*command.split(), names[1])}") for command in commands)

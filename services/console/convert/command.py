@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import StorageError, write_atomically
 from tidemill.services.console.convert.draft import Draft
@@ -67,5 +68,7 @@ def run_convert(options: ConvertOptions) -> int:
         console.print(Text(problem, style="red"), soft_wrap=True)
         return 1
     if options.output is not None:
-        console.print(f"wrote {options.output}; next: tidemill check {options.output}", soft_wrap=True)
+        console.print(
+            f"wrote {options.output}; next: {command_line('check', str(options.output))}", soft_wrap=True
+        )
     return 0

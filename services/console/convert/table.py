@@ -12,6 +12,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from tidemill.common.command_line import command_line
+
 Project = Literal["verl", "trl", "prime-rl"]
 Verdict = Literal["lost", "approximated", "automatic"]
 FILES: dict[Project, str] = {"verl": "verl.yml", "trl": "trl.yml", "prime-rl": "prime_rl.yml"}
@@ -120,5 +122,5 @@ def names_elsewhere(unknown: Iterable[str]) -> str:
         ]
         if meanings:
             lines.append(f"  {field} is {' or '.join(list(dict.fromkeys(meanings))[:3])}\n")
-    hint = "  `tidemill convert` reads whole files of verl, TRL and prime-rl.\n"
+    hint = f"  `{command_line('convert')}` reads whole files of verl, TRL and prime-rl.\n"
     return "".join(lines) + hint if lines else ""

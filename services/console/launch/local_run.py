@@ -8,17 +8,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import structlog
 from rich.console import Console
+from rich.text import Text
 
 from tidemill.common.archive import mark_whole
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
-from tidemill.common.errors import TidemillError
+from tidemill.common.errors import TidemillError, first_cause
+from tidemill.common.files import StorageError
+from tidemill.common.process.programs import ROOT
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
     FAILED,
+    FINISHED,
+    STARTING,
+    STOPPED,
+    has_finished,
     publish_config,
     read_state,
     update_state,
@@ -31,20 +41,27 @@ from tidemill.services.console.launch.views import LiveView, PlainView, View
 from tidemill.services.console.processes.forks import ForkServer
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec, service_environment
-from tidemill.services.console.processes.supervisor import Ending, RunOutcome, Supervisor
+from tidemill.services.console.processes.supervisor import (
+    MAX_REASON_CHARACTERS,
+    Ending,
+    RunOutcome,
+    Supervisor,
+)
+from tidemill.services.console.run.end import RunEnd, started_now, write_end
 from tidemill.services.console.run.folder import RunFolder, log_to_file, nearest
 from tidemill.services.console.run.local_redis import open_redis
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
-from tidemill.services.console.status.report import print_report, summarise, write_report
+from tidemill.services.console.status.report import print_report, read_report, summarise, write_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
+from tidemill.services.console.text.formats import printable
 
 log = structlog.get_logger(__name__)
 
-STOPPED = "stopped"
 STOPPED_EXIT_CODE = 130
 REFRESH_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
 """Timeout of writes and reads of the run's state at the end: Redis may be what failed."""
+TUTORIAL = "docs/tutorial.md"
 GRACE_MARGIN_S = 60.0  # a trainer writes its checkpoint before it ends
 HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
 
@@ -70,7 +87,15 @@ class LocalRun:
         is_live: bool,
         resume_command: str,
         view: View | None = None,
+        is_finished: bool = False,
+        replaces: bool = False,
     ) -> None:
+        """Args:
+        is_finished: it has done all its steps before: nothing is started
+        replaces: its folder has a run that ended before its first step, which is removed
+        """
+        self.is_finished = is_finished
+        self.replaces = replaces
         self.config, self.folder, self.specs = config, folder, specs
         self.console, self.is_live, self.resume_command = console, is_live, resume_command
         self.keys = Keys(config.run_id)
@@ -90,11 +115,42 @@ class LocalRun:
         self._ran_before_s = 0.0
         self._rollout_idle: float | None = None
         self._verdict: Bottleneck | None = None
+        self._start = started_now(resume_command, config.trainer.steps)
+        self._has_ended = False
+        """Whether the run's end is written."""
 
     async def go(self) -> int:
         """Start everything, see the run to its end, report."""
+        if self.is_finished:
+            return self._show_finished()
         self._loop = asyncio.get_running_loop()
+        if self.replaces:
+            self.folder.clear()
         self.folder.create(self.config)
+        self._keep_end(self._start)
+        try:
+            return await self._go()
+        except BaseException as error:
+            if not self._has_ended:
+                self._keep_end_of(error)
+            raise
+
+    def _show_finished(self) -> int:
+        """Say that the run is finished; its files stay as they are."""
+        steps = self.config.trainer.steps
+        run_id = self.folder.run_id
+        more = f"{self.resume_command} --set trainer.steps={2 * steps}"
+        report = read_report(self.folder) or {}
+        self.console.print(
+            f"finished: all {report.get('steps', steps)} steps are done, and nothing was started.\n"
+            f"  {command_line('status', run_id)}  shows its summary\n"
+            f"  {more}  goes on from there",
+            soft_wrap=True,
+            markup=False,
+        )
+        return 0 if report.get("ok", True) else 1
+
+    async def _go(self) -> int:
         # Before anything is written: readers take an archive that counts as whole in place of the streams.
         mark_whole(self.folder.path, False)
         log_to_file(self.folder.logs / "console.log")
@@ -104,8 +160,11 @@ class LocalRun:
             self._signals(),
             self.server.watched(guard) if self.server else contextlib.nullcontext(),
         ):
-            given, say = os.environ.get(URL_VARIABLE, ""), lambda text: self._view.event(text)
-            async with open_redis(given, self.folder, guard, say, self._supervisor.fail) as (url, broker):
+            address = os.environ.get(URL_VARIABLE, "")
+            redis = open_redis(
+                address, self.folder, guard, lambda text: self._view.event(text), self._supervisor.fail
+            )
+            async with redis as (url, broker):
                 env = service_environment(url, self.folder.runs)
                 outcome = await self._supervise(broker, env, guard)
                 await self._archive_rest(broker)
@@ -116,6 +175,12 @@ class LocalRun:
         await publish_config(broker, self.keys, self.config)
         self._ran_before_s = float((await read_state(broker, self.keys)).get("ran_s", 0.0))
         trainer = self.config.trainer
+        if await has_finished(broker, self.keys, trainer.steps):
+            # Only the launcher was killed before its report: there is nothing to train.
+            self._view.event("the run is finished: only its summary is made")
+            return RunOutcome(Ending.FINISHED)
+        # Until the trainer says `running`: what was said before is not said of this start.
+        await update_state(broker, self.keys, status=STARTING, end=None)
         reader = SnapshotReader(broker, self.keys, trainer.steps, trainer.max_staleness)
         # What a resumed run did before is read before anything is shown: it is not shown again.
         await self._look(reader)
@@ -126,7 +191,13 @@ class LocalRun:
             asyncio.create_task(self._draw(), name="view"),
         ]
         try:
-            return await self._supervisor.run(env, guard, lambda: self._is_finished(broker), self.server)
+            return await self._supervisor.run(
+                env,
+                guard,
+                is_finished=lambda: self._is_finished(broker),
+                server=self.server,
+                is_done=lambda: has_finished(broker, self.keys, trainer.steps),
+            )
         finally:
             for task in watching:
                 task.cancel()
@@ -188,30 +259,63 @@ class LocalRun:
             mark_whole(self.folder.path, True)
         # From `_stop`, which cancels the archiving alone: this task goes on to its report.
         except asyncio.CancelledError:
-            self._view.event(f"not archived to the end; `tidemill archive {self.keys.run_id}` does the rest")
+            rest_command = command_line("archive", self.keys.run_id)
+            self._view.event(f"not archived to the end; `{rest_command}` does the rest")
         except TidemillError as error:
             self._view.event(f"the streams are not archived to the end: {error}")
 
     async def _report(self, broker: Broker, outcome: RunOutcome) -> int:
         """Say how the run ended; a finished one is compared with what the config expects of it."""
         ran_s = self._ran_before_s + time.monotonic() - self._started
-        is_finished, has_failed = (outcome.ending is end for end in (Ending.FINISHED, Ending.FAILED))
-        # The trainer has written `finished` itself, atomically with a check of its last commit.
-        state = {} if is_finished else {"status": FAILED if has_failed else STOPPED}
-        with contextlib.suppress(TimeoutError):  # Redis may be away
-            state_written = update_state(broker, self.keys, ran_s=ran_s, **state)
-            await asyncio.wait_for(state_written, SHUTDOWN_TIMEOUT_S)
-        if is_finished:
-            return await self._summarise(broker, ran_s)
-        done, steps = self.snapshot.version, self.config.trainer.steps
+        if outcome.ending is Ending.FINISHED:
+            # The trainer has written `finished` itself, atomically with a check of its last commit.
+            with contextlib.suppress(TimeoutError):  # Redis may be away
+                await asyncio.wait_for(update_state(broker, self.keys, ran_s=ran_s), SHUTDOWN_TIMEOUT_S)
+            code = await self._summarise(broker, ran_s)
+            self._keep_end(replace(self._end(FINISHED, exit_code=code), steps=self.config.trainer.steps))
+            return code
+        has_failed = outcome.ending is Ending.FAILED
+        end = self._end(
+            FAILED if has_failed else STOPPED,
+            reason=outcome.summary,
+            error=outcome.error,
+            log=nearest(outcome.log) if outcome.log else "",
+            exit_code=outcome.exit_code if has_failed else STOPPED_EXIT_CODE,
+        )
+        self._keep_end(end)
+        with contextlib.suppress(TimeoutError):
+            written = update_state(broker, self.keys, ran_s=ran_s, status=end.status, end=asdict(end))
+            await asyncio.wait_for(written, SHUTDOWN_TIMEOUT_S)
         self.why_not_finished = (
-            f"{state['status']} after {done} of {steps} steps. Continue with:\n  {self.resume_command}"
+            f"{end.status} after {end.steps} of {end.of_steps} steps. Continue with:\n  {self.resume_command}"
         )
         if has_failed:
             self.why_not_finished = f"tidemill up: {outcome.reason}\n{self.why_not_finished}"
         if not self.console.quiet:
             print(self.why_not_finished, file=sys.stderr)
-        return outcome.exit_code if has_failed else STOPPED_EXIT_CODE
+        return end.exit_code
+
+    def _end(self, status: str, **values: Any) -> RunEnd:
+        return replace(self._start, status=status, steps=self.snapshot.version, at=time.time(), **values)
+
+    def _keep_end_of(self, error: BaseException) -> None:
+        """Write the end of a run that an error ended here, in the launcher."""
+        cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt):
+            self._keep_end(self._end(STOPPED, exit_code=STOPPED_EXIT_CODE))
+            return
+        is_for_user = isinstance(cause, TidemillError)
+        text = str(cause) if is_for_user else f"{type(cause).__name__}: {cause}"
+        code = cause.exit_code if isinstance(cause, TidemillError) else 1
+        self._keep_end(self._end(FAILED, reason=printable(text, MAX_REASON_CHARACTERS), exit_code=code))
+
+    def _keep_end(self, end: RunEnd) -> None:
+        """Write the run's end into its folder; a full disk must not keep the run from starting or ending."""
+        self._has_ended = end.is_over
+        try:
+            write_end(self.folder, end)
+        except StorageError as error:
+            log.warning("the run's end is not written", error=str(error))
 
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
         folder, config, idle = self.folder, self.config, self._rollout_idle
@@ -220,7 +324,25 @@ class LocalRun:
         tree["bottleneck"] = verdict.as_dict() if verdict else None
         write_report(folder, tree)
         print_report(self.console, folder, tree)
+        self._print_next_steps()
         return 0 if tree["ok"] else 1
+
+    def _print_next_steps(self) -> None:
+        """Say what a user may do with a finished run."""
+        run_id = self.folder.run_id
+        steps = {
+            command_line("web", run_id): "its completions, token by token, in a browser",
+            command_line("export", run_id, "-o", "trained"): "the trained model, as a folder",
+        }
+        guide = ROOT / TUTORIAL
+        if guide.exists():
+            steps[nearest(guide)] = "your own data and reward function"
+        else:
+            steps[command_line("check", "CONFIG")] = "find the mistakes of your own config"
+        width = max(map(len, steps))
+        self.console.print("next")
+        for command, text in steps.items():
+            self.console.print(Text(f"  {command:{width}}  {text}"), soft_wrap=True)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, TidemillError, first_cause
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import publish_config, run_exists, update_state
+from tidemill.common.run.state import RUNNING, STOPPED, publish_config, run_exists, update_state
 from tidemill.common.streams import ensure_group
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Lane
@@ -28,6 +28,8 @@ ROLES = ("reward", "replica", "sandbox")
 """What scores trajectories: workers, the servers of judges and reward models, and workers that run code."""
 GRACE_S = 30.0
 POLL_S = 0.2
+STATE_S = 5.0
+"""Timeout of the write of the run's end: Redis may be what failed."""
 
 
 class RewardRun:
@@ -68,10 +70,15 @@ class RewardRun:
                     run_id = self.keys.run_id
                     raise ConfigError(f"this Redis has a run {run_id} already; give another with --into.")
                 await self.register(broker)
-                await update_state(broker, self.keys, **state)
+                await update_state(broker, self.keys, status=RUNNING, **state)
                 self.env = service_environment(url, self.folder.runs)
-                async with self._workers(guard):
-                    yield broker
+                try:
+                    async with self._workers(guard):
+                        yield broker
+                finally:
+                    # Workers that were started by hand leave after a while.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(update_state(broker, self.keys, status=STOPPED), STATE_S)
                 # After the workers' end, for until then they write, and before Redis stops.
                 if archive.enabled:
                     await archive_rest(broker, self.keys, self.folder.path, archive)

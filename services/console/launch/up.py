@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import FieldChange, RunConfig, changed_fields
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpus import count_gpus
@@ -20,8 +21,20 @@ from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
+from tidemill.common.run.hub import check_model_on_hub
 from tidemill.common.run.prompt_lengths import with_steps
-from tidemill.common.run.state import CONFIG_FILE, METRICS_FILE, STEP, read_records, run_exists
+from tidemill.common.run.state import (
+    CONFIG_FILE,
+    FAILED,
+    FINISHED,
+    METRICS_FILE,
+    RUNNING,
+    STEP,
+    STOPPED,
+    read_records,
+    run_exists,
+)
+from tidemill.common.run.weight_files import folder_versions
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.check.preflight import examine
 from tidemill.services.console.launch.local_run import LocalRun
@@ -35,8 +48,10 @@ from tidemill.services.console.processes.specs import (
     place,
     service_specs,
 )
+from tidemill.services.console.run.end import RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder, connected, folder_of_runs, nearest, new_run_id
 from tidemill.services.console.status.report import read_report
+from tidemill.services.console.status.snapshot import CHECKPOINTS_FOLDER
 
 
 def run_up(
@@ -70,25 +85,43 @@ def prepare(
     Raises:
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
-    config = with_steps(examine(config or options.config, options.overrides).config)
+    findings = examine(config or options.config, options.overrides)
+    is_simulated = findings.config.trainer.policy == "simulated"
+    if findings.model is not None and findings.model.is_remote and not is_simulated:
+        # Before anything has the run's id. The trainer is on this machine, and needs it here.
+        check_model_on_hub(findings.config.model.path)
+    config = with_steps(findings.config)
     config, placement = place(config, gpus_here(count_gpus()))
     runs = folder_of_runs(options.runs_dir)
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)
-    _check_is_free(options, folder)
+    replaces = _check_is_free(options, folder)
     changes = _check_changes(options, config, folder)
+    is_finished = options.resume and _has_finished(folder, config.trainer.steps)
     specs = list(specs_of(config))
     if options.metrics_port is not None:
         _check_port(options.metrics_port)
         specs.append(exporter_spec(config, options.metrics_port))
     resume_command = options.command(config.run_id, resume=True)
-    is_live = options.live and console.is_terminal
-    for line in placement:
+    is_live = options.live and console.is_terminal and not is_finished
+    for line in () if is_finished else placement:
         console.print(Text(line), soft_wrap=True)
     for change in changes:
         console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
+    if replaces:
+        console.print("begins again: the run with this id ended before its first step", soft_wrap=True)
     console.print(f"run [bold cyan]{config.run_id}[/]  in {nearest(folder.path)}", soft_wrap=True)
-    return LocalRun(config, folder, specs, console, is_live=is_live, resume_command=resume_command, view=view)
+    return LocalRun(
+        config,
+        folder,
+        specs,
+        console,
+        is_live=is_live,
+        resume_command=resume_command,
+        view=view,
+        is_finished=is_finished,
+        replaces=replaces,
+    )
 
 
 def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
@@ -104,15 +137,31 @@ def _name_run(options: UpOptions, config: RunConfig, runs: Path) -> str:
     return new_run_id(options.config)
 
 
-def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
-    """A new run needs a new id, and a resumed one something to resume."""
+def _check_is_free(options: UpOptions, folder: RunFolder) -> bool:
+    """A new run needs a new id, and a resumed one something to resume.
+
+    Returns whether a run that ended before its first step has this id, and is replaced.
+    """
 
     async def is_known(url: str) -> bool:
         async with connected(url) as broker:
             return await run_exists(broker, Keys(folder.run_id))
 
     url = os.environ.get(URL_VARIABLE)
-    exists = folder.path.exists() or bool(url and run_main(is_known(url)))
+    is_in_redis = bool(url and run_main(is_known(url)))
+    exists = folder.path.exists() or is_in_redis
+    end = read_end(folder)
+    # Of a launcher on another machine nothing is certain: a node that died may have written a moment ago.
+    is_here = end.host == socket.gethostname() and end.pid != os.getpid()
+    if exists and end.status == RUNNING and is_here:
+        watch = command_line("status", folder.run_id, "--watch", *_runs_dir_words(options))
+        raise ConfigError(
+            f"run {folder.run_id} is {end.lines[0]}. Watch it with\n  {watch}\n"
+            f"Stop it with Ctrl-C in its terminal, or with kill -TERM {end.pid}; it can be resumed then. "
+            "A new run needs another id (--run-id)."
+        )
+    if not options.resume and not is_in_redis and _has_no_step(folder, end):
+        return True
     if exists and not options.resume:
         where = f"{nearest(folder.path)}" if folder.path.exists() else f"the Redis at {URL_VARIABLE}"
         raise ConfigError(
@@ -125,6 +174,26 @@ def _check_is_free(options: UpOptions, folder: RunFolder) -> None:
             f"there is no run {folder.run_id} to resume: {nearest(folder.path)} does not exist. "
             f"Start it with\n  {options.command(folder.run_id, resume=False)}"
         )
+    return False
+
+
+def _runs_dir_words(options: UpOptions) -> list[str]:
+    return ["--runs-dir", str(options.runs_dir)] if options.runs_dir else []
+
+
+def _has_no_step(folder: RunFolder, end: RunEnd) -> bool:
+    """Whether a run ended in order before its first step: nothing is lost with it."""
+    if end.status not in (FAILED, STOPPED) or not end.pid or end.steps:
+        return False
+    versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
+    has_step = any(record["kind"] == STEP for record in read_records(folder.path / METRICS_FILE))
+    return not has_step and not any(versions)
+
+
+def _has_finished(folder: RunFolder, steps: int) -> bool:
+    """Whether a run has done so many steps, evaluations included, and has its summary."""
+    report = read_report(folder)
+    return report is not None and read_end(folder).status == FINISHED and int(report.get("steps", 0)) >= steps
 
 
 def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> list[FieldChange]:

@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,10 +13,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tidemill.common.process.activity import LOAD, WAIT_DISK
 from tidemill.common.process.failures import cause_of, doubling
 from tidemill.common.run.state import EVALUATION, STEP
 from tidemill.services.console.processes.supervisor import ServiceStatus
 from tidemill.services.console.status.dashboard import (
+    DISK_FULL,
+    FULL,
     dashboard,
     evaluation_line,
     failure_line,
@@ -23,11 +28,19 @@ from tidemill.services.console.status.dashboard import (
     warning_line,
 )
 from tidemill.services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.text.formats import duration, size
 
 MAX_EVENTS = 5
 BLOCKED, FAILING, SHORT_OF_CPU = "blocked", "failing", "short of CPU"
 PRESENT = (BLOCKED, FAILING, SHORT_OF_CPU)
 """Kinds of news about processes that are alive."""
+SILENCE_S = 10.0
+"""With a snapshot older than this, it is said that Redis does not answer."""
+LOADING_S = 30.0
+"""A process that has loaded for this long is named."""
+AGAIN_AFTER_S = 10.0
+OVER_AFTER_S = 60.0
+"""A trouble that was not seen for this long is over: a disk is tried again every half minute."""
 
 
 class LiveView:
@@ -95,12 +108,82 @@ def _news(snapshot: RunSnapshot) -> Iterator[News]:
         yield News((math.inf, 3), (SHORT_OF_CPU,), partial("warning: {}".format, starved))
 
 
+@dataclass(slots=True)
+class Trouble:
+    """Something that a run waits for, and that a person may have to put right."""
+
+    text: str
+    since: float
+    seen_at: float
+    due_s: float
+    """How long it must have lasted until it is said the next time."""
+    is_said: bool = False
+
+
+class Troubles:
+    """Says each trouble at once and at doublings of the time that it lasts, and once that it is over."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Trouble] = {}
+
+    def lines(self, present: Mapping[str, tuple[str, float]], now: float) -> Iterator[str]:
+        """What to say now. `present` has each trouble by its name: its text, and after how many seconds it is
+        said first."""
+        for name, (text, first_s) in present.items():
+            trouble = self._held.setdefault(name, Trouble(text, now, now, first_s))
+            trouble.text = text
+            trouble.seen_at = now
+        for name, trouble in list(self._held.items()):
+            lasted_s = now - trouble.since
+            if now - trouble.seen_at > OVER_AFTER_S:
+                del self._held[name]
+                if trouble.is_said:
+                    yield f"over after {duration(trouble.seen_at - trouble.since)}: {name}"
+            elif name in present and lasted_s >= trouble.due_s:
+                so_far = f" (for {duration(lasted_s)})" if lasted_s >= 1.0 else ""
+                yield f"waiting: {trouble.text}{so_far}"
+                trouble.is_said = True
+                trouble.due_s = max(2 * lasted_s, AGAIN_AFTER_S)
+
+
+def _troubles(
+    snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float
+) -> dict[str, tuple[str, float]]:
+    """What the run waits for now that is no part of its work; by name, with its text and the seconds after
+    which it is said first."""
+    if silent_s > SILENCE_S:  # all else in the snapshot is old
+        text = "Redis does not answer; the processes wait, and nothing is lost. Is it running, and reached?"
+        return {"Redis does not answer": (text, 0.0)}
+    troubles: dict[str, tuple[str, float]] = {}
+    if snapshot.memory.is_full:
+        used = size(snapshot.memory.used_bytes)
+        limit = size(snapshot.memory.max_bytes)
+        troubles["Redis is full"] = (f"Redis is full ({used} of {limit}). {FULL}", 0.0)
+    if snapshot.append_only_error:
+        text = f"Redis cannot write to its disk. {DISK_FULL}"
+        troubles["Redis cannot write to its disk"] = (text, 0.0)
+    for beat in snapshot.workers:
+        service = services.get(beat.name)
+        if not beat.is_alive and service is not None and service.pid == beat.pid:
+            text = f"{beat.name} has not reported for {duration(max(0.0, beat.age_s))}; its log may say why"
+            troubles[f"{beat.name} does not report"] = (text, 0.0)
+        if not beat.is_alive:
+            continue
+        if beat.state == WAIT_DISK:
+            troubles[f"{beat.name} waits for the disk"] = (f"{beat.name}: {beat.detail}", 0.0)
+        elif beat.state == LOAD:
+            text = f"{beat.name} is loading{f': {beat.detail}' if beat.detail else ''}; its log says more"
+            troubles[f"{beat.name} is loading"] = (text, LOADING_S)
+    return troubles
+
+
 class PlainView:
-    """Prints each step, evaluation, warning and event once."""
+    """Prints each step, evaluation, warning and event once, and what the run waits for."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._shown: set[tuple[object, ...]] | None = None
+        self._troubles = Troubles()
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         """Report what is new since the last call; what a resumed run did before is not new."""
@@ -112,6 +195,8 @@ class PlainView:
             if item.what not in self._shown:
                 self._shown.add(item.what)
                 self.report(item)
+        for line in self._troubles.lines(_troubles(snapshot, services, silent_s), time.monotonic()):
+            self.event(line)
 
     def report(self, news: News) -> None:
         self.event(news.line())

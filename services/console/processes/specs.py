@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import LocalServersConfig, RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
@@ -210,7 +211,7 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[str, int], nu
         raise ConfigError(
             f"the run wants {sum(missing.values())} GPUs ({parts}), and {num_free} of the {len(here)} here "
             "are free. Lower trainer.num_ranks, rollout.workers or rollout.vllm.tensor_parallel_size, or set "
-            "rollout.trainer_gpus; `tidemill check` says what fits"
+            f"rollout.trainer_gpus; `{command_line('check')}` says what fits"
         )
     if config.rollout.trainer_gpus == "turns":
         others = ", ".join(name for name in counts if name != "trainer")

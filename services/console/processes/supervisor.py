@@ -116,11 +116,17 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How it ended; `reason` and `exit_code` are those of a failure."""
+    """How it ended; all but `ending` are those of a failure."""
 
     ending: Ending
     reason: str = ""
+    """Why, with the end of the log."""
     exit_code: int = 0
+    summary: str = ""
+    """Why, in one line."""
+    error: str = ""
+    """The last error of the process, in one line."""
+    log: Path | None = None
 
 
 @dataclass(slots=True)
@@ -169,12 +175,16 @@ class Supervisor:
         guard: Guard,
         is_finished: Callable[[], Awaitable[bool]] = _never,
         server: ForkServer | None = None,
+        is_done: Callable[[], Awaitable[bool]] = _never,
     ) -> RunOutcome:
         """Start everything; return when the run is over and every process has ended.
 
         `is_finished` says whether the run is over; it is asked when a process that `ends_run` ends with 0.
+        `is_done` says whether workers have nothing left to do; it is asked when another one ends with 0,
+        which is then not started again.
         """
         self._env, self._guard, self._is_finished, self._server = env, guard, is_finished, server
+        self._is_done = is_done
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
             await (
@@ -198,7 +208,16 @@ class Supervisor:
 
     def fail(self, reason: str, exit_code: int = 1) -> None:
         """End the run because something it needs is gone."""
-        self._end(RunOutcome(Ending.FAILED, reason, exit_code))
+        summary = next(iter(reason.splitlines()), "")
+        self._end(RunOutcome(Ending.FAILED, reason, exit_code, summary))
+
+    def _fail_with(self, process: ServiceProcess, event: str, code: int, exit_code: int) -> None:
+        """End the run because of one of its processes."""
+        summary = f"{process.spec.name} {event} ({_how(code)})"
+        tail = process.output_tail()
+        indented = "\n".join(f"  {line}" for line in tail or ["(it wrote nothing)"])
+        reason = f"{summary}. The end of {process.log}:\n{indented}"
+        self._end(RunOutcome(Ending.FAILED, reason, exit_code, summary, _last_error(tail), process.log))
 
     def kill(self) -> None:
         self.stop()
@@ -238,10 +257,12 @@ class Supervisor:
             code = await self._watch(process, status)
             if self._over.is_set() or await self._is_over(process, code):
                 break
+            if code == 0 and not spec.ends_run and await self._is_done():
+                break
             age_s = time.monotonic() - process.started
             early_deaths = early_deaths + 1 if age_s < HEALTHY_AFTER_S else 1
             if early_deaths > MAX_EARLY_DEATHS:
-                self.fail(_exit_reason(process, f"died {early_deaths} times in a row; giving up", code))
+                self._fail_with(process, f"died {early_deaths} times in a row; giving up", code, 1)
                 break
             pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
             # The last line of its output mostly is the reason.
@@ -269,7 +290,7 @@ class Supervisor:
     async def _is_over(self, process: ServiceProcess, code: int) -> bool:
         """Whether this end of a process is the end of the run."""
         if code == ConfigError.exit_code or is_illegal_instruction(code):
-            self.fail(_exit_reason(process, "cannot do this run", code), code)
+            self._fail_with(process, "cannot do this run", code, code)
         # A trainer that was told to stop ends with 0 as well: its last commit decides.
         elif code == 0 and process.spec.ends_run and await self._is_finished():
             self._end(RunOutcome(Ending.FINISHED))
@@ -280,6 +301,9 @@ def _how(code: int) -> str:
     return f"{'by' if code < 0 else 'with'} {ending_in_words(code)}"
 
 
-def _exit_reason(process: ServiceProcess, what: str, code: int) -> str:
-    indented = "\n".join(f"  {line}" for line in process.output_tail() or ["(it wrote nothing)"])
-    return f"{process.spec.name} {what} ({_how(code)}). The end of {process.log}:\n{indented}"
+def _last_error(lines: Sequence[str]) -> str:
+    """The line that says what went wrong: the last one that a service wrote as its error, else the last."""
+    written = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in written if line.startswith("tidemill ")]
+    last = (errors or written or [""])[-1]
+    return printable(last, MAX_REASON_CHARACTERS)

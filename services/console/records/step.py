@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.history.groups import advantages_of, dropped_groups, left_out
@@ -65,7 +66,7 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
             outcome_lines(commit.metrics),
             Node("version", commit.version),
             Node("digest", commit.digest),
-            Node("more", f"tidemill streams show commits {commit.step} has every metric"),
+            Node("more", f"{command_line('streams', 'show', 'commits', str(commit.step))} has every metric"),
         ),
     )
 

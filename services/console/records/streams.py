@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import History, Record, Selection, StreamName, StreamSummary
 from tidemill.common.streams import group_status, last_id
@@ -146,7 +147,7 @@ def show_entries(options: EntryOptions) -> None:
     if not options.entry:
         raise ConfigError(
             f"which entry of {options.stream}? Give its ID; "
-            f"`tidemill streams tail {options.stream}` shows the newest."
+            f"`{command_line('streams', 'tail', options.stream)}` shows the newest."
         )
     name, what = parse_stream(options.stream, options.lane), options.entry
     selection = _wanted(name, what)
@@ -163,7 +164,7 @@ def show_entries(options: EntryOptions) -> None:
         if not records:
             raise ConfigError(
                 f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
-                "`tidemill streams show` says from where to where each stream goes."
+                f"`{command_line('streams', 'show')}` says from where to where each stream goes."
             )
         return records
 

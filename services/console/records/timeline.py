@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.text import Text
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import aside_file, publish_file
 from tidemill.common.history import History, Selection, StreamName
@@ -63,8 +64,8 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
     stretch = Stretch([commit async for commit in commits])
     if not stretch.commits:
         raise ConfigError(
-            f"run {history.run_id} has no commit of steps {first} to {last}. `tidemill streams tail commits` "
-            "shows the newest; steps are counted from 0."
+            f"run {history.run_id} has no commit of steps {first} to {last}. "
+            f"`{command_line('streams', 'tail', 'commits')}` shows the newest; steps are counted from 0."
         )
     stretch.commits.sort(key=lambda commit: commit.step)
     tickets = [ticket for commit in stretch.commits for ticket in tickets_of(commit)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.common.command_line import command_line
 from tidemill.common.wire.messages import Score, TrajectoryKey
 from tidemill.services.console.text.formats import took
 from tidemill.services.console.text.tree import Node, part, table
@@ -140,7 +141,7 @@ def rescore_tree(report: dict[str, Any]) -> Node:
             {"trajectory": f"{ticket}.{index}", "score before": before, "score now": now}
             for ticket, index, before, now in found["farthest"]
         ]
-        parts.append(part("farthest in rank; see `tidemill trace`", table(rows)))
+        parts.append(part(f"farthest in rank; see `{command_line('trace')}`", table(rows)))
     head = f"{report['run']} scored again by {', '.join(report['reward'])}"
     return part(head, _agreement_lines(found), parts)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import write_atomically
@@ -59,8 +60,8 @@ async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dic
             break
         else:
             raise ConfigError(
-                f"run {source.run_id} has no {lane} trajectories in that stretch. `tidemill streams show "
-                f"{source.run_id}` shows what there is."
+                f"run {source.run_id} has no {lane} trajectories in that stretch. "
+                f"`{command_line('streams', 'show', '--run', source.run_id)}` shows what there is."
             )
         sandbox = RewardRun(config, folder, options.redis, lambda text: console.print(text, style="yellow"))
         async with sandbox.running(kind="rescore", source=source.run_id) as broker:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.files import write_atomically
 from tidemill.common.redis.broker import Broker
@@ -90,6 +92,16 @@ class RunFolder:
             raise ConfigError(
                 f"cannot point {self.runs / LATEST} at the run: {error.strerror}. Move what is there away."
             ) from None
+
+    def clear(self) -> None:
+        """Remove all that a run left which ended before its first step; its logs stay."""
+        for path in self.path.iterdir():
+            if path == self.logs:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def config(self) -> "RunConfig | None":
         """The config that the run was last started with; None where the folder does not hold it.
@@ -171,7 +183,7 @@ async def _connect(folder: RunFolder) -> Broker:
         state = "it is not running now" if folder.path.is_dir() else "there is no such folder"
         raise ConfigError(
             f"run {folder.run_id}: no Redis to ask ({nearest(folder.path)}: {state}). Set {URL_VARIABLE} to "
-            "the run's server, or start the run with `tidemill up`."
+            f"the run's server, or start the run with `{command_line('up', 'CONFIG')}`."
         )
     try:
         return await Broker.connect(url)
@@ -180,7 +192,8 @@ async def _connect(folder: RunFolder) -> Broker:
             raise
         raise BrokerError(
             f"the Redis of run {folder.run_id} does not answer: its `tidemill up` was probably killed. "
-            f"Continue the run with `tidemill up CONFIG --run-id {folder.run_id} --resume`. ({error})"
+            f"Continue the run with `{command_line('up', 'CONFIG', '--run-id', folder.run_id, '--resume')}`. "
+            f"({error})"
         ) from None
 
 

@@ -226,7 +226,9 @@ def find_bottleneck(evidence: Evidence) -> Bottleneck | None:
             )
     if blame[stage] < (IDLE_SHARE if evidence.max_staleness else CLEAR_SHARE):
         parts = ", ".join(f"{name} {part:.0%}" for name, part in list(blame.items())[:3])
-        text = f"no stage stands out: of a step's time, {parts}. The largest: {text}"
+        largest = text.replace(" is the bottleneck: ", ": ", 1)
+        beside = "" if stage == next(iter(blame)) else " beside the trainer"
+        text = f"no stage stands out: of a step's time, {parts}. The largest{beside}, {largest}"
     return Bottleneck(stage, blame, text, advice, more, evidence)
 
 

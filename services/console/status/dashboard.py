@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
@@ -14,14 +15,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import WAIT
 from tidemill.common.process.failures import Failure
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, STARVED, STARVED_S, Heartbeat
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.state import FINISHED, REASON
+from tidemill.common.run.state import FAILED, FINISHED, REASON, RUNNING, STOPPED
 from tidemill.services.console.options import StatusOptions
 from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.run.end import LOST, RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
 from tidemill.services.console.status.fitting import Section, fitted, whole
 from tidemill.services.console.status.report import print_report, read_report, show_report
@@ -32,7 +35,13 @@ from tidemill.services.console.text.tree import Node, lines_table, rows_table, t
 REFRESH_S = 1.0
 HINT = "Ctrl-C ends the watching; the run goes on"
 MAX_WARNINGS = 3
-STATUS_STYLES = {"running": "green", "finished": "bold green", "failed": "bold red", "stopped": "yellow"}
+STATUS_STYLES = {
+    "running": "green",
+    "finished": "bold green",
+    "failed": "bold red",
+    "stopped": "yellow",
+    LOST: "bold red",
+}
 QUEUE_WORDS = {
     "prompts": ("groups to generate", "generating"),
     "trajectories": ("trajectories to score", "scoring"),
@@ -42,6 +51,10 @@ QUEUE_WORDS = {
 FULL = (
     "It refuses writes, so that processes wait and cannot report; nothing is lost. Raise its maxmemory "
     "(CONFIG SET maxmemory); the trainer's log says what it may free."
+)
+DISK_FULL = (
+    "It refuses writes, so that processes wait and cannot report; nothing is lost. Free some space on the "
+    "disk of the run's folder, or of its server."
 )
 PATIENCE_S = 3.0
 """With a snapshot older than this, the view says that Redis does not answer."""
@@ -74,10 +87,13 @@ def show_status(options: StatusOptions) -> int:
         if report is None:
             _print_folder(folder, options.as_json, error)
             return 0
+    if snapshot is not None and snapshot.status not in (FINISHED, FAILED, STOPPED):
+        _note_loss(snapshot, folder)
     if snapshot is not None and options.as_json:
         print(json.dumps(snapshot.as_dict(), indent=2))
     elif snapshot is not None and (report is None or snapshot.status != FINISHED):
         console.print(dashboard(snapshot))
+        _print_end(console, snapshot.end)
     elif report is not None and options.as_json:
         print(json.dumps(report, indent=2))
     elif report is not None:
@@ -100,8 +116,28 @@ def _print_folder(folder: RunFolder, as_json: bool, error: TidemillError) -> Non
         return
     console = Console(highlight=False)
     console.print(dashboard(snapshot))
-    console.print(Text(words, "yellow"), soft_wrap=True)
-    console.print(Text(str(error), "dim"), soft_wrap=True)
+    console.print(Text(words, "dim"), soft_wrap=True)
+    _print_end(console, snapshot.end)
+    if snapshot.status == RUNNING:  # then its Redis should answer
+        console.print(Text(str(error), "dim"), soft_wrap=True)
+
+
+def _print_end(console: Console, end: RunEnd | None) -> None:
+    """Say how the run ended, why, and how it goes on."""
+    if end is None or not end.is_over:
+        return
+    style = STATUS_STYLES.get(end.status, "")
+    for line in end.lines:
+        console.print(Text(printable(line), style), soft_wrap=True)
+
+
+def _note_loss(snapshot: RunSnapshot, folder: RunFolder) -> None:
+    """Redis says `running` for ever where the launcher was killed: its folder and heartbeats know better."""
+    if any(beat.is_alive for beat in snapshot.workers):
+        return
+    end = read_end(folder)
+    if end.pid and end.status == LOST:
+        snapshot.state |= {"status": LOST, "end": asdict(end)}
 
 
 async def _watch(folder: RunFolder, console: Console) -> None:
@@ -152,6 +188,8 @@ def _sections(
     if snapshot.memory.is_full:
         used, allowed = size(snapshot.memory.used_bytes), size(snapshot.memory.max_bytes)
         head.append(Text(f"Redis is full ({used} of {allowed}). {FULL}", "bold red"))
+    if snapshot.append_only_error:
+        head.append(Text(f"Redis cannot write to its disk. {DISK_FULL}", "bold red"))
     if silent_s > PATIENCE_S:
         head.append(Text(f"Redis has not answered for {silent_s:.0f} s; showing what was", "yellow"))
     head.append(_progress(snapshot))
@@ -376,7 +414,8 @@ def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
     held = snapshot.warnings
     lines = [warning_line(item) for item in held[-MAX_WARNINGS:]]
     if older := len(held) - len(lines):
-        lines.append(f"and {plural(older, 'older warning')}: tidemill status --json")
+        more = command_line("status", snapshot.run_id, "--json")
+        lines.append(f"and {plural(older, 'older warning')}: {more}")
     lines += [f"{name}: {detail}" for name, detail in snapshot.blocked.items()]
     if starved := starved_line(snapshot):
         lines.append(starved)

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.files import StorageError, write_atomically
@@ -428,8 +429,8 @@ def show_report(options: StatusOptions) -> int:
             note = f"not kept: {error}"
     elif (tree := read_report(folder)) is None:
         raise ConfigError(
-            f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; `tidemill streams show "
-            f"{folder.run_id}` shows what there is."
+            f"run {folder.run_id}: its archive alone is left, and no {SUMMARY_FILE}; "
+            f"`{command_line('streams', 'show', '--run', folder.run_id)}` shows what there is."
         )
     if options.as_json:
         print(json.dumps(tree, indent=2))
@@ -450,8 +451,8 @@ async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
             if not await has_finished(broker, keys, config.trainer.steps):
                 raise ConfigError(
                     f"run {folder.run_id} has not finished ({state.get('version', 0)} of "
-                    f"{config.trainer.steps} steps, then the last evaluation). `tidemill status` says how it "
-                    "is doing."
+                    f"{config.trainer.steps} steps, then the last evaluation). "
+                    f"`{command_line('status', folder.run_id)}` says how it is doing."
                 )
             ran_s = float(state.get("ran_s", 0.0))
             return await summarise(broker, keys, config, folder.path, wall_s=ran_s, rollout_idle=None)

@@ -19,7 +19,8 @@ from tidemill.common.streams import OffsetReader, group_status, last_id, length,
 from tidemill.common.streams.entries import Entry, entry_id_of, id_order
 from tidemill.common.wire.keys import RQ_STATES, Keys
 from tidemill.common.wire.messages import Commit, Lane, Ticket
-from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.end import RunEnd, parse_end, read_end
+from tidemill.services.console.run.folder import RunFolder, nearest
 from tidemill.services.console.status.bottleneck import (
     RATE_STEPS,
     ROLES,
@@ -86,6 +87,8 @@ class RunSnapshot:
     """Numbers of RQ's jobs by queue and state; only queues that hold any."""
     memory: MemoryUse = field(default_factory=lambda: MemoryUse(0, 0))
     """Memory of Redis; 0 of 0 where it was not read."""
+    append_only_error: bool = False
+    """Whether Redis cannot write its append-only file, and so refuses all writes."""
 
     @property
     def version(self) -> int:
@@ -93,8 +96,13 @@ class RunSnapshot:
 
     @property
     def status(self) -> str:
-        """running, finished, failed or stopped, as its processes last said; `starting` before that."""
+        """running, finished, failed, stopped or lost, as was last said of it; `starting` before that."""
         return str(self.state.get("status", "starting"))
+
+    @property
+    def end(self) -> RunEnd | None:
+        """How the run ended, where its launcher has said so."""
+        return parse_end(self.state.get("end"))
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -166,6 +174,7 @@ class RunSnapshot:
             **{name: getattr(self, name) for name in SHOWN},
             "metrics": self.points[-1].metrics if self.points else {},
             "bottleneck": verdict.as_dict() if verdict else None,
+            "end": asdict(self.end) if self.end else None,
             "idle": {role: self.idle_share(role) for role in ROLES},
             "failures": [asdict(failure) for failure in self.failures],
             "queues": [asdict(queue) for queue in self.queues],
@@ -213,7 +222,12 @@ class SnapshotReader:
             num_dead=await length(broker, keys.dead),
             jobs=await self._jobs(),
             memory=await broker.memory(),
+            append_only_error=await self._has_append_only_error(),
         )
+
+    async def _has_append_only_error(self) -> bool:
+        persistence = await self.broker.info("persistence")
+        return persistence.get("aof_last_write_status", "ok") != "ok"
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
         """Numbers of jobs by queue and state; empty where this Redis user may not read RQ's keys."""
@@ -264,16 +278,17 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         )
     records = read_records(folder.path / METRICS_FILE)
     evaluations = [record for record in records if record["kind"] == EVALUATION]
+    end = read_end(folder)
     snapshot = RunSnapshot(
         folder.run_id,
         config.trainer.steps,
         config.trainer.max_staleness,
-        state={"status": "stopped", "evaluations": evaluations},
+        state={"status": end.status, "evaluations": evaluations, "end": asdict(end)},
         points=points_of(records)[-MAX_POINTS:],
     )
     versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
     kept = f"newest checkpoint: version {versions[-1]}" if versions else "no checkpoint yet"
-    return snapshot, f"its Redis is not there: read from {folder.path} ({METRICS_FILE}; {kept})"
+    return snapshot, f"read from {nearest(folder.path)}, as its Redis is not there ({METRICS_FILE}; {kept})"
 
 
 def points_of(records: Iterable[Mapping[str, Any]]) -> list[StepPoint]:

@@ -29,6 +29,7 @@ from tidemill.common.run.state import (
     run_exists,
 )
 from tidemill.common.wire.keys import RUN_ID, Keys
+from tidemill.services.console.run.end import LOST, RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder, connected
 from tidemill.services.console.run.history import LIVE, open_history
 from tidemill.services.console.status.report import read_report
@@ -42,7 +43,7 @@ REFRESH_STILL_S = 5.0
 RETRY_S = 5.0
 """Pause after the run's history could not be had."""
 UNWATCHED_S = 90.0
-ENDED = (FINISHED, "failed", "stopped", "ended")
+ENDED = (FINISHED, "failed", "stopped", "ended", LOST)
 MAX_OPEN_RUNS = 4
 MAX_LISTED_RUNS = 500
 FIRST_LOOK_S = 3.0
@@ -87,10 +88,10 @@ class WatchedRun:
 
     @property
     def status(self) -> str:
-        """The status in the run's state; `stopped` where its Redis is gone and no end is recorded."""
+        """The status in the run's state; where its Redis is gone and no end is recorded, by its folder."""
         status = self.snapshot.status if self.snapshot else "unknown"
         is_gone = self.source != LIVE and status not in ENDED
-        return "stopped" if is_gone and self.has_looked.is_set() else status
+        return read_end(self.folder).status if is_gone and self.has_looked.is_set() else status
 
     def touch(self) -> None:
         """Somebody looks: follow the run, or go on with it."""
@@ -162,7 +163,8 @@ class WatchedRun:
         self.config = self.config or self.folder.config()
         snapshot, _ = await asyncio.to_thread(read_folder, self.folder)
         self.snapshot = snapshot
-        if report := await asyncio.to_thread(read_report, self.folder):
+        report = await asyncio.to_thread(read_report, self.folder)
+        if report and snapshot.status == FINISHED:
             snapshot.state["status"] = FINISHED if report.get("ok") else "ended"
         for point in points_of(await asyncio.to_thread(read_records, path)):
             # A commit has more of a step than its line: points from the streams stay.
@@ -176,6 +178,8 @@ class ListedRun:
     report: Mapping[str, Any]
     """Its summary; empty while it has none."""
     changed_at: float = 0.0
+    end: RunEnd | None = None
+    """How it ended and why; None where there is no folder of it here."""
 
 
 class Catalog:
@@ -246,14 +250,8 @@ def _listed(folder: RunFolder) -> ListedRun:
     for name in (METRICS_FILE, CONFIG_FILE):
         with contextlib.suppress(OSError):
             changed_at = max(changed_at, (folder.path / name).stat().st_mtime)
-    if report:
-        status = FINISHED if report.get("ok") else "ended"
-    else:
-        # A killed `tidemill up` leaves the address of a socket that its guard has removed.
-        url = folder.address() if folder.address_file.exists() else None
-        is_up = url is not None and (
-            not url.startswith("unix://") or Path(url.removeprefix("unix://")).exists()
-        )
-        is_running = is_up or time.time() - changed_at < 60
-        status = "running" if is_running else "stopped"
-    return ListedRun(folder.run_id, status, report, changed_at)
+    end = read_end(folder)
+    status = end.status
+    if status == FINISHED and report and not report.get("ok"):
+        status = "ended"
+    return ListedRun(folder.run_id, status, report, changed_at, end)

@@ -11,8 +11,8 @@ import structlog
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.run.special_tokens import NUM_TAIL_TOKENS, Reading
 from tidemill.common.process.failures import FailureLog
+from tidemill.common.run.special_tokens import NUM_TAIL_TOKENS, Reading
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.choices import ROUTES, Rows, find_routes_fault
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, SamplingParams, Ticket

@@ -22,6 +22,7 @@ import structlog
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import TidemillError
 from tidemill.common.files import (
     aside_folder,
@@ -279,7 +280,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     if int(str(document["schema"]).split(".")[0]) != SCHEMA_MAJOR:
         raise CheckpointError(
             f"{path} has schema {document['schema']}, this release reads {SCHEMA_MAJOR}.x. Continue with the "
-            "release that wrote it, or start a new run from its weights (`tidemill export`)."
+            f"release that wrote it, or start a new run from its weights (`{command_line('export')}`)."
         )
     return document
 

@@ -17,6 +17,7 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ArchiveError, TidemillError, WeightsError
 from tidemill.common.files import StorageError, aside_folder
@@ -98,7 +99,8 @@ class Replayer:
                     "trained again, but what they were trained on is not all there:\n  "
                     + "\n  ".join(problems)
                     + f"\nNothing was changed. Restore {self.archived.folder} from its backup, then start "
-                    "again; without one, start a new run from the last version's weights (`tidemill export`)."
+                    "again; without one, start a new run from the last version's weights "
+                    f"(`{command_line('export')}`)."
                 )
             # Before the readers move on, and while the archive and Redis are known to fit each other.
             self._positions = await self.join.standing_positions()
@@ -261,7 +263,7 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Pendi
                     f"step {commit.step} was committed and has to be trained again, but the sample "
                     f"{trajectory.key} of it has lost its tokens: {fault}. Put that payload back from a "
                     "backup, with the same bytes, then start again; without one, start a new run from the "
-                    "last version's weights (`tidemill export`)."
+                    f"last version's weights (`{command_line('export')}`)."
                 )
     cursor.close(commit.groups)
     groups = {

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import structlog
 
 from tidemill.common.files import StorageError
+from tidemill.common.process.activity import WAIT_DISK
 from tidemill.common.process.service import ServiceContext, StoppedError
 
 log = structlog.get_logger(__name__)
@@ -45,7 +46,7 @@ async def until_stored(
             if not error.can_clear:
                 raise
             log.error("waiting for the disk", error=str(error), next_try_s=pause_s)
-            with (during or context.activity.during)("wait:disk", str(error)):
+            with (during or context.activity.during)(WAIT_DISK, str(error)):
                 await context.unless_stopping(asyncio.sleep(pause_s))
             # Checked only after a try: a stopping service tries each write once.
             if context.stopping.is_set():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from tests.support.checked_runs import write_run
 from tests.support.preloaded import tidemill
 from tests.support.waiting import has_ended, wait_until
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History, StreamName
@@ -25,6 +27,8 @@ from tidemill.services.console.exports.archive import archive
 from tidemill.services.console.launch.up import run_up
 from tidemill.services.console.options import ArchiveOptions, UpOptions
 from tidemill.services.console.processes.specs import ServiceSpec
+from tidemill.services.console.run.end import LOST, read_end
+from tidemill.services.console.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("forked_checks")
@@ -117,6 +121,69 @@ def test_a_mistake_found_by_a_service_exits_with_2(config: Path, capfd: pytest.C
     error = capfd.readouterr().err
     assert "the template is wrong" in error
     assert f"tidemill up '{config}' --run-id wrong --resume" in error
+    end = read_end(RunFolder(config.parents[1] / "runs", "wrong"))
+    assert (end.status, end.error, end.exit_code) == ("failed", "the template is wrong", 2)
+    answer = tidemill("status", "wrong", **os.environ).stdout
+    assert "failed after 0 of 3 steps" in answer and "the template is wrong" in answer
+    assert end.resume in answer and "TIDEMILL_REDIS_URL" not in answer
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_keep_its_id(config: Path, capfd) -> None:
+    run = config.parents[1] / "runs" / "wrong"
+    trainer = "raise SystemExit(print('the template is wrong') or 2)"
+    assert run_up(UpOptions(config=config, run_id="wrong"), specs_with(trainer)) == 2
+    (run / "metrics.jsonl").write_text("")
+    assert run_up(UpOptions(config=config, run_id="wrong"), specs_with()) == 0
+    assert "begins again" in capfd.readouterr().out
+    assert "the template is wrong" in (run / "logs" / "trainer.log").read_text(), "its logs stay"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+
+
+def test_a_finished_run_is_not_started_again(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = config.parents[1] / "runs" / "done"
+    assert run_up(UpOptions(config=config, run_id="done"), specs_with()) == 0
+    answer = capfd.readouterr().out
+    assert f"{command_line('export', 'done', '-o', 'trained')}  the trained model" in answer
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    nothing = specs_with("raise SystemExit('started')")
+    assert run_up(UpOptions(config=config, run_id="done", resume=True), nothing) == 0
+    answer = capfd.readouterr().out
+    assert "finished: all 3 steps are done, and nothing was started" in answer
+    assert files == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    more = UpOptions(config=config, run_id="done", resume=True, overrides=["trainer.steps=4"])
+    assert run_up(more, specs_with()) == 0
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert read_end(RunFolder(run.parent, "done")).steps == 4
+
+
+def test_a_worker_that_leaves_a_finished_run_is_not_started_again(config: Path, capfd) -> None:
+    """As one does that sees the run's end before the console has stopped it."""
+    leave = (
+        "import asyncio, sys, time\n"
+        "from tidemill.common.redis.broker import Broker\n"
+        "from tidemill.common.run.state import read_state, update_state\n"
+        "from tidemill.common.wire.keys import Keys\n"
+        "async def main():\n"
+        "    broker, keys = await Broker.connect(), Keys(sys.argv[1])\n"
+        "    while (await read_state(broker, keys)).get('status') != 'finished':\n"
+        "        await asyncio.sleep(0.05)\n"
+        "    print('left', flush=True)\n"
+        "    await broker.close()\n"
+        "asyncio.run(main())\n"
+    )
+    trainer = TRAINER.replace('status="finished", ', 'status="finished", version=steps, ')
+    trainer = trainer.replace(
+        "    await broker.close()", "    await asyncio.sleep(3)\n    await broker.close()"
+    )
+
+    def specs_of(config: RunConfig) -> Sequence[ServiceSpec]:
+        first, worker = specs_with(trainer)(config)
+        return [first, replace(worker, command=(sys.executable, "-c", leave, config.run_id))]
+
+    assert run_up(UpOptions(config=config, run_id="leaves"), specs_of) == 0
+    run = config.parents[1] / "runs" / "leaves"
+    assert "starting it again" not in capfd.readouterr().out
+    assert (run / "logs" / "rollout-0.log").read_text() == "left\n"
 
 
 def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints_exits_with_1(config, capfd):
@@ -171,6 +238,9 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
     log = run / "logs" / "trainer.log"
     await wait_until(lambda: log.exists() and "waiting" in log.read_text())
     children = psutil.Process(process.pid).children(recursive=True)
+    with pytest.raises(ConfigError, match=f"is running since .*process {process.pid} on") as caught:
+        await asyncio.to_thread(run_up, UpOptions(config=config, run_id="held"), specs_with())
+    assert "status held --watch" in str(caught.value)
     status = tidemill("status", "held", "--json", **os.environ)
     assert json.loads(status.stdout)["version"] == 2, "any terminal of this machine can ask"
     process.send_signal(signal.SIGINT)
@@ -178,8 +248,36 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
     assert process.returncode == 130
     assert b"stopped after 2 of 3 steps" in error and b"--run-id held --resume" in error
     assert all(map(has_ended, children))
+    stopped = tidemill("status", "held", **os.environ).stdout
+    assert "stopped after 2 of 3 steps" in stopped and "--run-id held --resume" in stopped
     assert await asyncio.to_thread(subprocess.call, [*command, "resume"], timeout=120) == 0
     assert "everything that was expected" in tidemill("status", "held", **os.environ).stdout
+
+
+async def test_a_run_whose_launcher_was_killed_says_when_it_was_last_seen(config: Path) -> None:
+    script = config.parent / "console.py"
+    script.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "from tidemill.services.console.launch.up import run_up\n"
+        "from tidemill.services.console.options import UpOptions\n"
+        "from tests.integration.console.test_console_up import specs_with\n"
+        "options = UpOptions(config=Path(sys.argv[1]), run_id='killed')\n"
+        "sys.exit(run_up(options, specs_with(stop_after=2)))\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, str(script), str(config), str(ROOT))
+    run = config.parents[1] / "runs" / "killed"
+    log = run / "logs" / "trainer.log"
+    await wait_until(lambda: log.exists() and "waiting" in log.read_text())
+    folder = RunFolder(run.parent, "killed")
+    assert read_end(folder).status == "running"
+    process.kill()
+    await process.wait()
+    lost = read_end(folder)
+    assert lost.status == LOST and lost.at > 0
+    answer = tidemill("status", "killed", **os.environ).stdout
+    assert "ended without a word, last seen at" in answer and "--run-id killed --resume" in answer
 
 
 MODELS = {"torch", "transformers", "vllm"}

@@ -75,6 +75,7 @@ def verdict(trainer: dict[str, float], rollout: Any = None, reward: Any = None, 
 def test_the_largest_part_of_a_step_is_to_blame(found: Bottleneck, blame: Any, said: Any) -> None:
     assert found.blame == pytest.approx(blame)
     assert (found.stage, said[1] in found.text) == (said[0], True), found.text
+    assert ("stands out" in found.text) != ("is the bottleneck" in found.text), "one of the two"
 
 
 def test_while_no_step_tells_there_is_no_verdict() -> None:

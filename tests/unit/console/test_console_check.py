@@ -233,7 +233,7 @@ def test_epochs_are_shown_as_steps_or_counted_at_the_start_with_a_hubs_tokenizer
 def test_a_model_without_a_slash_is_a_folder_or_a_mistake(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"modle: there is no such folder; did you mean model\?"):
+    with pytest.raises(ConfigError, match=r"modle: there is no such folder. Did you mean model\?"):
         inspect_model(ModelConfig(path="modle"))
     assert inspect_model(ModelConfig(path="Qwen/Qwen3-0.6B")).is_remote
 

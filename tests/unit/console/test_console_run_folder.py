@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.support.trajectories import make_config
 from tidemill import __main__ as entry
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.__main__ import app, main
 from tidemill.services.console.options import UpOptions, runs_here
@@ -45,7 +46,7 @@ async def test_a_run_whose_console_was_killed_is_not_listed_as_running(tmp_path:
     folder = RunFolder(tmp_path, "one")
     folder.create(make_config(run_id="one"))
     os.utime(folder.path / "config.yaml", (0, 0))
-    for socket, status in ((tmp_path, "running"), (tmp_path / "removed.sock", "stopped")):
+    for socket, status in ((tmp_path, "running"), (tmp_path / "removed.sock", "lost")):
         folder.write_address(f"unix://{socket}")
         assert [line.status for line in await Catalog(tmp_path).lines()] == [status]
 
@@ -69,10 +70,11 @@ def test_a_run_has_one_trainer_and_as_many_workers_as_configured() -> None:
 
 def test_the_command_to_resume_can_be_copied() -> None:
     with_exporter = UpOptions(config=Path("c.yaml"), metrics_port=9109)
-    assert with_exporter.command("r", resume=False) == "tidemill up c.yaml --run-id r --metrics-port 9109"
+    program = command_line()
+    assert with_exporter.command("r", resume=False) == f"{program} up c.yaml --run-id r --metrics-port 9109"
     options = UpOptions(config=Path("my runs/c.yaml"), overrides=["trainer.steps=3"], runs_dir=Path("out"))
     assert options.command("r-1", resume=True) == (
-        "tidemill up 'my runs/c.yaml' --set trainer.steps=3 --run-id r-1 --runs-dir out --resume"
+        f"{program} up 'my runs/c.yaml' --set trainer.steps=3 --run-id r-1 --runs-dir out --resume"
     )
 
 
@@ -84,6 +86,12 @@ def test_the_version_is_said_and_shells_can_complete() -> None:
     said = answer("--version")
     assert said.exit_code == 0 and said.output.startswith("tidemill")
     assert "--install-completion" in answer("--help").output
+
+
+@pytest.mark.parametrize("words", [(), ("up",), ("check",), ("streams",), ("streams", "tail")])
+def test_flags_are_shown_as_they_are_typed(words: tuple[str, ...]) -> None:
+    output = answer(*words, "--help")
+    assert output.exit_code == 0 and "--help" in output.output and "bool" not in output.output
 
 
 def test_a_path_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys):

@@ -18,6 +18,7 @@ from tidemill.common.redis.broker import MemoryUse
 from tidemill.services.console.__main__ import app
 from tidemill.services.console.launch.views import PlainView
 from tidemill.services.console.processes.supervisor import ServiceStatus
+from tidemill.services.console.run.end import RunEnd, write_end
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.status.dashboard import (
     dashboard,
@@ -249,11 +250,18 @@ def test_a_run_whose_redis_is_gone_is_read_from_its_folder(tmp_path, monkeypatch
     text = "".join(json.dumps(line) + "\n" for line in [*steps, evaluation])
     (folder.path / "metrics.jsonl").write_text(text)
     (folder.path / "checkpoints" / "v00000002").mkdir(parents=True)
+    write_end(folder, RunEnd("stopped", steps=3, of_steps=8, resume="tidemill up c.yaml --resume"))
     for expected in ("stopped", "step 3/8", "0.200", "0.310", "its Redis is not there", "version 2"):
         assert expected in status(), expected
     tree = json.loads(status("--json"))
     assert (tree["status"], tree["version"], tree["metrics"]["reward"]) == ("stopped", 3, 0.2)
-    assert tree["source"] == str(folder.path)
+    assert tree["source"] == str(folder.path) and tree["end"]["resume"] == "tidemill up c.yaml --resume"
+    assert "continue with: tidemill up c.yaml --resume" in status()
+    assert "TIDEMILL_REDIS_URL" not in status(), "a run that has ended needs no address"
+    failed = RunEnd("failed", reason="trainer cannot do this run", error="model.path /m is not there")
+    write_end(folder, failed)
+    assert json.loads(status("--json"))["status"] == "failed"
+    assert failed.reason in status() and failed.error in status()
     folder.write_address("redis://127.0.0.1:1")
     assert "step 3/8" in status(), "a Redis that does not answer is no obstacle"
     folder.summary.write_text(json.dumps({"ok": True, "run_id": "one", "steps": 8, "bottleneck": None}))

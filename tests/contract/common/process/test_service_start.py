@@ -3,6 +3,9 @@
 import argparse
 import asyncio
 import json
+import os
+import signal
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +15,13 @@ import pytest
 import yaml
 from structlog.testing import capture_logs
 
+from tests.support.servers import RedisServer
 from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError
-from tidemill.common.process import service
+from tidemill.common.process import service, shutdown
 from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, check_sole_trainer, publish_heartbeat
+from tidemill.common.redis import broker as broker_module
 from tidemill.common.run.state import (
     FINISHED,
     has_finished,
@@ -117,6 +122,68 @@ async def test_a_worker_that_comes_too_late_has_nothing_to_do(broker, keys, redi
     with capture_logs() as lines:
         assert await service._serve(role, late, load) == 0
     assert lines[-1]["event"] == "the run is finished: nothing is left to do"
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward", "replica", "jobs.sandbox"])
+async def test_a_worker_says_when_it_joins_and_leaves_when_the_run_is_finished(
+    broker, keys, redis_server, monkeypatch, role
+):
+    await publish_config(broker, keys, CONFIG)
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis_server.url)
+    monkeypatch.setattr(shutdown, "LOOK_S", 0.01)
+
+    async def serve(context):
+        await update_state(broker, keys, status=FINISHED, version=3)
+        await context.stopping.wait()
+
+    worker = argparse.Namespace(run=keys.run_id, name="w", set=[], config=None, metrics_port=0)
+    with capture_logs() as lines:
+        assert await service._serve(role, worker, lambda: serve) == 0
+    events = [line["event"] for line in lines]
+    assert events == ["joined the run", "leaving: the run is finished", "left the run"]
+
+
+async def test_a_worker_whose_run_has_taken_its_redis_along_leaves_without_an_error(
+    keys, tmp_path, monkeypatch
+):
+    server = RedisServer(tmp_path)
+    server.start()
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", server.url)
+    monkeypatch.setattr(shutdown, "LOOK_S", 0.01)
+    monkeypatch.setattr(broker_module, "STOP_PATIENCE_S", 0.1)
+    monkeypatch.setenv(shutdown.RESUME_WAIT_VARIABLE, "0.05")
+    broker = await broker_module.Broker.connect(server.url)
+    await publish_config(broker, keys, CONFIG)
+    await broker.close()
+
+    async def serve(context):
+        server.kill()
+        await context.broker.execute("GET", keys.config)
+
+    worker = argparse.Namespace(run=keys.run_id, name="w", set=[], config=None, metrics_port=0)
+    with capture_logs() as lines:
+        assert await service._serve("rollout", worker, lambda: serve) == 0
+    assert lines[-1]["event"] == "left the run"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("program", ["reward", "rollout", "reward.replica", "jobs.sandbox"])
+async def test_a_worker_that_is_stopped_while_it_waits_for_its_run_says_so_in_a_line(
+    redis_server, program, number
+):
+    more = ["--servers", "x"] if program == "reward.replica" else []
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"tidemill.services.{program}", "--run", "nowhere", *more,
+        env=os.environ | {"TIDEMILL_REDIS_URL": redis_server.url},
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    written = await process.stderr.readline()
+    assert b"waiting for the run to appear" in written
+    process.send_signal(number)
+    rest_of_log = await process.stderr.read()
+    assert await process.wait() == 0
+    assert b"Traceback" not in rest_of_log and b"stopped before it had joined a run" in rest_of_log
+    assert len(rest_of_log.splitlines()) <= 3
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ CURRICULUM = MINIMAL["data"] | {"curriculum": {"easy": 0.5, "hard": 0.5}}
         # All problems at once.
         ({"trainer": {"group_size": 0, "stepz": 1}, "seed": -1}, ["trainer.group_size", "stepz", "seed"]),
         *(
-            ({at: MINIMAL.get(at, {}) | {name: x}}, [f"{at}.{name}: input should be", f"got {x!r}"])
+            ({at: MINIMAL.get(at, {}) | {name: x}}, [f"{at}.{name}: must be", f"got {x!r}"])
             for at, name, x in OUT_OF_BOUNDS
         ),
         # Of the wrong type.
@@ -127,6 +128,58 @@ def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path):
         path = write(tmp_path, f"model: {{path: model}}\n{text}\n")
         with pytest.raises(ConfigError, match=rf"config.yaml: {field} holds half of a surrogate pair"):
             load_config(path)
+def fields_of(section: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields of a config that stand at a fixed place."""
+    for name, information in section.model_fields.items():
+        yield f"{prefix}{name}"
+        if hasattr(information.annotation, "model_fields"):
+            yield from fields_of(information.annotation, f"{prefix}{name}.")
+
+
+def minimal_with(path: str, value: Any) -> dict[str, Any]:
+    """The smallest config with a value at a dotted name."""
+    tree = deepcopy(MINIMAL)
+    node = tree
+    *sections, name = path.split(".")
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[name] = value
+    return tree
+
+
+@pytest.mark.parametrize("path", list(fields_of(RunConfig)))
+def test_a_value_of_a_wrong_type_is_answered_in_our_words(path: str) -> None:
+    """A section or map that got a scalar or a list, a list that got a scalar, a scalar that got a list."""
+    for value in ("x", 3, [1], {"x": {"y": {}}}):
+        try:
+            parse_config(minimal_with(path, value), "run.yaml")
+        except ConfigError as error:
+            text = str(error)
+            for foreign in ("valid dictionary", "valid tuple", "valid list", "instance of", "nput should"):
+                assert foreign not in text, text
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "answer"),
+    [
+        ("data.eval", "e.jsonl", "data.eval: must be a map of names to values, got 'e.jsonl'; write eval: "
+         "{NAME: e.jsonl}"),
+        ("trainer.algorithm", "grpo", "write algorithm: {preset: grpo}"),
+        ("model", "org/model", "write model: {path: org/model}"),
+        ("reward", "gsm8k", "write reward: {function: gsm8k}"),
+        ("reward.rewards", ["a"], "write rewards: {NAME: VALUE}"),
+        ("trainer.lora", 16, "write lora: {rank: 16}"),
+        ("trainer.gpus", "0,1", "must be a list, got '0,1'; write gpus: [0, 1]"),
+        ("trainer.optimizer.betas", 0.9, "write betas: [0.9, 0.999]"),
+        ("trainer.steps", "many", "trainer.steps: must be a whole number, got 'many'"),
+        ("run_id", 7, "run_id: must be text, got 7; write it in quotes: run_id: \"7\""),
+        ("trainer.batch_order", "in_ordr", "did you mean 'in_order'?"),
+    ],
+)  # fmt: skip
+def test_what_was_meant_is_written_out(path: str, value: Any, answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(minimal_with(path, value), "run.yaml")
+    assert answer in str(caught.value)
 
 
 def test_a_missing_section_is_named():
@@ -158,7 +211,7 @@ def test_sources_are_read_with_what_is_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sections", "said"),
     [
-        ([{"weight": 0}], {}, "data.train.0.weight: input should be greater than 0, got 0"),
+        ([{"weight": 0}], {}, "data.train.0.weight: must be greater than 0, got 0"),
         ([{"name": "b"}], {}, "two sources are called 'b'"),
         ([{"sampling": {"temperature": 0.5}}], {}, "sampling.temperature"),
         ([{"sampling": {"top_p": 1.5}}], {}, "sampling.top_p of source 'a': Input should be less"),

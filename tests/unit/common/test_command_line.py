@@ -1,0 +1,55 @@
+"""A command in a hint works as it is printed, wherever the process was started."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tidemill.common.command_line import command_line
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The programs of an environment below the working directory, which is not active."""
+    programs = tmp_path / "clone" / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "tidemill"):
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "clone")
+    return programs
+
+
+def test_where_the_environment_is_not_active_the_program_is_named(environment: Path) -> None:
+    assert command_line("web", "a run") == ".venv/bin/tidemill web 'a run'"
+
+
+def test_where_it_is_active_its_name_is_enough(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(environment))
+    assert command_line("web") == "tidemill web"
+
+
+def test_a_link_to_it_on_the_path_is_it(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "tidemill").symlink_to(environment / "tidemill")
+    assert command_line("web") == "tidemill web"
+
+
+def test_another_environment_that_is_active_is_not_taken_for_it(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "tidemill").write_text("#!/bin/sh\n")
+    (tmp_path / "tidemill").chmod(0o755)
+    assert command_line("web") == ".venv/bin/tidemill web"
+
+
+def test_elsewhere_its_whole_path_is_given(environment: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert command_line("web") == f"{environment}/tidemill web"
+    monkeypatch.chdir(environment)
+    assert command_line("web") == "./tidemill web"
+
+
+def test_a_clone_that_is_not_installed_is_run_as_a_module(environment: Path) -> None:
+    (environment / "tidemill").unlink()
+    assert command_line("web") == ".venv/bin/python -m tidemill web"
