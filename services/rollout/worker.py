@@ -330,8 +330,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         self.num_playing += 1
         try:
             played = await self.player.play(ticket, name, Recording(ask, play, keep))
-        except EnvironmentFaultError as fault:
-            faults[index] = fault
+        except EnvironmentFaultError as error:
+            faults[index] = error
             return
         finally:
             self.num_playing -= 1

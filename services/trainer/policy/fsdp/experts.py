@@ -63,7 +63,7 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> Callable[[nn.Para
         apply_expert_parallelism(model, mesh[last], _mesh_of_one(mesh.device_type), _named_plan(model))
     else:
         # Its type leaves out that there may be no tensor parallelism.
-        apply_expert_parallelism(model, mesh[last], None, model.ep_plan)  # type: ignore[arg-type]
+        apply_expert_parallelism(model, mesh[last], None, model.ep_plan)
     for module in model.modules():
         if any(isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
             # How many tokens come is known in each pass only.
