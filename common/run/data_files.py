@@ -355,6 +355,8 @@ def _read_users_rows(reference: str) -> Iterator[Located]:
         if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
             raise TypeError(f"{name} gives {type(rows).__name__}; expected dicts, one a row")
         for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {number} is {in_words(row)}; expected a dict with columns")
             yield f"{reference} row {number}", dict(row)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"dataset {reference} cannot be read: {type(error).__name__}: {error}.") from error

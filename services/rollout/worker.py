@@ -342,15 +342,16 @@ class RolloutWorker(LaneWorker[Ticket]):
         if self.lane is not Lane.TRAIN:
             played = replace(played, choices={})  # evaluation is not trained on
         # Here, where no reward has been paid for yet: such a sample is not scored.
-        if fault := find_engine_fault(played):
-            log.warning("a sample has failed", ticket=ticket.ticket, index=index, error=fault)
+        engine_fault = find_engine_fault(played)
+        if engine_fault:
+            log.warning("a sample has failed", ticket=ticket.ticket, index=index, error=engine_fault)
             played = replace(played, choices={})
         sample = Trajectory(
             **self._of_ticket(ticket, index),
             **played.fields(),
             started_at=started_at,
             finished_at=time.time(),
-            fault=fault,
+            fault=engine_fault,
         )
         published = await self._checked_in(sample)
         await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)

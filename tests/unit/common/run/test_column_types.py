@@ -232,6 +232,12 @@ def test_of_two_values_with_one_name_none_is_dropped_in_silence(tmp_path, write,
         read_dataset(write(tmp_path))
 
 
+def test_a_row_of_python_code_that_is_no_dict_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("rows = [{'prompt': 'a', 'answer': '1'}, [('prompt', 'b')]]\n")
+    with pytest.raises(ConfigError, match=r"mine\.py:rows cannot be read: TypeError: row 1 is a list"):
+        read_dataset(f"{tmp_path}/mine.py:rows")
+
+
 def test_a_line_that_ends_early_is_not_a_row_with_nulls(tmp_path):
     path = text_file("a.csv", "prompt,answer,note\na,1,\nb,2\n")(tmp_path)
     with pytest.raises(ConfigError, match="line 3 has fewer values"):
