@@ -256,7 +256,8 @@ def _evaluation_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         found = [item.get("score") for item in items]
         scores = [score for score in found if isinstance(score, int | float) and score == score]
         more = f"  first {scores[0]:.3f}, best {max(scores):.3f}" if len(scores) > 1 else ""
-        newest = score_text(items[-1])
+        # Without its reason, which is too long for a column: `failure_lines` has it.
+        newest = score_text({**items[-1], REASON: ""})
         style = "bold red" if newest.startswith("all failed") else "bold"
         yield Node(f"eval {name}", newest + more, style=style)
 
@@ -385,8 +386,10 @@ def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
 
 
 def failure_lines(snapshot: RunSnapshot) -> list[str]:
-    """What fails and why, the most frequent cause first."""
-    return [failure_line(failure) for failure in snapshot.failures]
+    """What fails and why, the most frequent cause first; then evaluations of which samples failed."""
+    newest = {str(item.get("set")): item for item in snapshot.evaluations}
+    evaluations = [evaluation_line(item) for item in newest.values() if item.get(REASON)]
+    return [*map(failure_line, snapshot.failures), *evaluations]
 
 
 def failure_line(failure: Failure) -> str:
