@@ -15,7 +15,7 @@ MAX_REASON_CHARS = 300
 MAX_CAUSE_CHARS = 80
 OTHER = "other causes"
 
-_PLACE = re.compile(r"\(([^()]+, line \d+)\)")
+_LINE = re.compile(r"\(([^()]+, line \d+)\)")
 _EXCEPTION = re.compile(r"\s*([A-Za-z_][\w.]*):")
 
 
@@ -61,12 +61,12 @@ class FailureLog:
 def cause_of(reason: str) -> str:
     """What reasons of one cause have in common: the exception's type and its line, or the words without their
     numbers. `KeyError: 'a' (f.py, line 4)` and `KeyError: 'b' (f.py, line 4)` have one cause."""
-    place = _PLACE.search(reason)
+    line = _LINE.search(reason)
     exception = _EXCEPTION.match(reason)
-    if place is not None and exception is not None:
-        return f"{exception[1]} ({place[1]})"
-    if place is not None:
-        return place[1]
+    if line is not None and exception is not None:
+        return f"{exception[1]} ({line[1]})"
+    if line is not None:
+        return line[1]
     return re.sub(r"\d+", "#", reason)[:MAX_CAUSE_CHARS]
 
 

@@ -32,8 +32,10 @@ HEARTBEAT_S = 2.0
 GONE_AFTER_S = 10.0
 BLOCKING = "blocking"
 """Count in a heartbeat: number of blocked event loops; `detail` names the code that blocks."""
-STARVED, STARVED_S = "starved", "starved_s"
-"""Counts in a heartbeat: how often the event loop was short of CPU, and for how many seconds at most."""
+STARVED = "starved"
+"""Count in a heartbeat: how often the event loop was short of CPU."""
+STARVED_S = "starved_s"
+"""Count in a heartbeat: for how many seconds it was, at most."""
 DAMAGED_VERSION = "damaged_version"
 """Count in a rollout worker's heartbeat: the version whose bytes are not those announced."""
 FAILING_SHARE = "failing_share"

@@ -59,7 +59,9 @@ class LeaseKeeper:
         self._broker: Broker | None = None
         self._is_blocked, self._num_blocked, self._longest_s = False, 0, 0.0
         self._where, self._seen_at = "", float("-inf")
-        self._is_starved, self._num_starved, self._longest_starved_s = False, 0, 0.0
+        self._is_starved = False
+        self._num_starved = 0
+        self._longest_starved_s = 0.0
 
     def start(self) -> None:
         self._thread.start()

@@ -179,7 +179,8 @@ class Evaluator:
     async def _begin_again(self, version: int) -> None:
         """Remove the tickets of `version` and of later ones, and their samples, so that they can be issued
         again."""
-        broker, keys = self.context.broker, self.context.keys
+        broker = self.context.broker
+        keys = self.context.keys
         key = keys.prompts(Lane.EVAL)
         first = version * len(self.prompts)
         floor = entry_id_of(first - 1)

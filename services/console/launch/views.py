@@ -31,7 +31,9 @@ from tidemill.services.console.status.snapshot import RunSnapshot
 from tidemill.services.console.text.formats import duration, size
 
 MAX_EVENTS = 5
-BLOCKED, FAILING, SHORT_OF_CPU = "blocked", "failing", "short of CPU"
+BLOCKED = "blocked"
+FAILING = "failing"
+SHORT_OF_CPU = "short of CPU"
 PRESENT = (BLOCKED, FAILING, SHORT_OF_CPU)
 """Kinds of news about processes that are alive."""
 SILENCE_S = 10.0

@@ -294,7 +294,8 @@ def _evaluation_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         found = [item.get("score") for item in items]
         scores = [score for score in found if isinstance(score, int | float) and score == score]
         more = f"  first {scores[0]:.3f}, best {max(scores):.3f}" if len(scores) > 1 else ""
-        newest = score_text(items[-1])
+        # Without its reason, which is too long for a column: `failure_lines` has it.
+        newest = score_text({**items[-1], REASON: ""})
         style = "bold red" if newest.startswith("all failed") else "bold"
         yield Node(f"eval {name}", newest + more, style=style)
 
@@ -424,8 +425,10 @@ def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
 
 
 def failure_lines(snapshot: RunSnapshot) -> list[str]:
-    """What fails and why, the most frequent cause first."""
-    return [failure_line(failure) for failure in snapshot.failures]
+    """What fails and why, the most frequent cause first; then evaluations of which samples failed."""
+    newest = {str(item.get("set")): item for item in snapshot.evaluations}
+    evaluations = [evaluation_line(item) for item in newest.values() if item.get(REASON)]
+    return [*map(failure_line, snapshot.failures), *evaluations]
 
 
 def failure_line(failure: Failure) -> str:
@@ -507,15 +510,17 @@ def warning_line(warning: Mapping[str, object]) -> str:
 
 def score_text(evaluation: Mapping[str, object]) -> str:
     """The score of an evaluation, and how many samples have none: a failure is never a zero."""
-    score, num_failed = evaluation.get("score"), evaluation.get("num_failed")
-    failed = f"{num_failed:,.0f}" if isinstance(num_failed, int | float) and num_failed else ""
+    score = evaluation.get("score")
+    num_failed = evaluation.get("num_failed")
+    num_failed = num_failed if isinstance(num_failed, int | float) else 0
+    failed = f"{num_failed:,.0f}" if num_failed else ""
     reason = f": {evaluation[REASON]}" if evaluation.get(REASON) else ""
     if not isinstance(score, int | float) or score != score:
         return (f"all failed ({failed} samples)" if failed else "all failed") + reason
     if not failed:
         return f"{score:.3f}"
-    scored = evaluation.get("num_samples")
-    if not isinstance(scored, int | float):
+    num_scored = evaluation.get("num_samples")
+    if not isinstance(num_scored, int | float):
         return f"{score:.3f} ({failed} failed{reason})"
-    num_samples = float(scored) + float(num_failed)  # type: ignore[arg-type] (a number: `failed` says so)
-    return f"{score:.3f} of {scored:,.0f} of {num_samples:,.0f} samples; {failed} failed{reason}"
+    total = num_scored + num_failed
+    return f"{score:.3f} of {num_scored:,.0f} of {total:,.0f} samples; {failed} failed{reason}"

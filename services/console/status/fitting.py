@@ -57,17 +57,17 @@ def fitted(sections: Sequence[Section], console: Console, height: int) -> Render
     num_spaces = sum(section.has_space for section in present)
     if sum(heights) + num_spaces <= height:
         return whole(present)
-    by_importance = sorted(range(len(present)), key=lambda place: -present[place].importance)
+    by_importance = sorted(range(len(present)), key=lambda index: -present[index].importance)
     lines = dict.fromkeys(by_importance, 0)
     room = height
-    for place in by_importance:
-        lines[place] = min(present[place].least, heights[place], room)
-        room -= lines[place]
-    for place in by_importance:
-        more = min(heights[place] - lines[place], room)
-        lines[place] += more
+    for index in by_importance:
+        lines[index] = min(present[index].least, heights[index], room)
+        room -= lines[index]
+    for index in by_importance:
+        more = min(heights[index] - lines[index], room)
+        lines[index] += more
         room -= more
-    parts = [drawn_within(console, section, lines[place]) for place, section in enumerate(present)]
+    parts = [drawn_within(console, section, lines[index]) for index, section in enumerate(present)]
     return Group(*(picture for picture in parts if picture is not None))
 
 

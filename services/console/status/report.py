@@ -166,7 +166,8 @@ async def summarise(
     summary.evaluations = list(state.get("evaluations") or [])
     summary.best, summary.warnings = state.get("best"), list(state.get("warnings") or [])
     if summary.evaluations:
-        first, last = summary.evaluations[0]["version"], summary.evaluations[-1]["version"]
+        first = summary.evaluations[0]["version"]
+        last = summary.evaluations[-1]["version"]
         summary.eval_before = mean_score(summary.evaluations, first)
         summary.eval_after = mean_score(summary.evaluations, last)
         summary.eval_before_samples = EvaluatedSamples.of(summary.evaluations, first)

@@ -130,7 +130,8 @@ class RunningCall:
     """A call that the thread which makes this object has begun."""
 
     def __init__(self) -> None:
-        self.thread, self._native_id = threading.get_ident(), threading.get_native_id()
+        self.thread = threading.get_ident()
+        self._native_id = threading.get_native_id()
         self.started_at = time.monotonic()
         self._before = _thread_times(self._native_id)
 

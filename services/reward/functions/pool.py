@@ -109,7 +109,8 @@ class Blockage:
     """Blocked event loops that the scoring processes of one function report."""
 
     def __init__(self, name: str) -> None:
-        self.name, self._where = name, ""
+        self.name = name
+        self._where = ""
         self._seen_at, self._num_seen, self._longest_s = float("-inf"), 0, 0.0
 
     def note(self, beat: dict[str, Any]) -> None:
@@ -199,10 +200,10 @@ class ProcessPool:
     @property
     def slow_text(self) -> str:
         """Text for the heartbeat about a call that computes for long; empty if there is none."""
-        places = [where for process in self._processes if (where := process.computes_at)]
-        if not places:
+        where = next(filter(None, (process.computes_at for process in self._processes)), "")
+        if not where:
             return ""
-        return f"{self.blockage.name} has computed for more than {SLOW_S:g} s in one call: {places[0]}"
+        return f"{self.blockage.name} has computed for more than {SLOW_S:g} s in one call: {where}"
 
     @property
     def _calls_each(self) -> int:

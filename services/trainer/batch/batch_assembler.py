@@ -245,7 +245,7 @@ class BatchAssembler:
         self.dropped: list[Dropped] = []
         self.limit = ReplacementLimit(self.trainer)
         self.code_errors = CodeErrors.of_training(context.config)
-        self.join.on_score = lambda entry: self.code_errors.note(entry.entry_id, entry.message)
+        self.join.on_score = self.code_errors.note
         self.failures = FailureLog()
         """Groups that were replaced, by cause."""
         self._rest_s = 0.0

@@ -14,9 +14,11 @@ from tidemill.common.streams import id_order
 from tidemill.common.wire.messages import Score
 
 STEPS_GIVE_UP = 2
-LEAST_GIVE_UP, MOST_GIVE_UP = 64, 1024
+LEAST_GIVE_UP = 64
+MOST_GIVE_UP = 1024
 """Scores in a row that end the run: those of `STEPS_GIVE_UP` steps, within these bounds."""
-LEAST_SLOW, SLOW_S = 8, 300.0
+LEAST_SLOW = 8
+SLOW_S = 300.0
 """So few are enough where the first of them is this old: code that loops fails slowly."""
 
 
@@ -29,7 +31,9 @@ class CodeErrors:
         # A number that stands for failed rewards was chosen: the run goes on with it.
         self._is_on = config.reward.failure_value is None
         self._began_ms: float | None = None
-        self._num_in_row, self._first_at, self._reason = 0, 0.0, ""
+        self._num_in_row = 0
+        self._first_at = 0.0
+        self._reason = ""
 
     @classmethod
     def of_training(cls, config: RunConfig) -> "CodeErrors":

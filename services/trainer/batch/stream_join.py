@@ -60,8 +60,8 @@ class StreamJoin:
         self.version = UNKNOWN_VERSION
         """Committed steps: no token of a newer version is of this run's history."""
         self.num_trajectories = 0
-        self.on_score: Callable[[Entry[Score]], None] = lambda _: None
-        """Hears of each new score of an outstanding group."""
+        self.on_score: Callable[[str, Score], None] = lambda *_: None
+        """Hears of each new score of an outstanding group, and the id of its entry."""
         self._observed_at = -math.inf
         self.epoch = 0
         """The reconciler's epoch in which its positions are valid."""
@@ -234,8 +234,8 @@ class StreamJoin:
                 group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
                 # Judged as it arrives: by the time of training that version may exist, with other weights.
                 group.is_ahead |= sample.max_version > self.version
-            elif self._is_new(SCORES, entry.entry_id):
-                self.on_score(entry)  # type: ignore[arg-type] (what is no trajectory is a score)
+            elif isinstance(entry.message, Score) and self._is_new(SCORES, entry.entry_id):
+                self.on_score(entry.entry_id, entry.message)
             if group.is_complete:
                 self.complete.append(group.ticket)
             self.changed.set()

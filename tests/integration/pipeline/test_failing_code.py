@@ -29,10 +29,8 @@ class Broken:
 
 async def first_line(run: ServiceRun, said: str) -> str:
     """The first line about a failure that the view without a terminal prints."""
-    reader, console = (
-        await SnapshotReader.attach(run.broker, run.keys.run_id),
-        Console(width=400, record=True),
-    )
+    reader = await SnapshotReader.attach(run.broker, run.keys.run_id)
+    console = Console(width=400, record=True)
     view = PlainView(console)
     async with asyncio.timeout(PATIENCE_S):
         while True:

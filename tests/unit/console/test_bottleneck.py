@@ -134,10 +134,10 @@ def test_no_worker_is_advised_while_most_attempts_fail() -> None:
     """More of them would only fail more often."""
     waits = {"wait:scores": 0.9, "train": 0.1}
     for failing_share, is_advised in ((0.9, False), (0.1, True)):
-        found = verdict(waits, BUSY, {"score": 0.95}, score_use=1.0, failing_share=failing_share)
-        assert found.stage == "reward"
-        assert ("one more reward worker" in found.advice) is is_advised
-        assert ("90% of the attempts fail" in found.advice) is not is_advised
+        bottleneck = verdict(waits, BUSY, {"score": 0.95}, score_use=1.0, failing_share=failing_share)
+        assert bottleneck.stage == "reward"
+        assert ("one more reward worker" in bottleneck.advice) is is_advised
+        assert ("90% of the attempts fail" in bottleneck.advice) is not is_advised
     worker = Heartbeat("r", "reward", counts={"failing_share": 0.75}, at=time.time())
     assert gather_evidence([], [worker], max_staleness=1).failing_share == 0.75
     steps = [{"scores/failed_ratio": 0.25}]

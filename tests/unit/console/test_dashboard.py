@@ -149,6 +149,8 @@ def test_failures_are_seen_and_never_shown_as_numbers() -> None:
     )
     failed["reason"] = "KeyError: 'a' (my.py, line 4)"
     assert evaluation_line(failed).endswith("all failed (12 samples): KeyError: 'a' (my.py, line 4)")
+    text = printed(run, 200)
+    assert "failing  evaluation of version 0 on held: all failed (12 samples): KeyError: 'a'" in text
     assert step_line(snapshot()) == "step 3/10  reward 0.200  staleness max 1  mean 0.50  150 tok/s  2.0 s"
 
 

@@ -22,7 +22,7 @@ def test_a_reason_names_the_users_line_and_not_the_librarys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "is_the_same"),
+    ("first", "second", "is_the_same"),
     [
         ("KeyError: 'a' (my.py, line 4)", "KeyError: 'b' (my.py, line 4)", True),
         ("KeyError: 'a' (my.py, line 4)", "KeyError: 'a' (my.py, line 5)", False),
@@ -31,8 +31,8 @@ def test_a_reason_names_the_users_line_and_not_the_librarys() -> None:
         ("a.example answered 500: id 17", "a.example answered 500: id 18", True),
     ],
 )
-def test_failures_of_one_cause_are_counted_together(one: str, other: str, is_the_same: bool) -> None:
-    assert (cause_of(one) == cause_of(other)) is is_the_same
+def test_failures_of_one_cause_are_counted_together(first: str, second: str, is_the_same: bool) -> None:
+    assert (cause_of(first) == cause_of(second)) is is_the_same
 
 
 def test_a_process_keeps_the_last_reason_of_each_cause_and_few_causes() -> None:
