@@ -115,7 +115,8 @@ def _parse(text: str) -> list[Any]:
         return []
     latex = LatexExtractionConfig(boxed_match_priority=0)
     # Without the library's own limits: they use an alarm, and turn its end into a wrong answer.
-    return parse(f"\\boxed{{{text}}}", [latex], fallback_mode="no_fallback", parsing_timeout=0)
+    read: list[Any] = parse(f"\\boxed{{{text}}}", [latex], fallback_mode="no_fallback", parsing_timeout=0)
+    return read
 
 
 def _last_expression(solution: str) -> tuple[list[Any], str]:
