@@ -115,7 +115,8 @@ def _parse(text: str) -> list[Any]:
         return []
     latex = LatexExtractionConfig(boxed_match_priority=0)
     # Without the library's own limits: they use an alarm, and turn its end into a wrong answer.
-    return parse(f"\\boxed{{{text}}}", [latex], fallback_mode="no_fallback", parsing_timeout=0)
+    read: list[Any] = parse(f"\\boxed{{{text}}}", [latex], fallback_mode="no_fallback", parsing_timeout=0)
+    return read
 
 
 def _last_expression(solution: str) -> tuple[list[Any], str]:
@@ -159,9 +160,10 @@ def _differ_when_small(gold: Any, answer: Any) -> bool:
     if isinstance(gold, FiniteSet | Tuple) and isinstance(answer, FiniteSet | Tuple):
         if len(gold.args) != len(answer.args):
             return False
-        return not all(
-            any(not _differ_when_small(element, other) for other in answer.args) for element in gold.args
-        )
+        for element in gold.args:
+            if all(_differ_when_small(element, candidate) for candidate in answer.args):
+                return True
+        return False
     return isinstance(gold, Expr) and isinstance(answer, Expr) and _differ_at_a_point(gold, answer)
 
 
@@ -180,11 +182,10 @@ def _differ_at_a_point(gold: Any, answer: Any) -> bool:
             sizes.append(complex(expression.subs(point).doit().evalf(_DIGITS)))
     except (TypeError, ValueError, AttributeError, ArithmeticError):
         return False  # not a number: a function, or infinity
-    gold_value, answer_value = sizes
-    largest = max(abs(gold_value), abs(answer_value))
+    largest = max(map(abs, sizes))
     if not 0 < largest < SMALL:
         return False
-    return abs(gold_value - answer_value) > SMALL_TOLERANCE * largest
+    return abs(sizes[0] - sizes[1]) > SMALL_TOLERANCE * largest
 
 
 class _LimitReached(BaseException):

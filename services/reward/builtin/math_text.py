@@ -63,8 +63,9 @@ def last_box(text: str) -> str | None:
         return ""  # the completion was cut off: `\boxed{1` may have become 18
     if not boxes.closed:
         return None
-    _, start, end = boxes.closed[-1]
-    return _without_boxes(text[start:end])
+    content_start = boxes.closed[-1][1]
+    content_end = boxes.closed[-1][2]
+    return _without_boxes(text[content_start:content_end])
 
 
 def _without_boxes(text: str) -> str:
@@ -249,7 +250,7 @@ def compare_words(truth: str, answer: str) -> bool | None:
         return all(map(is_same_word, items.words, answer_items.words))
     remaining = list(answer_items.words)
     for word in items.words:
-        match = next((other for other in remaining if is_same_word(word, other)), None)
+        match = next((candidate for candidate in remaining if is_same_word(word, candidate)), None)
         if match is None:
             return False
         remaining.remove(match)
@@ -260,19 +261,19 @@ def are_words(text: str) -> bool:
     return _words_of(text) is not None or _list_of(text) is not None
 
 
-def is_same_word(word: str, other: str) -> bool:
+def is_same_word(word: str, candidate: str) -> bool:
     """Letter by letter. The case of a first letter is free in words of three letters or more, any case in
     yes, no, true and false. Two small letters are a product, in either order."""
-    if word == other:
+    if word == candidate:
         return True
     if word.lower() in _ANY_CASE:
-        return word.lower() == other.lower()
+        return word.lower() == candidate.lower()
     if len(word) == 2 and word.islower():
-        return word == other[::-1]
+        return word == candidate[::-1]
     if len(word) < 3:
         return False
     singles = word.split(" ")
-    others = other.split(" ")
+    others = candidate.split(" ")
     return len(singles) == len(others) and all(
         single[1:] == second[1:] and single[0].casefold() == second[0].casefold()
         for single, second in zip(singles, others, strict=True)
@@ -311,10 +312,10 @@ def _list_of(text: str) -> _WordList | None:
     brackets = _LIST.fullmatch(text.strip())
     inside = brackets[2] if brackets else text
     words = [_words_of(item) for item in _LIST_SEPARATOR.split(inside)]
-    known = [word for word in words if word]
-    if len(words) < 2 or len(known) < len(words):
+    read_words = [word for word in words if word]
+    if len(words) < 2 or len(read_words) < len(words):
         return None
-    return _WordList(known, None if brackets is None else brackets[1] != r"\{")
+    return _WordList(read_words, None if brackets is None else brackets[1] != r"\{")
 
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -349,7 +350,9 @@ def must_differ(truth: str, answer: str) -> bool:
         answer = answer.rpartition("=")[2]
     words = _long_words(truth)
     for word in _long_words(answer) - words:
-        if any(_are_same_letters(word, other) and not is_same_word(word, other) for other in words):
+        if any(
+            _are_same_letters(word, candidate) and not is_same_word(word, candidate) for candidate in words
+        ):
             return True
     cases = _cases(truth)
     answer_cases = _cases(answer)
@@ -371,8 +374,8 @@ def _long_words(text: str) -> set[str]:
     return {word for word in _LETTERS.findall(_COMMAND.sub(" ", text)) if len(word) > 2}
 
 
-def _are_same_letters(word: str, other: str) -> bool:
-    return sorted(word.casefold()) == sorted(other.casefold())
+def _are_same_letters(word: str, candidate: str) -> bool:
+    return sorted(word.casefold()) == sorted(candidate.casefold())
 
 
 def _cases(text: str) -> dict[str, set[str]]:
