@@ -42,7 +42,9 @@ class _Raised:
 
 class _Raises:
     def __init__(self, expected: Any, match: "str | None") -> None:
-        self._expected, self._match, self._raised = expected, match, _Raised()
+        self._expected = expected
+        self._match = match
+        self._raised = _Raised()
 
     def __enter__(self) -> _Raised:
         return self._raised
@@ -52,7 +54,8 @@ class _Raises:
             raise Failed(f"{self._expected} was not raised")
         if not issubclass(kind, self._expected):
             return False
-        self._raised.type, self._raised.value = kind, error
+        self._raised.type = kind
+        self._raised.value = error
         if self._match is not None:
             self._raised.match(self._match)
         return True
@@ -62,9 +65,8 @@ def raises(expected: Any, *args: Any, match: "str | None" = None, **named: Any) 
     context = _Raises(expected, match)
     if not args:
         return context
-    function, *values = args
     with context as raised:
-        function(*values, **named)
+        args[0](*args[1:], **named)
     return raised
 
 
@@ -75,7 +77,9 @@ class _Approx:
     __array_ufunc__ = None
 
     def __init__(self, expected: Any, rel: "float | None", abs: "float | None") -> None:
-        self._expected, self._rel, self._abs = expected, rel, abs
+        self._expected = expected
+        self._rel = rel
+        self._abs = abs
 
     def __eq__(self, value: Any) -> bool:
         return self._is_close(value, self._expected)
@@ -153,7 +157,8 @@ def _parametrized(function: Any, argnames: Any, argvalues: Any, **_: Any) -> Any
 
 def fixture(*args: Any, autouse: bool = False, **_: Any) -> Any:
     def mark_as_fixture(function: Any) -> Any:
-        function.is_fixture, function.is_autouse = True, autouse
+        function.is_fixture = True
+        function.is_autouse = autouse
         return function
 
     return mark_as_fixture(args[0]) if args else mark_as_fixture
