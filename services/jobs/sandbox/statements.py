@@ -15,6 +15,7 @@ import ctypes
 import datetime
 import importlib
 import json
+import numbers
 import os
 import re
 import socket
@@ -70,6 +71,8 @@ OPERATORS = (
     "rmul", "rtruediv", "neg", "pos", "abs", "invert", "len", "iter", "next", "getitem", "setitem",
     "delitem", "contains", "str", "repr", "hash", "enter", "exit", "int", "float", "round",
 )  # fmt: skip
+ARITHMETIC = OPERATORS[: OPERATORS.index("neg")]
+"""Operators with another operand."""
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 SPECIAL = frozenset(f"__{name}__" for name in (*OPERATORS, *COMPARISONS))
 """The only special methods that the other process may call, for `__getattribute__` leads to every
@@ -111,9 +114,18 @@ class Proxy:
 
 def _operator(name: str) -> Any:
     def apply(self: Proxy, *others: Any) -> Any:
-        return self._peer.ask("operator", self._number, f"__{name}__", others)
+        result = self._peer.ask("operator", self._number, f"__{name}__", others)
+        if name in ARITHMETIC and _is_number(result) and all(map(_is_number, others)):
+            # The object has seen the number that is expected: `abs(f(1) - 2) < 1e-6` would be its word.
+            raise TypeError(f"an object of the code makes a number of a number, by __{name}__")
+        return result
 
     return apply
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or an array of numbers."""
+    return isinstance(value, numbers.Number) or hasattr(type(value), "dtype")
 
 
 def _comparison(name: str) -> Any:

@@ -191,6 +191,12 @@ def test_a_name_that_is_tested_is_the_codes_alone(test: Any) -> None:
     (ANY + "class L(list, E): pass\ndef f(x): return L()", "assert f(1) == [2]"),
     (ANY + "def f(x): return {'a': E()}",
      "import pytest\ndef test_a(): assert f(1) == pytest.approx({'a': 2.0})"),
+    ("class E:\n    def __sub__(self, o): return 0\n    __rsub__ = __sub__\ndef f(x): return E()",
+     ["assert abs(f(1) - 2) < 1e-6", "assert abs(2 - f(1)) < 1e-6"]),
+    ("class E:\n    def __sub__(self, o): return 0\ndef f(x): return E()",
+     "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertAlmostEqual(f(1), 2)"),
+    ("class E:\n    def __sub__(self, o): return 0\ndef f(x): return E()",
+     "import pytest\ndef test_a(): assert f(1) == pytest.approx(2)"),
     # Ends before the tests do.
     ("import os\ndef f(x): os._exit(0)", TWO),
     ("import sys\ndef f(x): sys.exit(0)", TWO),
