@@ -68,6 +68,7 @@ LONG = (
     "chaos/",
     "simulation/",
     "contract/trainer/test_trainer_memory.py",
+    "integration/benchmarks/test_graders.py",
     "integration/console/test_rescore.py",
     "integration/console/test_slurm.py",
     "integration/console/test_why_slow.py",

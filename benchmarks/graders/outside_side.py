@@ -27,16 +27,6 @@ def code_of(completion: str) -> str:
     return str(blocks[-1]) if blocks else completion
 
 
-def truth_of(answer: "dict[str, Any]") -> Any:
-    truth = answer["ground_truth"]
-    if isinstance(truth, str):
-        try:
-            return json.loads(truth)
-        except ValueError:
-            return truth
-    return truth
-
-
 def grade_by_verl(answer: "dict[str, Any]") -> Any:
     """verl's `default_compute_score`, as far as it knows the kind of reward."""
     # The folder of its graders by itself: the package imports torch and much else.
@@ -45,8 +35,8 @@ def grade_by_verl(answer: "dict[str, Any]") -> Any:
     sys.path.insert(0, str(Path(spec.origin).parent / "utils" / "reward_score"))
     reward = answer["reward"]
     if "sandbox" in reward:
-        truth = truth_of(answer)
-        if not isinstance(truth, dict) or "inputs" not in truth:
+        truth = answer["inputs_and_outputs"]
+        if truth is None:
             return UNREAD
         grader = importlib.import_module("prime_code")
         # `continuous`: without it, a wrong answer ends in an UnboundLocalError.
@@ -75,17 +65,8 @@ def load_testing_util() -> Any:
 
 def grade_by_livecodebench(answer: "dict[str, Any]") -> Any:
     """LiveCodeBench's `run_test`, for inputs and outputs in its form."""
-    if "sandbox" not in answer["reward"]:
-        return UNREAD
-    truth = truth_of(answer)
-    metadata = answer["extra"].get("metadata", {})
-    if isinstance(truth, list) and all(isinstance(each, dict) and "testtype" in each for each in truth):
-        names = {each.get("fn_name") or each.get("metadata", {}).get("func_name") for each in truth}
-        name = metadata.get("func_name") or next(iter(names), None)
-        inputs = [each["input"] for each in truth]
-        outputs = [each["output"] for each in truth]
-        truth = {"inputs": inputs, "outputs": outputs} | ({"fn_name": name} if name else {})
-    if not isinstance(truth, dict) or "inputs" not in truth:
+    truth = answer["inputs_and_outputs"]
+    if truth is None:
         return UNREAD
     grader = load_testing_util()
     results, _ = grader.run_test(

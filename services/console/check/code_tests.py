@@ -76,13 +76,13 @@ def _rows_of(reward: NamedRewardConfig, rows: Mapping[str, Sequence[Row]]) -> It
 
 def _send(stream: IO[str], rows: Iterator[Row | None], name: str, num_rows: int) -> int:
     """Write the rows as lines of JSON. Returns how many rows were left out for lack of time."""
-    started = shown = time.monotonic()
+    started = reported = time.monotonic()
     for number, row in enumerate(rows):
         now = time.monotonic()
         if now > started + LONGEST_S:
             return num_rows - number
-        if now > shown + PROGRESS_S:
-            shown = now
+        if now > reported + PROGRESS_S:
+            reported = now
             print(f"reward {name}: tests of {number:,} of {num_rows:,} rows read", file=sys.stderr)
         if row is None:
             continue

@@ -15,8 +15,9 @@ from typing import Any
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.jobs.sandbox.errors import TestsError
+from tidemill.services.jobs.sandbox.forms import read_tests
 from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.job import make_cases, probe
+from tidemill.services.jobs.sandbox.job import probe
 
 MAX_PROBLEMS = 20
 
@@ -43,7 +44,7 @@ def count_readable(lines: Iterable[str], config: SandboxConfig) -> dict[str, Any
         origin, tests, columns = json.loads(line)
         num_rows += 1
         try:
-            make_cases("", tests, config.max_cases, columns, config.packages)
+            read_tests(tests, columns, config.packages)
             num_readable += 1
         except TestsError as error:
             if len(problems) < MAX_PROBLEMS:

@@ -114,8 +114,8 @@ class Context:
         """The context of what a map holds: its other fields hold for that too."""
         if self.depth >= MAX_DEPTH:
             raise TestsError(f"the ground truth is nested more than {MAX_DEPTH} deep")
-        known = {name: outer[name] for name in (*TEST_COLUMNS, "language") if outer.get(name)}
-        return replace(self, columns={**self.columns, **known}, depth=self.depth + 1)
+        fields = {name: outer[name] for name in (*TEST_COLUMNS, "language") if outer.get(name)}
+        return replace(self, columns={**self.columns, **fields}, depth=self.depth + 1)
 
 
 def read_tests(ground_truth: Any, columns: Mapping[str, Any], packages: bool) -> list[Test]:
@@ -124,8 +124,8 @@ def read_tests(ground_truth: Any, columns: Mapping[str, Any], packages: bool) ->
     Raises:
         TestsError: it has none that can be run, or one that tests nothing.
     """
-    known = {name: columns[name] for name in TEST_COLUMNS if columns.get(name)}
-    tests = list(_read(ground_truth, Context(known, packages)))
+    settings = {name: columns[name] for name in TEST_COLUMNS if columns.get(name)}
+    tests = list(_read(ground_truth, Context(settings, packages)))
     if not tests:
         raise TestsError(f"the ground truth is {_short(ground_truth)}; expected tests, see the README")
     outputs = [test for test in tests if isinstance(test, OutputTest)]
@@ -227,19 +227,19 @@ def _refuse_what_is_not_run(context: Context) -> None:
 
 def _read_columns(tests: Mapping[str, Any], inputs: str, outputs: str, context: Context) -> Iterator[Test]:
     """A map of lists, or of one input and its output."""
-    given = _decoded_list(tests[inputs])
+    value = _decoded_list(tests[inputs])
     expected = _decoded_list(tests[outputs])
-    if isinstance(given, list) and isinstance(expected, list):
-        if len(given) != len(expected) or not given:
+    if isinstance(value, list) and isinstance(expected, list):
+        if len(value) != len(expected) or not value:
             raise TestsError(
-                f"the ground truth has {len(given)} {inputs} and {len(expected)} {outputs}; expected as many "
+                f"the ground truth has {len(value)} {inputs} and {len(expected)} {outputs}; expected as many "
                 "of each"
             )
-        yield from _read_pairs(list(zip(given, expected, strict=True)), context)
-    elif isinstance(given, list) or isinstance(expected, list):
+        yield from _read_pairs(list(zip(value, expected, strict=True)), context)
+    elif isinstance(value, list) != isinstance(expected, list) and not _function_name(context):
         raise TestsError(f"{inputs} and {outputs} of the ground truth are not both lists")
     else:
-        yield from _read_pairs([(given, expected)], context)
+        yield from _read_pairs([(value, expected)], context)
 
 
 def _decoded_list(values: Any) -> Any:
@@ -294,12 +294,10 @@ def _read_maps(tests: list[Mapping[str, Any]], context: Context) -> Iterator[Tes
 def _function_name(context: Context) -> str:
     """Name of the function that is called; empty where programs are run."""
     metadata = _decoded(context.columns.get("metadata"))
-    known: dict[str, Any] = (
-        {**metadata, **context.columns} if isinstance(metadata, Mapping) else {**context.columns}
-    )
+    settings: dict[str, Any] = {**(metadata if isinstance(metadata, Mapping) else {}), **context.columns}
     for name in FUNCTIONS:
-        if known.get(name):
-            return str(known[name]).rpartition(".")[2].removesuffix("()")
+        if settings.get(name):
+            return str(settings[name]).rpartition(".")[2].removesuffix("()")
     return ""
 
 
@@ -309,48 +307,50 @@ def _read_pairs(pairs: Sequence[tuple[Any, Any]], context: Context) -> Iterator[
 
 
 def _read_outputs(pairs: Sequence[tuple[Any, Any]]) -> Iterator[Test]:
-    for given, expected in pairs:
-        yield OutputTest(_as_text(given, "input"), _as_text(expected, "output"))
+    for value, expected in pairs:
+        yield OutputTest(_as_text(value, "input"), _as_text(expected, "output"))
 
 
-def _as_text(value: Any, what: str) -> str:
+def _as_text(value: Any, kind: str) -> str:
     """Text; a list is its lines, as APPS has them."""
     if isinstance(value, list | tuple):
-        return "\n".join(_as_text(line, what) for line in value)
+        return "\n".join(_as_text(line, kind) for line in value)
     if isinstance(value, str):
         return value
-    if value is None and what == "input":
+    if value is None and kind == "input":
         return ""
     if isinstance(value, int | float):
         return str(value)
-    raise TestsError(f"an {what} of the tests is {_short(value)}; expected text, or fn_name beside arguments")
+    raise TestsError(f"an {kind} of the tests is {_short(value)}; expected text, or fn_name beside arguments")
 
 
 def _read_calls(name: str, pairs: Sequence[tuple[Any, Any]]) -> Iterator[Test]:
-    results = [_accepted(expected, is_encoded=isinstance(given, str)) for given, expected in pairs]
+    results = [_accepted(expected, is_encoded=isinstance(value, str)) for value, expected in pairs]
     # APPS wraps each result into one more list; where all are such lists, either form counts.
-    is_wrapped = all(
-        any(isinstance(value, list) and len(value) == 1 for value in accepted) for accepted in results
-    )
-    for (given, _), accepted in zip(pairs, results, strict=True):
+    is_wrapped = all(any(map(_is_list_of_one, accepted)) for accepted in results)
+    for (value, _), accepted in zip(pairs, results, strict=True):
         if is_wrapped:
-            inner = [value[0] for value in accepted if isinstance(value, list) and len(value) == 1]
-            accepted = accepted + [each for value in inner for each in _accepted(value, is_encoded=False)]
-        yield CallTest(name, _arguments(name, given), accepted)
+            inner = [result[0] for result in accepted if _is_list_of_one(result)]
+            accepted = accepted + [each for result in inner for each in _accepted(result, is_encoded=False)]
+        yield CallTest(name, _arguments(name, value), accepted)
 
 
-def _arguments(name: str, given: Any) -> list[Any]:
-    if isinstance(given, list | tuple):
-        return list(given)
-    if isinstance(given, str):
+def _is_list_of_one(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 1
+
+
+def _arguments(name: str, value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, str):
         try:
-            return [json.loads(line) for line in given.splitlines() if line.strip()]
+            return [json.loads(line) for line in value.splitlines() if line.strip()]
         except (ValueError, RecursionError):
             raise TestsError(
-                f"an input of {name} is the text {_short(given)}; expected one argument a line as JSON, or a "
+                f"an input of {name} is the text {_short(value)}; expected one argument a line as JSON, or a "
                 "list"
             ) from None
-    raise TestsError(f"an input of {name} is {_short(given)}; expected a list of its arguments")
+    raise TestsError(f"an input of {name} is {_short(value)}; expected a list of its arguments")
 
 
 def _accepted(expected: Any, is_encoded: bool) -> list[Any]:

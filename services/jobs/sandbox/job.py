@@ -29,10 +29,9 @@ from tidemill.services.jobs.sandbox.forms import CallTest, OutputTest, Test, rea
 from tidemill.services.jobs.sandbox.jail import SandboxError, run_program
 from tidemill.services.jobs.sandbox.preamble import write_imports
 
-CALLS, STATEMENTS, PYTEST = (
-    Path(__file__).with_name(name).read_text(encoding="utf-8")
-    for name in ("calls.py", "statements.py", "pytest_subset.py")
-)
+CALLS = Path(__file__).with_name("calls.py").read_text(encoding="utf-8")
+STATEMENTS = Path(__file__).with_name("statements.py").read_text(encoding="utf-8")
+PYTEST = Path(__file__).with_name("pytest_subset.py").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ nothing. What is not here is refused before anything runs (`statement_checks.py`
 import inspect
 import itertools
 import math
+import numbers
 import re
 import unittest
 from typing import Any
@@ -42,7 +43,9 @@ class _Raised:
 
 class _Raises:
     def __init__(self, expected: Any, match: "str | None") -> None:
-        self._expected, self._match, self._raised = expected, match, _Raised()
+        self._expected = expected
+        self._match = match
+        self._raised = _Raised()
 
     def __enter__(self) -> _Raised:
         return self._raised
@@ -52,7 +55,8 @@ class _Raises:
             raise Failed(f"{self._expected} was not raised")
         if not issubclass(kind, self._expected):
             return False
-        self._raised.type, self._raised.value = kind, error
+        self._raised.type = kind
+        self._raised.value = error
         if self._match is not None:
             self._raised.match(self._match)
         return True
@@ -62,9 +66,8 @@ def raises(expected: Any, *args: Any, match: "str | None" = None, **named: Any) 
     context = _Raises(expected, match)
     if not args:
         return context
-    function, *values = args
     with context as raised:
-        function(*values, **named)
+        args[0](*args[1:], **named)
     return raised
 
 
@@ -75,7 +78,9 @@ class _Approx:
     __array_ufunc__ = None
 
     def __init__(self, expected: Any, rel: "float | None", abs: "float | None") -> None:
-        self._expected, self._rel, self._abs = expected, rel, abs
+        self._expected = expected
+        self._rel = rel
+        self._abs = abs
 
     def __eq__(self, value: Any) -> bool:
         return self._is_close(value, self._expected)
@@ -93,8 +98,8 @@ class _Approx:
             return is_same and all(map(self._is_close, value, expected))
         if value == expected:
             return True
-        if isinstance(value, (bool, str, type(None))) or not hasattr(type(value), "__abs__"):
-            return False
+        if isinstance(value, bool) or not isinstance(value, numbers.Number):
+            return False  # an object of the code decides itself what `-` gives
         if self._rel is None and self._abs is not None:
             tolerance = self._abs
         else:
@@ -153,7 +158,8 @@ def _parametrized(function: Any, argnames: Any, argvalues: Any, **_: Any) -> Any
 
 def fixture(*args: Any, autouse: bool = False, **_: Any) -> Any:
     def mark_as_fixture(function: Any) -> Any:
-        function.is_fixture, function.is_autouse = True, autouse
+        function.is_fixture = True
+        function.is_autouse = autouse
         return function
 
     return mark_as_fixture(args[0]) if args else mark_as_fixture

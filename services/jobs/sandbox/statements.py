@@ -15,6 +15,7 @@ import ctypes
 import datetime
 import importlib
 import json
+import numbers
 import os
 import re
 import socket
@@ -33,14 +34,12 @@ DTYPE = re.compile(r"[<>|=]?[biufcUS][0-9]{1,4}")
 DATES = ("date", "datetime", "time")
 
 
-def _namedtuple(parts: "list[Any]") -> Any:
-    name, fields, values = parts
+def _namedtuple(name: str, fields: "list[str]", values: "list[Any]") -> Any:
     return collections.namedtuple(name, fields)(*values)
 
 
-def _array(parts: "list[Any]") -> Any:
+def _array(dtype: str, shape: Any, values: Any) -> Any:
     """An array of numpy; a list where the tests cannot have numpy."""
-    dtype, shape, values = parts
     try:
         numpy = importlib.import_module("numpy")
     except ImportError:
@@ -56,10 +55,11 @@ COPIED: dict[str, Any] = {
     "dict": dict, "Counter": lambda pairs: collections.Counter(dict(pairs)),
     "OrderedDict": collections.OrderedDict, "int": lambda parts: int(parts[0], 16),
     "defaultdict": lambda parts: collections.defaultdict(FACTORIES.get(parts[0]), parts[1]),
-    "deque": lambda parts: collections.deque(parts[0], parts[1]), "namedtuple": _namedtuple,
+    "deque": lambda parts: collections.deque(parts[0], parts[1]),
+    "namedtuple": lambda parts: _namedtuple(*parts),
     "Decimal": lambda parts: Decimal(parts[0]), "Fraction": lambda parts: Fraction(parts[0]),
-    "timedelta": lambda parts: datetime.timedelta(*parts), "array": _array,
-    "number": lambda parts: _array([parts[0], (), parts[1]])[()],
+    "timedelta": lambda parts: datetime.timedelta(*parts), "array": lambda parts: _array(*parts),
+    "number": lambda parts: _array(parts[0], (), parts[1])[()],
     **{name: lambda parts, name=name: getattr(datetime, name).fromisoformat(parts[0]) for name in DATES},
 }  # fmt: skip
 PAIRS = ("dict", "Counter", "OrderedDict")
@@ -71,6 +71,8 @@ OPERATORS = (
     "rmul", "rtruediv", "neg", "pos", "abs", "invert", "len", "iter", "next", "getitem", "setitem",
     "delitem", "contains", "str", "repr", "hash", "enter", "exit", "int", "float", "round",
 )  # fmt: skip
+ARITHMETIC = OPERATORS[: OPERATORS.index("neg")]
+"""Operators with another operand."""
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 SPECIAL = frozenset(f"__{name}__" for name in (*OPERATORS, *COMPARISONS))
 """The only special methods that the other process may call, for `__getattribute__` leads to every
@@ -112,9 +114,18 @@ class Proxy:
 
 def _operator(name: str) -> Any:
     def apply(self: Proxy, *others: Any) -> Any:
-        return self._peer.ask("operator", self._number, f"__{name}__", others)
+        result = self._peer.ask("operator", self._number, f"__{name}__", others)
+        if name in ARITHMETIC and _is_number(result) and all(map(_is_number, others)):
+            # The object has seen the number that is expected: `abs(f(1) - 2) < 1e-6` would be its word.
+            raise TypeError(f"an object of the code makes a number of a number, by __{name}__")
+        return result
 
     return apply
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or an array of numbers."""
+    return isinstance(value, numbers.Number) or hasattr(type(value), "dtype")
 
 
 def _comparison(name: str) -> Any:
@@ -148,9 +159,8 @@ class Peer:
             if kind == "answer":
                 return self.decode(content)
             if kind == "raised":
-                paths, text, fields = content
-                error = self._exception_of(paths, text)
-                vars(error).update(self.decode(fields))
+                error = self._exception_of(content["paths"], content["text"])
+                vars(error).update(self.decode(content["fields"]))
                 raise error
             if kind != "ask":
                 raise EOFError("the code has ended its process")
@@ -263,7 +273,7 @@ class Peer:
         except (Exception, SystemExit) as error:
             fields = {name: value for name, value in vars(error).items() if not name.startswith("_")}
             paths = [_path_of(each) for each in type(error).__mro__]
-            answer = ["raised", [paths, str(error), self.encode(fields)]]
+            answer = ["raised", {"paths": paths, "text": str(error), "fields": self.encode(fields)}]
         self._write(answer)
 
     def _done(self, what: str, number: int, *rest: Any) -> Any:
@@ -327,8 +337,8 @@ def _names_of(described: "list[tuple[str, str, Any]]", peer: Peer) -> "dict[str,
             except ImportError:  # one that the code has made
                 continue
         elif kind == "exception":
-            known = (peer.exceptions.get(each) or getattr(builtins, each, None) for each in value)
-            base = next(each for each in known if isinstance(each, type) and issubclass(each, Exception))
+            kinds = (peer.exceptions.get(each) or getattr(builtins, each, None) for each in value)
+            base = next(each for each in kinds if isinstance(each, type) and issubclass(each, Exception))
             names[name] = base if value[0] == base.__name__ else type(value[0], (base,), {})
             peer.exceptions[value[0]] = names[name]
         else:

@@ -1,5 +1,5 @@
-"""What right code returns and how it is written: values of many types, imports that graders give, deep recursion;
-and code that tries to pass without being right."""
+"""What right code returns and how it is written: values of many types, imports that graders give, deep
+recursion; and code that tries to pass without being right."""
 
 from typing import Any
 
@@ -34,7 +34,8 @@ def calls(expected: Any) -> dict[str, Any]:
     ("from fractions import Fraction\ndef f(x): return Fraction(x, 4)", 0.5),
     ("def f(x): return [datetime.date(2024, 1, x), datetime.datetime(2024, 1, x)]",
      ["2024-01-02", "2024-01-02T00:00:00"]),
-    ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n    y: str\ndef f(x): return P(x, 'a')",
+    ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n    y: str\n"
+     "def f(x): return P(x, 'a')",
      {"x": 2, "y": "a"}),
     ("P = namedtuple('P', 'x y')\ndef f(x): return [P(x, 1)]", [[2, 1]]),
     ("import enum\nclass C(enum.Enum):\n    A = 'a'\ndef f(x): return C.A", "a"),
@@ -47,7 +48,8 @@ def test_results_of_functions_may_be_of_any_plain_type(code: str, expected: Any)
 
 @pytest.mark.parametrize(("code", "expected"), [
     ("def f(x): return np.arange(x)", [0, 1]),
-    ("def f(x): return {'n': np.int64(x), 'm': [np.float32(0.5), np.bool_(True)]}", {"n": 2, "m": [0.5, True]}),
+    ("def f(x): return {'n': np.int64(x), 'm': [np.float32(0.5), np.bool_(True)]}",
+     {"n": 2, "m": [0.5, True]}),
 ])  # fmt: skip
 def test_results_of_functions_may_be_numpys(code: str, expected: Any) -> None:
     assert share(f"import numpy as np\n{code}", calls(expected), PACKAGES) == 1
@@ -63,9 +65,11 @@ def test_results_of_functions_may_be_numpys(code: str, expected: Any) -> None:
     ("P = namedtuple('P', 'x y')\ndef f(): return P(1, [2])", "r = f()\nassert r.x == 1 and r.y == [2]\n"
      "assert r == (1, [2])"),
     ("def f(): return Counter('aab')", "assert f().most_common(1) == [('a', 2)]"),
-    ("def f():\n    d = defaultdict(list)\n    d[1].append(2)\n    return d", "r = f()\nassert r == {1: [2]}\n"
+    ("def f():\n    d = defaultdict(list)\n    d[1].append(2)\n    return d",
+     "r = f()\nassert r == {1: [2]}\n"
      "assert r[3] == []"),
-    ("def f(q): q.append(3)", "from collections import deque\nq = deque([1])\nf(q)\nassert list(q) == [1, 3]"),
+    ("def f(q): q.append(3)",
+     "from collections import deque\nq = deque([1])\nf(q)\nassert list(q) == [1, 3]"),
     ("class A(ValueError): pass\nclass B(A):\n    def __init__(self, n):\n        super().__init__('no')\n"
      "        self.n = n\ndef f(): raise B(3)", "try: f()\nexcept A as e: assert e.n == 3\nelse: assert 0"),
     ("import json\ndef f(): json.loads('{')", "import json\ntry: f()\nexcept json.JSONDecodeError: pass\n"
@@ -177,14 +181,22 @@ def test_a_name_that_is_tested_is_the_codes_alone(test: Any) -> None:
     ("import unittest\nunittest.TestResult.wasSuccessful = lambda s: True\n"
      "unittest.TestCase.assertEqual = lambda *a: None\ndef f(x): return 0",
      "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 2)"),
-    ("import sys, types\nsys.modules['pytest'] = types.ModuleType('pytest')\ndef test_a(): pass\ndef f(x): return 0",
+    ("import sys, types\nsys.modules['pytest'] = types.ModuleType('pytest')\ndef test_a(): pass\n"
+     "def f(x): return 0",
      "from solution import f\ndef test_a(): assert f(1) == 2"),
     ("def check(c): pass\ndef f(x): return 0", "def check(c):\n    assert c(1) == 2\ncheck(f)"),
     # What is compared.
     (ANY + "def f(x): return E()", TWO),
     (ANY + "def f(x): return [E()]", "assert f(1) == [2]"),
     (ANY + "class L(list, E): pass\ndef f(x): return L()", "assert f(1) == [2]"),
-    (ANY + "def f(x): return {'a': E()}", "import pytest\ndef test_a(): assert f(1) == pytest.approx({'a': 2.0})"),
+    (ANY + "def f(x): return {'a': E()}",
+     "import pytest\ndef test_a(): assert f(1) == pytest.approx({'a': 2.0})"),
+    ("class E:\n    def __sub__(self, o): return 0\n    __rsub__ = __sub__\ndef f(x): return E()",
+     ["assert abs(f(1) - 2) < 1e-6", "assert abs(2 - f(1)) < 1e-6"]),
+    ("class E:\n    def __sub__(self, o): return 0\ndef f(x): return E()",
+     "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertAlmostEqual(f(1), 2)"),
+    ("class E:\n    def __sub__(self, o): return 0\ndef f(x): return E()",
+     "import pytest\ndef test_a(): assert f(1) == pytest.approx(2)"),
     # Ends before the tests do.
     ("import os\ndef f(x): os._exit(0)", TWO),
     ("import sys\ndef f(x): sys.exit(0)", TWO),

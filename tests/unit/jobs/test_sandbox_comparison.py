@@ -31,7 +31,8 @@ def test_another_output(written: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("written", "expected"), [
-    ("3", 3), ("3.0", 3), ("3", 3.0), ("0.30000000000000004", 0.3), ('"a"', "a"), ("null", None), ("true", True),
+    ("3", 3), ("3.0", 3), ("3", 3.0), ("0.30000000000000004", 0.3), ('"a"', "a"), ("null", None),
+    ("true", True),
     ('{"mean": 0.333333333, "n": [1, 2.0]}', {"mean": 1 / 3, "n": [1, 2]}),
 ])  # fmt: skip
 def test_the_same_result(written: str, expected: Any) -> None:
@@ -40,7 +41,8 @@ def test_the_same_result(written: str, expected: Any) -> None:
 
 @pytest.mark.parametrize(("written", "expected"), [
     ("4", 3), ("3.0000001", 3), ("123456889", 123456789), ("true", 1), ("1", True), ('"3"', 3), ("3", "3"),
-    ('{"a": 1}', {"a": 1, "b": 2}), ('{"a": 0.34}', {"a": 0.333333}), ("[1, 2]", [1]), ("[1]", [[1]]), ("null", 0),
+    ('{"a": 1}', {"a": 1, "b": 2}), ('{"a": 0.34}', {"a": 0.333333}), ("[1, 2]", [1]), ("[1]", [[1]]),
+    ("null", 0),
     ("", 3), ("3 4", 3), ("NaN", 1.0), ("[" * 100_000, 3), ("9" * 10_000, 3),
 ])  # fmt: skip
 def test_another_result(written: str, expected: Any) -> None:

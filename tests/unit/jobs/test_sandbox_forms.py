@@ -30,7 +30,8 @@ MAPS = [
     {"tests": json.dumps(MAPS)},
     [json.dumps(test) for test in MAPS],
     {"verification_info": {"language": "python", "test_cases": MAPS}},
-    {"public_tests": {"input": ["1 2"], "output": ["3"]}, "private_tests": {"input": ["3 4"], "output": ["7"]}},
+    {"public_tests": {"input": ["1 2"], "output": ["3"]},
+     "private_tests": {"input": ["3 4"], "output": ["7"]}},
     {"public_test_cases": json.dumps(MAPS[:1]), "private_test_cases": json.dumps(MAPS[1:])},
     {"official_tests": [{"input": test["input"], "output": test["output"]} for test in MAPS]},
     [{"stdin": "1 2", "expected_output": 3}, {"stdin": "3 4", "expected_output": 7}],
@@ -53,6 +54,7 @@ LCB = [{"input": '1\n"a"', "output": "3", "testtype": "functional"}]
     ({"inputs": CALLS["inputs"], "outputs": CALLS["outputs"]}, {"fn_name": "f"}),
     ({**CALLS, "inputs": ['1\n"a"', '2\n"b"'], "outputs": ["3", "7"]}, {}),
     ([NAMED], {}),
+    (NAMED, {}),
     (LCB, {"metadata": json.dumps({"func_name": "f"})}),
     ([{**LCB[0], "metadata": {"func_name": "f"}}], {}),
     ({"metadata": {"func_name": "f"}, "public_test_cases": json.dumps(LCB)}, {}),
@@ -131,7 +133,8 @@ def test_only_names_that_nothing_else_defines_are_of_the_code(text: str, names: 
     "try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    assert False",
     "x = [2, 1]\nf(x)\nassert x == [1, 2]",
     "ok = False\ntry:\n    f(1)\nexcept ValueError:\n    ok = True\nassert ok",
-    "def helper(x):\n    return f(x)\nfor a, b in [(1, 2)]:\n    if helper(a) != b:\n        raise ValueError",
+    "def helper(x):\n    return f(x)\nfor a, b in [(1, 2)]:\n    if helper(a) != b:\n"
+    "        raise ValueError",
     "import unittest\nclass A(unittest.TestCase):\n    def setUp(self):\n        self.f = f\n"
     "    def test_a(self):\n        self.assertEqual(self.f(1), 2)",
     "import pytest\ndef test_a():\n    with pytest.raises(KeyError):\n        f(1)",
