@@ -114,7 +114,7 @@ class Evaluator:
         first = version * len(self.prompts)
         tickets = [self._ticket(first + i, version, prompt) for i, (_, prompt) in enumerate(self.prompts)]
         code_errors = CodeErrors.of_evaluation(self.context.config, len(tickets) * self.config.samples)
-        await code_errors.begin(self.context.broker)
+        code_errors.begin(await last_id(self.context.broker, self.context.keys.scores(Lane.EVAL)))
         if not await self._issue(tickets):
             log.warning("cannot be evaluated again: its tickets were trimmed", version=version)
             return {}
