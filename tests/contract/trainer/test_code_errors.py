@@ -128,6 +128,7 @@ async def test_an_evaluation_of_which_all_fails_by_code_ends_the_run_and_is_done
     with pytest.raises(ConfigError, match=r"the last 6 scores of an evaluation failed.*KeyError"):
         await asyncio.wait_for(first, 60)
     assert not await messages(broker, keys.prompts(EVAL), Ticket)
+    await fail(4, lane=EVAL)  # a worker had it in hand as the run ended
     evaluator, second = evaluate()
     await wait_until(has_tickets)
     for ticket in (3, 4, 5):
