@@ -93,6 +93,8 @@ class Evaluator:
         self.trimmer = trimmer
         self._letters_read = START
         """Id of the last dead letter that earlier evaluations have read: later ones have newer letters."""
+        self._is_first = True
+        """Whether this process has evaluated nothing yet."""
         self.reasons: dict[str, str] = {}
         """By dataset: why samples of the last evaluation failed, the most frequent cause; only where some
         did."""
@@ -114,7 +116,11 @@ class Evaluator:
         first = version * len(self.prompts)
         tickets = [self._ticket(first + i, version, prompt) for i, (_, prompt) in enumerate(self.prompts)]
         code_errors = CodeErrors.of_evaluation(self.context.config, len(tickets) * self.config.samples)
-        await code_errors.begin(self.context.broker)
+        code_errors.begin(await last_id(self.context.broker, self.context.keys.scores(Lane.EVAL)))
+        if self._is_first and await self._has_code_errors(tickets):
+            # Left by an evaluation that ended the run: the code was corrected since, so it begins again.
+            await self._begin_again(version)
+        self._is_first = False
         if not await self._issue(tickets):
             log.warning("cannot be evaluated again: its tickets were trimmed", version=version)
             return {}
@@ -238,6 +244,13 @@ class Evaluator:
                         del dead[dead_id]  # the operator has put the message back: wait for its samples
         self._letters_read = readers[-1].position
         return list(groups.values())
+
+    async def _has_code_errors(self, tickets: Sequence[Ticket]) -> bool:
+        """Whether the lane holds scores of these tickets that the reward's own code failed."""
+        numbers = {ticket.ticket for ticket in tickets}
+        reader = OffsetReader(self.context.broker, self.context.keys.scores(Lane.EVAL), Score)
+        scores = [entry.message for entry in await _read_all(reader) if isinstance(entry, Entry)]
+        return any(score.is_code_error and score.ticket in numbers for score in scores)
 
     def _note_scores(
         self, code_errors: CodeErrors, scores: Sequence[Entry[Score] | Garbled], tickets: Collection[int]

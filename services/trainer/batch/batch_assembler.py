@@ -19,6 +19,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.failures import FailureLog
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.streams import append_dead_letter, dead_letter, has_entry
+from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
@@ -260,7 +261,7 @@ class BatchAssembler:
         """
         taken: list[TrainableGroup] = []
         quiet_since = time.monotonic()
-        await self.code_errors.begin(self.context.broker)
+        self.code_errors.begin(self.join.high_water()[StreamName.SCORES])
         while True:
             if self.context.stopping.is_set():
                 raise StoppedError

@@ -9,7 +9,6 @@ import time
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import id_order
 from tidemill.common.wire.messages import Score
 
@@ -30,7 +29,7 @@ class CodeErrors:
         self._limit = num_scores
         # A number that stands for failed rewards was chosen: the run goes on with it.
         self._is_on = config.reward.failure_value is None
-        self._began_ms: float | None = None
+        self._begins_after = ""
         self._num_in_row = 0
         self._first_at = 0.0
         self._reason = ""
@@ -48,15 +47,14 @@ class CodeErrors:
 
     @property
     def has_begun(self) -> bool:
-        return self._began_ms is not None
+        return bool(self._begins_after)
 
-    async def begin(self, broker: Broker) -> None:
-        """Count what is scored from now on, by the clock of Redis; does nothing the second time."""
-        if self._began_ms is None:
-            self._began_ms = 1000 * await broker.server_time_s()
+    def begin(self, entry_id: str) -> None:
+        """Count scores behind this entry of their stream; does nothing the second time."""
+        self._begins_after = self._begins_after or entry_id
 
     def note(self, entry_id: str, score: Score) -> None:
-        if self._began_ms is None or id_order(entry_id)[0] < self._began_ms:
+        if not self.has_begun or id_order(entry_id) <= id_order(self._begins_after):
             return
         if not score.is_code_error:
             self._num_in_row = 0
