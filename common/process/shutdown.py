@@ -30,6 +30,8 @@ RESUME_WAIT_S = 1800.0
 """Default of it."""
 LOOK_S = 1.0
 """Interval at which a worker looks whether its run has ended. A run's own Redis stops soon after that."""
+SILENT_S = 5.0
+"""A Redis that takes longer than this for an answer is away."""
 TRAINER = "trainer"
 
 T = TypeVar("T")
@@ -105,16 +107,19 @@ class RunWatch:
     async def until_over(self) -> str:
         """Wait for the end of the run; returns the reason to leave it, in words."""
         looking: asyncio.Task[bool] | None = None
+        asked_at = 0.0
         try:
             while True:
                 # In a task: while Redis is away the answer is waited for, but not the time that has passed.
-                looking = looking or asyncio.create_task(self.look())
+                if looking is None:
+                    looking = asyncio.create_task(self.look())
+                    asked_at = time.monotonic()
                 done, _ = await asyncio.wait({looking}, timeout=LOOK_S)
                 if done:
                     if looking.result():
                         return "the run is finished"
                     looking = None
-                else:  # the connection logs that it waits
+                elif time.monotonic() - asked_at > SILENT_S:  # the connection logs that it waits
                     self.trouble = "its Redis has not answered"
                 if self.trouble and time.monotonic() - self.alive_at >= self.wait_s:
                     return f"{self.trouble}, and that for {self.wait_s:g} s ({RESUME_WAIT_VARIABLE})"

@@ -70,7 +70,10 @@ async def test_a_run_that_needs_no_trainer_now_is_not_left(
     assert not await watch.look() and not watch.trouble
 
 
-async def test_a_run_whose_redis_is_gone_is_left_after_a_while(tmp_path: Path, keys: Keys) -> None:
+async def test_a_run_whose_redis_is_gone_is_left_after_a_while(
+    tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdown, "SILENT_S", 0.02)
     server = RedisServer(tmp_path)
     server.start()
     broker = await Broker.connect(server.url)

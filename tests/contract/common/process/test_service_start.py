@@ -150,6 +150,7 @@ async def test_a_worker_whose_run_has_taken_its_redis_along_leaves_without_an_er
     server.start()
     monkeypatch.setenv("TIDEMILL_REDIS_URL", server.url)
     monkeypatch.setattr(shutdown, "LOOK_S", 0.01)
+    monkeypatch.setattr(shutdown, "SILENT_S", 0.02)
     monkeypatch.setattr(broker_module, "STOP_PATIENCE_S", 0.1)
     monkeypatch.setenv(shutdown.RESUME_WAIT_VARIABLE, "0.05")
     broker = await broker_module.Broker.connect(server.url)
