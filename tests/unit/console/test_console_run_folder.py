@@ -45,7 +45,7 @@ async def test_a_run_whose_console_was_killed_is_not_listed_as_running(tmp_path:
     folder = RunFolder(tmp_path, "one")
     folder.create(make_config(run_id="one"))
     os.utime(folder.path / "config.yaml", (0, 0))
-    for socket, status in ((tmp_path, "running"), (tmp_path / "removed.sock", "stopped")):
+    for socket, status in ((tmp_path, "running"), (tmp_path / "removed.sock", "lost")):
         folder.write_address(f"unix://{socket}")
         assert [line.status for line in await Catalog(tmp_path).lines()] == [status]
 
