@@ -136,8 +136,8 @@ class EmbeddedRedis:
         if version and int(version[1]) < NEWER_MAJOR:
             raise BrokerError(
                 f"{self.data_dir} holds data of Redis {NEWER_MAJOR} or newer, and {self.executable} is Redis "
-                f"{version[1]}, which would begin without it. Put a newer redis-server on the PATH, or name it "
-                "in TIDEMILL_REDIS_SERVER."
+                f"{version[1]}, which would begin without it. Put a newer redis-server on the PATH, or name "
+                "it in TIDEMILL_REDIS_SERVER."
             )
 
     def stop(self) -> None:

@@ -93,8 +93,8 @@ class RunFolder:
             ) from None
 
     def _keep_tokenizer(self, model: Path) -> None:
-        """Copy the model's `tokenizer.json`: in a folder that was copied to another machine, tokens have texts
-        only by it. The run itself does not need the copy."""
+        """Copy the model's `tokenizer.json`: in a folder that was copied to another machine, tokens have
+        texts only by it. The run itself does not need the copy."""
         from tidemill.common.run.prompt_lengths import TOKENIZER_FILE
 
         with contextlib.suppress(OSError, StorageError):

@@ -1,7 +1,7 @@
 """The list of runs: where each stands and its main numbers, from its folder and from the Redis that has it.
 
 Guarantees: reading changes nothing; a folder is read again only when its files have changed, and of a long
-file of numbers only its two ends. Where a Redis does not answer within `KNOWN_RUNS_S`, the folder's word stays.
+file of numbers only its two ends. Where a Redis does not answer within `KNOWN_RUNS_S`, the folder decides.
 """
 
 import asyncio

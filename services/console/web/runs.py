@@ -211,7 +211,7 @@ class WatchedRun:
             self.index.steps.setdefault(point.step, point)
 
     def _may_come(self) -> bool:
-        """Whether its streams may be there soon: a Redis is to be asked for them, or its launcher is alive."""
+        """Whether its streams may be there soon: a Redis can be asked, or its launcher is alive."""
         end = read_end(self.folder)
         return may_have_redis(self.folder) or (end.pid > 0 and not end.is_over)
 
