@@ -21,11 +21,17 @@ from tidemill.common.config.section import flatten, number_of
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.convert.table import Project
 
+LAUNCHER = "launch."
+"""Before the names of options of the program that starts a script."""
 SCRIPTS = (".sh", ".bash", ".slurm")
 _HYDRA = re.compile(r"^\+{0,2}[A-Za-z_]\w*(\.\w+)+=")
+_OVERRIDE = re.compile(r"^\+{0,2}[A-Za-z_][\w./@]*=")
+_HYDRA_FLAGS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+_REDIRECTION = re.compile(r"^(\d|&)?[<>]{1,2}&?(?!\$<)")
+_NODES = re.compile(r"--nnodes[= ](\d+)(?= |$)")
 _SCRIPT_VARIABLE = re.compile(r"^[A-Z_][A-Z0-9_]*=")
 _REFERENCE = re.compile(r"^\$\{([\w.]+)\}$")
-_PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)[= ](\d+)(?= |$)")
+_PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)[= ](\d+)(?= |$)")
 _OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
 """Arguments of GRPOTrainer that no literal can be: their source says what they are."""
 
@@ -59,7 +65,10 @@ def read_options(
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (SyntaxError, *UNREADABLE) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    is_verl = any("." in name if kind in SCRIPTS else name.startswith("actor_rollout_ref.") for name in found)
+    of_script = [name for name in found if not name.startswith(LAUNCHER)]
+    is_verl = any(
+        "." in name if kind in SCRIPTS else name.startswith("actor_rollout_ref.") for name in of_script
+    )
     found = _resolved(found | dict(_of_words(given)))
     if not found:
         raise ConfigError(f"{path} holds no options of verl, TRL or prime-rl")
@@ -117,17 +126,75 @@ def _of_script(commands: list[list[str]], project: Project | None) -> dict[str, 
     """The options of the last command that has any: Hydra's, or those behind `grpo` or a Python file."""
     for words in reversed(commands if project != "trl" else []):
         if any(map(_HYDRA.match, words)):
-            module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-            first = next(at for at, word in enumerate(words) if _HYDRA.match(word))
-            options = [word for word in words[first:] if _HYDRA.match(word) or isinstance(word, Unknown)]
-            return {"module": module, **dict(_of_words(options))}
-    counts = [count[1] for words in commands if (count := _PROCESSES.search(" ".join(words)))]
-    found: dict[str, Any] = {"num_processes": int(counts[-1])} if counts else {}
+            return _of_hydra(_without_redirections(words))
+    found: dict[str, Any] = {}
+    for words in commands:
+        found |= _num_processes(words)
     for words in reversed(commands):
         for at, word in enumerate(words):
             if word == "grpo" or word.endswith(".py"):
-                return found | dict(_of_words(words[at + 1 :]))
+                options = _without_redirections(words[at + 1 :])
+                return found | _of_launcher(words[:at]) | dict(_of_words(options))
     return found
+
+
+def _of_hydra(words: list[str]) -> dict[str, Any]:
+    """Options of a command with Hydra's overrides. Its other words are kept under their own names: all
+    are converted or listed."""
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    scripts = [word for word in words if word.endswith(".py")]
+    first = next(at for at, word in enumerate(words) if _HYDRA.match(word))
+    if module or scripts:
+        first = words.index(module or scripts[-1]) + 1
+    options: dict[str, Any] = {"module": module}
+    rest = words[first:]
+    while rest:
+        word = rest.pop(0)
+        if isinstance(word, Unknown) or _OVERRIDE.match(word):
+            options |= dict(_of_words([word]))
+        elif word.startswith("-") and "=" not in word and rest and not rest[0].startswith("-"):
+            options[_HYDRA_FLAGS.get(word, word)] = rest.pop(0)
+        else:
+            name, _, value = word.partition("=")
+            options[_HYDRA_FLAGS.get(name, name)] = value or True
+    return options
+
+
+def _num_processes(words: list[str]) -> dict[str, Any]:
+    """How many processes a launcher starts: accelerate says all, torchrun those of one machine."""
+    line = " ".join(words)
+    if not (count := _PROCESSES.search(line)):
+        return {}
+    nodes = _NODES.search(line) if "nproc" in count[0] else None
+    return {"num_processes": int(count[1]) * int(nodes[1] if nodes else 1)}
+
+
+def _of_launcher(words: list[str]) -> dict[str, Any]:
+    """Options of the program that starts the script, such as `launch.config_file`."""
+    first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
+    options: dict[str, Any] = {}
+    for word in words[first:]:
+        name, _, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and not _PROCESSES.search(f"{word} 1"):
+            options[LAUNCHER + name.replace("-", "_")] = _value(value) if value else True
+        elif options and not word.startswith("-"):
+            last = next(reversed(options))
+            options[last] = _value(word) if options[last] is True else options[last]
+    return options
+
+
+def _without_redirections(words: list[str]) -> list[str]:
+    """A command's words without what sends its output to a file."""
+    kept: list[str] = []
+    is_target = False
+    for word in words:
+        if is_target:
+            is_target = False
+        elif match := _REDIRECTION.match(word):
+            is_target = match.end() == len(word)
+        else:
+            kept.append(word)
+    return kept
 
 
 BREAKS = ";&|\n"
