@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from tidemill.common.config import RunConfig
 
 
-RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+STARTING = "starting"
+RUNNING = "running"
+FINISHED = "finished"
+FAILED = "failed"
+STOPPED = "stopped"
+"""What the state of a run says of it; a run that is stopped or has failed may be resumed."""
 
 
 class UnknownRunError(ConfigError):

@@ -16,12 +16,11 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from tidemill.common.files import write_atomically
-from tidemill.common.run.state import CONFIG_FILE, FINISHED, METRICS_FILE, RUNNING
+from tidemill.common.run.state import CONFIG_FILE, FINISHED, METRICS_FILE, RUNNING, STOPPED
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.text.formats import when
 
 END_FILE = "end.json"
-STOPPED = "stopped"
 LOST = "lost"
 """Neither running nor ended in order: its launcher was killed, or its machine went down."""
 FRESH_S = 60.0

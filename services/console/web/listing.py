@@ -28,7 +28,9 @@ from tidemill.common.run.state import (
     FAILED,
     FINISHED,
     METRICS_FILE,
+    STARTING,
     STEP,
+    STOPPED,
     known_runs,
     parse_record,
     read_state,
@@ -37,11 +39,10 @@ from tidemill.common.run.state import (
 from tidemill.common.streams import read_newest
 from tidemill.common.wire.keys import RUN_ID, Keys
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.run.end import LOST, STOPPED, RunEnd, read_end
+from tidemill.services.console.run.end import LOST, RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder, connected
 from tidemill.services.console.status.report import mean_score, read_report
 
-STARTING = "starting"
 UNEXPECTED = "ended"
 """All steps are done, and the run did not do what its config expects."""
 OVER = (FINISHED, FAILED, STOPPED, LOST, UNEXPECTED)

@@ -22,13 +22,12 @@ from tidemill.common.config.section import flatten
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP
-from tidemill.common.run.state import FINISHED
+from tidemill.common.run.state import FINISHED, STOPPED
 from tidemill.common.wire.messages import Commit, Lane
 from tidemill.services.console.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
 from tidemill.services.console.options import DeadFilter
 from tidemill.services.console.records.joins import StepRecord
 from tidemill.services.console.records.step import batch_table, outcome_lines, time_table
-from tidemill.services.console.run.end import STOPPED
 from tidemill.services.console.status.dashboard import (
     flow_lines,
     learning_lines,

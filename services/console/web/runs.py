@@ -168,7 +168,7 @@ class WatchedRun:
                 if self.snapshot is None or not self._may_come():
                     await self._read_folder()  # what there is; `problem` says why it is not more
             except (TidemillError, OSError, ValueError) as error:
-                self.problem = f"{self.problem} {error}"
+                self.problem = f"{error}; {self.problem}"
                 self.is_lost = False
             self.has_looked.set()
             await asyncio.sleep(RETRY_S)

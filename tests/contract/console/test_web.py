@@ -441,7 +441,7 @@ async def test_a_config_that_is_not_understood_is_named_and_the_run_shown_once_i
     config = tmp_path / "ended" / "config.yaml"
     good = config.read_text()
     config.write_text("trainer: {steps: -1, <b>: 2}")
-    await shows(ended, "", "This run cannot be read now", "trainer.steps", "data-wait")
+    await shows(ended, "", "This run cannot be read now", "trainer.steps")
     assert "<b>" not in (await text(ended, "/groups")).partition("<main")[0]
     (tmp_path / "ended" / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.125}\n')
     config.write_text(good)
