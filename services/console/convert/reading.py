@@ -34,6 +34,8 @@ _REFERENCE = re.compile(r"^\$\{([\w.]+)\}$")
 _PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)[= ](\d+)(?= |$)")
 _OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
 """Arguments of GRPOTrainer that no literal can be: their source says what they are."""
+_POSITIONAL = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
+"""Arguments of GRPOTrainer that may be given without their names."""
 
 
 class Unknown(str):
@@ -311,26 +313,49 @@ class Script:
 
 
 def _of_calls(text: str, path: Path) -> dict[str, Any]:
-    """Arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`; `args.name` is the default of `add_argument`."""
+    """Arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`, and attributes of such a config that are set
+    later; `args.name` is the default of `add_argument`."""
     names: dict[str, ast.expr] = {}
-    calls = []
+    calls: list[tuple[str, ast.Call]] = []
+    configs: set[str] = set()
+    attributes: list[tuple[str, str, ast.expr]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign):
             names |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+            for target in node.targets:
+                if isinstance(target, ast.Attribute):
+                    attributes.append((ast.unparse(target.value), target.attr, node.value))
+                elif isinstance(node.value, ast.Call) and _called(node.value) == "GRPOConfig":
+                    configs.add(ast.unparse(target))
         elif isinstance(node, ast.Call):
-            calls.append((ast.unparse(node.func).rpartition(".")[2], node))
+            calls.append((_called(node), node))
     for name, call in calls:
         if name == "add_argument" and call.args and isinstance(call.args[0], ast.Constant):
             option = str(call.args[0].value).lstrip("-").replace("-", "_")
             names |= {f"args.{option}": item.value for item in call.keywords if item.arg == "default"}
     if not any(name in ("GRPOConfig", "GRPOTrainer") for name, _ in calls):
         raise ConfigError(f"{path} has no call of GRPOConfig or GRPOTrainer")
-    return {
-        item.arg: _literal(item.value, names, item.arg in _OBJECTS)
-        for name, call in calls
-        for item in call.keywords
-        if item.arg and (name == "GRPOConfig" or (name == "GRPOTrainer" and item.arg in (*_OBJECTS, "model")))
-    }
+    options: dict[str, Any] = {}
+    for name, call in calls:
+        if name not in ("GRPOConfig", "GRPOTrainer"):
+            continue
+        if name == "GRPOTrainer":
+            for argument, value in zip(_POSITIONAL, call.args, strict=False):
+                options[argument] = _literal(value, names, argument in _OBJECTS)
+        for item in call.keywords:
+            if item.arg is None:
+                source = f"**{ast.unparse(item.value)}"
+                options[source] = Unknown(source)
+            else:
+                is_object = item.arg in _OBJECTS or (name == "GRPOTrainer" and item.arg != "model")
+                options[item.arg] = _literal(item.value, names, is_object)
+    options |= {name: _literal(value, names, False) for of, name, value in attributes if of in configs}
+    options.pop("args", None)
+    return options
+
+
+def _called(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], is_object: bool, depth: int = 0) -> Any:

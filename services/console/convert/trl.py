@@ -192,7 +192,7 @@ def _convert_rewards(draft: Draft, file: str) -> None:
     names = [str(name) for name in ([given] if isinstance(given, str) else given or ())]
     if not names:
         draft.say("lost", "reward_funcs", "name one in reward.function; here it is the default, gsm8k")
-    elif len(names) == 1 and "/" not in names[0]:
+    elif len(names) == 1 and "/" not in names[0] and (not weights or weights[0] == 1):
         draft.put("reward.function", _function(names[0], file), "reward_funcs")
     else:
         rewards: dict[str, dict[str, Any]] = {}
@@ -229,6 +229,12 @@ def _convert_adapters(draft: Draft) -> None:
         # The default of PEFT's LoraConfig differs from those of TRL's options.
         return given[1] if given else 8 if is_object else of_option
 
+    # ModelConfig's default is 0.05, LoraConfig's 0.
+    of_object = re.search(r"\blora_dropout=([\d.]+)", peft)
+    of_options = 0.0 if is_object else draft.take("lora_dropout")
+    dropout = float(of_object[1]) if of_object else float(of_options)
+    if dropout:
+        draft.say("lost", "lora_dropout", f"adapters have no dropout here; there it is {dropout:g}")
     draft.put("trainer.lora.rank", int(value_of("r", "lora_r")), "lora_r")
     draft.put("trainer.lora.alpha", float(value_of("lora_alpha", "lora_alpha")), "lora_alpha")
     named = re.search(r"target_modules=(\[[^]]*\])", peft)

@@ -1,5 +1,5 @@
-"""What `tidemill convert` makes of options of TRL, beside a run of TRL: how many completions a step has, in how
-many updates, and when there are evaluations and checkpoints."""
+"""What `tidemill convert` makes of options of TRL, beside a run of TRL: completions and updates of a step, and
+when there are evaluations and checkpoints."""
 
 import json
 from collections.abc import Iterator

@@ -180,6 +180,8 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("trl", {"peft_config": "LoraConfig(task_type='CAUSAL_LM', target_modules=['q_proj', 'v_proj'])"},
      {"trainer.lora": {"rank": 8, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}}),
     ("trl", {"use_peft": True}, {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0}),
+    ("trl", {"reward_funcs": ["mine.reward"], "reward_weights": [0.5]},
+     {"reward.rewards": {"mine_reward": {"function": "mine:reward", "weight": 0.5}}}),
     ("trl", {"warmup_ratio": 0.1, "max_steps": 50}, {"trainer.optimizer.warmup_steps": 5}),
     # prime-rl
     ("prime-rl", {}, {"trainer.groups_per_step": 16, "trainer.max_staleness": 8, "rollout.workers": 1}),
@@ -244,6 +246,8 @@ SILENT: list[tuple[dict[str, Any], str, str]] = [
     ({"eval_strategy": "steps"}, "eval_strategy", "lost"),
     ({"eval_strategy": "steps", "eval_steps": 0.5, "eval_dataset": "held.jsonl"}, "eval_steps", "lost"),
     ({"eval_strategy": "steps", "logging_steps": 0.5, "eval_dataset": "held.jsonl"}, "eval_strategy", "lost"),
+    ({"use_peft": True}, "lora_dropout", "lost"),
+    ({"peft_config": "LoraConfig(r=4, lora_dropout=0.1)"}, "lora_dropout", "lost"),
     ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, "steps_per_generation", "approximated"),
     ({"steps_per_generation": 2, "save_steps": 5}, "save_steps", "approximated"),
 ]
@@ -358,6 +362,20 @@ def test_python_is_parsed_and_never_run(tmp_path: Path) -> None:
     made = convert(write(tmp_path, "train.py", text), [], None)
     assert (made.fields["trainer.group_size"], made.fields["seed"]) == (4, 1)
     assert made.fields["reward.function"] == "train.py:f"
+
+
+def test_no_argument_of_a_python_file_vanishes(tmp_path: Path) -> None:
+    text = (
+        "config = GRPOConfig(num_generations=4, **more)\nconfig.beta = 0.1\nother.beta = 0.9\n"
+        "GRPOTrainer('m', [f], config, rows, callbacks=[c], optimizers=(o, None), processing_class=t)\n"
+    )
+    made = convert(write(tmp_path, "train.py", text), [], None)
+    assert (made.fields["model.path"], made.fields["reward.function"]) == ("m", "train.py:f")
+    assert made.fields[ALGORITHM + "kl.coefficient"] == 0.1
+    named = {name: verdicts(made, name) for name in ("**more", "callbacks", "optimizers", "processing_class")}
+    assert named == {
+        "**more": ["lost"], "callbacks": ["lost"], "optimizers": ["lost"], "processing_class": ["automatic"]
+    }  # fmt: skip
 
 
 def test_defaults_of_the_command_line_count_and_what_must_run_is_said(tmp_path: Path) -> None:
