@@ -35,9 +35,9 @@ PARTS = ("orchestrator.", "trainer.", "inference.")
 """Sections of prime-rl's rl.toml that may also be files of their own."""
 
 
-def _check_is_recognised(file: Path, table: OptionTable, given: Mapping[str, Any]) -> None:
+def _check_is_recognised(file: Path, table: OptionTable, options: Mapping[str, Any]) -> None:
     """Raises ConfigError: the options are not those of a run of this project."""
-    names = [table.renewed(name) for name in given if name not in ("module", "file")]
+    names = [table.renewed(name) for name in options if name not in ("module", "file")]
     if table.project == "prime-rl":
         unknown = [name for name in names if table.find(name) is None]
         for part in PARTS:

@@ -149,13 +149,13 @@ def _of_hydra(words: list[str]) -> dict[str, Any]:
     if module or scripts:
         first = words.index(module or scripts[-1]) + 1
     options: dict[str, Any] = {"module": module}
-    rest = words[first:]
-    while rest:
-        word = rest.pop(0)
+    remaining = words[first:]
+    while remaining:
+        word = remaining.pop(0)
         if isinstance(word, Unknown) or _OVERRIDE.match(word):
             options |= dict(_of_words([word]))
-        elif word.startswith("-") and "=" not in word and rest and not rest[0].startswith("-"):
-            options[_HYDRA_FLAGS.get(word, word)] = rest.pop(0)
+        elif word.startswith("-") and "=" not in word and remaining and not remaining[0].startswith("-"):
+            options[_HYDRA_FLAGS.get(word, word)] = remaining.pop(0)
         else:
             name, _, value = word.partition("=")
             options[_HYDRA_FLAGS.get(name, name)] = value or True

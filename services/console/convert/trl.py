@@ -41,9 +41,12 @@ def _convert_batches(draft: Draft) -> None:
     takes gradient_accumulation_steps of them. Where a generation is shorter than an update, that trains on
     several generations of the same weights: they are one batch here.
     """
-    device, processes = draft.take("per_device_train_batch_size"), draft.take("num_processes")
-    accumulated, size = draft.take("gradient_accumulation_steps"), draft.take("num_generations")
-    total, per_generation = draft.take("generation_batch_size"), draft.take("steps_per_generation")
+    device = draft.take("per_device_train_batch_size")
+    processes = draft.take("num_processes")
+    accumulated = draft.take("gradient_accumulation_steps")
+    size = draft.take("num_generations")
+    total = draft.take("generation_batch_size")
+    per_generation = draft.take("steps_per_generation")
     passes = draft.take("num_iterations")
     per_generation = max(total // (device * processes), 1) if total else per_generation or accumulated
     is_whole = max(per_generation, accumulated) % min(per_generation, accumulated) == 0
@@ -119,16 +122,19 @@ def _convert_lengths(draft: Draft) -> None:
 
 def _convert_data(draft: Draft, has_no_interval: set[str]) -> None:
     names = ("train_dataset", "dataset_name", "datasets")
-    given = {name: draft.take(name) for name in names if draft.take(name)} or {"train_dataset": ""}
-    option, value = next(iter(given.items()))
-    config, split = draft.take("dataset_config"), draft.take("dataset_train_split")
+    named = {name: draft.take(name) for name in names if draft.take(name)} or {"train_dataset": ""}
+    option, value = next(iter(named.items()))
+    config = draft.take("dataset_config")
+    split = draft.take("dataset_train_split")
     draft.put("data.train", _rows(draft, option, value, config, split) or "train.jsonl", option)
-    held, held_option = draft.take("eval_dataset"), "eval_dataset"
+    held = draft.take("eval_dataset")
+    held_option = "eval_dataset"
     strategy = str(draft.take("eval_strategy") or "no").lower()
     is_evaluated = strategy not in NEVER
     if not held and is_evaluated and option == "dataset_name":
         # As TRL's script does.
-        held, held_option = value, "dataset_name"
+        held = value
+        held_option = "dataset_name"
     if not held:
         if is_evaluated:
             draft.say("lost", "eval_strategy", "there is no eval_dataset: name the rows in data.eval")

@@ -122,9 +122,10 @@ def _end_lines(run: WatchedRun) -> Iterator[Node]:
     if run.end is None or run.status not in OVER or run.status in (FINISHED, UNEXPECTED):
         return
     style = "yellow" if run.status == STOPPED else "bold red"
-    first, *others = run.end.lines
+    lines = run.end.lines
+    first = lines[0]
     yield Node("", first[:1].upper() + first[1:], style=style)
-    for line in others:
+    for line in lines[1:]:
         label, _, value = line.partition(": ")
         name = Path(value).name
         link = f"logs/{name}" if label == "log" and LOG_NAME.fullmatch(name) else ""

@@ -225,7 +225,8 @@ class WatchedRun:
             # What looks alive in its folder is the Redis that serves its data to these pages.
             end = replace(end, status=LOST)
         self.end = end
-        self.report = await asyncio.to_thread(current_report, self.folder, steps) or {}
+        report = await asyncio.to_thread(current_report, self.folder, steps)
+        self.report = report or {}
 
 
 class Catalog:

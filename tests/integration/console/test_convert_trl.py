@@ -1,5 +1,5 @@
-"""What `tidemill convert` makes of options of TRL, beside a run of TRL: completions and updates of a step, and
-when there are evaluations and checkpoints."""
+"""Options of TRL as `tidemill convert` reads them, beside a run of TRL: completions and updates of a step,
+and when there are evaluations and checkpoints."""
 
 import json
 from collections.abc import Iterator
@@ -136,7 +136,8 @@ INTERVALS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", INTERVALS, ids=json.dumps)
 def test_evaluations_and_checkpoints_are_when_they_are_there(options, tmp_path):
-    seen, fields = play(tmp_path, **options), converted(**options)
+    seen = play(tmp_path, **options)
+    fields = converted(**options)
     steps = fields["trainer.steps"]
     if every := fields.get("trainer.evaluation.every"):
         ours = sorted({*range(every, steps, every), steps})  # the last version always has one
