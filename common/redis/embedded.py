@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import ipaddress
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -25,6 +26,9 @@ from tidemill.common.files import locked
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
+NEWER_DATA = "appendonlydir"
+NEWER_MAJOR = 7
+"""From this release on, Redis keeps its data in the folder `NEWER_DATA`."""
 OUTPUT_LIMIT = ("normal", "1gb", "256mb", "60")
 MAX_CLIENTS_BYTES = 1 << 30
 """Like infra/redis/redis.conf: answers that clients do not read must not take the machine's memory."""
@@ -74,6 +78,7 @@ class EmbeddedRedis:
             BrokerError: it stopped or did not answer; the message ends with the last of its log.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._check_knows_data()
         self.socket.unlink(missing_ok=True)
         log_path = self.data_dir / "redis.log"
         host, _, port = self.listen.rpartition(":")
@@ -117,6 +122,20 @@ class EmbeddedRedis:
             # It has a session of its own, and would run on after this process.
             self.kill()
             raise
+
+    def _check_knows_data(self) -> None:
+        """Raises BrokerError: a newer server wrote the data. An older one would not look into its folder, and
+        begin without any."""
+        if not (self.data_dir / NEWER_DATA).is_dir():
+            return
+        output = subprocess.run([self.executable, "--version"], capture_output=True, text=True, check=False)
+        version = re.search(r"\bv=(\d+)\.", output.stdout)
+        if version and int(version[1]) < NEWER_MAJOR:
+            raise BrokerError(
+                f"{self.data_dir} holds data of Redis {NEWER_MAJOR} or newer, and {self.executable} is Redis "
+                f"{version[1]}, which would begin without it. Put a newer redis-server on the PATH, or name "
+                "it in TIDEMILL_REDIS_SERVER."
+            )
 
     def stop(self) -> None:
         """Stop cleanly: SIGTERM makes Redis write its data first."""

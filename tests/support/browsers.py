@@ -52,15 +52,23 @@ async def serving(runs: Path, url: str, *arguments: str) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def browsing(width: int = 1280, height: int = 900, **options: Any) -> AsyncIterator["Page"]:
-    """A page that fails the test where a script fails or the page's policy is broken."""
+async def browsing(
+    width: int = 1280, height: int = 900, expected: str = "", **options: Any
+) -> AsyncIterator["Page"]:
+    """A page that fails the test where a script fails or the page's policy is broken; errors that have the
+    words `expected` in them are not counted."""
     complaints: list[str] = []
     async with Late("playwright.async_api").async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium())
         page = await browser.new_page(viewport={"width": width, "height": height}, **options)
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+
+        def note(message: Any) -> None:
+            if message.type == "error" and not (expected and expected in message.text):
+                complaints.append(message.text)
+
+        page.on("console", note)
         page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
         try:
             yield page

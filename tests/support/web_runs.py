@@ -31,7 +31,7 @@ def write_folder(runs: Path, keys: Keys, model: Path | None = None) -> RunConfig
     config = make_config(model={"path": str(model or runs / "no-model")})
     config = config.model_copy(update={"run_id": keys.run_id})
     folder = runs / keys.run_id
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return config
 

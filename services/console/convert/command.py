@@ -15,7 +15,7 @@ from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.fit import fit
 from tidemill.services.console.convert.prime_rl import convert_prime_rl
 from tidemill.services.console.convert.reading import read_options
-from tidemill.services.console.convert.table import Project, table_of
+from tidemill.services.console.convert.table import OptionTable, Project, table_of
 from tidemill.services.console.convert.trl import convert_trl
 from tidemill.services.console.convert.verl import convert_verl
 from tidemill.services.console.options import ConvertOptions
@@ -32,8 +32,35 @@ def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
     return draft
 
 
+PARTS = ("orchestrator.", "trainer.", "inference.")
+"""Sections of prime-rl's rl.toml that may also be files of their own."""
+
+
+def _check_is_recognised(file: Path, table: OptionTable, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError: the options are not those of a run of this project."""
+    names = [table.renewed(name) for name in options if name not in ("module", "file")]
+    if table.project == "prime-rl":
+        unknown = [name for name in names if table.find(name) is None]
+        for part in PARTS:
+            whole = [f"{part}{name}" for name in unknown if table.names(f"{part}{name}")]
+            if whole:
+                name = whole[0].removeprefix(part)
+                raise ConfigError(
+                    f"{file} is one of prime-rl's part files: {name} is {whole[0]} in the run's rl.toml. "
+                    "Without the other parts most of the run would become defaults. "
+                    "Convert the rl.toml, or write one with the parts under [orchestrator], [trainer] and "
+                    "[inference]."
+                )
+    if not any(table.find(name) for name in names):
+        raise ConfigError(
+            f"{file}: none of its options is one of {table.project}: {', '.join(names[:5])}. If it is "
+            "a config of another project, say which with --from."
+        )
+
+
 def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
     name, options = read_options(file, overrides, project)
+    _check_is_recognised(file, table_of(name), options)
     try:
         return convert_options(name, options)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:

@@ -101,6 +101,14 @@ class Draft:
         """Optimizer updates of one step of Tidemill: mini-batches times passes."""
         return int(self.get("trainer.mini_batches", 1) * self.get("trainer.passes", 1))
 
+    def steps_of(self, option: str, updates: float) -> int:
+        """The steps that a number of updates makes, rounded up; says so where they are no whole number."""
+        per_step = self.updates_per_step
+        steps = math.ceil(updates / per_step)
+        if updates % per_step and option in self.given:
+            self.say("approximated", option, f"updates there, {per_step} of them in a step: {steps} steps")
+        return steps
+
     def copy(self) -> None:
         """Carry over every option whose row has a field and is not computed; a field that is set stays."""
         for row in self.table.rows:
@@ -127,7 +135,7 @@ class Draft:
         if row.by == "list" and option in self.given:
             value = [self.take(name) for name in row.options]
         elif row.by == "updates" and value and value > 0:
-            value = math.ceil(value / self.updates_per_step)
+            value = self.steps_of(option, value)
         elif row.by in ("range", "distance"):
             low, is_range, high = str(value).partition("_")
             bounds = float(low) if is_range else 0.0, float(high or low)

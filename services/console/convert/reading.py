@@ -21,13 +21,21 @@ from tidemill.common.config.section import flatten, number_of
 from tidemill.common.errors import ConfigError
 from tidemill.services.console.convert.table import Project
 
+LAUNCHER = "launch."
+"""Before the names of options of the program that starts a script."""
 SCRIPTS = (".sh", ".bash", ".slurm")
 _HYDRA = re.compile(r"^\+{0,2}[A-Za-z_]\w*(\.\w+)+=")
+_OVERRIDE = re.compile(r"^\+{0,2}[A-Za-z_][\w./@]*=")
+_HYDRA_FLAGS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+_REDIRECTION = re.compile(r"^(\d|&)?[<>]{1,2}&?(?!\$<)")
+_NODES = re.compile(r"--nnodes[= ](\d+)(?= |$)")
 _SCRIPT_VARIABLE = re.compile(r"^[A-Z_][A-Z0-9_]*=")
 _REFERENCE = re.compile(r"^\$\{([\w.]+)\}$")
-_PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)[= ](\d+)(?= |$)")
+_PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)[= ](\d+)(?= |$)")
 _OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "tools", "environment_factory")
 """Arguments of GRPOTrainer that no literal can be: their source says what they are."""
+_POSITIONAL = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
+"""Arguments of GRPOTrainer that may be given without their names."""
 
 
 class Unknown(str):
@@ -59,7 +67,10 @@ def read_options(
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (SyntaxError, *UNREADABLE) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    is_verl = any("." in name if kind in SCRIPTS else name.startswith("actor_rollout_ref.") for name in found)
+    of_script = [name for name in found if not name.startswith(LAUNCHER)]
+    is_verl = any(
+        "." in name if kind in SCRIPTS else name.startswith("actor_rollout_ref.") for name in of_script
+    )
     found = _resolved(found | dict(_of_words(given)))
     if not found:
         raise ConfigError(f"{path} holds no options of verl, TRL or prime-rl")
@@ -117,17 +128,75 @@ def _of_script(commands: list[list[str]], project: Project | None) -> dict[str, 
     """The options of the last command that has any: Hydra's, or those behind `grpo` or a Python file."""
     for words in reversed(commands if project != "trl" else []):
         if any(map(_HYDRA.match, words)):
-            module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-            first = next(at for at, word in enumerate(words) if _HYDRA.match(word))
-            options = [word for word in words[first:] if _HYDRA.match(word) or isinstance(word, Unknown)]
-            return {"module": module, **dict(_of_words(options))}
-    counts = [count[1] for words in commands if (count := _PROCESSES.search(" ".join(words)))]
-    found: dict[str, Any] = {"num_processes": int(counts[-1])} if counts else {}
+            return _of_hydra(_without_redirections(words))
+    found: dict[str, Any] = {}
+    for words in commands:
+        found |= _num_processes(words)
     for words in reversed(commands):
         for at, word in enumerate(words):
             if word == "grpo" or word.endswith(".py"):
-                return found | dict(_of_words(words[at + 1 :]))
+                options = _without_redirections(words[at + 1 :])
+                return found | _of_launcher(words[:at]) | dict(_of_words(options))
     return found
+
+
+def _of_hydra(words: list[str]) -> dict[str, Any]:
+    """Options of a command with Hydra's overrides. Its other words are kept under their own names: all
+    are converted or listed."""
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    scripts = [word for word in words if word.endswith(".py")]
+    first = next(at for at, word in enumerate(words) if _HYDRA.match(word))
+    if module or scripts:
+        first = words.index(module or scripts[-1]) + 1
+    options: dict[str, Any] = {"module": module}
+    remaining = words[first:]
+    while remaining:
+        word = remaining.pop(0)
+        if isinstance(word, Unknown) or _OVERRIDE.match(word):
+            options |= dict(_of_words([word]))
+        elif word.startswith("-") and "=" not in word and remaining and not remaining[0].startswith("-"):
+            options[_HYDRA_FLAGS.get(word, word)] = remaining.pop(0)
+        else:
+            name, _, value = word.partition("=")
+            options[_HYDRA_FLAGS.get(name, name)] = value or True
+    return options
+
+
+def _num_processes(words: list[str]) -> dict[str, Any]:
+    """How many processes a launcher starts: accelerate says all, torchrun those of one machine."""
+    line = " ".join(words)
+    if not (count := _PROCESSES.search(line)):
+        return {}
+    nodes = _NODES.search(line) if "nproc" in count[0] else None
+    return {"num_processes": int(count[1]) * int(nodes[1] if nodes else 1)}
+
+
+def _of_launcher(words: list[str]) -> dict[str, Any]:
+    """Options of the program that starts the script, such as `launch.config_file`."""
+    first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
+    options: dict[str, Any] = {}
+    for word in words[first:]:
+        name, _, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and not _PROCESSES.search(f"{word} 1"):
+            options[LAUNCHER + name.replace("-", "_")] = _value(value) if value else True
+        elif options and not word.startswith("-"):
+            last = next(reversed(options))
+            options[last] = _value(word) if options[last] is True else options[last]
+    return options
+
+
+def _without_redirections(words: list[str]) -> list[str]:
+    """A command's words without what sends its output to a file."""
+    kept: list[str] = []
+    is_target = False
+    for word in words:
+        if is_target:
+            is_target = False
+        elif match := _REDIRECTION.match(word):
+            is_target = match.end() == len(word)
+        else:
+            kept.append(word)
+    return kept
 
 
 BREAKS = ";&|\n"
@@ -244,26 +313,49 @@ class Script:
 
 
 def _of_calls(text: str, path: Path) -> dict[str, Any]:
-    """Arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`; `args.name` is the default of `add_argument`."""
+    """Arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`, and attributes of such a config that are set
+    later; `args.name` is the default of `add_argument`."""
     names: dict[str, ast.expr] = {}
-    calls = []
+    calls: list[tuple[str, ast.Call]] = []
+    configs: set[str] = set()
+    attributes: list[tuple[str, str, ast.expr]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign):
             names |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+            for target in node.targets:
+                if isinstance(target, ast.Attribute):
+                    attributes.append((ast.unparse(target.value), target.attr, node.value))
+                elif isinstance(node.value, ast.Call) and _called(node.value) == "GRPOConfig":
+                    configs.add(ast.unparse(target))
         elif isinstance(node, ast.Call):
-            calls.append((ast.unparse(node.func).rpartition(".")[2], node))
+            calls.append((_called(node), node))
     for name, call in calls:
         if name == "add_argument" and call.args and isinstance(call.args[0], ast.Constant):
             option = str(call.args[0].value).lstrip("-").replace("-", "_")
             names |= {f"args.{option}": item.value for item in call.keywords if item.arg == "default"}
     if not any(name in ("GRPOConfig", "GRPOTrainer") for name, _ in calls):
         raise ConfigError(f"{path} has no call of GRPOConfig or GRPOTrainer")
-    return {
-        item.arg: _literal(item.value, names, item.arg in _OBJECTS)
-        for name, call in calls
-        for item in call.keywords
-        if item.arg and (name == "GRPOConfig" or (name == "GRPOTrainer" and item.arg in (*_OBJECTS, "model")))
-    }
+    options: dict[str, Any] = {}
+    for name, call in calls:
+        if name not in ("GRPOConfig", "GRPOTrainer"):
+            continue
+        if name == "GRPOTrainer":
+            for argument, value in zip(_POSITIONAL, call.args, strict=False):
+                options[argument] = _literal(value, names, argument in _OBJECTS)
+        for item in call.keywords:
+            if item.arg is None:
+                source = f"**{ast.unparse(item.value)}"
+                options[source] = Unknown(source)
+            else:
+                is_object = item.arg in _OBJECTS or (name == "GRPOTrainer" and item.arg != "model")
+                options[item.arg] = _literal(item.value, names, is_object)
+    options |= {name: _literal(value, names, False) for of, name, value in attributes if of in configs}
+    options.pop("args", None)
+    return options
+
+
+def _called(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], is_object: bool, depth: int = 0) -> Any:

@@ -83,6 +83,10 @@ class OptionTable(BaseModel):
         near = (row for row in self.rows if any(fnmatchcase(option, name) for name in row.options))
         return next(exact, None) or next(near, None)
 
+    def names(self, option: str) -> bool:
+        """Whether a row names the option itself, rather than by a pattern."""
+        return any(option in row.options for row in self.rows)
+
     def default(self, option: str) -> Any:
         """Their default where it is known."""
         row = self.find(option)

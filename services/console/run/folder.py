@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import BrokerError, ConfigError
-from tidemill.common.files import write_atomically
+from tidemill.common.files import StorageError, write_atomically
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import CONFIG_FILE, runs_dir
@@ -79,6 +79,7 @@ class RunFolder:
 
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(self.path / CONFIG_FILE, text)
+        self._keep_tokenizer(Path(config.model.path))
         if is_sandbox:
             return
         # One rename replaces the link, so that `latest` is there at every moment.
@@ -102,6 +103,14 @@ class RunFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+    def _keep_tokenizer(self, model: Path) -> None:
+        """Copy the model's `tokenizer.json`: in a folder that was copied to another machine, tokens have
+        texts only by it. The run itself does not need the copy."""
+        from tidemill.common.run.prompt_lengths import TOKENIZER_FILE
+
+        with contextlib.suppress(OSError, StorageError):
+            write_atomically(self.path / TOKENIZER_FILE, (model / TOKENIZER_FILE).read_bytes())
 
     def config(self) -> "RunConfig | None":
         """The config that the run was last started with; None where the folder does not hold it.

@@ -87,9 +87,10 @@ async def open_history(
         try:
             yield RunAccess(folder, history, source, address, raw_config)
         except OutageError as error:
+            # Not its own words, which are about a service and what that holds.
             raise BrokerError(
-                f"the Redis of run {folder.run_id} went away while it was read: {error}. Try again."
-            ) from None
+                f"the Redis of run {folder.run_id} went away while it was read. Try again."
+            ) from error
 
 
 def read_run(options: OfRun, read: Callable[[RunAccess], Awaitable[T]]) -> T:

@@ -16,7 +16,7 @@ from tidemill.common.run.state import CONFIG_FILE
 from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.status.series import EVALUATION_PREFIX, Columns, Series
 from tidemill.services.console.web.curves import columns_in, columns_of, line_of
-from tidemill.services.console.web.runs import ListedRun
+from tidemill.services.console.web.listing import ListedRun
 from tidemill.services.console.web.site import Site, csv_file
 from tidemill.services.console.web.texts import sendable
 

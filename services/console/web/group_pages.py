@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidemill.common.errors import TidemillError
-from tidemill.common.wire.messages import Lane, Trajectory
+from tidemill.common.wire.messages import Lane, Trajectory, is_demonstration
 from tidemill.common.wire.segments import Segment
 from tidemill.services.console.records.joins import GroupRecord, read_group, read_trajectories
 from tidemill.services.console.records.sessions import num_completion_tokens
@@ -26,7 +26,7 @@ from tidemill.services.console.web.groups import (
     number_of,
 )
 from tidemill.services.console.web.runs import WatchedRun
-from tidemill.services.console.web.site import Page, Site, csv_file, history_of, json_file
+from tidemill.services.console.web.site import NotYet, Page, Site, csv_file, history_of, json_file
 from tidemill.services.console.web.texts import TokenTexts, prompt_messages, visible
 
 MAX_SHOWN_SAMPLES = 32
@@ -37,6 +37,8 @@ LIKELY = (0.9, 0.5, 0.2, 0.05, 0.01)
 """Probabilities between the levels of a token's colour."""
 OLDEST = 4
 """Steps of age from which on all tokens have one colour."""
+UNFINISHED = ("issued", "generating", "generated")
+"""States in which a group has not all of its scores yet."""
 LANES = {"groups": Lane.TRAIN, "eval-groups": Lane.EVAL}
 """By the part of the address: evaluation numbers its tickets by itself, so it has addresses of its own."""
 
@@ -78,6 +80,7 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
     typed, first = request.query_params.get("sort", ""), number_of(request.query_params.get("first"))
     sort = typed if typed in SAMPLE_SORTS else "index"
     shown = sorted(view.samples, key=SAMPLE_SORTS[sort])[first : first + MAX_SHOWN_SAMPLES]
+    is_partial = row.state in UNFINISHED and run.may_change
     messages = prompt_messages(view.prompt_source) if view.prompt_source else []
     return site.response(
         "group.html",
@@ -88,6 +91,7 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
         row=row,
         lane=lane.value,
         problem=problem,
+        is_partial=is_partial,
         chat=part("", *(message_lines(message) for message in messages)),
         shown=[(sample, part("", sample_parts(view, sample, with_text=False))) for sample in shown],
         has_sessions=any(sample.trajectory and sample.trajectory.session for sample in shown),
@@ -131,9 +135,33 @@ def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
         raise HTTPException(404)
     row = run.index.get(ticket, lane)
     if row is None:
-        still = "" if run.index.is_complete else " The run is still being read: try again in a moment."
-        raise HTTPException(404, f"The run has no ticket {ticket} that anything is known of.{still}")
+        raise _no_row(run, ticket, lane)
     return row, lane
+
+
+def _no_row(run: WatchedRun, ticket: int, lane: Lane) -> HTTPException:
+    """Says of a ticket that nothing is known of whether it may come, and when."""
+    index = run.index
+    kind = "evaluation ticket" if lane is Lane.EVAL else "ticket"
+    newest = max((number for number in index.groups[lane] if not is_demonstration(number)), default=-1)
+    so_far = f"the newest is {newest:,}" if newest >= 0 else "there is none yet"
+    if not run.may_change:
+        state = f"{so_far}, and the run does not go on" if newest >= 0 else "nothing is left of its groups"
+        return HTTPException(404, f"The run has no {kind} {ticket} that anything is known of: {state}.")
+    if not index.is_complete:
+        return NotYet(f"The run's streams are still being read; {kind} {ticket} may be among what is left.")
+    if index.has_forgotten(ticket, lane):
+        return HTTPException(404, f"{kind.capitalize()} {ticket} is too old: it is not kept in memory.")
+    if lane is Lane.EVAL or run.config is None:
+        return NotYet(f"{kind.capitalize()} {ticket} is not issued yet: {so_far}.")
+    trainer = run.config.trainer
+    step = ticket // trainer.groups_per_step
+    when = f"with {trainer.groups_per_step:,} groups a step it comes about step {step:,}"
+    if step >= trainer.steps:
+        when = (
+            f"it will hardly come, for the run ends about ticket {trainer.steps * trainer.groups_per_step:,}"
+        )
+    return NotYet(f"Ticket {ticket} is not issued yet: {so_far}, at step {len(index.steps):,}; {when}.")
 
 
 async def _trajectory(run: WatchedRun, request: Request) -> Trajectory:

@@ -198,6 +198,10 @@ class GroupIndex:
     def get(self, ticket: int, lane: Lane = Lane.TRAIN) -> GroupRow | None:
         return self.groups[lane].get(ticket)
 
+    def has_forgotten(self, ticket: int, lane: Lane) -> bool:
+        """Whether its row may have been removed to make room."""
+        return ticket <= self._floor[lane, is_demonstration(ticket)]
+
     async def follow(self, history: History) -> None:
         numbered = (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES)
         num_new = 0

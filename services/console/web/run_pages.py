@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tidemill.common.config.section import flatten
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP
+from tidemill.common.run.state import FINISHED, STOPPED
 from tidemill.common.wire.messages import Commit, Lane
 from tidemill.services.console.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
 from tidemill.services.console.options import DeadFilter
@@ -33,13 +35,23 @@ from tidemill.services.console.status.dashboard import (
     process_table,
     warning_line,
 )
+from tidemill.services.console.status.report import spell_lines, verdict_lines
 from tidemill.services.console.status.snapshot import RunSnapshot, StepPoint
 from tidemill.services.console.text.formats import plural, sample_name
 from tidemill.services.console.text.tree import Node, note, part, table
 from tidemill.services.console.web.curves import chart_trees
 from tidemill.services.console.web.groups import STATES, GroupRow, number_of
+from tidemill.services.console.web.listing import OVER, UNEXPECTED
 from tidemill.services.console.web.runs import WatchedRun
-from tidemill.services.console.web.site import Page, Site, attached, csv_file, history_of, json_file
+from tidemill.services.console.web.site import (
+    NotYet,
+    Page,
+    Site,
+    attached,
+    csv_file,
+    history_of,
+    json_file,
+)
 from tidemill.services.console.web.texts import sendable
 
 RECENT_STEPS = 5
@@ -66,41 +78,73 @@ async def overview(site: Site, run: WatchedRun, request: Request) -> Response:
     counts = Counter(row.state for row in run.index.groups[Lane.TRAIN].values())
     steps = run.index.steps
     return site.response(
-        "state.html" if request.url.path.endswith("/state.html") else "overview.html",
+        "fresh.html" if request.url.path.endswith("/state.html") else "overview.html",
         run=run,
         here="overview",
         snapshot=run.snapshot,
-        **(_state(run.snapshot) if run.snapshot else {}),
+        **(_state(run, run.snapshot) if run.snapshot else {}),
         counts={name: counts[name] for name in STATES},
         num_eval=len(run.index.groups[Lane.EVAL]),
         recent=part("", table(_step_row(steps[step]) for step in sorted(steps)[-RECENT_STEPS:][::-1])),
     )
 
 
-def _state(snapshot: RunSnapshot) -> dict[str, Any]:
+def _state(run: WatchedRun, snapshot: RunSnapshot) -> dict[str, Any]:
     """What `tidemill status` shows of a run."""
     return {
-        "pace": pace(snapshot),
-        "warnings": [warning_line(warning) for warning in snapshot.warnings],
+        # The time that is left is that of a run which goes on.
+        "pace": [words for words in pace(snapshot) if run.is_live or not words.endswith(" left")],
+        "remarks": list(_remarks(run, snapshot)),
         "learning": part("", learning_lines(snapshot)),
         "flow": part("", flow_lines(snapshot)),
         "processes": part("", process_table(snapshot)),
     }
 
 
+def _remarks(run: WatchedRun, snapshot: RunSnapshot) -> Iterator[Node]:
+    """Why the run ended, what it warns or has warned of, what makes it slow, and whether it has learned."""
+    if run.is_live:
+        for warning in snapshot.warnings:
+            yield Node("warning", warning_line(warning), style="yellow")
+        if verdict := snapshot.bottleneck:
+            yield Node("slowest", f"{verdict.text}. {verdict.advice}")
+        return
+    yield from _end_lines(run)
+    if run.report:
+        yield from verdict_lines(run.report)
+        return
+    for line in spell_lines(snapshot.state.get("warnings") or []):
+        yield Node("warning", line, style="yellow")
+
+
+def _end_lines(run: WatchedRun) -> Iterator[Node]:
+    """How a run that is over ended, why, and what to do; a finished one has its summary for that."""
+    if run.end is None or run.status not in OVER or run.status in (FINISHED, UNEXPECTED):
+        return
+    style = "yellow" if run.status == STOPPED else "bold red"
+    lines = run.end.lines
+    first = lines[0]
+    yield Node("", first[:1].upper() + first[1:], style=style)
+    for line in lines[1:]:
+        label, _, value = line.partition(": ")
+        name = Path(value).name
+        link = f"logs/{name}" if label == "log" and LOG_NAME.fullmatch(name) else ""
+        yield Node(label, value, style=style, link=link)
+
+
 async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
     evaluations = run.snapshot.evaluations if run.snapshot else []
     version = run.snapshot.version if run.snapshot else 0
     trees = chart_trees(run.index.steps, evaluations)
-    return JSONResponse({"live": run.is_live, "version": version, "charts": trees})
+    tree = {"live": run.is_live, "changes": run.may_change, "version": version, "charts": trees}
+    return JSONResponse(tree)
 
 
 async def changes(site: Site, run: WatchedRun, request: Request) -> Response:
     """Whether anything has changed, for pages that only say so."""
     index = run.index
     num_groups = {lane.value: len(index.groups[lane]) for lane in Lane}
-    is_live = run.is_live or not index.is_complete
-    return JSONResponse({"live": is_live, "groups": num_groups, "steps": len(index.steps)})
+    return JSONResponse({"live": run.may_change, "groups": num_groups, "steps": len(index.steps)})
 
 
 def _step_row(point: StepPoint) -> dict[str, Any]:
@@ -121,8 +165,11 @@ async def steps(site: Site, run: WatchedRun, request: Request) -> Response:
     page = min(max(1, number_of(request.query_params.get("page"), 1)), num_pages)
     shown = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
     rows = table(_step_row(run.index.steps[number]) for number in shown)
-    empty, pages = "No step is committed yet.", {"page": page, "num_pages": num_pages}
-    return site.page(run, "steps", "Steps", part("", [rows] if shown else []), empty=empty, **pages)
+    pages = {"page": page, "num_pages": num_pages}
+    empty = "No step is committed yet." if run.may_change else "No step was committed."
+    waits = run.may_change and not numbers
+    tree = part("", [rows] if shown else [])
+    return site.page(run, "steps", "Steps", tree, empty=empty, waits=waits, **pages)
 
 
 async def step(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -130,7 +177,7 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
     number = request.path_params["step"]
     row = run.index.steps.get(number)
     if row is None:
-        raise HTTPException(404, f"Step {number} has no commit yet.")
+        raise _no_step(run, number)
     problem, commit = "", None
     try:
         commit = await history_of(run).commit(number)
@@ -160,6 +207,21 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
         previous=number - 1 if number - 1 in run.index.steps else None,
         following=number + 1 if number + 1 in run.index.steps else None,
     )
+
+
+def _no_step(run: WatchedRun, number: int) -> HTTPException:
+    """Says of a step without a commit whether it will have one, and when."""
+    done = run.snapshot.version if run.snapshot else 0
+    all_steps = run.config.trainer.steps if run.config else None
+    text = f"Step {number} has no commit yet: the run has done {plural(done, 'step')}"
+    text += f" of {all_steps:,}." if all_steps else "."
+    if all_steps is not None and number >= all_steps:
+        return HTTPException(404, f"There is no step {number}: the run has {plural(all_steps, 'step')}.")
+    if number < done:
+        text = f"Step {number} is not known: its commit is neither in the streams nor in metrics.jsonl."
+    if not run.may_change:
+        return HTTPException(404, f"{text} The run does not go on.")
+    return NotYet(text)
 
 
 def _batches(commit: Commit) -> Node:

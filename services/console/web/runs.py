@@ -8,33 +8,33 @@ that was requested least recently is closed.
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import compress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import History
-from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.common.run.state import (
-    CONFIG_FILE,
-    FINISHED,
-    METRICS_FILE,
-    known_runs,
-    read_records,
-    run_exists,
-)
-from tidemill.common.wire.keys import RUN_ID, Keys
+from tidemill.common.run.state import CONFIG_FILE, FINISHED, METRICS_FILE, RUNNING, read_records
+from tidemill.common.wire.keys import RUN_ID
 from tidemill.services.console.run.end import LOST, RunEnd, read_end
-from tidemill.services.console.run.folder import RunFolder, connected
-from tidemill.services.console.run.history import LIVE, open_history
-from tidemill.services.console.status.report import read_report
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.history import LIVE, MissingHistoryError, open_history
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, points_of, read_folder
 from tidemill.services.console.web.groups import GroupIndex
+from tidemill.services.console.web.listing import (
+    MAX_LISTED_RUNS,
+    OVER,
+    UNEXPECTED,
+    ListedRun,
+    current_report,
+    is_in_redis,
+    may_have_redis,
+    runs_in_folder,
+    with_redis,
+)
 from tidemill.services.console.web.texts import TokenTexts
 
 REFRESH_S = 1.0
@@ -43,12 +43,11 @@ REFRESH_STILL_S = 5.0
 RETRY_S = 5.0
 """Pause after the run's history could not be had."""
 UNWATCHED_S = 90.0
-ENDED = (FINISHED, "failed", "stopped", "ended", LOST)
 MAX_OPEN_RUNS = 4
-MAX_LISTED_RUNS = 500
+PATIENCE_S = 3.0
+"""A Redis that has not answered for so long is reported."""
 FIRST_LOOK_S = 3.0
 """A request for a run that was not watched yet waits at most this long for the first reading."""
-KNOWN_RUNS_S = 3.0
 
 
 class WatchedRun:
@@ -68,6 +67,12 @@ class WatchedRun:
         """Where it is read from, in words."""
         self.problem = ""
         """Why it cannot be read now, in words; empty while all is well."""
+        self.is_lost = False
+        """Whether nothing is left of its streams, so that waiting for them is in vain."""
+        self.report: Mapping[str, Any] = {}
+        """Its summary; empty while it has none."""
+        self.end: RunEnd | None = None
+        """How it stands by its folder; None before the first look."""
         self.has_looked = asyncio.Event()
         """Set when a reading has ended, also by an error; cleared when the history was released."""
         self.opened_at = 0.0
@@ -84,14 +89,37 @@ class WatchedRun:
     @property
     def is_live(self) -> bool:
         """Whether it may change at any moment."""
-        return self.source == LIVE and self.status not in ENDED
+        return self.source == LIVE and self.history is not None and self.status not in OVER
+
+    @property
+    def silent_s(self) -> float:
+        """How long Redis has not answered; 0 while it does."""
+        is_reading = not self.index.is_complete  # a long history: snapshots wait for it
+        if self.history is None or self.source != LIVE or self.snapshot is None or is_reading:
+            return 0.0
+        silent_s = time.time() - self.snapshot.at - REFRESH_S
+        return silent_s if silent_s > PATIENCE_S else 0.0
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a page that is loaded again soon may show more."""
+        if self.problem:
+            return not self.is_lost and self.status not in OVER
+        return self.is_live or not self.index.is_complete
 
     @property
     def status(self) -> str:
-        """The status in the run's state; where its Redis is gone and no end is recorded, by its folder."""
+        """The status in the run's state, or that of its folder where its Redis or its launcher is gone;
+        `ended` where it has done all its steps but not what was expected of it."""
         status = self.snapshot.status if self.snapshot else "unknown"
-        is_gone = self.source != LIVE and status not in ENDED
-        return read_end(self.folder).status if is_gone and self.has_looked.is_set() else status
+        if status == FINISHED and self.report and not self.report.get("ok"):
+            return UNEXPECTED
+        if status in OVER or self.end is None:
+            return status
+        workers = self.snapshot.workers if self.snapshot else []
+        # Redis says `running` for ever where the launcher was killed.
+        is_left = self.end.pid > 0 and self.end.status == LOST and not any(beat.is_alive for beat in workers)
+        return self.end.status if self.source != LIVE or is_left else status
 
     def touch(self) -> None:
         """Somebody looks: follow the run, or go on with it."""
@@ -106,8 +134,9 @@ class WatchedRun:
 
     async def texts(self) -> TokenTexts:
         if self._texts is None:
-            path = Path(self.config.model.path) if self.config else None
-            self._texts = await asyncio.to_thread(TokenTexts.load, path)
+            # The run's own copy first: the model's folder may be on another machine.
+            folders = [self.folder.path, *([Path(self.config.model.path)] if self.config else ())]
+            self._texts = await asyncio.to_thread(TokenTexts.load, folders)
         return self._texts
 
     async def close(self) -> None:
@@ -128,13 +157,19 @@ class WatchedRun:
                 continue
             except TidemillError as error:
                 self.problem = str(error)
+                self.is_lost = isinstance(error, MissingHistoryError) and not self._may_come()
             except Exception as error:
                 self.problem = f"{type(error).__name__}: {error}"
             finally:
                 # Its connections are closed: a page that went on with it would fail.
                 self.history = None
-            with contextlib.suppress(TidemillError, OSError, ValueError):
-                await self._read_folder()  # what there is; `problem` says why it is not more
+            try:
+                await self._read_end()
+                if self.snapshot is None or not self._may_come():
+                    await self._read_folder()  # what there is; `problem` says why it is not more
+            except (TidemillError, OSError, ValueError) as error:
+                self.problem = f"{error}; {self.problem}"
+                self.is_lost = False
             self.has_looked.set()
             await asyncio.sleep(RETRY_S)
 
@@ -148,13 +183,16 @@ class WatchedRun:
                 self.snapshot = await reader.read()
             else:
                 await self._read_folder()
+            await self._read_end()
             await self.index.follow(history)
             self.problem = ""
+            self.is_lost = False
             self.has_looked.set()
             await asyncio.sleep(REFRESH_S if self.is_live else REFRESH_STILL_S)
 
     async def _read_folder(self) -> None:
         """What the folder alone tells, when it has changed."""
+        await self._read_end()
         path = self.folder.path / METRICS_FILE
         changed_at = path.stat().st_mtime if path.exists() else 0.0
         if self.folder.config() is None or changed_at == self._folder_changed_at:
@@ -163,23 +201,32 @@ class WatchedRun:
         self.config = self.config or self.folder.config()
         snapshot, _ = await asyncio.to_thread(read_folder, self.folder)
         self.snapshot = snapshot
-        report = await asyncio.to_thread(read_report, self.folder)
-        if report and snapshot.status == FINISHED:
-            snapshot.state["status"] = FINISHED if report.get("ok") else "ended"
+        await self._read_end()  # again: a summary counts where the run has done no more steps since
+        if self.end is not None:
+            snapshot.state["status"] = self.end.status
+        if self.report:
+            snapshot.state["warnings"] = self.report.get("warnings") or []
         for point in points_of(await asyncio.to_thread(read_records, path)):
             # A commit has more of a step than its line: points from the streams stay.
             self.index.steps.setdefault(point.step, point)
 
+    def _may_come(self) -> bool:
+        """Whether its streams may be there soon: a Redis can be asked, or its launcher is alive."""
+        end = read_end(self.folder)
+        return may_have_redis(self.folder) or (end.pid > 0 and not end.is_over)
 
-@dataclass(frozen=True, slots=True)
-class ListedRun:
-    run_id: str
-    status: str
-    report: Mapping[str, Any]
-    """Its summary; empty while it has none."""
-    changed_at: float = 0.0
-    end: RunEnd | None = None
-    """How it ended and why; None where there is no folder of it here."""
+    async def _read_end(self) -> None:
+        """How it stands by its folder, and its summary."""
+        if not self.folder.path.is_dir():
+            return
+        steps = self.snapshot.version if self.snapshot else None
+        end = await asyncio.to_thread(read_end, self.folder)
+        if end.status == RUNNING and not end.pid and self.source != LIVE:
+            # What looks alive in its folder is the Redis that serves its data to these pages.
+            end = replace(end, status=LOST)
+        self.end = end
+        report = await asyncio.to_thread(current_report, self.folder, steps)
+        self.report = report or {}
 
 
 class Catalog:
@@ -188,10 +235,9 @@ class Catalog:
         self._open: dict[str, WatchedRun] = {}
 
     async def lines(self) -> list[ListedRun]:
-        lines = {line.run_id: line for line in await asyncio.to_thread(self._in_folder)}
-        for run_id in await _runs_in_redis():
-            lines.setdefault(run_id, ListedRun(run_id, "in Redis", {}))
-        return sorted(lines.values(), key=lambda line: line.changed_at, reverse=True)[:MAX_LISTED_RUNS]
+        of_folder = await asyncio.to_thread(runs_in_folder, self.runs)
+        lines = await with_redis(self.runs, of_folder)
+        return sorted(lines, key=lambda line: line.changed_at, reverse=True)[:MAX_LISTED_RUNS]
 
     async def get(self, run_id: str) -> WatchedRun | None:
         """A run that is followed from now on, after a first look at it; None where there is no such run."""
@@ -212,46 +258,14 @@ class Catalog:
             await asyncio.wait_for(run.has_looked.wait(), max(0.0, patience_s))
         return run
 
+    def opened(self, run_id: str) -> WatchedRun | None:
+        """A run that is followed now."""
+        return self._open.get(run_id)
+
     async def close(self) -> None:
         for run in self._open.values():
             await run.close()
 
     async def exists(self, run_id: str) -> bool:
         """Whether the folder or Redis has it, also where it is too old to be listed."""
-        return (self.runs / run_id / CONFIG_FILE).is_file() or run_id in await _runs_in_redis()
-
-    def _in_folder(self) -> list[ListedRun]:
-        try:
-            # `latest` is a link to one of the others.
-            names = [path.name for path in self.runs.iterdir() if not path.is_symlink()]
-        except OSError:
-            return []
-        found = [RunFolder(self.runs, name) for name in names if RUN_ID.fullmatch(name)]
-        return [_listed(folder) for folder in found if (folder.path / CONFIG_FILE).is_file()]
-
-
-async def _runs_in_redis() -> list[str]:
-    """Runs of the environment's Redis; none where it does not answer soon."""
-    if not (url := os.environ.get(URL_VARIABLE)):
-        return []
-    try:
-        async with asyncio.timeout(KNOWN_RUNS_S), connected(url) as broker:
-            named = [run_id for run_id in await known_runs(broker) if RUN_ID.fullmatch(run_id)]
-            # A trainer's user may name any run there, and has keys of its own run only.
-            are_there = await asyncio.gather(*(run_exists(broker, Keys(name)) for name in named))
-            return list(compress(named, are_there))
-    except (TidemillError, TimeoutError):
-        return []
-
-
-def _listed(folder: RunFolder) -> ListedRun:
-    report = read_report(folder) or {}
-    changed_at = 0.0
-    for name in (METRICS_FILE, CONFIG_FILE):
-        with contextlib.suppress(OSError):
-            changed_at = max(changed_at, (folder.path / name).stat().st_mtime)
-    end = read_end(folder)
-    status = end.status
-    if status == FINISHED and report and not report.get("ok"):
-        status = "ended"
-    return ListedRun(folder.run_id, status, report, changed_at, end)
+        return (self.runs / run_id / CONFIG_FILE).is_file() or await is_in_redis(run_id)

@@ -35,7 +35,7 @@ from tidemill.services.console.options import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
 from tidemill.services.console.web import compare_pages, group_pages, run_pages
 from tidemill.services.console.web.runs import Catalog
-from tidemill.services.console.web.site import FOLDER, Site
+from tidemill.services.console.web.site import FOLDER, NotYet, Site
 
 TOKEN_VARIABLE = "TIDEMILL_WEB_TOKEN"
 LEAST_TOKEN_CHARACTERS = 16
@@ -160,10 +160,14 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
         assert isinstance(error, HTTPException)
         is_plain = error.detail == "Not Found"
         what = "There is nothing at this address." if is_plain else error.detail
-        return site.response("missing.html", error.status_code, what=what)
+        waits = isinstance(error, NotYet)
+        run = catalog.opened(request.path_params.get("run", ""))
+        return site.response("missing.html", error.status_code, run=run, what=what, waits=waits)
 
     async def away(request: Request, error: Exception) -> Response:
-        return site.response("missing.html", 503, what=str(error))
+        run = catalog.opened(request.path_params.get("run", ""))
+        waits = run is not None and run.may_change
+        return site.response("missing.html", 503, run=run, what=str(error), waits=waits)
 
     async def broken(request: Request, error: Exception) -> Response:
         return PlainTextResponse(f"This page failed: {type(error).__name__}.\n", 500)

@@ -24,6 +24,14 @@ from tidemill.services.console.web import texts
 from tidemill.services.console.web.runs import Catalog, WatchedRun
 from tidemill.services.console.web.texts import sendable, visible
 
+
+class NotYet(HTTPException):
+    """What an address names is not there yet, and may come: the page loads again by itself."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(404, detail)
+
+
 FOLDER = Path(__file__).parent
 MAX_WORDS_CHARACTERS = 20_000
 """Characters of a judge's words or an error on one page."""
@@ -73,6 +81,7 @@ class Site:
     def page(self, run: WatchedRun, here: str, title: str, shown: Node, **values: Any) -> Response:
         """A page of a run that is a list or a record; without `text`, nothing can be searched on it."""
         plain = {"up": None, "files": (), "note": "", "text": None, "empty": "", "page": 1, "num_pages": 1}
+        plain["waits"] = False
         return self.response("page.html", run=run, here=here, title=title, shown=shown, **plain | values)
 
     async def run_of(self, request: Request) -> WatchedRun:
@@ -95,7 +104,7 @@ Page = Callable[[Site, WatchedRun, Request], Awaitable[Response]]
 def history_of(run: WatchedRun) -> History:
     """The run's history. Raises BrokerError: it is not open."""
     if run.history is None:
-        raise BrokerError(run.problem or "The run's streams are being opened; load the page again.")
+        raise BrokerError(run.problem or "The run's streams are being opened.")
     return run.history
 
 

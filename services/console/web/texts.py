@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from tidemill.common.run.dataset import PROMPT
+from tidemill.common.run.prompt_lengths import TOKENIZER_FILE
 from tidemill.common.wire.messages import PromptFields
 from tidemill.services.console.text.formats import NOTHING
 
@@ -77,7 +78,6 @@ def sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-TOKENIZER_FILE = "tokenizer.json"
 CONTEXT_TOKENS = 16
 """Tokens before a part that are decoded with it: they may hold the first bytes of its first character."""
 MAX_PIECE_CHARACTERS = 2000
@@ -90,16 +90,17 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     @classmethod
-    def load(cls, model_folder: Path | None) -> "TokenTexts":
-        """Read `tokenizer.json` of a model's folder, if it is there and this release understands it."""
-        path = model_folder / TOKENIZER_FILE if model_folder else None
-        if path is None or not path.is_file():
-            return cls(None)
-        try:
-            return cls(Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises nothing narrower
-            log.warning("tokenizer cannot be read", path=str(path), error=str(error))
-            return cls(None)
+    def load(cls, folders: Iterable[Path]) -> "TokenTexts":
+        """Read the `tokenizer.json` of the first of these folders that has one which this release
+        understands."""
+        for path in (folder / TOKENIZER_FILE for folder in folders):
+            if not path.is_file():
+                continue
+            try:
+                return cls(Tokenizer.from_file(str(path)))
+            except Exception as error:  # the library raises nothing narrower
+                log.warning("tokenizer cannot be read", path=str(path), error=str(error))
+        return cls(None)
 
     @property
     def is_known(self) -> bool:

@@ -5,6 +5,7 @@ import asyncio
 import csv
 import io
 import json
+import os
 import re
 import shutil
 from collections.abc import AsyncIterator
@@ -19,6 +20,9 @@ from tests.conftest import SERVERS
 from tests.support.archives import archive
 from tests.support.models import run_config
 from tests.support.numbered import append_numbered
+from tests.support.preloaded import REPO
+from tests.support.servers import free_port
+from tests.support.trajectories import make_config
 from tests.support.waiting import wait_until
 from tests.support.web_runs import (
     SCRIPT,
@@ -33,9 +37,10 @@ from tidemill.common.history import StreamName
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.common.run.state import publish_config
+from tidemill.common.run.state import publish_config, update_state
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import RUNS, Keys
+from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.web import runs
 from tidemill.services.console.web.curves import MAX_POINTS
 from tidemill.services.console.web.runs import Catalog
@@ -44,6 +49,7 @@ from tidemill.services.console.web.site import csv_file
 
 TYPED = '"><script>window.hacked = 3</script>'
 ENDED = Keys("ended")
+MODEL = REPO / "examples" / "arith" / "model"
 
 # What differs between servers is hidden by `History`, and tested there.
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
@@ -122,11 +128,31 @@ async def test_every_page_answers_and_holds_no_markup_of_others(site: httpx.Asyn
 
 async def test_what_is_not_there_is_said(site: httpx.AsyncClient) -> None:
     for path in (
-        "/groups/99", "/steps/99", "/dead/9-9", "/groups/0/77/tokens", "/groups/99.json", "/logs/a.log",
+        "/steps/9999", "/dead/9-9", "/groups/0/77/tokens", "/logs/a.log",
         "/nothing", "/nothing/3", "http://127.0.0.1/run/..%2f..%2fetc",
     ):  # fmt: skip
         answer = await site.get(path)
         assert answer.status_code == 404 and "This cannot be shown" in answer.text, path
+        assert "data-wait" not in answer.text, path
+
+
+async def test_what_may_come_says_when_and_waits_for_it(site, broker, keys, tmp_path):
+    config = yaml.safe_load((tmp_path / keys.run_id / "config.yaml").read_text())["trainer"]
+    at_step = 70 // config["groups_per_step"]
+    for path, words in {
+        "/groups/70": f"the newest is 5, at step 2; with 64 groups a step it comes about step {at_step}",
+        f"/groups/{64 * 5000}": "it will hardly come",
+        "/groups/70.json": "the newest is 5",
+        "/eval-groups/7": "Evaluation ticket 7 is not issued yet: the newest is 0",
+        "/steps/99": "Step 99 has no commit yet: the run has done 2 steps of",
+    }.items():
+        words = words.replace("64", str(config["groups_per_step"]))
+        answer = await site.get(path.replace("64", str(config["groups_per_step"])))
+        assert answer.status_code == 404 and words in answer.text, (path, answer.text)
+        assert "This is not there yet" in answer.text and "data-wait" in answer.text, path
+    await append_numbered(broker, keys.prompts(), [(70, make_ticket(70))])
+    await shows(site, "/groups/70", "0 of 2 completions so far, 0 of them scored", "data-wait")
+    assert "data-wait" not in await text(site, "/groups/0"), "a group that has all its scores"
 
 
 async def test_texts_and_tokens_come_in_parts_with_all_that_is_known_of_them(site, broker, keys):
@@ -207,7 +233,7 @@ async def test_a_live_run_is_followed(site: httpx.AsyncClient, broker: Broker, k
     await append(broker, keys.trajectories(), completion(6, 2, f"fresh {SCRIPT}"))
     await append_numbered(broker, keys.commits, [(4, commit_of(4))])
     await shows(site, "/groups/6", "fresh", "1 <small>of 4</small>")
-    await shows(site, "/groups/7", "No completion is known yet")
+    await shows(site, "/groups/7", "0 of 2 completions so far")
     await shows(site, "/groups/8", "entries were trimmed")
     await shows(site, "/state.html", "2.5 MB, 1.4% changed")
 
@@ -231,13 +257,62 @@ async def test_runs_of_redis_are_listed_and_compared_by_their_commits(site, brok
     await broker.execute("SREM", RUNS, "invented")
 
 
-async def leave_a_run(tmp_path: Path, *, archived: bool = False) -> EmbeddedRedis:
-    """A run whose own Redis was stopped."""
+def rows_of(page: str) -> dict[str, list[str]]:
+    """The cells of the list of runs, as text, by run."""
+    rows = {}
+    for row in page.partition("<tbody>")[2].split("</tr>")[:-1]:
+        cells = [re.sub(r"<[^>]+>", "", cell).split() for cell in re.split(r"</t[hd]>", row)]
+        texts = [" ".join(cell) for cell in cells[1:-1]]
+        rows[texts[0]] = texts[1:]
+    return rows
+
+
+async def test_every_run_has_its_state_and_numbers_in_the_list(site, broker, keys, tmp_path):
+    evaluations = [{"version": 2, "set": "a", "score": 0.25}, {"version": 2, "set": "b", "score": 0.75}]
+    await update_state(broker, keys, evaluations=evaluations)
+    for name, rewards in {
+        "stopped": [0.5, 1.5],
+        "failed": [],
+        "finished": [0.25],
+        "goes-on": [0.25, 0.5],
+    }.items():
+        write_folder(tmp_path, Keys(name))
+        write_metrics(tmp_path / name, rewards)
+    with (tmp_path / "stopped" / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(item | {"kind": "evaluation", "time": 1.0}) + "\n" for item in evaluations)
+        file.write('{"kind": "step", "step": 7, "rew')  # is being written
+    end = {"reason": "trainer cannot do this run", "error": f"no column {SCRIPT}", "of_steps": 10}
+    (tmp_path / "failed" / "end.json").write_text(json.dumps(end | {"status": "failed"}))
+    report = {"steps": 1, "reward_first": 0.25, "reward_last": 0.25, "eval_after": 0.125}
+    for name in ("finished", "goes-on"):
+        (tmp_path / name / "summary.json").write_text(json.dumps(report | {"ok": True}))
+    (tmp_path / "goes-on" / "end.json").write_text(json.dumps({"status": "stopped"}))
+    for path in (tmp_path / "stopped").iterdir():
+        os.utime(path, (1, 1))
+    rows = rows_of(await text(site, "http://127.0.0.1/"))
+    steps = yaml.safe_load((tmp_path / "stopped" / "config.yaml").read_text())["trainer"]["steps"]
+    for name, expected in {
+        keys.run_id: ["running", f"2 of {steps}", "0.5", "1.5", "0.5"],  # the folder has no file of numbers
+        "stopped": ["stopped", f"2 of {steps}", "0.5", "1.5", "0.5"],
+        "failed": ["failed no column &lt;script&gt;", f"0 of {steps}", "–", "–", "–"],
+        "finished": ["finished", f"1 of {steps}", "0.25", "0.25", "0.125"],
+        "goes-on": ["stopped", f"2 of {steps}", "0.25", "0.5", "–"],  # its summary is from before
+    }.items():
+        assert rows[name][0].startswith(expected[0]) and rows[name][1:5] == expected[1:], (name, rows[name])
+    shutil.rmtree(tmp_path / keys.run_id)
+    assert rows_of(await text(site, "http://127.0.0.1/"))[keys.run_id][:5] == rows[keys.run_id][:5]
+
+
+async def leave_a_run(
+    tmp_path: Path, *, archived: bool = False, state: dict[str, Any] | None = None
+) -> EmbeddedRedis:
+    """A run whose own Redis was stopped; `state` is what its state says beside `running`."""
     config = write_folder(tmp_path, ENDED)
     redis = EmbeddedRedis(tmp_path / "ended" / "redis")
     redis.start()
     broker = await Broker.connect(redis.url)
     await write_run(broker, ENDED, config)
+    await update_state(broker, ENDED, **(state or {"status": "running"}))
     for stream in StreamName if archived else ():
         await archive(broker, ENDED, tmp_path / "ended", stream)
     await broker.close()
@@ -257,7 +332,7 @@ async def test_what_a_redis_left_is_shown_and_released_when_nobody_looks(ended, 
     redis = await leave_a_run(tmp_path)
     await shows(ended, "/groups/0", "words of the judge")
     await shows(ended, "/groups", "6 groups")
-    await shows(ended, "", "stopped")
+    await shows(ended, "", "lost")
     monkeypatch.setattr(runs, "UNWATCHED_S", 0.0)
 
     def is_free() -> bool:
@@ -283,6 +358,80 @@ async def test_a_run_of_which_only_the_archive_is_left_is_all_there(ended, tmp_p
     await shows(ended, "/steps/1", "2 groups, in the order")
 
 
+WARNING = {"text": "entropy is low", "advice": "Raise it.", "since_step": 0, "until_step": 1, "worst": 0.01}
+
+
+async def test_a_finished_run_keeps_its_warnings_and_its_verdict(ended, tmp_path):
+    await leave_a_run(tmp_path, archived=True)
+    shutil.rmtree(tmp_path / "ended" / "redis")
+    report = {
+        "steps": 2, "warnings": [WARNING], "ok": False, "failures": ["the evaluation went down"],
+        "learning": {"verdict": "fell", "text": "the reward fell"},
+    }  # fmt: skip
+    (tmp_path / "ended" / "summary.json").write_text(json.dumps(report))
+    words = (
+        "entropy is low (steps 1 to 1, at worst 0.01). Raise it.",
+        "the evaluation went down",
+        "the reward fell",
+    )
+    await shows(ended, "", *words, 'class="state ended"')
+    assert "left</p>" not in await text(ended, "/state.html"), "no time is left of a run that is over"
+    (row,) = rows_of(await text(ended, "http://127.0.0.1/")).values()
+    assert row[0] == "ended the evaluation went down"
+
+
+async def test_a_stopped_run_keeps_its_warnings_and_says_how_to_go_on(ended, tmp_path):
+    await leave_a_run(tmp_path, state={"warnings": [WARNING], "status": "stopped"})
+    end = {"status": "stopped", "steps": 2, "of_steps": 9, "at": 1.0, "resume": "tidemill up c.yaml --resume"}
+    (tmp_path / "ended" / "end.json").write_text(json.dumps(end | {"log": "runs/ended/logs/trainer.log"}))
+    await shows(ended, "", "entropy is low", "tidemill up c.yaml --resume", "Stopped after 2 of 9 steps")
+    assert 'href="/run/ended/logs/trainer.log"' in await text(ended)
+
+
+async def test_a_run_whose_launcher_was_killed_is_not_running(ended, tmp_path):
+    await leave_a_run(tmp_path)
+    await shows(ended, "", "the data in", 'class="state lost"')
+
+
+async def test_a_copied_run_shows_texts_also_without_the_model(ended, tmp_path):
+    await leave_a_run(tmp_path, archived=True)
+    await shows(ended, "/groups/0", 'data-first="text"', "tokenizer is not on this machine")
+    assert re.search(r'value="text" checked', await text(ended, "/groups/0"))
+
+
+async def test_a_runs_folder_has_the_tokenizer_that_its_tokens_need(ended, tmp_path):
+    config = make_config(model={"path": str(MODEL)}, run_id="ended")
+    RunFolder(tmp_path, "ended").create(config)
+    await leave_a_run(tmp_path, archived=True)  # its config names a model that is not there
+    await shows(ended, "/groups/0", 'data-first="tokens"')
+    assert 'id">' not in await text(ended, "/groups/2/1/tokens"), "texts, not ids"
+
+
+async def test_while_redis_is_away_a_live_run_waits_and_then_goes_on(browse, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "RETRY_S", 0.05)
+    config = write_folder(tmp_path, ENDED)
+    redis = EmbeddedRedis(tmp_path / "elsewhere", listen=f"127.0.0.1:{free_port()}")
+    redis.start()
+    monkeypatch.setenv("TIDEMILL_REDIS_URL", redis.url)
+    broker = await Broker.connect(redis.url)
+    await write_run(broker, ENDED, config)
+    page = browse("ended")
+    await shows(page, "", "Live", 'class="state running"')
+    redis.kill()
+    await shows(page, "", "Redis has not answered for")
+    await shows(page, "", "This run cannot be read now", "data-wait", 'class="state running"')
+    assert (await page.get("/charts.json")).json()["changes"], "the page asks again"
+    assert (await page.get("/groups/0")).status_code in (200, 503)
+    redis.start()
+
+    async def is_read_again() -> bool:
+        return "cannot be read" not in await text(page) and (await page.get("/groups/0")).status_code == 200
+
+    await wait_until(is_read_again, what="the run is shown again")
+    await broker.close()
+    redis.stop()
+
+
 async def test_a_config_that_is_not_understood_is_named_and_the_run_shown_once_it_is(
     ended, tmp_path, monkeypatch
 ):
@@ -291,7 +440,7 @@ async def test_a_config_that_is_not_understood_is_named_and_the_run_shown_once_i
     config = tmp_path / "ended" / "config.yaml"
     good = config.read_text()
     config.write_text("trainer: {steps: -1, <b>: 2}")
-    await shows(ended, "", "This run cannot be read now")
+    await shows(ended, "", "This run cannot be read now", "trainer.steps")
     assert "<b>" not in (await text(ended, "/groups")).partition("<main")[0]
     (tmp_path / "ended" / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.125}\n')
     config.write_text(good)
@@ -307,10 +456,13 @@ async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(ended, tmp_
     write_folder(tmp_path, ENDED)
     write_metrics(tmp_path / "ended", [s / 4 for s in range(4)])
     await shows(ended, "/steps/3", "0.75")
-    await shows(ended, "", "nothing is left of the streams")
+    await shows(ended, "", "Only the run's folder can be shown", "nothing is left of the streams")
     charts = (await ended.get("/charts.json")).json()["charts"]
     assert charts[0]["lines"][0]["points"][-1] == [3, 0.75]
-    assert "no groups here yet" in await text(ended, "/groups")
+    assert "Nothing is left of the groups" in await text(ended, "/groups")
+    assert "nothing is left of its groups" in await text(ended, "/groups/3")
+    for path in ("", "/groups", "/groups/3", "/steps", "/steps/3", "/config", "/dead"):
+        assert "data-wait" not in await text(ended, path), "nobody comes back for it"
     assert (await text(ended, "/metrics.csv")).splitlines()[4].startswith("3,")
     assert len((await ended.get("/metrics.json")).json()["steps"]) == 4
     assert "trainer.optimizer.lr" in await text(ended, "/config?text=optimizer")

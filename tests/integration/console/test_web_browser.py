@@ -12,7 +12,16 @@ from tests.support.numbered import append_numbered
 from tests.support.preloaded import REPO
 from tests.support.recorded_sessions import as_session
 from tests.support.runs import ServiceRun, simulated_config
-from tests.support.web_runs import LONG, RIGHT_TO_LEFT, completion, question, write_folder, write_run
+from tests.support.web_runs import (
+    LONG,
+    RIGHT_TO_LEFT,
+    commit_of,
+    completion,
+    question,
+    score_of,
+    write_folder,
+    write_run,
+)
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
@@ -76,14 +85,60 @@ async def test_a_live_run_is_followed_without_loading_again(tmp_path, redis_serv
         assert await page.locator(".chart").count() == 0, "nothing is committed without rewards"
         run.start("reward")
         await page.locator(".chart path.line").first.wait_for(state="attached")
-        await page.locator("#state .state.finished").wait_for()
+        await page.locator("#head .state.finished").wait_for()
         assert await page.evaluate("window.same") is True
-        assert "step 6 of 6" in await text_of(page, "#state")
+        assert "step 6 of 6" in await text_of(page, "#head")
         await page.keyboard.press("g")
         await page.wait_for_url("**/groups")
         await page.keyboard.press("j")
         await page.keyboard.press("Enter")
         await page.locator(".tokens .t").first.wait_for()
+
+
+async def test_an_early_link_opens_by_itself_once_there_is_what_it_names(
+    tmp_path, redis_server, broker, keys
+):
+    await write_run(broker, keys, write_folder(tmp_path, keys, MODEL), texts=["short"])
+    missing = "the server responded with a status of 404"
+    async with (
+        serving(tmp_path, redis_server.url, keys.run_id) as base,
+        browsing(expected=missing) as page,
+        browsing(expected=missing) as other,
+    ):
+        await page.goto(f"http://{base}/groups/6")
+        await page.get_by_text("Ticket 6 is not issued yet").wait_for()
+        await other.goto(f"http://{base}/steps/2")
+        await other.get_by_text("Step 2 has no commit yet").wait_for()
+        await append_numbered(broker, keys.prompts(), [(6, question(6))])
+        await page.get_by_text("0 of 4 completions so far").wait_for()
+        await append(broker, keys.trajectories(), *(completion(6, i, f"text {i}") for i in range(4)))
+        await page.get_by_text("4 of 4 completions so far, 0 of them scored").wait_for()
+        await page.mouse.click(5, 5)  # somebody reads: the page does not change under the reader's eyes
+        await append(broker, keys.scores(), *(score_of(6, index) for index in range(4)))
+        await page.get_by_role("link", name="There is more now: load again").click()
+        await page.locator("article.sample", has_text="reward 6.3").wait_for()
+        assert await page.locator("[data-wait]").count() == 0
+        await append_numbered(broker, keys.commits, [(2, commit_of(2))])
+        await other.get_by_role("heading", name="Step 2").wait_for()
+
+
+async def test_curves_and_links_are_seen_as_such_at_once(tmp_path, redis_server, broker, keys):
+    await write_run(broker, keys, write_folder(tmp_path, keys, MODEL), texts=["short"])
+    (tmp_path / keys.run_id / "logs").mkdir()
+    (tmp_path / keys.run_id / "logs" / "trainer.log").write_text("word\n")
+    async with serving(tmp_path, redis_server.url, keys.run_id) as base, browsing() as page:
+        await settled(page, f"http://{base}")
+        await page.locator(".chart path.line").first.wait_for(state="attached")
+        assert await page.evaluate(
+            "document.querySelector('.chart').getBoundingClientRect().bottom <= innerHeight"
+        )
+        for path, selector in (("", ".counts a"), ("/logs", ".counts a"), ("/steps", "tbody th a")):
+            await page.goto(f"http://{base}{path}")
+            style = await page.locator(selector).first.evaluate(
+                "(link) => [getComputedStyle(link).color, getComputedStyle(document.body).color,"
+                " getComputedStyle(link).textDecorationLine]"
+            )
+            assert style[0] != style[1] and style[2] == "underline", (path, style)
 
 
 async def test_hostile_completions_are_shown_and_do_nothing(tmp_path, redis_server, broker, keys):

@@ -2,6 +2,10 @@
 import { TokenBox } from "./token_box.js";
 
 const SHAPES = ["tokens", "text", "chat"];
+// Without a tokenizer, tokens are numbers: text comes first, and what was chosen for other runs does not count.
+const hasTexts = document.getElementById("shapes")?.dataset.first !== "text";
+if (!hasTexts) SHAPES.splice(0, 2, "text", "tokens");
+const kept = (name) => `tidemill-${name}${name === "shape" && !hasTexts ? "-of-ids" : ""}`;
 const COLOURS = ["logprob", "advantage", "version", "reward", "none"];
 const samples = [...document.querySelectorAll("article.sample")];
 
@@ -9,7 +13,7 @@ const samples = [...document.querySelectorAll("article.sample")];
 function remembered(name, choices) {
   let value = new URLSearchParams(location.search).get(name);
   if (choices.includes(value)) return value;
-  try { value = sessionStorage.getItem(`tidemill-${name}`); } catch { /* the first one, then */ }
+  try { value = sessionStorage.getItem(kept(name)); } catch { /* the first one, then */ }
   return choices.includes(value) ? value : choices[0];
 }
 
@@ -18,7 +22,7 @@ function remember(name, value, choices) {
   if (value === choices[0]) chosen.delete(name); else chosen.set(name, value);
   const query = chosen.size ? `?${chosen}` : "";
   if (query !== location.search) history.replaceState(null, "", location.pathname + query + location.hash);
-  try { sessionStorage.setItem(`tidemill-${name}`, value); } catch { /* for this page only */ }
+  try { sessionStorage.setItem(kept(name), value); } catch { /* for this page only */ }
 }
 
 // Advantage and reward belong to whole completions: classes say where each stands in its group.

@@ -3,27 +3,35 @@ import { Board } from "./charts.js";
 
 const POLL_MS = 2000;
 const RETRY_MS = 5000;
-const board = new Board(document.getElementById("charts"));
+const NUM_FIRST = 3; // curves above the state, where they are seen without scrolling
+const first = new Board(document.getElementById("first-charts"));
+const rest = new Board(document.getElementById("charts"));
 const freshness = document.getElementById("freshness");
 let version = null;
 
 async function drawCharts() {
-  const answer = await fetch(board.holder.dataset.url);
+  const answer = await fetch(rest.holder.dataset.url);
   if (!answer.ok) throw new Error(`status ${answer.status}`);
   const tree = await answer.json();
-  if (tree.charts.length) board.show(tree.charts);
+  if (tree.charts.length) {
+    rest.holder.querySelector(".empty")?.remove();
+    first.show(tree.charts.slice(0, NUM_FIRST));
+    rest.show(tree.charts.slice(NUM_FIRST));
+  }
   return tree;
 }
 
 async function drawState() {
   const answer = await fetch(`${document.body.dataset.run}/state.html`);
   if (!answer.ok) throw new Error(`status ${answer.status}`);
-  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("state");
-  const old = document.getElementById("state");
-  // A link in it that has the focus keeps it.
-  const focused = old.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-  old.replaceWith(fresh);
-  if (focused) [...fresh.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+  for (const id of ["notices", "head", "state"]) {
+    const fresh = page.getElementById(id), old = document.getElementById(id);
+    // A link in it that has the focus keeps it.
+    const focused = old.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+    old.replaceWith(fresh);
+    if (focused) [...fresh.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
+  }
 }
 
 async function follow() {
@@ -34,9 +42,9 @@ async function follow() {
       // The server has just rendered the state; after that, until the run has ended and nothing is new.
       if (version !== null) {
         await drawState();
-        freshness.textContent = tree.live ? "Live" : "The run is not going on.";
-        if (!tree.live && version === tree.version) return;
-      } else if (!tree.live && tree.charts.length) return;
+        freshness.textContent = tree.live ? "Live" : tree.changes ? "The run cannot be read now." : "The run is not going on.";
+        if (!tree.changes && version === tree.version) return;
+      } else if (!tree.changes && tree.charts.length) return;
       version = tree.version;
     }
   } catch {

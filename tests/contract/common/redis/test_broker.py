@@ -215,6 +215,18 @@ def test_the_server_named_in_the_environment_comes_first_and_without_any_the_way
         find_server()
 
 
+def test_data_of_a_newer_server_is_refused_by_an_older_one_which_would_begin_without_it(tmp_path):
+    older = tmp_path / "redis-server"
+    older.write_text("#!/bin/sh\necho Redis server v=6.2.14 sha=0:0 malloc=libc bits=64\n")
+    older.chmod(0o700)
+    (tmp_path / "data" / "appendonlydir").mkdir(parents=True)
+    with pytest.raises(
+        BrokerError, match=r"data of Redis 7 or newer, and .* is Redis 6,.*TIDEMILL_REDIS_SERVER"
+    ):
+        EmbeddedRedis(tmp_path / "data", executable=str(older)).start()
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["appendonlydir"], "as it was"
+
+
 async def test_a_server_for_other_machines_asks_for_its_password_which_no_command_line_shows(tmp_path):
     server = EmbeddedRedis(tmp_path / "redis", listen=f"127.0.0.1:{free_port()}")
     server.start()

@@ -111,6 +111,32 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("trl", {"num_processes": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 9},
      {"trainer.groups_per_step": 8, "trainer.mini_batches": 2, "trainer.steps": 5,
       "trainer.checkpoint_every": 250}),
+    # generations shorter than an update: 8 * 4 completions are 4 groups, in one update
+    ("trl", {"gradient_accumulation_steps": 4, "steps_per_generation": 1, "max_steps": 9},
+     {"trainer.groups_per_step": 4, "trainer.mini_batches": 1, "trainer.passes": 1, "trainer.steps": 9}),
+    # each generation four times, in two updates
+    ("trl", {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_iterations": 4},
+     {"trainer.groups_per_step": 1, "trainer.mini_batches": 1, "trainer.passes": 2}),
+    ("trl", {"max_steps": 40, "save_steps": 0.05, "num_iterations": 2},
+     {"trainer.steps": 20, "trainer.checkpoint_every": 1}),
+    ("trl", {"max_steps": 400, "save_steps": 0.05, "eval_steps": 0.1, "eval_strategy": "steps",
+             "eval_dataset": "held.jsonl"},
+     {"trainer.checkpoint_every": 20, "trainer.evaluation.every": 40}),
+    ("trl", {"save_steps": 0.05}, {"trainer.checkpoint_every": None, "trainer.epochs": 3}),
+    # without eval_steps it is logging_steps, sampled as in training
+    ("trl", {"eval_strategy": "steps", "eval_dataset": "held.jsonl", "temperature": 0.7, "top_p": 0.9},
+     {"trainer.evaluation": {
+         "every": 10, "at_start": False, "samples": 8, "temperature": 0.7, "top_p": 0.9}}),
+    ("trl", {"evaluation_strategy": "steps", "logging_steps": 4, "eval_dataset": "held.jsonl",
+             "num_generations_eval": 2, "eval_on_start": True},
+     {"trainer.evaluation.every": 4, "trainer.evaluation.samples": 2, "trainer.evaluation.at_start": True}),
+    ("trl", {"eval_strategy": "epoch", "eval_dataset": "held.jsonl"}, {"trainer.evaluation.every": 0}),
+    ("trl", {"eval_dataset": "held.jsonl"},
+     {"trainer.evaluation": {"every": 0, "at_start": False}, "data.eval": {"held_out": "held.jsonl"}}),
+    ("trl", {"train_dataset": None, "dataset_name": "a/b", "eval_strategy": "steps", "eval_steps": 3},
+     {"data.eval": {"held_out": "hub:a/b@test"}, "trainer.evaluation.every": 3}),
+    ("trl", {"system_prompt": "Think.", "dataset_prompt_column": "problem", "wandb_project": "p"},
+     {"data.system_prompt": "Think.", "data.columns": {"prompt": "problem"}, "trainer.logger_project": "p"}),
     # several passes over one mini-batch move the ratio away from 1
     ("trl", {"num_iterations": 2, "loss_type": "sapo", "max_steps": 9},
      {"trainer.passes": 2, "trainer.mini_batches": 1, "trainer.steps": 5, ALGORITHM + "loss": "sapo"}),
@@ -154,6 +180,8 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
     ("trl", {"peft_config": "LoraConfig(task_type='CAUSAL_LM', target_modules=['q_proj', 'v_proj'])"},
      {"trainer.lora": {"rank": 8, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}}),
     ("trl", {"use_peft": True}, {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0}),
+    ("trl", {"reward_funcs": ["mine.reward"], "reward_weights": [0.5]},
+     {"reward.rewards": {"mine_reward": {"function": "mine:reward", "weight": 0.5}}}),
     ("trl", {"warmup_ratio": 0.1, "max_steps": 50}, {"trainer.optimizer.warmup_steps": 5}),
     # prime-rl
     ("prime-rl", {}, {"trainer.groups_per_step": 16, "trainer.max_staleness": 8, "rollout.workers": 1}),
@@ -200,12 +228,35 @@ LOST: list[tuple[Project, str, Any, str]] = [
     ("trl", "delta", 4.0, "automatic"),
     ("trl", "train_dataset", "load_dataset('a/b').map(f)", "approximated"),
     ("trl", "train_dataset", "make_rows()", "lost"),
+    ("trl", "save_steps", 0.05, "lost"),
+    ("trl", "save_strategy", "epoch", "approximated"),
+    ("trl", "config", "recipe.yaml", "lost"),
 ]
 
 
 @pytest.mark.parametrize(("project", "option", "value", "verdict"), LOST)
 def test_what_does_not_carry_over_is_said(project: Project, option: str, value: Any, verdict: str) -> None:
     assert verdicts(draft(project, **{option: value}), option) == ([verdict] if verdict else [])
+
+
+SILENT: list[tuple[dict[str, Any], str, str]] = [
+    ({"loss_type": "cispo"}, "epsilon_high", "lost"),
+    ({"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high", "lost"),
+    ({"eval_strategy": "epoch", "eval_dataset": "held.jsonl"}, "eval_strategy", "approximated"),
+    ({"eval_strategy": "steps"}, "eval_strategy", "lost"),
+    ({"eval_strategy": "steps", "eval_steps": 0.5, "eval_dataset": "held.jsonl"}, "eval_steps", "lost"),
+    ({"eval_strategy": "steps", "logging_steps": 0.5, "eval_dataset": "held.jsonl"}, "eval_strategy", "lost"),
+    ({"use_peft": True}, "lora_dropout", "lost"),
+    ({"peft_config": "LoraConfig(r=4, lora_dropout=0.1)"}, "lora_dropout", "lost"),
+    ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, "steps_per_generation", "approximated"),
+    ({"steps_per_generation": 2, "save_steps": 5}, "save_steps", "approximated"),
+]
+
+
+@pytest.mark.parametrize(("options", "option", "verdict"), SILENT)
+def test_what_several_options_make_together_is_said(options, option, verdict):
+    assert verdicts(draft("trl", **options), option) == [verdict]
+    assert verdicts(draft("trl", loss_type="cispo", epsilon_high=5.0), "epsilon_high") == []
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -242,11 +293,89 @@ def test_a_script_and_yaml_of_trl(tmp_path: Path) -> None:
     assert (made.fields["model.path"], made.fields["trainer.group_size"]) == ("m", 4)
 
 
+def test_no_word_of_a_script_vanishes(tmp_path: Path) -> None:
+    script = (
+        "VLLM=1 python3 -u -m verl.trainer.main_ppo --config-name=mine --config-path configs max_turns=2 \\\n"
+        "  data.train_files=a.parquet ~data.val_files config=more.yaml bare +x=$Y 2>&1 | tee run.log"
+    )
+    made = convert(write(tmp_path, "run.sh", script), [], None)
+    assert made.table.project == "verl" and made.fields["data.train"] == "a.parquet"
+    named = ["--config-name", "--config-path", "max_turns", "~data.val_files", "config", "bare", "x"]
+    assert [name for name in named if verdicts(made, name) != ["lost"]] == []
+    assert "not read here" in made.text("run.sh") and "tee" not in made.text("run.sh")
+    plain = convert(write(tmp_path, "run.sh", script.replace("=mine", "=ppo_trainer")), [], None)
+    assert verdicts(plain, "--config-name") == []
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        ("accelerate launch --num_processes 16 --num_machines 2", 16),
+        ("torchrun --nnodes=2 --nproc_per_node=8", 16),
+        ("torchrun --nproc-per-node 4", 4),
+        ("deepspeed --num_gpus 4", 4),
+    ],
+)
+def test_the_launcher_says_how_many_processes_there_are(tmp_path, launcher, processes):
+    made = convert(write(tmp_path, "run.sh", f"{launcher} train.py --beta 0.1"), [], None)
+    assert made.fields["trainer.num_ranks"] == processes
+
+
+def test_options_of_a_launcher_that_count_are_said(tmp_path: Path) -> None:
+    script = (
+        "accelerate launch --config_file zero3.yaml --main_process_port 2950 train.py --config r.yaml > log"
+    )
+    made = convert(write(tmp_path, "run.sh", script), [], None)
+    assert verdicts(made, "launch.config_file") == verdicts(made, "config") == ["lost"]
+    assert verdicts(made, "launch.main_process_port") == ["automatic"]
+
+
+PARTS = {
+    "orchestrator.toml": 'batch_size = 64\nmax_steps = 5\n[model]\nname = "m"\n',
+    "trainer.toml": "max_steps = 5\n[optim]\nlr = 1e-5\n",
+    "inference.toml": "[vllm]\ntensor_parallel_size = 2\n",
+    "sft.toml": "max_steps = 5\n[optim]\nlr = 1e-5\n[data]\nname = 'x'\n",
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_prime_rl_run_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}.*part files.*rl\.toml"):
+        convert(write(tmp_path, name, PARTS[name]), [], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pyproject.toml", "[project]\nname = 'x'\n"),
+        ("compose.yaml", "services: {a: {image: b}}\n"),
+        ("run.sh", "python train.py --epochs_of_mine 3"),
+    ],
+)
+def test_a_file_without_any_option_that_is_known_is_refused(tmp_path, name, text):
+    with pytest.raises(ConfigError, match=rf"{name}: none of its options"):
+        convert(write(tmp_path, name, text), [], None)
+
+
 def test_python_is_parsed_and_never_run(tmp_path: Path) -> None:
     text = "raise SystemExit\nN = 4\nGRPOConfig(num_generations=N, seed=1)\nGRPOTrainer(reward_funcs=f)\n"
     made = convert(write(tmp_path, "train.py", text), [], None)
     assert (made.fields["trainer.group_size"], made.fields["seed"]) == (4, 1)
     assert made.fields["reward.function"] == "train.py:f"
+
+
+def test_no_argument_of_a_python_file_vanishes(tmp_path: Path) -> None:
+    text = (
+        "config = GRPOConfig(num_generations=4, **more)\nconfig.beta = 0.1\nother.beta = 0.9\n"
+        "GRPOTrainer('m', [f], config, rows, callbacks=[c], optimizers=(o, None), processing_class=t)\n"
+    )
+    made = convert(write(tmp_path, "train.py", text), [], None)
+    assert (made.fields["model.path"], made.fields["reward.function"]) == ("m", "train.py:f")
+    assert made.fields[ALGORITHM + "kl.coefficient"] == 0.1
+    named = {name: verdicts(made, name) for name in ("**more", "callbacks", "optimizers", "processing_class")}
+    assert named == {
+        "**more": ["lost"], "callbacks": ["lost"], "optimizers": ["lost"], "processing_class": ["automatic"]
+    }  # fmt: skip
 
 
 def test_defaults_of_the_command_line_count_and_what_must_run_is_said(tmp_path: Path) -> None:
