@@ -105,7 +105,7 @@ def _news(snapshot: RunSnapshot) -> Iterator[News]:
         yield News((math.inf, 1), (BLOCKED, name, cause_of(detail)), line)
     for failure in snapshot.failures:
         identity = (FAILING, failure.what, failure.kind, failure.cause, doubling(failure.count))
-        yield News((math.inf, 2), identity, partial("failing: {}".format, failure_line(failure)))
+        yield News((math.inf, 2), identity, partial(failure_line, failure))
     if starved := starved_line(snapshot):
         yield News((math.inf, 3), (SHORT_OF_CPU,), partial("warning: {}".format, starved))
 

@@ -428,13 +428,13 @@ def failure_lines(snapshot: RunSnapshot) -> list[str]:
     """What fails and why, the most frequent cause first; then evaluations of which samples failed."""
     newest = {str(item.get("set")): item for item in snapshot.evaluations}
     evaluations = [evaluation_line(item) for item in newest.values() if item.get(REASON)]
-    return [*map(failure_line, snapshot.failures), *evaluations]
+    return [failure_line(failure).removeprefix("failing: ") for failure in snapshot.failures] + evaluations
 
 
 def failure_line(failure: Failure) -> str:
     """One line about the failed attempts of one cause, with the reason of the last one."""
     times = "once" if failure.count == 1 else f"{failure.count:,} times"
-    return f"{failure.what} failed {times} ({failure.kind}): {failure.reason}"
+    return f"failing: {failure.what} failed {times} ({failure.kind}): {failure.reason}"
 
 
 def starved_line(snapshot: RunSnapshot) -> str:
