@@ -150,9 +150,9 @@ class TokenScorer:
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
-        """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
-        entropies; routing where there is a gradient and it is wanted. A tile with `columns` gives scores of
-        all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's alone."""
+        """Logprobs and entropies in float32, with gradients of the logprobs, of the kept ids' mass and, if
+        asked, of the entropies; routing where there is a gradient and it is wanted. A tile with `columns` gives
+        scores of all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's alone."""
         return self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
 
     def _score_routed(self, tile: Tile, *options: Any) -> TileScores:
@@ -167,8 +167,10 @@ class TokenScorer:
                     routing, changed_N = self._routers.at(sources_N), self._routers.changed_at(sources_N)
                     scores = scores._replace(routing=routing, changed_N=changed_N)
                 scores = _of_all(scores, tile)
+        if self._root is None:
+            return scores
         # The sharding hooks the gradients of tensors in a returned tuple; these must not be views.
-        return scores if self._root is None else scores._replace(logprobs_N=scores.logprobs_N.clone())
+        return scores._replace(logprobs_N=scores.logprobs_N.clone(), log_mass_N=scores.log_mass_N.clone())
 
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
         sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
