@@ -39,6 +39,7 @@ class ModelFolder:
     max_model_len: int
     is_mixture: bool = False
     """Whether it is a mixture of experts."""
+    model_type: str = ""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, without special tokens and with the spaces the model wrote."""
@@ -114,7 +115,8 @@ def open_model(model: ModelConfig) -> ModelFolder:
         )
     vocab_size = int(text_config.vocab_size)
     limits = vocab_size, model.max_model_len
-    return ModelFolder(tokenizer, tuple(sorted(eos_ids)), *limits, is_mixture(hf_config))
+    kind = is_mixture(hf_config), str(hf_config.model_type)
+    return ModelFolder(tokenizer, tuple(sorted(eos_ids)), *limits, *kind)
 
 
 def _read_config(model: ModelConfig) -> tuple[Any, bool]:

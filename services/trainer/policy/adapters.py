@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.routers import find_routers
+from tidemill.common.run.routers import modules_of_routers
 from tidemill.services.trainer.policy.forward import output_head
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
@@ -159,12 +159,12 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     names that take none. Raises ConfigError: a name fits no linear layer, or the layer shares its weights
     with the embedding."""
     head = output_head(model)
-    # None on a router: some are linear layers that return a tuple, and all of them are left as they were.
-    routers = [router for _, router in find_routers(model)]
+    # None on a router or in one: routers are left as they were.
+    routing = modules_of_routers(model)
     linears = {
         name: module
         for name, module in model.named_modules()
-        if _takes_adapter(module) and module not in routers
+        if id(module) not in routing and _takes_adapter(module)
     }
     if config.target_modules == "all-linear":
         return [name for name, module in linears.items() if module is not head]

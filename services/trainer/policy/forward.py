@@ -151,8 +151,8 @@ class TokenScorer:
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
         """Logprobs and entropies in float32, with gradients of the logprobs, of the kept ids' mass and, if
-        asked, of the entropies; routing where there is a gradient and it is wanted. A tile with `columns` gives
-        scores of all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's alone."""
+        asked, of the entropies; routing where there is a gradient and it is wanted. A tile with `columns`
+        gives scores of all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's alone."""
         return self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
 
     def _score_routed(self, tile: Tile, *options: Any) -> TileScores:

@@ -116,8 +116,8 @@ def count_kept(kept: Rows) -> NDArray[np.int64]:
 
 
 def split_by_width(counts: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
-    """Rows of these lengths in parts, the widest first, each of them padded to its widest row: at most half of
-    it is padding, and it has at most `most` elements, or is a single row. Lengths 2, 9, 3: row 1, then rows 2
+    """Rows of these lengths in parts, the widest first, each of them padded to its widest row: at most half
+    of it is padding, and it has at most `most` elements, or is a single row. Lengths 2, 9, 3: row 1, then rows 2
     and 0."""
     order = np.argsort(-counts, kind="stable")
     widths = counts[order].clip(min=1)
@@ -159,7 +159,8 @@ def score_logits(
     kept: Rows | None = None,
 ) -> Scored:
     """Logprobs of the targets (with gradient), of softmax(logits / temperature) over the ids that are `kept`
-    for each of them, entropies over all (with gradient only if asked), and the kept ids' mass (with gradient).
+    for each of them, entropies over all (with gradient only if asked), and the kept ids' mass (with
+    gradient).
 
     Shapes [C], float32 (float64 where the logits are). Entropies are at least 0, at most log V.
     """
