@@ -41,8 +41,8 @@ def check_sampling(model_type: str) -> None:
     if model_type in UNSAMPLED:
         raise ConfigError(
             f"model.path: rollout.engine transformers cannot sample from a {model_type}, whose states it "
-            "cannot keep apart in a batch. Set rollout.engine to vllm if that has this model, or take another "
-            "model"
+            "cannot keep apart in a batch. Set rollout.engine to vllm if that has this model, or take "
+            "another model"
         )
 
 

@@ -238,6 +238,7 @@ class _Batch:
         self._model = model
         self._is_recurrent = is_recurrent(model)
         self._cache_name = name_of_cache(model)
+        self._cache: Any = None
         self._device: torch.device = model.device
         self._keys_B = np.array([row.noise_key for row in rows], dtype=np.uint64)
         self.sampling = self._sampling_params()

@@ -136,8 +136,21 @@ class TokenScorer:
             round_alike(model)
         with torch.no_grad(), self._autocast(), routers.trying() if routers else nullcontext():
             # Under autocast, because flash attention takes no float32.
-            self.scaling: Scaling | None = self._run(find_scaling, model)
+            self.scaling: Scaling | None = self._try(model)
             """None where the model needs whole logits."""
+
+    def _try(self, model: PreTrainedModel) -> Scaling | None:
+        """The first pass of the model. Raises ConfigError: its code mixes dtypes that torch does not mix."""
+        try:
+            return self._run(find_scaling, model)
+        except RuntimeError as error:
+            if not self._is_half or not any(word in str(error) for word in ("dtype", "scalar type")):
+                raise
+            raise ConfigError(
+                f"model.dtype: transformers does not compute a {model.config.model_type} in half precision "
+                f"with float32 between its layers ({' '.join(str(error).split())[:200]}); set model.dtype to "
+                "float32, or take another model"
+            ) from error
 
     def _run(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args) if self._root is None else self._root(function, *args)
@@ -152,7 +165,8 @@ class TokenScorer:
     ) -> TileScores:
         """Logprobs and entropies in float32, with gradients of the logprobs, of the kept ids' mass and, if
         asked, of the entropies; routing where there is a gradient and it is wanted. A tile with `columns`
-        gives scores of all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's alone."""
+        gives scores of all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's
+        alone."""
         return self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
 
     def _score_routed(self, tile: Tile, *options: Any) -> TileScores:

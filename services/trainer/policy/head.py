@@ -117,8 +117,8 @@ def count_kept(kept: Rows) -> NDArray[np.int64]:
 
 def split_by_width(counts: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
     """Rows of these lengths in parts, the widest first, each of them padded to its widest row: at most half
-    of it is padding, and it has at most `most` elements, or is a single row. Lengths 2, 9, 3: row 1, then rows 2
-    and 0."""
+    of it is padding, and it has at most `most` elements, or is a single row. Lengths 2, 9, 3: row 1, then
+    rows 2 and 0."""
     order = np.argsort(-counts, kind="stable")
     widths = counts[order].clip(min=1)
     start = 0
