@@ -38,6 +38,7 @@ from tidemill.common.config.trainer import LoraConfig, TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.routers import modules_of_routers
 from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy import adapters
 from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 from tidemill.services.trainer.weights.store import WeightStore
@@ -318,6 +319,20 @@ def test_linear_layers_in_a_router_have_no_adapter(family):
     targets = find_targets(model, LoraConfig())
     assert not names & set(targets)
     assert beside in {name.rpartition(".")[2] for name in targets}
+
+
+@pytest.mark.parametrize(("family", "num_lost"), [("Laguna", 3), ("Llama", 0), ("Mixtral", 0), ("Zaya", 0)])
+def test_adapters_that_peft_does_not_load_are_named(family, num_lost, monkeypatch):
+    """It renames Laguna's shared experts as transformers does in older files, and leaves them at zero."""
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(adapters.log, "warning", lambda *_, **fields: said.append(fields))
+    fields = {"Laguna": EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 16,
+        "layer_types": ["full_attention"] * 2, "num_attention_heads_per_layer": [4, 4],
+        "mlp_layer_types": ["dense", "sparse"]}, "Zaya": WITH_ROUTERS["Zaya"][0]}  # fmt: skip
+    make_policy(model=make_model(family, **fields.get(family, {})), lora={})
+    assert len(said) == (num_lost > 0)
+    if num_lost:
+        assert said[0]["layers"].startswith(f"{num_lost} of ") and "shared_experts" in said[0]["layers"]
 
 
 def test_a_grouped_linear_layer_has_no_adapter():
