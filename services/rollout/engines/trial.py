@@ -21,7 +21,9 @@ log = structlog.get_logger(__name__)
 
 PROMPTS = ((2, 6), (5, 2), (5, 6), (9, 4), (1, 6))
 """Tokens of a prompt, and of its completion. Prompts of one length are equal."""
-LEAST_GAP, ROUNDINGS = 1e-3, 16
+KNOWN_APART = ("minimax",)
+"""Kinds of models whose lengths transformers is known to mix up; in half precision it may not show."""
+LEAST_GAP, ROUNDINGS = 1e-3, 8
 """The median token may differ by the first, in nats, or by so many rounding errors of the model's numbers:
 what has another state differs by tenths. The median, for in a mixture a token may go to another expert."""
 FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
@@ -33,10 +35,10 @@ def takes_all_lengths(model: Any) -> bool:
     Raises:
         ConfigError: neither gives the numbers of each row alone.
     """
-    problem = _problem(model, one_length=False)
+    kind = model.config.model_type
+    problem = "its padding is not masked" if kind in KNOWN_APART else _problem(model, one_length=False)
     if not problem:
         return True
-    kind = model.config.model_type
     if problem_of_one := _problem(model, one_length=True):
         raise ConfigError(
             f"model.path: the transformers engine cannot sample from a {kind}: in a batch {problem_of_one}. "

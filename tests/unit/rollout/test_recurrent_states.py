@@ -16,6 +16,7 @@ from tests.support.models import run_config, tiny_llama, write_tokenizer
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import transformers as engine_module
+from tidemill.services.rollout.engines import trial
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.states import is_recurrent
 from tidemill.services.rollout.engines.transformers import TransformersEngine
@@ -84,10 +85,12 @@ def test_models_with_keys_and_values_alone_are_decoded_as_ever():
     assert not is_recurrent(tiny_llama())
 
 
-def test_a_model_whose_library_mixes_lengths_up_decodes_them_apart():
+def test_a_model_whose_library_mixes_lengths_up_decodes_them_apart(monkeypatch):
     """transformers masks MiniMax's padding by the length of a layer that keeps no keys."""
     assert takes_all_lengths(make_model("Lfm2", **SMALL))
     assert not takes_all_lengths(make_model("MiniMax", **SMALL))
+    monkeypatch.setattr(trial, "KNOWN_APART", ())
+    assert not takes_all_lengths(make_model("MiniMax", **SMALL)), "the trial finds it too"
 
 
 @pytest.mark.parametrize("family", STATELESS_BATCHES)
