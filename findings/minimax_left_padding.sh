@@ -24,7 +24,8 @@ short, long = [5, 6, 7], [8, 9, 10, 11, 12, 13, 14]
 
 def next_logits(rows, masks):
     """Logits after the prompt, and after one more token, of the first row."""
-    ids, mask = torch.tensor(rows), torch.tensor(masks)
+    ids = torch.tensor(rows)
+    mask = torch.tensor(masks)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         first = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)

@@ -106,8 +106,8 @@ HAS_OUTER_CONFIG = ("Gemma3", "Gemma4")
 def make_config(family: str, **changes: Any) -> PreTrainedConfig:
     config_class = getattr(transformers, f"{family}Config")
     sizes = {} if family in HAS_OUTER_CONFIG else SIZES
-    own = FAMILIES.get(family) or RECURRENT.get(family) or STATELESS_BATCHES.get(family) or {}
-    fields = {name: value for name, value in (sizes | own | changes).items() if value is not None}
+    of_family = FAMILIES.get(family) or RECURRENT.get(family) or STATELESS_BATCHES.get(family) or {}
+    fields = {name: value for name, value in (sizes | of_family | changes).items() if value is not None}
     if family == "Gemma4":
         fields["audio_config"] = None
     config: PreTrainedConfig = config_class(**fields)

@@ -71,12 +71,15 @@ async def test_the_rows_of_a_batch_are_computed_as_each_row_alone(family, tmp_pa
     await engine.start()
     try:
         made = await sample(engine, requests)
-        gaps = [gap_of(model, ids, one) for (ids, _), one in zip(requests, made, strict=True)]
+        gaps = [gap_of(model, ids, generation) for (ids, _), generation in zip(requests, made, strict=True)]
         assert max(gaps) <= 1e-5
         # What a dead worker left goes on from its tokens, beside new samples.
         parts = [prompts[3] + made[12].token_ids[:7], prompts[1] + made[4].token_ids[:3], prompts[0]]
         further = await sample(engine, [(ids, 8) for ids in parts])
-        assert max(gap_of(model, ids, one) for ids, one in zip(parts, further, strict=True)) <= 1e-5
+        assert (
+            max(gap_of(model, ids, generation) for ids, generation in zip(parts, further, strict=True))
+            <= 1e-5
+        )
     finally:
         await engine.close()
 

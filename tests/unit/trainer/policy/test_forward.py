@@ -360,11 +360,11 @@ DBRX: dict[str, Any] = {
 def test_a_model_that_adds_its_experts_in_place_is_trained_in_half_precision():
     """DBRX adds what its experts compute to the layer's float32 in place."""
     samples = make_samples(6)
-    found = [
+    logprobs = [
         logprobs_of(make_policy(dtype, model=make_model("Dbrx", **DBRX)), samples)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    gaps = np.abs(np.concatenate(found[0]) - np.concatenate(found[1]))
+    gaps = np.abs(np.concatenate(logprobs[0]) - np.concatenate(logprobs[1]))
     assert 0.0 < float(np.median(gaps)) < 0.05
 
 

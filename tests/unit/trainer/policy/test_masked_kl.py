@@ -232,7 +232,8 @@ def test_the_coefficient_falls_while_the_policy_is_its_reference():
     algorithm = in_loss("k3", 0.001) | {"kl_control": {"target": 0.05, "horizon": 200.0}}
     policy = make_policy(torch.float64, model=make_neox(), algorithm=algorithm)
     sums = accumulate_all(policy, [one_batch(with_precomputed(policy, masked_samples()))])
-    config, coefficients = AlgorithmConfig(**algorithm), Coefficients(0.001, 0.0)
+    config = AlgorithmConfig(**algorithm)
+    coefficients = Coefficients(0.001, 0.0)
     for _ in range(50):
         coefficients = coefficients.after(sums.kl_sum / sums.tokens, 1.0, 64.0, config)
     assert coefficients.kl == pytest.approx(0.001 * (1 - 0.064) ** 50, rel=1e-9)

@@ -195,17 +195,17 @@ def test_a_window_over_many_tokens_is_computed_in_runs(run_tokens, monkeypatch):
     """The same numbers as with one mask over all keys, and as in padded rows."""
     monkeypatch.setattr(trees, "LEAST_RUN", run_tokens)
     samples = make_relatives(12)
-    found = {}
+    numbers = {}
     for name, most in (("tree", 1 << 22), ("runs", 0), ("padded", 0)):
         monkeypatch.setattr(trees, "MOST_SCORES", most)
         policy = make_policy(torch.float64, model=make_model("Gemma3Text"))
         policy.layout = "padded" if name == "padded" else "tree"
         logprobs = np.concatenate(logprobs_of(policy, samples))
         policy.accumulate(one_batch(samples))
-        found[name] = logprobs, gradients_of(policy)
+        numbers[name] = logprobs, gradients_of(policy)
     for name in ("tree", "padded"):
-        np.testing.assert_allclose(found["runs"][0], found[name][0], atol=1e-6)
-        gap = (found["runs"][1] - found[name][1]).norm() / found[name][1].norm()
+        np.testing.assert_allclose(numbers["runs"][0], numbers[name][0], atol=1e-6)
+        gap = (numbers["runs"][1] - numbers[name][1]).norm() / numbers[name][1].norm()
         assert gap.item() < 1e-6
 
 
