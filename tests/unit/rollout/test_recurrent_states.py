@@ -51,6 +51,10 @@ def gap_of(model: Any, prompt_ids: list[int], made: Generation) -> float:
     return float((expected_T - torch.tensor(made.logprobs)).abs().max())
 
 
+def prompt_of(length: int) -> list[int]:
+    return [2 + (7 * index + length) % 29 for index in range(length)]
+
+
 async def sample(engine: TransformersEngine, requests: list[tuple[list[int], int]]) -> list[Generation]:
     made = [
         engine.generate(GenerationRequest(f"r{i}", prompt_ids, SamplingParams(max_tokens=num_tokens)))
@@ -63,7 +67,7 @@ async def sample(engine: TransformersEngine, requests: list[tuple[list[int], int
 async def test_the_rows_of_a_batch_are_computed_as_each_row_alone(family, tmp_path):
     model = saved(family, tmp_path)
     assert is_recurrent(model)
-    prompts = [[2 + (7 * place + length) % 29 for place in range(length)] for length in (1, 5, 9, 12, 2, 5)]
+    prompts = [prompt_of(length) for length in (1, 5, 9, 12, 2, 5)]
     # Four samples of each prompt, of which some end at once and others late; prompts of one length too.
     ends = (20, 1, 13, 6)
     requests = [(prompt_ids, num_tokens) for prompt_ids in prompts for num_tokens in ends]

@@ -200,11 +200,8 @@ def masked_samples() -> list[Sample]:
 
 
 def with_precomputed(policy: Any, samples: Sequence[Sample]) -> list[Sample]:
-    fields = [
-        {name: values.astype(np.float64) for name, values in one.items()}
-        for one in policy.precompute(samples)
-    ]
-    return [replace(sample, **own) for sample, own in zip(samples, fields, strict=True)]
+    precomputed = policy.precompute(samples)
+    return [replace(sample, **fields) for sample, fields in zip(samples, precomputed, strict=True)]
 
 
 def test_a_teacher_in_the_loss_is_a_dense_softmax_too():
