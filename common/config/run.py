@@ -418,6 +418,8 @@ class RunConfig(Section):
             (algorithm.old_logprobs == "rollout", "old_logprobs: rollout",
              "would clip the ratio of tokens that have not moved; take recompute"),
             (algorithm.rollout_penalty, "rollout_penalty", "would pull the policy towards it; leave it out"),
+            (algorithm.off_policy_threshold is not None, "off_policy_threshold",
+             "would count it as a distance; sample unfiltered, or leave it out"),
             (rejecting, f"rejection.bounds.{_list(rejecting)}",
              "would reject nearly every sequence for it; sample unfiltered, or leave the criterion out"),
             (mode != "off" and is_of_sequences, f"importance.level: {level}",

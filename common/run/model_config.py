@@ -19,6 +19,8 @@ ROPE_BASE = ("rope_theta", "partial_rotary_factor")
 ORIGINAL = "original_max_position_embeddings"
 TRAINED = "max_trained_positions"
 """vLLM's name of `ORIGINAL`, for dynamic scaling."""
+UNSAMPLED = ("recurrent_gemma", "rwkv", "xlstm")
+"""Kinds of models whose states transformers does not keep row by row: batches have other numbers."""
 LENGTHS = ("short", "long")
 """Prefixes of LongRoPE's two sets of factors, for short and long sequences (arXiv 2402.13753)."""
 
@@ -31,6 +33,16 @@ def check_folder(what: str, model: str) -> None:
         raise ConfigError(
             f"{what} {model}: the folder {problem}. Give that of a saved model; relative paths in a config "
             "start at the config's folder."
+        )
+
+
+def check_sampling(model_type: str) -> None:
+    """Raises ConfigError: the transformers engine cannot sample from models of this kind."""
+    if model_type in UNSAMPLED:
+        raise ConfigError(
+            f"model.path: rollout.engine transformers cannot sample from a {model_type}, whose states it "
+            "cannot keep apart in a batch. Set rollout.engine to vllm if that has this model, or take "
+            "another model"
         )
 
 

@@ -38,6 +38,24 @@ def find_routers(model: Any) -> list[tuple[int, Any]]:
     ]
 
 
+ROUTER_NAMES = ("gate", "router", "router_gate")
+"""Names of routers in blocks that report their router's output as their own."""
+
+
+def modules_of_routers(model: Any) -> set[int]:
+    """Ids of all modules that are routers or parts of one."""
+    recorded = [module for _, module in find_routers(model)]
+    ids: set[int] = set()
+    for module in recorded:
+        parts = dict(module.named_modules())
+        names = [name for name in parts if name.rpartition(".")[2] in ROUTER_NAMES]
+        # A whole block of attention or experts may be recorded: of its parts the router alone counts.
+        routers = [parts[name] for name in names] or [module]
+        for router in routers:
+            ids |= set(map(id, router.modules()))
+    return ids
+
+
 def parts_of(output: Any) -> tuple[Any, Any, Any] | None:
     """Logits [N, E], and weights [N, K] and indices [N, K] of the chosen experts, over N positions; None
     where `output` is not that of such a router."""

@@ -29,6 +29,7 @@ class ModelFacts:
     path: Path
     is_remote: bool = False
     architecture: str = ""
+    model_type: str = ""
     context: int | None = None
     """Maximum length of a sequence in tokens, None where config.json does not say."""
     weight_bytes: int = 0
@@ -79,6 +80,7 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
     facts = ModelFacts(
         folder,
         architecture=str((tree.get("architectures") or [tree.get("model_type", "")])[0]),
+        model_type=str(tree.get("model_type", "")),
         context=next((length for length in lengths if isinstance(length, int)), None),
         weight_bytes=sum(file.stat().st_size for file in weights),
         route_bytes=_route_bytes(inner if isinstance(inner, dict) else tree),

@@ -25,6 +25,7 @@ from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import check_machine, check_records
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
+from tidemill.common.run.model_config import check_sampling
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
 from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
@@ -247,6 +248,8 @@ def _look_at_model(findings: Findings) -> None:
     config = findings.config
     is_simulated = config.trainer.policy == "simulated" and not config.rollout.engine_traits.loads_model
     findings.model = inspect_model(config.model, needs_weights=not is_simulated)
+    if config.rollout.engine == "transformers":
+        check_sampling(findings.model.model_type)
     if findings.model.is_remote:
         findings.notes.append(
             f"{config.model.path} is a hub name: model, context and prompt lengths are checked at the start"

@@ -2,13 +2,14 @@
 
 Invariant: a process that dies is started again, with growing pauses, as long as that makes sense. It does
 not when the process says that the user made a mistake (exit code 2), when it ends on an instruction that this
-CPU lacks, or when it dies soon after its start many times in a row; then all stop, and the message has the
-end of its log. When `run` returns, no process is left.
+CPU lacks, when it dies of the same cause at each of a few starts, or when it dies soon after its start many
+times in a row; then all stop, and the message has the end of its log. When `run` returns, no process is left.
 """
 
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,6 +29,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 HEALTHY_AFTER_S = 60.0
 """After a process has lived this long, the pause before its next start is the first one again."""
 MAX_EARLY_DEATHS = 10
+MAX_SAME_DEATHS, SAME_WITHIN_S = 5, 600.0
+"""So many deaths in a row that name one cause, each within this time of its start, end the run: a start may
+take minutes. A process that a signal ended names none."""
 REAP_S = 5.0
 MAX_REASON_CHARACTERS = 300
 TAIL_BYTES, TAIL_LINES = 8192, 15
@@ -140,6 +144,22 @@ class ServiceStatus:
     restarts: int = 0
 
 
+class SameCauses:
+    """Counts the deaths in a row that name the same cause."""
+
+    def __init__(self) -> None:
+        self._last = ""
+        self._count = 0
+
+    def count(self, reason: str, code: int, age_s: float) -> int:
+        """How many deaths, this one included, have named its cause; 0 where it names none."""
+        # Times, ports and process ids differ from start to start.
+        cause = re.sub(r"\d+", "#", reason) if code > 0 and age_s < SAME_WITHIN_S else ""
+        self._count = self._count + 1 if cause and cause == self._last else int(bool(cause))
+        self._last = cause
+        return self._count
+
+
 async def _never() -> bool:
     return False
 
@@ -248,6 +268,7 @@ class Supervisor:
     async def _keep(self, spec: ServiceSpec) -> None:
         """Start one service again and again, until the run is over."""
         status, early_deaths, log = self.statuses[spec.name], 0, self.logs / f"{spec.name}.log"
+        causes = SameCauses()
         while not self._over.is_set():
             try:
                 process = await ServiceProcess.start(spec, self._env, log, self._guard, self._server)
@@ -264,9 +285,13 @@ class Supervisor:
             if early_deaths > MAX_EARLY_DEATHS:
                 self._fail_with(process, f"died {early_deaths} times in a row; giving up", code, 1)
                 break
-            pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
             # The last line of its output mostly is the reason.
             last = next((line.strip() for line in reversed(process.output_tail()) if line.strip()), "")
+            if causes.count(last, code, age_s) >= MAX_SAME_DEATHS:
+                what = f"died {MAX_SAME_DEATHS} times in a row of the same cause; giving up"
+                self.fail(_exit_reason(process, what, code))
+                break
+            pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
             why = f" ({printable(last, MAX_REASON_CHARACTERS)})" if last else ""
             self.on_event(f"{spec.name} ended {_how(code)}{why}; starting it again in {pause_s:g} s")
             status.state = f"restarting ({_how(code)})"

@@ -9,6 +9,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.streams.selection import leaves_in
 from tidemill.common.wire.arrays import Float64
+from tidemill.common.wire.choices import KEPT
 from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory, is_demonstration
 from tidemill.services.console.options import TraceOptions
 from tidemill.services.console.records.joins import GroupRecord, Place, SampleRecord, read_group
@@ -155,8 +156,10 @@ def _score_lines(made: Trajectory | None, score: Score) -> Iterator[Node]:
 
 def teacher_gaps(made: Trajectory | None, score: Score) -> Float64 | None:
     """Logprob of the policy less that of its teacher, of each token that it sampled; None where they are not
-    known, or not of the same tokens."""
+    known, not of the same tokens, or with sampling masks: the teacher's are over all ids."""
     if made is None or score.teacher_logprobs is None:
+        return None
+    if made.choices is not None and KEPT in made.choices.rows:
         return None
     sampled = np.concatenate([segment.logprobs[segment.mask] for segment in made.segments])
     if len(sampled) != len(score.teacher_logprobs):

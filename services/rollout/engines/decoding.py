@@ -2,7 +2,8 @@
 
 Prompts are padded on the left, so that every row's next token sits in the same column; position ids
 count from each row's first real token, and padding is masked, so a row's tokens do not depend on its
-neighbours (beyond rounding). Equal prompts, as in a group, are prefilled once. Finished rows leave the
+neighbours (beyond rounding). Where a model keeps recurrent states, prompts of one length are prefilled at a
+time, without padding (`states.py`). Equal prompts, as in a group, are prefilled once. Finished rows leave the
 batch once they are a quarter of it.
 
 Shapes: B sequences, U distinct prompts, T tokens so far, V vocabulary.
@@ -14,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from inspect import signature
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from tidemill.services.rollout.engines.engine import (
     StopTexts,
     uniforms,
 )
+from tidemill.services.rollout.engines.states import has_keys, is_recurrent, join_rows, select_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +191,27 @@ class RouteRecorder:
 
 @torch.inference_mode()
 def decode_batch(
-    model: Any, rows: Sequence[DecodingRow], eos_ids: frozenset[int], recorder: RouteRecorder
+    model: Any,
+    rows: Sequence[DecodingRow],
+    eos_ids: frozenset[int],
+    recorder: RouteRecorder,
+    one_length: bool = False,
 ) -> None:
-    """Fill in tokens, logprobs, routes and finish of every row whose caller still waits."""
-    batch = _Batch(model, rows, recorder)
+    """Fill in tokens, logprobs, routes and finish of every row whose caller still waits. With `one_length`
+    only prompts of one length are decoded beside each other."""
+    if not one_length:
+        _decode(_Batch(model, rows, recorder), eos_ids)
+        return
+    by_length = sorted(rows, key=_prompt_length)
+    for _, alike in groupby(by_length, key=_prompt_length):
+        _decode(_Batch(model, list(alike), recorder), eos_ids)
+
+
+def _prompt_length(row: DecodingRow) -> int:
+    return len(row.request.prompt_ids)
+
+
+def _decode(batch: "_Batch", eos_ids: frozenset[int]) -> None:
     logits_BV = batch.prefill()
     step = 0
     while batch.rows:
@@ -224,6 +244,9 @@ class _Batch:
     def __init__(self, model: Any, rows: Sequence[DecodingRow], recorder: RouteRecorder) -> None:
         self.rows, self._recorder = list(rows), recorder
         self._model = model
+        self._is_recurrent = is_recurrent(model)
+        self._cache_name = name_of_cache(model)
+        self._cache: Any = None
         self._device: torch.device = model.device
         self._keys_B = np.array([row.noise_key for row in rows], dtype=np.uint64)
         self.sampling = self._sampling_params()
@@ -234,25 +257,59 @@ class _Batch:
 
     def prefill(self) -> Tensor:
         """Run the distinct prompts and spread the result over the rows. Returns logits of shape [B, V]."""
-        from transformers import DynamicCache
-
         prompt_of_row = [tuple(row.request.prompt_ids) for row in self.rows]
         prompts = list(dict.fromkeys(prompt_of_row))
+        if self._is_recurrent:
+            prompts.sort(key=len)
         position = {prompt: index for index, prompt in enumerate(prompts)}
         spread_B = torch.tensor([position[prompt] for prompt in prompt_of_row], device=self._device)
-        ids_UT, mask_UT = pad_left(prompts, self._device)
-        self._cache = DynamicCache(config=self._model.config)
-        logits_UV = self._forward(ids_UT, mask_UT, position_ids(mask_UT))
-        if (routes_UT := self._recorder.take(len(prompts))) is not None:
+        _, mask_UT = pad_left(prompts, self._device)
+        logits_UV, routes = self._prefill_recurrent(prompts) if self._is_recurrent else self._prefill(prompts)
+        if routes:
             for row, prompt in zip(self.rows, prompt_of_row, strict=True):
-                own = routes_UT[position[prompt]][ids_UT.shape[1] - len(prompt) :]
-                row.routes.append(own[row.request.sampling.num_routed :])
-        if len(prompts) < len(self.rows):
-            self._cache.batch_select_indices(spread_B)
+                row.routes.append(routes[position[prompt]][row.request.sampling.num_routed :])
+        if self._is_recurrent or len(prompts) < len(self.rows):
+            self._select(spread_B)
             logits_UV, mask_UT = logits_UV[spread_B], mask_UT[spread_B]
         self._mask_BT = mask_UT
         self._next_position_B = mask_UT.sum(dim=-1)
+        self._has_mask = not self._is_recurrent or has_keys(self._cache)
         return logits_UV
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Routes]]:
+        """Logits of the tokens after the prompts, and the routes of each prompt's tokens, if recorded."""
+        from transformers import DynamicCache
+
+        ids_UT, mask_UT = pad_left(prompts, self._device)
+        self._cache = DynamicCache(config=self._model.config)
+        logits_UV = self._forward(ids_UT, mask_UT, position_ids(mask_UT))
+        routes_UT = self._recorder.take(len(prompts))
+        if routes_UT is None:
+            return logits_UV, []
+        starts = [ids_UT.shape[1] - len(prompt) for prompt in prompts]
+        return logits_UV, [routes_T[start:] for routes_T, start in zip(routes_UT, starts, strict=True)]
+
+    def _prefill_recurrent(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Routes]]:
+        """The same of prompts that are sorted by length: those of one length at a time."""
+        logits: list[Tensor] = []
+        routes: list[Routes] = []
+        caches: list[Any] = []
+        for _, alike in groupby(prompts, key=len):
+            ids_UT, mask_UT = pad_left(list(alike), self._device)
+            self._cache = None  # the model makes its own
+            logits.append(self._forward(ids_UT, None, position_ids(mask_UT)))
+            caches.append(self._cache)
+            if (routes_UT := self._recorder.take(len(ids_UT))) is not None:
+                routes += list(routes_UT)
+        self._cache = join_rows(caches)
+        return torch.cat(logits), routes
+
+    def _select(self, rows_B: Tensor) -> None:
+        """Keep the state of these rows."""
+        if self._is_recurrent:
+            select_rows(self._cache, rows_B)
+        else:
+            self._cache.batch_select_indices(rows_B)
 
     def draw(self, processed_BV: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """The next token of each row, drawn by its `step`-th random number, and its logprob."""
@@ -271,7 +328,8 @@ class _Batch:
     def advance(self, ids_B: Tensor) -> Tensor:
         """Run one token of each row. Returns the logits of the token after it, of shape [B, V]."""
         self._mask_BT = torch.cat([self._mask_BT, self._mask_BT.new_ones(len(self.rows), 1)], dim=-1)
-        logits_BV = self._forward(ids_B[:, None], self._mask_BT, self._next_position_B[:, None])
+        mask_BT = self._mask_BT if self._has_mask else None
+        logits_BV = self._forward(ids_B[:, None], mask_BT, self._next_position_B[:, None])
         self._next_position_B += 1
         if (routes_B1 := self._recorder.take(len(self.rows))) is not None:
             for row, own in zip(self.rows, routes_B1, strict=True):
@@ -288,23 +346,30 @@ class _Batch:
         if not keep:
             return ids_B
         keep_B = torch.tensor(keep, device=self._device)
-        self._cache.batch_select_indices(keep_B)
+        self._select(keep_B)
         self.sampling = self._sampling_params()
         self._keys_B = self._keys_B[keep]
         self._mask_BT, self._next_position_B = self._mask_BT[keep_B], self._next_position_B[keep_B]
         return ids_B[keep_B]
 
-    def _forward(self, ids_BT: Tensor, mask_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
+    def _forward(self, ids_BT: Tensor, mask_BT: Tensor | None, position_ids_BT: Tensor) -> Tensor:
         output = self._model(
             input_ids=ids_BT,
             attention_mask=mask_BT,
             position_ids=position_ids_BT,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_name: self._cache},
         )
+        if self._is_recurrent:  # it has made its own
+            self._cache = output[self._cache_name]
         logits_BV: Tensor = output.logits[:, -1]
         return logits_BV
+
+
+def name_of_cache(model: Any) -> str:
+    """The argument and the output of the model that hold its state."""
+    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,7 @@ class ModelFolder:
     """Makes text of what the model wrote."""
     is_mixture: bool = False
     """Whether it is a mixture of experts."""
+    model_type: str = ""
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse a request that no engine could serve, before it reaches one.
@@ -118,6 +119,7 @@ def open_model(model: ModelConfig) -> ModelFolder:
         model.max_model_len,
         reader_of(model, tokenizer, eos_ids),
         is_mixture(hf_config),
+        str(hf_config.model_type),
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import EngineError, WeightsMismatchError
+from tidemill.common.run.model_config import check_sampling
 from tidemill.common.run.routers import find_routers
 from tidemill.common.weights.digest import Digest, is_additive
 from tidemill.services.rollout.engines.checkpoint import check_given, checkpoint_tensors, prove, read_tensors
@@ -52,6 +53,8 @@ class TransformersEngine(ModelEngine):
         self._batch_size = config.rollout.max_num_seqs
         self._seed = config.seed
         self._model: Any = None
+        self._one_length = False
+        """Whether prompts of different lengths have to be decoded apart."""
         self._held: HeldWeights | None = None
         self._digest: Digest | None = None
         self._queue: list[DecodingRow] = []
@@ -63,9 +66,12 @@ class TransformersEngine(ModelEngine):
 
     async def start(self) -> None:
         from tidemill.services.rollout.engines.decoding import RouteRecorder
+        from tidemill.services.rollout.engines.states import is_recurrent
+        from tidemill.services.rollout.engines.trial import takes_all_lengths
 
         num_threads = share_cores(self._config.rollout)
         self._folder = await asyncio.to_thread(open_model, self._config.model)
+        check_sampling(self._folder.model_type)
 
         def load() -> Any:
             import torch
@@ -74,6 +80,8 @@ class TransformersEngine(ModelEngine):
             return load_model(self._config.model)
 
         self._model = await self._on_thread(load)
+        if is_recurrent(self._model):
+            self._one_length = not await self._on_thread(lambda: takes_all_lengths(self._model))
         records = self._config.rollout.record_routes and self._folder.is_mixture
         self._recorder = RouteRecorder([router for _, router in find_routers(self._model)] if records else ())
         self.version = 0
@@ -180,7 +188,8 @@ class TransformersEngine(ModelEngine):
 
         model, eos_ids, recorder = self._running_model(), frozenset(self.folder.eos_ids), self._recorder
         if rows := [row for row in batch if not row.done.done()]:
-            await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder))
+            one_length = self._one_length
+            await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder, one_length))
         for row in rows:
             if not row.done.done() and row.finish is not None:
                 row.done.set_result(self._so_far(row))

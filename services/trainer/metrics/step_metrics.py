@@ -260,17 +260,26 @@ def component_values(scores: Iterable[Score]) -> dict[str, list[float]]:
 
 def _teacher_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """`teacher/<name>/reverse_kl` of each teacher: the mean of log p_rollout - log p_teacher over the trained
-    tokens of its samples, an estimate of KL(rollout || teacher) a token; and the number of these tokens."""
+    tokens of its samples, an estimate of KL(rollout || teacher) a token; and the number of these tokens.
+
+    Samples with sampling masks are left out of the mean: their rollout logprobs are over other ids than the
+    teacher's. `teacher_kl` of the loss has them.
+    """
     gaps: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
+    num_tokens: Counter[str] = Counter()
     for sample in samples:
-        if sample.teaching is not None:
-            gaps[sample.teaching.teacher].append(log_ratios(sample, sample.teaching))
-    found: dict[str, float] = {}
-    for name, parts in sorted(gaps.items()):
-        gap_N = np.concatenate(parts)
-        found[f"teacher/{name}/reverse_kl"] = float(gap_N.mean()) if len(gap_N) else 0.0
-        found[f"teacher/{name}/tokens"] = float(len(gap_N))
-    return found
+        if (teaching := sample.teaching) is None:
+            continue
+        num_tokens[teaching.teacher] += sample.num_trained
+        if sample.kept is None:
+            gaps[teaching.teacher].append(log_ratios(sample, teaching))
+    metrics: dict[str, float] = {}
+    for name in sorted(num_tokens):
+        metrics[f"teacher/{name}/tokens"] = float(num_tokens[name])
+        if name in gaps:
+            gap_N = np.concatenate(gaps[name])
+            metrics[f"teacher/{name}/reverse_kl"] = float(gap_N.mean()) if len(gap_N) else 0.0
+    return metrics
 
 
 def _std(values: Sequence[float] | NDArray[np.float64]) -> float:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -24,10 +25,12 @@ from transformers.pytorch_utils import Conv1D
 
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.routers import find_routers
+from tidemill.common.run.routers import modules_of_routers
 from tidemill.services.trainer.policy.forward import output_head
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
+
+log = structlog.get_logger(__name__)
 
 ADAPTER_FOLDER = "adapter"
 """Beside a version's merged weights: its adapters alone, in PEFT's format."""
@@ -53,6 +56,13 @@ class Adapters:
         base_digest = base_digest or digest_parameters(model_tensors(model).items())
         self._peft_config = _inject(model, config, targets, seed)
         self._layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+        if lost := lost_in_peft(model, self._peft_config, self._layers):
+            log.warning(
+                "PEFT does not load the adapters of some layers of this model: use a version's merged "
+                "weights, or leave these layers out of trainer.lora.target_modules",
+                model=str(model.config.model_type),
+                layers=f"{len(lost)} of {len(self._layers)}: {', '.join(lost[:2])}",
+            )
         scale = config.alpha / (math.sqrt(config.rank) if config.rank_stabilized else config.rank)
         self.identity = f"{base_digest} with adapters of rank {config.rank} times {scale:g}"
         """The base and scale that the adapters belong to; those of a checkpoint fit no other."""
@@ -159,12 +169,12 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     names that take none. Raises ConfigError: a name fits no linear layer, or the layer shares its weights
     with the embedding."""
     head = output_head(model)
-    # None on a router: some are linear layers that return a tuple, and all of them are left as they were.
-    routers = [router for _, router in find_routers(model)]
+    # None on a router or in one: routers are left as they were.
+    routing = modules_of_routers(model)
     linears = {
         name: module
         for name, module in model.named_modules()
-        if _takes_adapter(module) and module not in routers
+        if id(module) not in routing and _takes_adapter(module)
     }
     if config.target_modules == "all-linear":
         return [name for name, module in linears.items() if module is not head]
@@ -246,6 +256,22 @@ def _as_loaded(config: Any, model: PreTrainedModel, layers: Iterable[str]) -> An
     taken = {target for target in config.target_modules if is_taken(target)}
     weights = [f"{name}.weight" for name in layers if any(f".{name}".endswith(f".{part}") for part in taken)]
     return replace(config, target_modules=config.target_modules - taken, target_parameters=weights or None)
+
+
+def lost_in_peft(model: PreTrainedModel, config: Any, layers: Iterable[str]) -> list[str]:
+    """Layers whose adapters PEFT gives another name when it loads them, so that they stay zero: it applies
+    what transformers renames in the weights of the model's first files."""
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    nothing = torch.zeros(config.r, config.r)
+    name_of = {f"base_model.model.{name}.lora_A.weight": name for name in layers}
+    try:
+        loaded = convert_peft_adapter_state_dict_for_transformers(
+            model, config, dict.fromkeys(name_of, nothing)
+        )
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError):
+        return []  # of another release: only a warning depends on it
+    return [layer for name, layer in name_of.items() if name not in loaded]
 
 
 @contextmanager

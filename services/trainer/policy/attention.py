@@ -5,6 +5,7 @@ On GPUs sequences lie end to end in one row and a kernel keeps them apart at the
 2307.08691) with capped scores. Dense attention is what is left for a model that neither computes.
 """
 
+from copy import deepcopy
 from typing import Any
 
 import structlog
@@ -12,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from tidemill.common.run.model_config import exact_attention, has_capped_attention
@@ -81,7 +87,23 @@ def why_no_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> str:
         return (
             f"torch's varlen attention takes heads of up to {MAX_HEAD_SIZE} in steps of 8, these have {size}"
         )
-    return ""
+    return (
+        "" if takes_name(config, VARLEN) else f"transformers' {config.model_type} takes its own kernels alone"
+    )
+
+
+def takes_name(config: PreTrainedConfig, kernel: str) -> bool:
+    """Whether a model of this configuration is built with a kernel of this name: some look it up in a table
+    of their own. Tried without memory for weights."""
+    if MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
+        return True  # loading it says what is wrong
+    options = kernel if config.get_text_config() is config else {"text_config": kernel}
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=options)
+    except KeyError:
+        return False
+    return True
 
 
 def layer_configs(config: PreTrainedConfig) -> list[Any]:
@@ -95,9 +117,18 @@ def layer_configs(config: PreTrainedConfig) -> list[Any]:
 
 
 def head_size(text: Any) -> int:
-    """Size of a layer's heads, as its configuration says."""
+    """Size of a layer's queries and keys, as its configuration says. With compressed keys and values (MLA,
+    arXiv 2405.04434) a head has a part with positions and one without: 64 + 128 in DeepSeek-V3."""
+    if without_positions := getattr(text, "qk_nope_head_dim", None):
+        return int(without_positions + (getattr(text, "qk_rope_head_dim", None) or 0))
     heads = max(1, int(getattr(text, "num_attention_heads", 1)))
     return int(getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads)
+
+
+def value_size(text: Any) -> int:
+    """Size of a layer's values: that of its queries, where the configuration names no other."""
+    is_compressed = getattr(text, "qk_nope_head_dim", None)
+    return int((getattr(text, "v_head_dim", None) if is_compressed else None) or head_size(text))
 
 
 def attend_varlen(

@@ -137,8 +137,21 @@ class TokenScorer:
             round_alike(model)
         with torch.no_grad(), self._autocast(), routers.trying() if routers else nullcontext():
             # Under autocast, because flash attention takes no float32.
-            self.scaling: Scaling | None = self._run(find_scaling, model)
+            self.scaling: Scaling | None = self._try(model)
             """None where the model needs whole logits."""
+
+    def _try(self, model: PreTrainedModel) -> Scaling | None:
+        """The first pass of the model. Raises ConfigError: its code mixes dtypes that torch does not mix."""
+        try:
+            return self._run(find_scaling, model)
+        except RuntimeError as error:
+            if not self._is_half or not any(word in str(error) for word in ("dtype", "scalar type")):
+                raise
+            raise ConfigError(
+                f"model.dtype: transformers does not compute a {model.config.model_type} in half precision "
+                f"with float32 between its layers ({' '.join(str(error).split())[:200]}); set model.dtype to "
+                "float32, or take another model"
+            ) from error
 
     def _run(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args) if self._root is None else self._root(function, *args)
@@ -156,9 +169,10 @@ class TokenScorer:
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> TileScores:
-        """Logprobs and entropies in float32, with gradients of the logprobs and, if asked, of the
-        entropies; routing where there is a gradient and it is wanted. A tile with `columns` gives scores of
-        all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's alone."""
+        """Logprobs and entropies in float32, with gradients of the logprobs, of the kept ids' mass and, if
+        asked, of the entropies; routing where there is a gradient and it is wanted. A tile with `columns`
+        gives scores of all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's
+        alone."""
         return self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
 
     def _score_routed(self, tile: Tile, *options: Any) -> TileScores:
@@ -173,8 +187,10 @@ class TokenScorer:
                     routing, changed_N = self._routers.at(sources_N), self._routers.changed_at(sources_N)
                     scores = scores._replace(routing=routing, changed_N=changed_N)
                 scores = _of_all(scores, tile)
+        if self._root is None:
+            return scores
         # The sharding hooks the gradients of tensors in a returned tuple; these must not be views.
-        return scores if self._root is None else scores._replace(logprobs_N=scores.logprobs_N.clone())
+        return scores._replace(logprobs_N=scores.logprobs_N.clone(), log_mass_N=scores.log_mass_N.clone())
 
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
         sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)

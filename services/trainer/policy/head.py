@@ -9,12 +9,13 @@ in the compute dtype, and its gradient), once for all chunks.
 Shape legend: N scored tokens, C tokens of a chunk, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -48,39 +49,106 @@ PLAIN = Scaling()
 Scored = tuple[Tensor, Tensor, Tensor]
 """Logprobs and entropies of N tokens, and the log-probability of the kept ids together, 0 if all are kept."""
 
+PADDED_ELEMENTS, PADDED_SHARE = 1 << 22, 16
+"""Kept ids of a chunk are padded to its widest row while that makes no more elements than the first, or than
+one in so many of its logits. A single wide row would make as many as there are logits."""
+
 
 class KeptLogits(NamedTuple):
-    """The kept ids of each of C tokens, and their logits or logprobs; K is the most that a token has.
+    """The kept ids of R tokens of a chunk, and their logits or logprobs; K is the most that a token has.
 
     Replays top-p, top-k and min-p as the engine applied them: a target's logprob is x[target] -
     logsumexp(x[ids]), with x the logits or the logprobs.
     """
 
-    ids_CK: Tensor
-    values_CK: Tensor
+    rows: NDArray[np.int64] | None
+    """Which tokens of the chunk, [R]; None: all, in order."""
+    ids_RK: Tensor
+    values_RK: Tensor
     """-inf behind a token's last id. A token without kept ids has a single 0, so its logsumexp is 0."""
-    has_ids_C: Tensor
 
     @classmethod
-    def of(cls, values_CV: Tensor, kept: Rows) -> "KeptLogits":
-        assert kept.offsets is not None
-        counts = np.diff(kept.offsets)
+    def of(cls, values_CV: Tensor, kept: Rows) -> Iterator["KeptLogits"]:
+        """All tokens of a chunk at once, or some at a time, so that padding to the widest row stays small."""
+        counts = count_kept(kept)
+        most = max(PADDED_ELEMENTS, values_CV.numel() // PADDED_SHARE)
+        if len(counts) * counts.max(initial=1) <= most:
+            yield cls._of_rows(values_CV, kept, None)
+            return
+        for rows in split_by_width(counts, most):
+            yield cls._of_rows(values_CV, kept, rows)
+
+    @classmethod
+    def _of_rows(cls, values_CV: Tensor, kept: Rows, rows: NDArray[np.int64] | None) -> "KeptLogits":
+        kept = kept if rows is None else kept.take(rows)
+        counts = count_kept(kept)
         is_id = np.arange(counts.max(initial=1)) < counts[:, None]
         ids = np.zeros(is_id.shape, dtype=np.int64)
         ids[is_id] = kept.values  # row by row, in their order
         device = values_CV.device
-        ids_CK, is_id_CK = torch.from_numpy(ids).to(device), torch.from_numpy(is_id).to(device)
-        values_CK = values_CV.gather(-1, ids_CK).masked_fill(~is_id_CK, -torch.inf)
-        has_ids_C = is_id_CK[:, 0]
-        first_C = values_CK[:, 0].masked_fill(~has_ids_C, 0.0)
-        return cls(ids_CK, torch.cat([first_C[:, None], values_CK[:, 1:]], dim=-1), has_ids_C)
+        ids_RK = torch.from_numpy(ids).to(device)
+        is_id_RK = torch.from_numpy(is_id).to(device)
+        if rows is None:
+            gathered_RK = values_CV.gather(-1, ids_RK)
+        else:
+            gathered_RK = values_CV.flatten().take(_flat_places(rows, ids_RK, values_CV.shape[1]))
+        values_RK = gathered_RK.masked_fill(~is_id_RK, -torch.inf)
+        first_R = values_RK[:, 0].masked_fill(~is_id_RK[:, 0], 0.0)
+        return cls(rows, ids_RK, torch.cat([first_R[:, None], values_RK[:, 1:]], dim=-1))
+
+    def add_to(self, totals_CV: Tensor, added_RK: Tensor) -> None:
+        """Add a number for each kept id, in place."""
+        if self.rows is None:
+            totals_CV.scatter_add_(1, self.ids_RK, added_RK)
+        else:
+            places_RK = _flat_places(self.rows, self.ids_RK, totals_CV.shape[1])
+            totals_CV.view(-1).scatter_add_(0, places_RK.flatten(), added_RK.flatten())
+
+    def of_rows(self, values_C: Tensor) -> Tensor:
+        """Numbers of the chunk's tokens, of these. Shape [R]."""
+        return values_C if self.rows is None else values_C[torch.from_numpy(self.rows).to(values_C.device)]
+
+
+def count_kept(kept: Rows) -> NDArray[np.int64]:
+    """How many ids each token has. Shape [C]."""
+    assert kept.offsets is not None, "rows of kept ids have different lengths"
+    return np.diff(kept.offsets).astype(np.int64)
+
+
+def split_by_width(counts: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
+    """Rows of these lengths in parts, the widest first, each of them padded to its widest row: at most half
+    of it is padding, and it has at most `most` elements, or is a single row. Lengths 2, 9, 3: row 1, then
+    rows 2 and 0."""
+    order = np.argsort(-counts, kind="stable")
+    widths = counts[order].clip(min=1)
+    start = 0
+    while start < len(order):
+        width = int(widths[start])
+        # Widths fall: how many rows come before the first of less than half.
+        num_half = int(np.searchsorted(-widths, -width / 2, side="right"))
+        end = min(start + max(1, most // width), num_half)
+        yield order[start:end]
+        start = end
+
+
+def _flat_places(rows: NDArray[np.int64], ids_RK: Tensor, vocabulary: int) -> Tensor:
+    """Where the ids of these rows are in a flat [C * V]. Shape [R, K]."""
+    return ids_RK + torch.from_numpy(rows * vocabulary).to(ids_RK.device)[:, None]
 
 
 def kept_log_mass(logprobs_CV: Tensor, kept: Rows | None) -> Tensor:
     """The logarithm of the kept ids' probability; 0 for a token without any. Shape [C]."""
     if kept is None:
         return logprobs_CV.new_zeros(len(logprobs_CV))
-    return KeptLogits.of(logprobs_CV, kept).values_CK.logsumexp(-1)
+    rows: list[NDArray[np.int64]] = []
+    masses: list[Tensor] = []
+    for part in KeptLogits.of(logprobs_CV, kept):
+        masses.append(part.values_RK.logsumexp(-1))
+        if part.rows is None:
+            return masses[0]
+        rows.append(part.rows)
+    in_order_C = torch.from_numpy(np.argsort(np.concatenate(rows))).to(logprobs_CV.device)
+    return torch.cat(masses)[in_order_C]
 
 
 def score_logits(
@@ -91,7 +159,8 @@ def score_logits(
     kept: Rows | None = None,
 ) -> Scored:
     """Logprobs of the targets (with gradient), of softmax(logits / temperature) over the ids that are `kept`
-    for each of them, and entropies (only if asked), over all.
+    for each of them, entropies over all (with gradient only if asked), and the kept ids' mass (with
+    gradient).
 
     Shapes [C], float32 (float64 where the logits are). Entropies are at least 0, at most log V.
     """
@@ -105,12 +174,12 @@ def score_logits(
     if entropy_gradient:
         # The gradient of `entr` is not finite at p = 0; that of this product is 0 wherever exp is.
         bounded_CV = logprobs_CV.clamp(min=torch.finfo(logprobs_CV.dtype).min)
-        return targets, -(logprobs_CV.exp() * bounded_CV).sum(-1), log_mass_C.detach()
+        return targets, -(logprobs_CV.exp() * bounded_CV).sum(-1), log_mass_C
     with torch.no_grad():
         # `torch.special.entr` would take twice as long: it computes logarithms again. 0 * -inf counts as 0.
         terms_CV = logprobs_CV.exp().mul_(logprobs_CV).nan_to_num_(nan=0.0)
         entropies_C = terms_CV.sum(-1).neg()
-    return targets, entropies_C, log_mass_C.detach()
+    return targets, entropies_C, log_mass_C
 
 
 def score_hidden(
@@ -187,8 +256,9 @@ class ChunkedScores(torch.autograd.Function):
     """`score_logits` of a linear head, whose matrix is cast once and whose gradient is one sum.
 
     With p = softmax(z / t), q the same over a token's kept ids (p without any), g the gradient of the
-    logprobs and h that of the entropies E: the gradient of the logits z is (g (1[target] - q) - p h (log p +
-    E)) / t, and that of what the head returns the same times the slope of the scaling.
+    logprobs, m that of the kept ids' log-mass and h that of the entropies E: the gradient of the logits z is
+    (g (1[target] - q) + m (q - p) - p h (log p + E)) / t, and that of what the head returns the same times
+    the slope of the scaling.
     """
 
     @staticmethod
@@ -215,7 +285,8 @@ class ChunkedScores(torch.autograd.Function):
                 del p_CV  # freed before the next chunk's is made
         logprobs_N, entropies_N, log_mass_N = (torch.cat(column) for column in zip(*parts, strict=True))
         constants = [] if options.entropy_gradient else [entropies_N]
-        ctx.mark_non_differentiable(log_mass_N, *constants)
+        constants += [log_mass_N] if options.kept is None else []
+        ctx.mark_non_differentiable(*constants)
         return logprobs_N, entropies_N, log_mass_N
 
     @staticmethod
@@ -238,7 +309,7 @@ class ChunkedScores(torch.autograd.Function):
                 d_logits_CV = p_CV.mul_(-of_targets_C1).scatter_add_(1, targets_N[own, None], of_targets_C1)
                 d_logits_CV = d_logits_CV.to(options.dtype)
             else:
-                of_chunk = [gradient[own] for gradient in gradients[:2]]
+                of_chunk = [gradient[own] for gradient in gradients]
                 d_logits_CV = _chunk_gradient(hidden_CH, head, targets_N[own], options.of(own), of_chunk)
             d_hidden_NH[own] = d_logits_CV @ head[0]
             if d_weight_VH is not None:
@@ -302,15 +373,15 @@ def _chunk_gradient(
 ) -> Tensor:
     """Gradient of what the head returns, in the dtype of the products; see `ChunkedScores`. Shape [C, V]."""
     logits_CV, slope_CV = _scaled_logits(hidden_CH, head, options)
-    of_logprobs_C, of_entropies_C = (gradient * options.factor for gradient in gradients)
-    of_whole_C, filtered = of_logprobs_C, None
+    of_logprobs_C, of_entropies_C, of_mass_C = (gradient * options.factor for gradient in gradients)
+    of_whole_C = of_logprobs_C
     if options.kept is not None:
-        # Before the logits become probabilities, in place.
-        filtered = KeptLogits.of(logits_CV, options.kept)
-        of_whole_C = of_logprobs_C.masked_fill(filtered.has_ids_C, 0.0)
+        has_ids_C = torch.from_numpy(count_kept(options.kept) > 0).to(of_logprobs_C.device)
+        of_whole_C = torch.where(has_ids_C, of_mass_C, of_logprobs_C)
     if options.entropy_gradient:
         factor_CV = F.log_softmax(logits_CV, dim=-1)
-        p_CV = torch.exp(factor_CV, out=logits_CV)
+        # In the memory of the logits, unless these are used below.
+        p_CV = torch.exp(factor_CV, out=logits_CV) if options.kept is None else factor_CV.exp()
         factor_CV.clamp_(min=torch.finfo(factor_CV.dtype).min)
         factor_CV.sub_((p_CV * factor_CV).sum(-1, keepdim=True))
         factor_CV.mul_(of_entropies_C[:, None]).add_(of_whole_C[:, None])
@@ -318,10 +389,12 @@ def _chunk_gradient(
     else:
         p_CV = F.softmax(logits_CV, dim=-1)
         d_logits_CV = p_CV.mul_(-of_whole_C[:, None])
+    if options.kept is not None:
+        for part in KeptLogits.of(logits_CV, options.kept):
+            q_RK = F.softmax(part.values_RK, dim=-1)
+            of_part_R = part.of_rows(of_whole_C - of_logprobs_C)
+            part.add_to(d_logits_CV, q_RK.mul_(of_part_R[:, None]))
     del logits_CV  # before the gradient in fewer bits
-    if filtered is not None:
-        q_CK = F.softmax(filtered.values_CK, dim=-1)
-        d_logits_CV.scatter_add_(1, filtered.ids_CK, q_CK.mul_((of_whole_C - of_logprobs_C)[:, None]))
     d_logits_CV.scatter_add_(1, targets_C[:, None], of_logprobs_C[:, None].to(d_logits_CV.dtype))
     if slope_CV is not None:
         d_logits_CV.mul_(slope_CV)

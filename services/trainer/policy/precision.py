@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+ADDED_IN_PLACE = ("DbrxExpertGLU",)
+"""Modules whose output their model adds to the float32 of the layer in place, which takes no other dtype."""
+
 
 class RoundsWeights(nn.Module):
     """A module whose parameters are read in autocast's dtype, where it is on; gradients go to its own.
@@ -50,10 +53,11 @@ def round_alike(model: PreTrainedModel) -> None:
         kind: Any = type(module)
         if module._parameters and kind is not nn.Linear:
             module.__class__ = _rounding(kind)
-    embeddings: nn.Module = model.get_input_embeddings()
-    if _widen not in embeddings._forward_hooks.values():
-        embeddings.register_forward_hook(_widen)
+    added = [module for module in model.modules() if type(module).__name__ in ADDED_IN_PLACE]
+    for wide in (model.get_input_embeddings(), *added):
+        if _widen not in wide._forward_hooks.values():
+            wide.register_forward_hook(_widen)
 
 
-def _widen(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
-    return embedded if autocast_dtype(embedded) is None else embedded.float()
+def _widen(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return output if autocast_dtype(output) is None else output.float()

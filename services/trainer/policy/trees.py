@@ -8,10 +8,11 @@ meet in it: a norm in float32 rounds their sum, and not each of them.
 Kernels see each node as a sequence with more keys than queries, aligned at its end. On GPUs they are those of
 `varlen_attn`; elsewhere nodes of like shape are one call of scaled dot product attention.
 
-Shape legend: T tokens of a tile, n nodes of a bucket, Q and K their queries and keys, H heads, D size of one.
+Shape legend: T tokens of a tile, n runs of a bucket, Q and K their queries and keys, H heads, D size of one.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,11 @@ CHANGES_OF_SCORES = ("softcap", "s_aux", "position_bias")
 """Arguments of attention that our kernels do not support."""
 SLACK = 1 << 14
 """Unneeded scores that a bucket may have beyond half of those it needs: about as costly as one more call."""
+MOST_SCORES = 1 << 22
+"""A node with a sliding window and more scores than these is computed in runs, each with the keys that it
+sees: the mask of all its keys would take 5 GB for 32,768 tokens in float32."""
+LEAST_RUN = 256
+"""Queries of such a run, or as many as the window has tokens."""
 
 
 def no_mask(device: torch.device) -> Tensor:
@@ -60,12 +66,25 @@ class Boundaries(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Nodes of like shape; places in the tile, and which key each query sees."""
+    """Runs of like shape; places in the tile, and which key each query sees."""
 
     queries_nQ: Tensor
     keys_nK: Tensor
     mask: Tensor | None
     """Added to scores, [n or 1, 1, Q, K]. None: each query sees the keys up to its own number."""
+
+
+class Run(NamedTuple):
+    """Some consecutive queries of a node, or all, and the keys that they may see."""
+
+    queries: Indices
+    keys: Indices
+    start: int
+    """Which of the keys is that of the first query; the last query's is the last."""
+
+    @property
+    def end(self) -> int:
+        return len(self.keys)
 
 
 class Tree:
@@ -129,50 +148,77 @@ class Tree:
     def _buckets(
         self, device: torch.device, window: int | None, dtype: torch.dtype
     ) -> tuple[list[Bucket], Tensor]:
-        roots = [i for i, node in enumerate(self._nodes) if node.above is None]
-        others = [i for i, node in enumerate(self._nodes) if node.above is not None]
-        buckets, filled = [], 0
+        runs_of_node = [
+            _runs_of(node, path, window) for node, path in zip(self._nodes, self._paths, strict=True)
+        ]
+        roots = [runs for node, runs in zip(self._nodes, runs_of_node, strict=True) if node.above is None]
+        others = [
+            runs for node, runs in zip(self._nodes, runs_of_node, strict=True) if node.above is not None
+        ]
+        groups = [*_alike(list(chain(*roots))), *_alike(list(chain(*others)))]
+        buckets: list[Bucket] = []
+        filled = 0
         back_T = np.zeros(sum(node.end - node.start for node in self._nodes), dtype=np.int64)
-        for group in (*self._alike(roots), *self._alike(others)):
-            nodes = [self._nodes[i] for i in group]
-            widest, longest = max(node.end - node.start for node in nodes), max(node.end for node in nodes)
-            queries_nQ = np.zeros((len(nodes), widest), dtype=np.int64)
-            keys_nK = np.zeros((len(nodes), longest), dtype=np.int64)
-            for row, (node, i) in enumerate(zip(nodes, group, strict=True)):
-                own = node.places
-                queries_nQ[row, : len(own)] = own
-                keys_nK[row, : node.end] = self._paths[i]
-                back_T[own] = filled + row * widest + np.arange(len(own))
+        for runs in groups:
+            widest = max(len(run.queries) for run in runs)
+            longest = max(run.end for run in runs)
+            queries_nQ = np.zeros((len(runs), widest), dtype=np.int64)
+            keys_nK = np.zeros((len(runs), longest), dtype=np.int64)
+            for row, run in enumerate(runs):
+                queries_nQ[row, : len(run.queries)] = run.queries
+                keys_nK[row, : run.end] = run.keys
+                back_T[run.queries] = filled + row * widest + np.arange(len(run.queries))
             filled += queries_nQ.size
             mask = None
-            if nodes[0].start or (window is not None and window < longest):
-                seen = torch.from_numpy(_mask(nodes, widest, longest, window)).to(device)
+            if any(run.start for run in runs) or (window is not None and window < longest):
+                seen = torch.from_numpy(_mask(runs, widest, longest, window)).to(device)
                 # Once for all layers: attention would make, and keep, one of its own in each.
                 mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
             queries, keys = torch.from_numpy(queries_nQ).to(device), torch.from_numpy(keys_nK).to(device)
             buckets.append(Bucket(queries, keys, mask))
         return buckets, torch.from_numpy(back_T).to(device)
 
-    def _alike(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Groups of nodes of so similar shapes that one call for a group computes few unneeded scores."""
-        groups: list[list[int]] = []
-        widest = longest = needed = 0
-        for i in sorted(numbers, key=lambda i: (-self._nodes[i].end, self._nodes[i].start)):
-            keys, queries = self._nodes[i].end, self._nodes[i].end - self._nodes[i].start
-            computed = (len(groups[-1]) + 1) * max(widest, queries) * max(longest, keys) if groups else 0
-            if not groups or computed > 1.5 * (needed + queries * keys) + SLACK:
-                groups.append([])
-                widest = longest = needed = 0
-            groups[-1].append(i)
-            widest, longest, needed = max(widest, queries), max(longest, keys), needed + queries * keys
-        return groups
+
+def _runs_of(node: Node, path: Indices, window: int | None) -> list[Run]:
+    """The node as one run; with a sliding window and many scores as several, whose keys begin at the first
+    that their first query sees. 5 tokens, a window of 2 and runs of 2: keys 0 to 1, 1 to 3, 3 to 4."""
+    num_queries = node.end - node.start
+    if window is None or window >= node.end or num_queries * node.end <= MOST_SCORES:
+        return [Run(node.places, path, node.start)]
+    size = max(window, LEAST_RUN)
+    runs: list[Run] = []
+    for first in range(0, num_queries, size):
+        queries = node.places[first : first + size]
+        place = node.start + first
+        first_key = max(0, place - window + 1)
+        runs.append(Run(queries, path[first_key : place + len(queries)], place - first_key))
+    return runs
 
 
-def _mask(nodes: Sequence[Node], widest: int, longest: int, window: int | None) -> NDArray[np.bool_]:
-    """Which of a node's keys each of its queries sees. Shape [n, 1, Q, K], or [1, 1, Q, K] for all."""
-    if window is None and len({node.start for node in nodes}) == 1:
-        nodes = [max(nodes, key=lambda node: node.end)]
-    starts, ends = (np.array([getattr(n, name) for n in nodes])[:, None] for name in ("start", "end"))
+def _alike(runs: Sequence[Run]) -> list[list[Run]]:
+    """Groups of runs of so similar shapes that one call for a group computes few unneeded scores."""
+    groups: list[list[Run]] = []
+    widest = longest = needed = 0
+    for run in sorted(runs, key=lambda run: (-run.end, run.start)):
+        keys = run.end
+        queries = len(run.queries)
+        computed = (len(groups[-1]) + 1) * max(widest, queries) * max(longest, keys) if groups else 0
+        if not groups or computed > 1.5 * (needed + queries * keys) + SLACK:
+            groups.append([])
+            widest = longest = needed = 0
+        groups[-1].append(run)
+        widest = max(widest, queries)
+        longest = max(longest, keys)
+        needed += queries * keys
+    return groups
+
+
+def _mask(runs: Sequence[Run], widest: int, longest: int, window: int | None) -> NDArray[np.bool_]:
+    """Which of a run's keys each of its queries sees. Shape [n, 1, Q, K], or [1, 1, Q, K] for all."""
+    if window is None and len({run.start for run in runs}) == 1:
+        runs = [max(runs, key=lambda run: run.end)]
+    starts = np.array([run.start for run in runs])[:, None]
+    ends = np.array([run.end for run in runs])[:, None]
     # Padding repeats the last token: a query that sees nothing gives NaN.
     places_nQ = np.minimum(starts + np.arange(widest), ends - 1)[:, None, :, None]
     keys_K = np.arange(longest)

@@ -6,6 +6,7 @@ import resource
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.policy.attention import head_size
+from tidemill.services.trainer.policy.attention import head_size, value_size
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 
 log = structlog.get_logger(__name__)
@@ -48,7 +49,7 @@ class ModelFlops:
     score: float = 0.0
     """A scored token: the output head."""
     pair: float = 0.0
-    """A token and one that it attends to: 12 * heads * size of a head * layers."""
+    """A token and one that it attends to: 6 * heads * (size of a query + of a value) * layers that attend."""
 
     def of(self, sums: MicroBatchMetrics) -> float:
         """FLOPs of micro-batches: without padding, shared tokens once, pairs reduced by the same share."""
@@ -69,8 +70,20 @@ def count_flops(model: PreTrainedModel) -> ModelFlops:
         if weight.ndim >= 2 and weight is not embedding
     )
     heads = int(getattr(text, "num_attention_heads", None) or 0)
-    pair = 12.0 * heads * head_size(text) * text.num_hidden_layers if heads else 0.0
+    pair = 6.0 * heads * (head_size(text) + value_size(text)) * num_attending(text) if heads else 0.0
     return ModelFlops(token, 6.0 * model.get_output_embeddings().weight.numel(), pair)
+
+
+WITHOUT_PAIRS = ("linear_attention", "conv", "mamba", "mamba2", "moe", "mlp")
+"""Kinds of layers in which a token attends to no other."""
+
+
+def num_attending(text: Any) -> int:
+    """Layers with attention: of a model that mixes them with linear ones, as its configuration lists them."""
+    kinds = getattr(text, "layer_types", None)
+    if not kinds:
+        return int(text.num_hidden_layers)
+    return sum(kind not in WITHOUT_PAIRS for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)

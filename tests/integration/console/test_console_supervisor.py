@@ -17,8 +17,10 @@ from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec
 from tidemill.services.console.processes.supervisor import (
     MAX_EARLY_DEATHS,
+    MAX_SAME_DEATHS,
     Ending,
     RunOutcome,
+    SameCauses,
     ServiceProcess,
     Supervisor,
 )
@@ -172,12 +174,35 @@ async def test_a_mistake_of_the_user_or_a_cpu_that_lacks_an_instruction_ends_the
 
 async def test_a_process_that_keeps_dying_is_given_up(tmp_path, guard, monkeypatch):
     monkeypatch.setattr("tidemill.services.console.processes.supervisor.LONGEST_PAUSE_S", 0.001)
-    stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": "raise SystemExit('no such judge')"})
+    # Another cause each time: letters, for numbers do not count.
+    program = "import os; raise SystemExit('no such judge: ' + 'a' * (os.getpid() % 200))"
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": program})
     outcome = await stage.run()
     assert (outcome.ending, outcome.exit_code) == (Ending.FAILED, 1)
     assert "no such judge" in outcome.reason
     assert len(stage.events) == MAX_EARLY_DEATHS
     assert stage.log("reward").count("no such judge") == MAX_EARLY_DEATHS + 1
+
+
+async def test_a_process_that_dies_of_the_same_cause_at_each_start_ends_the_run(tmp_path, guard):
+    """The model that the engine cannot sample from: each start took the same way. Numbers may differ."""
+    program = "import os; raise SystemExit(f'the model failed: AttributeError, process {os.getpid()}')"
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": program})
+    outcome = await stage.run()
+    assert (outcome.ending, outcome.exit_code) == (Ending.FAILED, 1)
+    assert f"rollout died {MAX_SAME_DEATHS} times in a row of the same cause" in outcome.reason
+    assert "the model failed: AttributeError" in outcome.reason
+    assert stage.log("rollout").count("the model failed") == MAX_SAME_DEATHS
+
+
+def test_causes_are_compared_from_death_to_death():
+    causes = SameCauses()
+    assert [causes.count("no GPU 1", 1, 5.0), causes.count("no GPU 22", 1, 500.0)] == [1, 2]
+    assert causes.count("another cause", 1, 5.0) == 1
+    assert causes.count("another cause", -9, 5.0) == 0, "a signal names none"
+    assert causes.count("another cause", 1, 5.0) == 1, "and not in a row"
+    assert causes.count("another cause", 1, 900.0) == 0, "it worked for a while"
+    assert causes.count("", 1, 5.0) == 0
 
 
 async def test_a_command_that_does_not_exist_fails_the_run(tmp_path: Path, guard: Guard) -> None:

@@ -6,7 +6,8 @@ import pytest
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score
 from tests.support.trajectories import make_trajectory
-from tidemill.common.wire.messages import Score, ScoreStatus, TrajectoryKey
+from tidemill.common.wire.choices import Rows
+from tidemill.common.wire.messages import Choices, Score, ScoreStatus, TrajectoryKey
 from tidemill.services.console.records.trace import teacher_gaps
 from tidemill.services.console.rescore.agreement import compare, correlation, rank_correlation, ranks
 
@@ -75,3 +76,6 @@ def test_a_trace_has_the_distance_of_the_models_tokens_from_the_teacher() -> Non
     np.testing.assert_allclose(of_session, [0.0, -0.01, 0.0, -0.01, -0.02], atol=1e-6)
     assert teacher_gaps(make_trajectory(), make_score(0, 0)) is None
     assert teacher_gaps(session, make_score(0, 0, teacher_logprobs=teacher)) is None
+    # With sampling masks the model's logprobs are over fewer ids than the teacher's.
+    masked = make_trajectory(choices=Choices(rows={"kept": Rows.of_lists([[0, 1], [1], [2]])}))
+    assert teacher_gaps(masked, make_score(0, 0, teacher_logprobs=teacher)) is None

@@ -210,6 +210,14 @@ def test_all_mistakes_are_reported_at_once(run_files: Path) -> None:
     assert "train.jsonl line 4" in str(caught.value) and "no tokenizer" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "xlstm"])
+def test_a_check_refuses_it_before_anything_starts(kind: str, run_files: Path) -> None:
+    file = run_files.parent / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": kind}))
+    with pytest.raises(ConfigError, match=f"rollout.engine transformers cannot sample from a {kind}"):
+        examine(run_files)
+
+
 def test_an_engine_that_is_not_installed_and_a_redis_that_is_not_reached_are_mistakes(run_files, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("TIDEMILL_REDIS_URL", f"unix://{run_files.parent}/nobody.sock")

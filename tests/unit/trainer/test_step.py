@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.models import PIECES, logprobs_of, make_policy, one_batch, run_config
+from tests.support.models import PIECES, logprobs_of, make_policy, make_samples, one_batch, run_config
 from tests.support.sessions import random_session
 from tests.support.training import make_score, outstanding
 from tests.support.trajectories import make_trajectory
@@ -28,7 +28,7 @@ from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
-from tidemill.services.trainer.step import StepResult, StepRunner, make_commit
+from tidemill.services.trainer.step import MiniBatch, StepResult, StepRunner, make_commit
 
 T = TypeVar("T")
 GROUPS, SIZE = 8, 2
@@ -206,6 +206,24 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "scale_rl", "gpg")},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
 }  # fmt: skip
+
+
+def test_demonstrations_do_not_count_where_the_kl_coefficient_moves():
+    """Their KL is in no mean. 4 samples without a distance, of a horizon of 100: 0.1 * (1 - 0.2 * 0.04),
+    however many demonstrations are beside them."""
+    kl = {"place": "loss", "coefficient": 0.1}
+    control = {"target": 0.1, "horizon": 100.0}
+    config = config_of(1, kl=kl, kl_control=control, reference={"model": "frozen"})
+    policy = policy_of(config)
+    samples = make_samples(16)
+    precomputed = policy.precompute(samples)
+    samples = [replace(sample, **own) for sample, own in zip(samples, precomputed, strict=True)]
+    samples[4:] = [replace(sample, imitation=0.5) for sample in samples[4:]]
+    mini = MiniBatch(sums=policy.accumulate(one_batch(samples)))
+    result = StepResult([TrainableGroup(cast(Any, None), samples)], [mini])
+    complete(runner_of(config, policy)._finish(result))
+    assert policy.coefficients().kl == pytest.approx(0.1 * (1 - 0.2 * 0.04), rel=1e-6)
+
 
 PORTIONS = st.lists(st.integers(1, GROUPS), max_size=GROUPS)
 

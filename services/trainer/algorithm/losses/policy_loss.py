@@ -81,7 +81,9 @@ def policy_loss(
         loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()
     # Tokens that were left out above have the terms from here on all the same: they lose the policy's alone.
     if tokens.reference_logprobs_N is not None:
-        kl_N = kl_penalty(tokens.logprobs_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
+        # Over all ids on both sides: over the kept ones alone a policy would differ from itself.
+        unmasked_N = tokens.unmasked_logprobs_N
+        kl_N = kl_penalty(unmasked_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N
@@ -127,7 +129,7 @@ def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Ten
     """weight * KL(policy || teacher) of each token; its sums go into `sums`."""
     if tokens.teacher_logprobs_N is None or tokens.teacher_weights_N is None:
         return torch.zeros_like(tokens.weights_N)
-    kl_N = teacher_kl(tokens.logprobs_N, tokens.teacher_logprobs_N, algorithm.teacher)
+    kl_N = teacher_kl(tokens.unmasked_logprobs_N, tokens.teacher_logprobs_N, algorithm.teacher)
     has_teacher_N = tokens.teacher_weights_N > 0
     sums["teacher_kl_sum"] = (kl_N.detach() * has_teacher_N).sum()
     sums["teacher_tokens"] = has_teacher_N.sum()
@@ -157,7 +159,7 @@ def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tens
 @torch.no_grad()
 def _sums(tokens: Tokens, surrogate: Surrogate) -> Sums:
     gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
-    unmasked_N = gap_N if tokens.log_mass_N is None else gap_N + tokens.log_mass_N
+    unmasked_gap_N = tokens.unmasked_logprobs_N - tokens.rollout_logprobs_N
 
     def count(is_cut_N: Tensor | None) -> Tensor:
         return torch.zeros_like(gap_N[0]) if is_cut_N is None else is_cut_N.sum()
@@ -171,5 +173,5 @@ def _sums(tokens: Tokens, surrogate: Surrogate) -> Sums:
         "clipped_dual": count(surrogate.is_dual_N),
         "mismatch_sum": gap_N.abs().sum(),
         "mismatch_max": gap_N.abs().max(),
-        "unmasked_mismatch_sum": unmasked_N.abs().sum(),
+        "unmasked_mismatch_sum": unmasked_gap_N.abs().sum(),
     }

@@ -23,11 +23,12 @@ class Tokens:
     """The N >= 1 trained tokens of a forward pass. Segments of a session may lie in several passes, unless
     the algorithm needs whole sequences.
 
-    With gradient: `logprobs_N`, `values_N`, and `entropies_N` where there is an entropy bonus. The rest are
-    constants. Tensors have one dtype and device, `sequence_N` is int64 in [0, S).
+    With gradient: `logprobs_N`, `log_mass_N`, `values_N`, and `entropies_N` where there is an entropy bonus.
+    The rest are constants. Tensors have one dtype and device, `sequence_N` is int64 in [0, S).
     """
 
     logprobs_N: Tensor
+    """Over the ids that a token was sampled from, as are those of the rollout and of the step's start."""
     rollout_logprobs_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
@@ -36,11 +37,11 @@ class Tokens:
     num_sequences: int
     entropies_N: Tensor
     log_mass_N: Tensor | None = None
-    """Logarithm of the probability of the ids that sampling kept, to be added to a logprob over these for
-    that over all ids; None: all were kept."""
+    """Logarithm of the probability of the ids that sampling kept; None: all were kept."""
     proximal_logprobs_N: Tensor | None = None
     """Logprobs under the policy at the step's start; None where that is the current one."""
     reference_logprobs_N: Tensor | None = None
+    """Over all ids, as are a teacher's: what samples nothing leaves no id out."""
     values_N: Tensor | None = None
     old_values_N: Tensor | None = None
     """The value head's estimates at the step's start."""
@@ -75,6 +76,16 @@ class Tokens:
         )
 
     @property
+    def unmasked_logprobs_N(self) -> Tensor:
+        """Logprobs over all ids, with gradient: what a reference's or a teacher's compare with.
+
+        Of ids with 0.5, 0.4 and 0.1 sampling kept the first two: over these the first has 5/9, over all 0.5.
+        """
+        if self.log_mass_N is None:
+            return self.logprobs_N
+        return (self.logprobs_N + self.log_mass_N).clamp(min=LOGPROB_FLOOR)
+
+    @property
     def is_shown_N(self) -> Tensor | None:
         """Which tokens are of demonstrations; None where all were sampled."""
         return None if self.imitation_N is None else self.imitation_N > 0
@@ -88,11 +99,15 @@ class Tokens:
         entropy: what compares policies finds no difference there."""
         if (is_shown_N := self.is_shown_N) is None:
             return self
-        current_N = self.logprobs_N.detach()
+        current = {
+            "rollout_logprobs_N": self.logprobs_N.detach(),
+            "proximal_logprobs_N": self.logprobs_N.detach(),
+            "reference_logprobs_N": self.unmasked_logprobs_N.detach(),
+        }
         found = {name: self.of_sampled(getattr(self, name)) for name in ("advantages_N", "entropies_N")}
         if self.factors_N is not None:
             found["factors_N"] = self.factors_N.masked_fill(is_shown_N, 1.0)  # 0 is a token that is left out
-        for name in ("rollout_logprobs_N", "proximal_logprobs_N", "reference_logprobs_N"):
+        for name, current_N in current.items():
             if (values_N := getattr(self, name)) is not None:
                 found[name] = torch.where(is_shown_N, current_N, values_N)
         return replace(self, **found)  # type: ignore[arg-type]

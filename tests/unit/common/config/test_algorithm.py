@@ -69,6 +69,7 @@ def taught(*sections: dict[str, Any], **rewards: Any) -> dict[str, Any]:
         ({"correction": "geo"}, {}, "algorithm.correction: must be 'decoupled_token_is'"),
         ({"correction": "bypass_ppo_clip", "loss": "reinforce"}, {}, "would leave staleness uncorrected"),
         ({"rollout_penalty": 0.1}, FILTERED, "rollout_penalty would pull"),
+        ({"off_policy_threshold": 0.5}, FILTERED, "off_policy_threshold would count it as a distance"),
         ({"importance": {"mode": "mask", "normalise": True}}, {}, "importance.mode is mask"),
         ({"importance": {"normalise": True}, **ROLLOUT}, {}, "importance.mode is off"),
         ({"loss": "reinforce", "importance": {"normalise": True}}, {"trainer": {"mini_batches": 2}},

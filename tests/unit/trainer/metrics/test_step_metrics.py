@@ -11,7 +11,8 @@ from prometheus_client import REGISTRY
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
-from tidemill.common.wire.messages import Commit, Trajectory
+from tidemill.common.wire.choices import Rows
+from tidemill.common.wire.messages import Choices, Commit, Trajectory
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
 from tidemill.services.trainer.groups.samples import make_sample
@@ -220,6 +221,13 @@ def test_the_step_says_how_far_the_policy_is_from_each_teacher(weight):
     assert numbers["teacher/wise/reverse_kl"] == pytest.approx(0.25 / 3)
     assert numbers["teacher/wise/tokens"] == 6.0
     assert numbers["frac_reward_zero_std"] == (0.0 if weight else 1.0)
+    # Of samples with sampling masks the rollout's logprobs are over other ids than the teacher's.
+    kept = {"choices": Choices(rows={"kept": Rows.of_lists([[0, 1], [1], [2]])})}
+    masked = {i: make_trajectory(7, i, group_size=2, spans=((5, 0),), **kept) for i in range(2)}
+    group = judge.select(PendingGroup(7, 5, masked, scores))
+    assert isinstance(group, TrainableGroup)
+    without = step_metrics(5, step_of(group), 0, 1.0)
+    assert "teacher/wise/reverse_kl" not in without and without["teacher/wise/tokens"] == 6.0
     plain = stage_metrics(list(made.values()), [make_score(7, 0)])
     assert numbers["stages/record_bytes"] == plain["stages/record_bytes"] + 4 * 3
 

@@ -34,9 +34,12 @@ from tests.support.models import (
     train,
 )
 from tests.support.versions import write_version
-from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.config.trainer import LoraConfig, TrainerConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.routers import modules_of_routers
 from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.policy import adapters
+from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
 from tidemill.services.trainer.weights.store import WeightStore
 
@@ -280,6 +283,56 @@ def test_linear_layers_beside_experts_have_adapters_and_the_experts_have_none():
 def test_a_router_that_is_a_linear_layer_has_no_adapter():
     layers = make_policy(model=make_model("Phimoe"), lora={})._adapters._layers
     assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+COMPRESSED = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "num_key_value_heads": 4}  # fmt: skip
+WITH_ROUTERS: dict[str, tuple[dict[str, Any], set[str], str]] = {
+    "Afmoe": (EXPERTS | {"head_dim": 8, "num_dense_layers": 1, "layer_types": ["full_attention"] * 2,
+        "sliding_window": 8}, {"gate"}, "gate_proj"),
+    "HunYuanMoEV1": ({"head_dim": 8, "num_experts": 4, "moe_topk": 2}, {"wg"}, "q_proj"),
+    "JetMoe": ({"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4,
+        "num_attention_heads": None}, {"layer"}, "kv_proj"),
+    "Dbrx": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "ffn_config":
+        {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0}}, {"layer"}, "Wqkv"),
+    "Zaya": (EXPERTS | {"num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 8},
+        {"down_proj", "fc1", "fc2"}, "q_proj"),
+    "LongcatFlash": ({"num_layers": 1, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 16,
+        "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "head_dim": 4, **COMPRESSED},
+        {"classifier"}, "q_a_proj"),
+    "Doge": ({"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "keep_window_size": 8},
+        {"router_gate"}, "gate_proj"),
+}  # fmt: skip
+"""Fields of a family, the names of linear layers within its routers, and one that takes an adapter."""
+
+
+@pytest.mark.parametrize("family", WITH_ROUTERS)
+def test_linear_layers_in_a_router_have_no_adapter(family):
+    fields, inside, beside = WITH_ROUTERS[family]
+    model = make_model(family, **fields)
+    routing = modules_of_routers(model)
+    names = {name for name, module in model.named_modules()
+             if id(module) in routing and isinstance(module, torch.nn.Linear)}  # fmt: skip
+    assert inside <= {name.rpartition(".")[2] for name in names}
+    targets = find_targets(model, LoraConfig())
+    assert not names & set(targets)
+    assert beside in {name.rpartition(".")[2] for name in targets}
+
+
+@pytest.mark.parametrize(("family", "num_lost"), [("Laguna", 3), ("Llama", 0), ("Mixtral", 0), ("Zaya", 0)])
+def test_adapters_that_peft_does_not_load_are_named(family, num_lost, monkeypatch):
+    """It renames Laguna's shared experts as transformers does in older files, and leaves them at zero."""
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(adapters.log, "warning", lambda *_, **fields: said.append(fields))
+    fields = {"Laguna": EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 16,
+        "layer_types": ["full_attention"] * 2, "num_attention_heads_per_layer": [4, 4],
+        "mlp_layer_types": ["dense", "sparse"]}, "Zaya": WITH_ROUTERS["Zaya"][0]}  # fmt: skip
+    make_policy(model=make_model(family, **fields.get(family, {})), lora={})
+    assert len(said) == (num_lost > 0)
+    if num_lost:
+        assert said[0]["layers"].startswith(f"{num_lost} of ") and "shared_experts" in said[0]["layers"]
 
 
 def test_a_grouped_linear_layer_has_no_adapter():

@@ -29,7 +29,7 @@ from tidemill.services.reward.model_server.scoring_model import ScoringModel
 from tidemill.services.rollout.engines.model import load_model as load_for_engine
 from tidemill.services.trainer.groups.samples import MicroBatch, Sample
 from tidemill.services.trainer.policy import attention
-from tidemill.services.trainer.policy.attention import VARLEN, choose_attention, why_no_varlen
+from tidemill.services.trainer.policy.attention import FLASH, VARLEN, choose_attention, why_no_varlen
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
 from tidemill.services.trainer.policy.model_loading import load_model
 from tidemill.services.trainer.policy.transformers_policy import load_policy
@@ -288,3 +288,19 @@ def test_values_may_be_narrower_than_keys_and_rows_without_boundaries_are_sequen
     torch.testing.assert_close(attended, expected.transpose(1, 2))
     with pytest.raises(ValueError, match="takes no mask"):
         attention.attend_varlen(torch.nn.Identity(), query, key, value, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("family", ["Falcon", "GPTJ", "GPTNeo"])
+def test_a_model_that_looks_kernels_up_in_a_table_of_its_own_gets_one_of_them(family, monkeypatch, request):
+    """It does not know torch's, and ended with a KeyError of that name."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    fields = {
+        "Falcon": {"alibi": False},
+        "GPTJ": {"rotary_dim": 8},
+        "GPTNeo": {"attention_types": [[["global"], 2]]},
+    }
+    config = make_config(family, **fields[family])
+    assert "own kernels alone" in why_no_varlen(config, (8, 0))
+    assert choose_attention(config, CUDA, torch.bfloat16) is None, "flash attention is not installed"
+    request.getfixturevalue("flash_is_installed")
+    assert choose_attention(config, CUDA, torch.bfloat16) == FLASH

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +24,20 @@ from transformers import (
 
 from tests.support.allocations import peak_bytes
 from tests.support.architectures import make_model
-from tests.support.models import PIECES, assert_all_close, attend_as_varlen, make_samples, tiny_llama
+from tests.support.models import (
+    PIECES,
+    assert_all_close,
+    attend_as_varlen,
+    logprobs_of,
+    make_policy,
+    make_samples,
+    tiny_llama,
+)
+from tidemill.common.errors import ConfigError
 from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.policy import head as head_module
+from tidemill.services.trainer.policy import precision
 from tidemill.services.trainer.policy.forward import TokenScorer, find_scaling
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tile, plan_tiles
@@ -337,3 +348,27 @@ def test_packing_is_used_only_where_it_is_exact_and_fast(expected, packing_wante
     config = SimpleNamespace(_attn_implementation=attention, **fields)
     assert choose_layout(packing_wanted, config) == expected
     assert choose_layout(packing_wanted, config, is_recurrent=True) == "padded"
+
+
+DBRX: dict[str, Any] = {
+    "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
+}  # fmt: skip
+
+
+def test_a_model_that_adds_its_experts_in_place_is_trained_in_half_precision():
+    """DBRX adds what its experts compute to the layer's float32 in place."""
+    samples = make_samples(6)
+    logprobs = [
+        logprobs_of(make_policy(dtype, model=make_model("Dbrx", **DBRX)), samples)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    gaps = np.abs(np.concatenate(logprobs[0]) - np.concatenate(logprobs[1]))
+    assert 0.0 < float(np.median(gaps)) < 0.05
+
+
+def test_a_model_whose_code_mixes_dtypes_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(precision, "ADDED_IN_PLACE", ())
+    with pytest.raises(ConfigError, match=r"model\.dtype: .*dbrx.*set model\.dtype to float32"):
+        make_policy(torch.bfloat16, model=make_model("Dbrx", **DBRX))

@@ -36,7 +36,14 @@ from tidemill.services.trainer.groups.group_filter import (
     TrainableGroup,
 )
 from tidemill.services.trainer.groups.samples import Sample, missing_mask
-from tidemill.services.trainer.policy.head import Scaling, score_hidden
+from tidemill.services.trainer.policy import head as head_module
+from tidemill.services.trainer.policy.head import (
+    KeptLogits,
+    Scaling,
+    kept_log_mass,
+    score_hidden,
+    split_by_width,
+)
 from tidemill.services.trainer.policy.transformers_policy import by_group
 
 PLAIN_LOSS = {"normalisation": "token", "importance": {"mode": "off"}}
@@ -64,7 +71,13 @@ class OwnLinear(nn.Linear):
 @pytest.mark.parametrize(
     ("kind", "chunk"), [(nn.Linear, 7), (nn.Linear, 99), (OwnLinear, 7), (OwnLinear, 99)]
 )
-def test_the_head_is_a_dense_mask_in_value_and_gradient(kind, chunk, entropies, scaling):
+@pytest.mark.parametrize("padded_elements", [1 << 22, 20, 1])
+def test_the_head_is_a_dense_mask_in_value_and_gradient(
+    kind, chunk, entropies, scaling, padded_elements, monkeypatch
+):
+    """Also where the rows of a chunk are padded apart, some of them or each by itself."""
+    monkeypatch.setattr(head_module, "PADDED_ELEMENTS", padded_elements)
+    monkeypatch.setattr(head_module, "PADDED_SHARE", 1 << 30)
     rng, vocabulary = np.random.default_rng(0), 37
     head = kind(8, vocabulary).double()
     hidden_NH = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
@@ -79,16 +92,60 @@ def test_the_head_is_a_dense_mask_in_value_and_gradient(kind, chunk, entropies, 
         return list(torch.autograd.grad(loss, [hidden_NH, *head.parameters()]))
 
     kept = Rows.of_lists(rows)
-    *scored, log_mass_N = score_hidden(
-        hidden_NH, head, targets_N, 0.7, chunk * vocabulary, entropies, scaling=scaling, kept=kept
-    )
+    options = 0.7, chunk * vocabulary, entropies, scaling, kept
+    *scored, log_mass_N = score_hidden(hidden_NH, head, targets_N, *options)
     logits_NV = scaling.of(head(hidden_NH)) / 0.7
     whole_NV = torch.log_softmax(logits_NV, -1)
     expected = dense_logprobs(logits_NV, targets_N, kept), -(whole_NV.exp() * whole_NV).sum(-1)
     for mine, other in zip([*scored, *gradients(*scored)], [*expected, *gradients(*expected)], strict=True):
         torch.testing.assert_close(mine, other, rtol=0.0, atol=1e-13)
+    logprobs_N, _, log_mass_N = score_hidden(hidden_NH, head, targets_N, *options)
     whole_N = whole_NV.gather(-1, targets_N[:, None])[:, 0]
-    torch.testing.assert_close(scored[0] + log_mass_N, whole_N, rtol=0.0, atol=1e-13)
+    torch.testing.assert_close(logprobs_N + log_mass_N, whole_N, rtol=0.0, atol=1e-13)
+    # All of the head's outputs together have the gradients of the dense ones.
+    of_whole_N = torch.randn(50).double()
+    mine = torch.autograd.grad(
+        (logprobs_N + log_mass_N) @ of_whole_N + log_mass_N @ of_logprobs_N, [hidden_NH, *head.parameters()]
+    )
+    logits_NV = scaling.of(head(hidden_NH)) / 0.7
+    whole_N = torch.log_softmax(logits_NV, -1).gather(-1, targets_N[:, None])[:, 0]
+    mass_N = whole_N - dense_logprobs(logits_NV, targets_N, kept)
+    dense = torch.autograd.grad(
+        whole_N @ of_whole_N + mass_N @ of_logprobs_N, [hidden_NH, *head.parameters()]
+    )
+    for ours, other in zip(mine, dense, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0.0, atol=1e-13)
+
+
+def test_one_wide_row_does_not_widen_the_others():
+    """Of 8 tokens one kept 100 ids and the others 2: 114 elements in place of 800."""
+    counts = np.array([2, 2, 2, 100, 2, 2, 2, 2])
+    parts = list(split_by_width(counts, most=50))
+    assert [rows.tolist() for rows in parts] == [[3], [0, 1, 2, 4, 5, 6, 7]]
+    assert [rows.tolist() for rows in split_by_width(np.array([0, 9, 5, 4, 1, 9]), most=20)] == [
+        [1, 5], [2, 3], [4, 0],
+    ]  # fmt: skip
+    kept = Rows.of_lists([range(count) for count in counts])
+    values_CV = torch.randn(8, 200_000)
+    assert [part.ids_RK.shape for part in KeptLogits.of(values_CV, kept)] == [(8, 100)], "small enough"
+    wide = Rows.of_lists([range(140_000) if count > 2 else range(2) for count in counts])
+    values_CV = torch.randn(40, 150_000)
+    wide = Rows.joined([wide] * 5)
+    assert [part.ids_RK.shape for part in KeptLogits.of(values_CV, wide)] == [(5, 140_000), (35, 2)]
+
+
+def test_rows_that_are_padded_together_have_the_same_bits_as_ever():
+    values_CV = torch.randn(16, 300)
+    rng = np.random.default_rng(0)
+    kept = Rows.of_lists([rng.permutation(300)[: rng.integers(0, 40)] for _ in range(16)])
+    width = int(np.diff(kept.offsets).max())
+    padded_CK = torch.full((16, width), -torch.inf)
+    for row in range(16):
+        ids = kept.values[kept.offsets[row] : kept.offsets[row + 1]].astype(np.int64)
+        padded_CK[row, : len(ids)] = values_CV[row, torch.from_numpy(ids)]
+        if not len(ids):
+            padded_CK[row, 0] = 0.0
+    assert torch.equal(kept_log_mass(values_CV, kept), padded_CK.logsumexp(-1))
 
 
 def reference(policy: Any, samples: Sequence[Sample], temperature: float) -> tuple[list[Tensor], Tensor]:

@@ -27,9 +27,10 @@ from tidemill.services.trainer.groups import trie as tries
 from tidemill.services.trainer.groups.bins import split_samples
 from tidemill.services.trainer.groups.samples import Sample
 from tidemill.services.trainer.groups.trie import Trie, in_order
+from tidemill.services.trainer.policy import trees
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
-from tidemill.services.trainer.policy.trees import rows_at
+from tidemill.services.trainer.policy.trees import Tree, rows_at
 
 FEW = st.integers(1, 3)
 """Ids so few that rows often begin alike."""
@@ -187,3 +188,33 @@ def test_ranks_have_like_loads_and_common_beginnings_together(groups, size):
     assert max(loads) < 0.8 * alone, "less than with a row for each"
     row_loads = [len(share) for share in split_samples(samples, size, 100_000, "varlen")]
     assert max(row_loads) - min(row_loads) <= 1
+
+
+@pytest.mark.parametrize("run_tokens", [1, 3, 8])
+def test_a_window_over_many_tokens_is_computed_in_runs(run_tokens, monkeypatch):
+    """The same numbers as with one mask over all keys, and as in padded rows."""
+    monkeypatch.setattr(trees, "LEAST_RUN", run_tokens)
+    samples = make_relatives(12)
+    numbers = {}
+    for name, most in (("tree", 1 << 22), ("runs", 0), ("padded", 0)):
+        monkeypatch.setattr(trees, "MOST_SCORES", most)
+        policy = make_policy(torch.float64, model=make_model("Gemma3Text"))
+        policy.layout = "padded" if name == "padded" else "tree"
+        logprobs = np.concatenate(logprobs_of(policy, samples))
+        policy.accumulate(one_batch(samples))
+        numbers[name] = logprobs, gradients_of(policy)
+    for name in ("tree", "padded"):
+        np.testing.assert_allclose(numbers["runs"][0], numbers[name][0], atol=1e-6)
+        gap = (numbers["runs"][1] - numbers[name][1]).norm() / numbers[name][1].norm()
+        assert gap.item() < 1e-6
+
+
+def test_the_masks_of_a_long_row_grow_with_its_window():
+    """16,384 tokens with a window of 512: 32 runs of 512 queries, each with at most 1,023 keys."""
+    trie = Trie()
+    trie.add(np.arange(16_384, dtype=np.int32))
+    tree = Tree(trie)
+    buckets, back_T = tree.buckets(torch.device("cpu"), 512, torch.float32)
+    assert sum(0 if bucket.mask is None else bucket.mask.numel() for bucket in buckets) <= 32 * 512 * 1023
+    seen = torch.cat([bucket.queries_nQ.flatten() for bucket in buckets])[back_T]
+    assert torch.equal(seen, torch.arange(16_384)), "each token once, in order"

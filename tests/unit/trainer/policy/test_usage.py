@@ -2,17 +2,20 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
+from tests.support.architectures import make_model
 from tests.support.models import make_policy, make_samples, one_batch, tiny_llama, train
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.metrics.step_metrics import usage_metrics
-from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops
+from tidemill.services.trainer.policy.attention import head_size, value_size
+from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops, num_attending
 from tidemill.services.trainer.step import MiniBatch, StepResult
 
 
@@ -80,6 +83,48 @@ def test_a_profile_that_cannot_be_written_stops_nothing(tmp_path):
     train(policy, [one_batch(make_samples(4))])
     policy.profile(None)
     assert policy.usage().peak_bytes[0] > 0
+
+
+def text_config(**fields: Any) -> Any:
+    sizes = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 3}
+    return SimpleNamespace(**(sizes | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "query", "value"),
+    [
+        ({}, 16, 16),  # 64 / 4
+        ({"head_dim": 24}, 24, 24),
+        # DeepSeek-V3: 128 without and 64 with positions, values of 128; its `head_dim` is 64
+        ({"head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, 192, 128),
+        # Glm 5
+        ({"head_dim": 64, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}, 256, 256),
+    ],
+)
+def test_heads_are_as_large_as_their_queries_and_values(fields, query, value):
+    assert (head_size(text_config(**fields)), value_size(text_config(**fields))) == (query, value)
+
+
+def test_pairs_of_compressed_attention_by_hand():
+    """2 layers of 4 heads with queries of 8 + 4 and values of 6: forward and backward take 3 * 2 FLOPs for
+    each number of a query and of a value."""
+    fields = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1}
+    fields |= experts | {
+        "q_lora_rank": 8,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+    }
+    flops = count_flops(make_model("DeepseekV3", **fields))
+    assert flops.pair == 2 * 4 * 6 * (12 + 6)
+
+
+def test_layers_that_attend_to_no_token_have_no_pairs():
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    assert num_attending(text_config(layer_types=kinds)) == 1
+    assert num_attending(text_config(layer_types=None)) == 3
+    assert num_attending(text_config(layer_types=["hybrid", "sliding_attention", "moe"])) == 2
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
