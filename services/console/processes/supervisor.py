@@ -289,7 +289,7 @@ class Supervisor:
             last = next((line.strip() for line in reversed(process.output_tail()) if line.strip()), "")
             if causes.count(last, code, age_s) >= MAX_SAME_DEATHS:
                 what = f"died {MAX_SAME_DEATHS} times in a row of the same cause; giving up"
-                self.fail(_exit_reason(process, what, code))
+                self._fail_with(process, what, code, 1)
                 break
             pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
             why = f" ({printable(last, MAX_REASON_CHARACTERS)})" if last else ""

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# transformers 5.19.0: NemotronH (and Zamba2) bound the time step of a Mamba layer from below by time_step_min in
+# transformers 5.19.0: Zamba2 bounds the time step of a Mamba layer from below by time_step_min in
 # a prompt, and not in a token that follows it from the cache. So a token has other logits when it is generated
 # than when the same ids are one prompt. Exits non-zero if that changes.
 set -euo pipefail
