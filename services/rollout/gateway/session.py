@@ -212,7 +212,13 @@ class GatewaySession:
         """The history that the question continues; a long question is tokenized on a thread."""
         if question.num_characters < LONG_CHARACTERS:
             return self.histories.find(question)
-        return await asyncio.to_thread(self.histories.find, question)
+        try:
+            return await asyncio.to_thread(self.histories.find, question)
+        except RuntimeError as error:
+            if not is_machine_fault(error):
+                raise
+            # No thread can be started: the session must not fail for that.
+            return self.histories.find(question)
 
     async def _start(self, question: Question) -> _Given:
         limits = self._limits
