@@ -73,9 +73,9 @@ def shortage_number(error: BaseException, depth: int = MAX_DEPTH) -> int:
     if isinstance(error, RuntimeError) and NO_THREAD in str(error):
         return errno.EAGAIN
     if isinstance(error, ImportError):  # of a library that cannot be opened or mapped
-        for number in SHORT_OF:
-            if os.strerror(number) in str(error):
-                return number
+        number = number_in_text(str(error))
+        if number:
+            return number
     if not depth:  # a chain may be a ring
         return 0
     inner = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else []
@@ -84,6 +84,11 @@ def shortage_number(error: BaseException, depth: int = MAX_DEPTH) -> int:
     elif error.__context__ is not None and not error.__suppress_context__:
         inner.append(error.__context__)
     return next(filter(None, (shortage_number(each, depth - 1) for each in inner)), 0)
+
+
+def number_in_text(text: str) -> int:
+    """What a machine is short of, as an `errno`, where a program's message says so; 0 where it does not."""
+    return next((number for number in SHORT_OF if os.strerror(number) in text), 0)
 
 
 def is_machine_fault(error: BaseException) -> bool:
@@ -199,6 +204,13 @@ class Shortage:
             self._pause_s = FIRST_PAUSE_S
         self.reason = str(fault)
 
+    def end(self) -> None:
+        """Record that a start works again."""
+        if self.is_short:
+            log.info("a start works again: samples are taken", was_short=self.reason)
+            self.reason = ""
+            self._ended_at = time.monotonic()
+
     async def until_over(self) -> None:
         """Return as soon as a start works. All lanes wait for the same tries."""
         if not self.is_short:
@@ -223,8 +235,6 @@ class Shortage:
             # On the loop: a thread is one of the things that may be missing.
             fault = self._probe()
             if fault is None:
-                log.info("a start works again: samples are taken", short_of=self.reason)
-                self.reason = ""
-                self._ended_at = time.monotonic()
+                self.end()
             else:
                 self.reason = str(fault)

@@ -27,7 +27,7 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
 from tidemill.common.process.children import frame_of, receive
 from tidemill.common.process.programs import Child
-from tidemill.common.process.shortage import fault_in, machine_faults, make_fault
+from tidemill.common.process.shortage import fault_in, is_machine_fault, machine_faults, make_fault
 from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.rollout.environments.agent_host import COMMAND
@@ -201,7 +201,13 @@ class AgentPlayer(Player):
             await self._has_ended.wait()
             await asyncio.sleep(SWEEP_S)
             self._has_ended.clear()
-            await asyncio.to_thread(end_leftovers, self._gateway.sessions)
+            try:
+                await asyncio.to_thread(end_leftovers, self._gateway.sessions)
+            except (OSError, RuntimeError) as error:
+                # Short of threads or descriptors: what is left over now is found by the next look.
+                if not is_machine_fault(error):
+                    raise
+                self._has_ended.set()
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         session = GatewaySession(
