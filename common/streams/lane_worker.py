@@ -97,11 +97,15 @@ class LaneWorker(ABC, Generic[M]):
                         await self.dead_letter(entry, reason, entry.attempts - 1)
                     else:
                         deliveries.append(entry)
-                if self.context.shortage.is_short:  # since the fetch began
-                    await self.consumer.hand_back(deliveries)
-                    continue
-                await self.accept(deliveries)
+                await self._accept_or_hand_back(deliveries)
             await self._drain()
+
+    async def _accept_or_hand_back(self, deliveries: list[Delivery[M]]) -> None:
+        """Begin to work on messages, unless this machine has proved to be short since they were asked for."""
+        if self.context.shortage.is_short:
+            await self.consumer.hand_back(deliveries)
+        else:
+            await self.accept(deliveries)
 
     async def hand_back_for(self, fault: MachineFaultError, delivery: Delivery[M]) -> None:
         """Give back a message that this machine cannot work on: no attempt, and nothing is said of it.

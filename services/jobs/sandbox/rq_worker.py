@@ -181,7 +181,7 @@ class CodeWorker(Worker):
         if isinstance(exc_info[1], MachineFaultError):
             self._shortage[:] = SHORTAGE.pack(exc_info[1].number)
             return
-        super().handle_exception(job, *exc_info)  # type: ignore[no-untyped-call]
+        super().handle_exception(job, *exc_info)
 
     def _wait_out_shortage(self, fault: MachineFaultError) -> None:
         """Take no job until a start works."""

@@ -130,10 +130,12 @@ class AgentProgram:
                 "died",
             ) from None
         check_begun(result, "the agent's program could not be started")
-        if error := result.get("error"):
+        reason = result.get("error")
+        if reason:
+            problem = f"the agent {self._agent} failed: {reason}"
             if result.get("shortage"):
-                check_machine(f"the agent {self._agent} failed: {error}", result["shortage"])
-            raise ProgramError(f"the agent {self._agent} failed: {error}", result["cause"])
+                check_machine(problem, result["shortage"])
+            raise ProgramError(problem, result["cause"])
         return Closing(**result)
 
     async def close(self) -> None:

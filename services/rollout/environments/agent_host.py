@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
 from tidemill.common.process.children import become_child, end_with_parent, read_frame, sender, startup_failure
 from tidemill.common.process.programs import ending_in_words, run_main
-from tidemill.common.process.shortage import is_machine_fault, machine_faults, shortage_number
+from tidemill.common.process.shortage import is_machine_fault, machine_faults, number_in_text, shortage_number
 from tidemill.common.process.users_code import load_users
 from tidemill.services.rollout.environments.program_errors import ProgramError, cause_in, cause_of
 from tidemill.services.rollout.environments.users_code import metrics_of, number_of
@@ -268,7 +268,8 @@ def _result(program: Program, offered: Mapping[str, Any]) -> dict[str, Any]:
     except MachineFaultError as error:  # raised by us, so the program has not run
         return refusal_of(error)
     except ProgramError as error:
-        return {"error": str(error), "cause": error.cause}
+        # A shell says it in words.
+        return {"error": str(error), "cause": error.cause, "shortage": number_in_text(str(error))}
     except EnvironmentFaultError as error:
         return {"error": str(error), "cause": "machine"}
     except BaseException as error:

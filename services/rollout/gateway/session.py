@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
+from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
