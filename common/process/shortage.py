@@ -79,6 +79,8 @@ def shortage_number(error: BaseException, depth: int = MAX_DEPTH) -> int:
     if not depth:  # a chain may be a ring
         return 0
     inner = list(error.exceptions) if isinstance(error, BaseExceptionGroup) else []
+    # httpcore raises from none, and keeps the exception as its argument.
+    inner += [argument for argument in error.args if isinstance(argument, BaseException)]
     if error.__cause__ is not None:
         inner.append(error.__cause__)
     elif error.__context__ is not None and not error.__suppress_context__:

@@ -48,6 +48,7 @@ def raised_from(cause: BaseException, error: BaseException) -> BaseException:
         (RuntimeError(NO_THREAD), errno.EAGAIN),
         (ImportError("libx.so: cannot open shared object file: Too many open files"), errno.EMFILE),
         (raised_from(os_error(errno.EMFILE), httpx.ConnectError("all attempts failed")), errno.EMFILE),
+        (ConnectionError(raised_from(os_error(errno.EMFILE), OSError("all attempts"))), errno.EMFILE),
         (ExceptionGroup("both", [ValueError(), os_error(errno.EMFILE)]), errno.EMFILE),
         (os_error(errno.ENOENT), 0),
         (os_error(errno.ECONNREFUSED), 0),
