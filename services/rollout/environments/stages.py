@@ -331,21 +331,25 @@ class SessionThread(threading.Thread):
 
     def run(self) -> None:
         # One loop for all of the session: async objects mostly belong to the loop that made them.
-        with asyncio.Runner() as runner:
+        runner = asyncio.Runner()
+        try:
+            runner.get_loop()
+        except OSError as error:  # a loop takes descriptors
+            self._send(failure_of(self.frames.get(), error, is_ours=True))
+            return
+        with runner:
+            self._serve(runner)
+
+    def _serve(self, runner: asyncio.Runner) -> None:
+        while True:
+            frame = self.frames.get()
             try:
-                runner.get_loop()
-            except OSError as error:  # a loop takes descriptors
-                self._send(failure_of(self.frames.get(), error, is_ours=True))
+                answer = runner.run(self._do(frame))
+                self._send({"id": frame["id"], "returned": answer})
+            except BaseException as error:  # also an answer that cannot be sent, or an interrupt
+                self._send(failure_of(frame, error))
+            if frame["op"] == "close":
                 return
-            while True:
-                frame = self.frames.get()
-                try:
-                    answer = runner.run(self._do(frame))
-                    self._send({"id": frame["id"], "returned": answer})
-                except BaseException as error:  # also an answer that cannot be sent, or an interrupt
-                    self._send(failure_of(frame, error))
-                if frame["op"] == "close":
-                    return
 
     async def _do(self, frame: dict[str, Any]) -> dict[str, Any]:
         if frame["op"] == "open":
