@@ -82,6 +82,19 @@ class EnvironmentFaultError(TidemillError):
         self.kind = kind
 
 
+class MachineFaultError(TidemillError):
+    """Something for a sample could not be started: the machine is short of processes, threads, descriptors,
+    memory or disk (`common/process/shortage.py`).
+
+    It says nothing of the sample: its message goes back, and the attempt is not counted. `number` is the
+    `errno`.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 class RewardError(TidemillError):
     """A reward could not be computed; carries the reason in plain words."""
 

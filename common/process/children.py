@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import msgpack
 
 from tidemill.common.process.programs import ROOT, Child
+from tidemill.common.process.shortage import machine_faults, shortage_number
 from tidemill.common.wire.codec import pack
 
 Send = Callable[[dict[str, Any]], None]
@@ -52,10 +53,20 @@ _BOOTSTRAP = (
 
 def spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a process that calls `main(descriptor, parent)` of the module; returns it with our end of the
-    socket."""
+    socket.
+
+    Raises:
+        MachineFaultError: the machine is short of processes, descriptors or memory.
+    """
+    with machine_faults(f"a process of {child.value} could not be started"):
+        return _spawn(child)
+
+
+def _spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     # Closed here: while this process holds its copy, the child's end would never look closed to us.
-    with theirs:
+    with theirs, contextlib.ExitStack() as on_error:
+        on_error.push(ours)
         command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), child.value]
         command += [str(ROOT), *sys.path]  # ROOT first, only until tidemill is imported
         # A session of its own: Ctrl-C must not reach it, and its group can be killed as a whole.
@@ -66,6 +77,7 @@ def spawn(child: Child) -> tuple[subprocess.Popen[bytes], socket.socket]:
             env=variables_for_users(),
             start_new_session=True,
         )
+        on_error.pop_all()
     return process, ours
 
 
@@ -130,6 +142,11 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit()  # the parent died before the line above
+
+
+def startup_failure(error: BaseException) -> dict[str, Any]:
+    """The frame by which a child says that it cannot start."""
+    return {"error": str(error) or type(error).__name__, "shortage": shortage_number(error)}
 
 
 def read_frame(frames: BinaryIO) -> dict[str, Any] | None:

@@ -3,8 +3,9 @@
     python -m tidemill.common.process.fork_server FD
 
 Over the socket FD it gets a request for each process: module, arguments, variables and log. It answers with
-the process's id, and when the process ends with the id and the exit code. It ends when the other side of the
-socket is closed and all forked processes have ended.
+the process's id, and when the process ends with the id and the exit code. A fork that fails is answered with
+`failed` and the `errno`: the processes that were forked before go on. It ends when the other side of the socket
+is closed and all forked processes have ended.
 
 Only for machines without GPUs: CUDA must not be forked once it is in use, and imports may use it.
 """
@@ -28,6 +29,7 @@ from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SHARED_IMPORTS, importing
 
 MAX_REQUEST_BYTES = 1 << 18
+FAILED = "failed"
 
 
 def serve(control: socket.socket) -> dict[str, Any] | None:
@@ -45,17 +47,42 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                     with contextlib.suppress(OSError):  # the other side is closed
                         control.send(f"{pid} {os.waitstatus_to_exitcode(status)}".encode())
                 elif request := control.recv(MAX_REQUEST_BYTES):
-                    if not (pid := os.fork()):
-                        for descriptor in children:
-                            os.close(descriptor)
+                    try:
+                        pid, descriptor = fork_watched()
+                    except OSError as error:
+                        with contextlib.suppress(OSError):  # the other side is closed
+                            control.send(f"{FAILED} {error.errno}".encode())
+                        continue
+                    if not pid:
+                        for child in children:
+                            os.close(child)
                         return dict(json.loads(request))
-                    control.send(str(pid).encode())
-                    children[descriptor := os.pidfd_open(pid)] = pid
+                    children[descriptor] = pid
                     selector.register(descriptor, selectors.EVENT_READ)
+                    with contextlib.suppress(OSError):  # the other side is closed
+                        control.send(str(pid).encode())
                 else:
                     selector.unregister(control)
                     is_wanted = False
     return None
+
+
+def fork_watched() -> tuple[int, int]:
+    """Fork. Returns the process's id and its pidfd, and in the new process 0 and 0.
+
+    Raises:
+        OSError: the machine is short of processes, memory or descriptors. There is no new process.
+    """
+    pid = os.fork()
+    if not pid:
+        return 0, 0
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        # Nobody would see its end.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def become(request: dict[str, Any]) -> NoReturn:
@@ -70,7 +97,8 @@ def become(request: dict[str, Any]) -> NoReturn:
     # The server imported torch with one thread.
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    random.seed()  # else all forked processes draw the same numbers
+        torch.seed()  # else all forked processes draw the same numbers
+    random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     sys.argv[1:] = request["arguments"]

@@ -40,6 +40,7 @@ from tidemill.common.process.http_endpoint import HttpEndpoint
 from tidemill.common.process.lease_keeper import LeaseKeeper
 from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import SERVES, Program, importing, run_main
+from tidemill.common.process.shortage import Shortage
 from tidemill.common.process.shutdown import TRAINER, RunWatch, Shutdown, unless_set
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
@@ -105,6 +106,7 @@ class ServiceContext:
         self.consumer_name = f"{self.name}.{secrets.token_hex(4)}"
         folder = folder_name(self.run_dir) if self.role == TRAINER else ""
         self.beat = Heartbeat(self.name, self.role, folder=folder)
+        self.shortage = Shortage(self.name)
 
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
@@ -318,6 +320,8 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
             for report in context.reporters:
                 report(beat)
+            # Last: a service's own share of failed attempts is about its samples only.
+            context.shortage.report(beat)
             if context.role == TRAINER:
                 await context.broker.keep_scripts(context.keys.state)  # workers may not load them
             await publish_heartbeat(context.broker, context.keys, beat)

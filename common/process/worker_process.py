@@ -12,16 +12,25 @@ from typing import Any
 
 from tidemill.common.process.children import frame_of, kill_group, receive, spawn
 from tidemill.common.process.programs import Child, ending_in_words
+from tidemill.common.process.shortage import machine_faults
 
 START_TIMEOUT_S = 120.0
 """Longest time a process may take to import users' code."""
+
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
+"""Pause between two looks at whether a killed process has ended; doubles each time."""
 
 Frame = dict[str, Any]
 Answer = asyncio.Future[Frame]
 
 
 class StartupError(Exception):
-    """The process could not load users' code; the text says why."""
+    """The process could not load users' code; the text says why. `shortage`: the `errno` of what its machine
+    was short of, in which case nothing is wrong with the code; 0 where it was not."""
+
+    def __init__(self, message: str, shortage: int = 0) -> None:
+        super().__init__(message)
+        self.shortage = shortage
 
 
 class ProcessEndedError(Exception):
@@ -32,7 +41,11 @@ class WorkerProcess:
     """The service's side of one process: requests carry a number, and their answers the same one."""
 
     def __init__(self, child: Child, what: str) -> None:
-        """`what` names the code that it runs, for messages."""
+        """`what` names the code that it runs, for messages.
+
+        Raises:
+            MachineFaultError: the machine is short of processes, descriptors or memory.
+        """
         self._what = what
         self._process, self._channel = spawn(child)
         self._writer: asyncio.StreamWriter | None = None
@@ -54,6 +67,7 @@ class WorkerProcess:
 
         Raises:
             StartupError: it cannot, or not in time.
+            MachineFaultError: this process is short of descriptors or memory.
         """
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(spec))
@@ -105,7 +119,7 @@ class WorkerProcess:
 
     async def wait(self) -> int:
         """Reap it after `kill`; returns its exit code, negative for a signal."""
-        code = await asyncio.to_thread(self._process.wait)
+        code = await self._reap()
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
         return code
@@ -135,7 +149,8 @@ class WorkerProcess:
                 answer.set_exception(ProcessEndedError(reason))
 
     async def _start(self, spec: Frame) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._channel)
+        with machine_faults(f"no connection to the process of {self._what}"):
+            reader, self._writer = await asyncio.open_connection(sock=self._channel)
         self.send(spec)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -147,7 +162,7 @@ class WorkerProcess:
             raise StartupError(await self._exit_reason()) from None
         if "error" in answer:
             self.kill()
-            raise StartupError(answer["error"])
+            raise StartupError(answer["error"], int(answer.get("shortage", 0)))
         self._reading = asyncio.create_task(self._read_for_ever(reader))
 
     async def _read_for_ever(self, reader: asyncio.StreamReader) -> None:
@@ -160,5 +175,14 @@ class WorkerProcess:
 
     async def _exit_reason(self) -> str:
         self.kill()  # it is ending, and keeps its exit code; processes that it started may still run
-        code = await asyncio.to_thread(self._process.wait)
+        code = await self._reap()
         return f"the process of {self._what} died ({ending_in_words(code)})"
+
+    async def _reap(self) -> int:
+        """Wait for the end of the killed process. Not on a thread: where none can be started, requests that
+        wait for the reason of this end would wait for ever."""
+        pause_s = FIRST_LOOK_S
+        while self._process.poll() is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+        return int(self._process.returncode)

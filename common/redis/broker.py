@@ -139,6 +139,8 @@ class Broker:
             BrokerError: unreachable, wrong credentials, older than 6.2, or set to evict keys.
             OutageError: unreachable for all of that time.
         """
+        # Now: a worker that is short of descriptors has to hand back what it holds.
+        _read_scripts()
         url = url or redis_url()
         wait_s = float(os.environ.get(WAIT_VARIABLE, "0"))
         deadline = time.monotonic() + wait_s
@@ -223,7 +225,7 @@ class Broker:
     async def keep_scripts(self, state_key: str) -> None:
         """Load all scripts that the run's server lacks, for users who may not load them; safe to repeat."""
         await self.execute("HGET", state_key, "status")  # its key tells a cluster's client the run's slot
-        scripts = [_script(file.name[:-4]) for file in _SCRIPTS.iterdir() if file.name.endswith(".lua")]
+        scripts = _read_scripts()
         flags = await self.execute("SCRIPT EXISTS", *(sha for _, sha in scripts))
         missing = [source for (source, _), flag in zip(scripts, flags, strict=True) if not flag]
         if missing:
@@ -319,6 +321,11 @@ def _script(name: str) -> tuple[str, str]:
     source = _SCRIPTS.joinpath(f"{name}.lua").read_text(encoding="utf-8")
     # Redis names scripts by SHA-1, which machines in FIPS mode refuse unless it is not used for security.
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+def _read_scripts() -> list[tuple[str, str]]:
+    """All scripts, which are kept from then on."""
+    return [_script(file.name[:-4]) for file in _SCRIPTS.iterdir() if file.name.endswith(".lua")]
 
 
 def _is_passing(error: BaseException) -> bool:

@@ -265,6 +265,13 @@ class Consumer(Generic[M]):
             self.held.pop(entry_id, None)
         metrics.HANDED_BACK.labels(self.label).inc(len(ids))
 
+    async def hand_back_ahead(self) -> None:
+        """Give back the messages that came in the round trip of an acknowledgement, and were not fetched."""
+        ahead = self._take_ahead(len(self._ahead))
+        # Garbled ones are not worked on: they can be dead-lettered by the next `fetch`.
+        self._ahead.extend(entry for entry in ahead if isinstance(entry, Garbled))
+        await self.hand_back([entry for entry in ahead if isinstance(entry, Delivery)])
+
     async def park(self, deliveries: Sequence[Delivery[M]]) -> None:
         """Keep messages for later: they stay held, and this delivery does not count until `unpark`."""
         await self._count_deliveries(deliveries, -1)

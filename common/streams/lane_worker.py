@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
+from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.store import resolved
 from tidemill.common.streams.consumer import Consumer
@@ -78,6 +79,9 @@ class LaneWorker(ABC, Generic[M]):
         # The consumer outlives the tasks: it renews the leases of messages that they still work on.
         async with self.consumer, self._tasks:
             while not self.context.stopping.is_set():
+                if self.context.shortage.is_short:
+                    await self._wait_out_shortage()
+                    continue
                 if (free := self.num_free) <= 0:
                     # Nothing is awaited between the check and this, so no freed slot is missed.
                     self._slot_freed.clear()
@@ -93,8 +97,35 @@ class LaneWorker(ABC, Generic[M]):
                         await self.dead_letter(entry, reason, entry.attempts - 1)
                     else:
                         deliveries.append(entry)
-                await self.accept(deliveries)
+                await self._accept_or_hand_back(deliveries)
             await self._drain()
+
+    async def _accept_or_hand_back(self, deliveries: list[Delivery[M]]) -> None:
+        """Begin to work on messages, unless this machine has proved to be short since they were asked for."""
+        if self.context.shortage.is_short:
+            await self.consumer.hand_back(deliveries)
+        else:
+            await self.accept(deliveries)
+
+    async def hand_back_for(self, fault: MachineFaultError, delivery: Delivery[M]) -> None:
+        """Give back a message that this machine cannot work on: no attempt, and nothing is said of it.
+
+        This worker takes no more until a start works.
+        """
+        self.context.shortage.note(fault)
+        await self.hand_back(delivery)
+
+    async def hand_back(self, delivery: Delivery[M]) -> None:
+        """Give back a message that is still held, for any worker; its delivery does not count."""
+        if self.consumer.holds(delivery):
+            await self.consumer.hand_back([delivery])
+
+    async def _wait_out_shortage(self) -> None:
+        """Give back what was fetched and not begun, and wait until a start works or the service stops."""
+        await self.consumer.hand_back_ahead()
+        await self.consumer.hand_back(list(self._reading.values()))
+        self._stop_reading()
+        await self.context.unless_stopping(self.context.shortage.until_over())
 
     async def fetch(self, count: int) -> list[Delivery[M] | Garbled]:
         if self._reading:

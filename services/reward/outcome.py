@@ -15,7 +15,8 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from tidemill.common.errors import RewardError
+from tidemill.common.errors import MachineFaultError, RewardError
+from tidemill.common.process.shortage import NO_THREAD, fault_in, is_machine_fault
 from tidemill.common.process.users_code import is_users_file, raised_at
 from tidemill.common.wire.codec import sendable
 from tidemill.common.wire.messages import OnFailure, ScoreStatus, Try
@@ -50,7 +51,6 @@ NETWORK_MODULES = frozenset(
     )
 )
 """Modules of Python whose errors are outages too."""
-NO_THREAD = "can't start new thread"
 
 Detail = dict[str, Any]
 MAX_TRY_CHARS = 200
@@ -63,8 +63,9 @@ class AttemptError(RewardError):
     `is_timeout` says that the time limit was reached, `is_final` that a retry cannot help. `kind` is the kind
     of failure, for counts: one of a small fixed set. `retry_after_s` is the pause that a server asked for:
     the next attempt waits at least that long. `is_code_error` says that the user's own code is wrong, and not
-    a server, a limit of rate or the machine, which recover. `tries` has all attempts, if this is the last of
-    several.
+    a server, a limit of rate or the machine, which recover. `may_be_machines` says that users' code raised it
+    as if the machine were short of something: whoever runs the code finds out. `tries` has all attempts, if
+    this is the last of several.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class AttemptError(RewardError):
         kind: str = "",
         retry_after_s: float = 0.0,
         is_code_error: bool = False,
+        may_be_machines: bool = False,
     ) -> None:
         super().__init__(sendable(message))
         self.is_timeout = is_timeout
@@ -83,6 +85,7 @@ class AttemptError(RewardError):
         self.kind = kind or ("timeout" if is_timeout else "error")
         self.retry_after_s = retry_after_s
         self.is_code_error = is_code_error
+        self.may_be_machines = may_be_machines
         self.tries: list[Try] = []
 
 
@@ -139,6 +142,7 @@ class Reward(ABC):
 
         Raises:
             AttemptError: it gave no value. The caller treats any other exception as one.
+            MachineFaultError: this machine is short of something: no attempt was made.
         """
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
@@ -147,12 +151,19 @@ class Reward(ABC):
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Turn whatever the block raises, `sys.exit` included, into an `AttemptError`."""
+    """Turn whatever the block raises, `sys.exit` included, into an `AttemptError`.
+
+    Raises:
+        MachineFaultError: this machine is short of something, which says nothing of the sample.
+    """
     try:
         yield
-    except AttemptError:
+    except (AttemptError, MachineFaultError):
         raise
     except (Exception, SystemExit) as error:
+        fault = fault_in(error, "a reward could not be computed")
+        if fault is not None:
+            raise fault from error
         raise AttemptError(describe(error)) from error
 
 
@@ -172,7 +183,9 @@ def users_own() -> Iterator[None]:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling() > 0:
                     raise
-        raise AttemptError(describe(error), is_code_error=is_code_error(error)) from error
+        raise AttemptError(
+            describe(error), is_code_error=is_code_error(error), may_be_machines=is_machine_fault(error)
+        ) from error
 
 
 def is_code_error(error: BaseException) -> bool:

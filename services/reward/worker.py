@@ -1,7 +1,7 @@
 """The reward worker: takes trajectories from the consumer group, publishes one score for each.
 
 Invariant: every trajectory gets a score with a status, or is dead-lettered. Only `ok` has a value; a failure
-is never a zero. Two lanes, each with its own stream, loop and slots, so that evaluation does not queue behind
+is never a zero. A trajectory that this machine is too short of something to score is handed back. Two lanes, each with its own stream, loop and slots, so that evaluation does not queue behind
 training; only while suspects run apart (`quarantine.py`) both stop. A slot is freed when a score is
 published, when the lease is lost, or when the trajectory is dead-lettered.
 """
@@ -16,6 +16,7 @@ from functools import partial
 import structlog
 
 from tidemill.common.config import RewardConfig
+from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.failures import Failure
 from tidemill.common.process.heartbeats import BLOCKING, FAILING_SHARE, FAILURES, Heartbeat
@@ -182,7 +183,11 @@ class Scorer:
         self._worker, self._seed = worker, seed
 
     async def score(self, trajectory: Trajectory, lane: Lane) -> Score:
-        """The score of one trajectory; a reward that fails never makes it raise."""
+        """The score of one trajectory; a reward that fails never makes it raise.
+
+        Raises:
+            MachineFaultError: this machine is short of something.
+        """
         if problem := fault_of(trajectory):
             return Score(
                 ticket=trajectory.ticket,
@@ -284,10 +289,14 @@ class RewardLane(LaneWorker[Trajectory]):
         await self._finished.join()
 
     async def _score(self, delivery: Delivery[Trajectory]) -> Score | None:
-        """The score to publish; None if it was or will be published with its group."""
-        if not self.groups.is_needed:
-            return await self.scorer.score(delivery.message, self.lane)
-        await self.groups.bring(delivery, self.scorer.outcomes)
+        """The score to publish; None if it was or will be published with its group, or if the trajectory was
+        handed back."""
+        try:
+            if not self.groups.is_needed:
+                return await self.scorer.score(delivery.message, self.lane)
+            await self.groups.bring(delivery, self.scorer.outcomes)
+        except MachineFaultError as fault:
+            await self.hand_back_for(fault, delivery)
         return None
 
     def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score | None]) -> None:

@@ -8,7 +8,8 @@ the one at which the group was first started, unless the run has lost that one; 
 missing indices are generated, each from where its recorded parts end (`sessions/parts.py`); every published
 sample was generated under a lease that still held when it was published. A sample whose environment fails
 does not stop the others: these are published, and it is played again at the ticket's next delivery. After the
-last delivery it is published as failed, if enough others are left to train on.
+last delivery it is published as failed, if enough others are left to train on. A ticket for which this machine
+cannot start something is handed back without counting the delivery.
 """
 
 import asyncio
@@ -28,12 +29,14 @@ from tidemill.common.errors import (
     EngineError,
     EnvironmentFaultError,
     LeaseLostError,
+    MachineFaultError,
     StoreError,
     first_cause,
 )
 from tidemill.common.files import StorageError
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.service import ServiceContext
+from tidemill.common.process.shortage import fault_in
 from tidemill.common.store.claims import NO_IDS, NO_LOGPROBS, with_choices_in
 from tidemill.common.streams import Delivery, Garbled
 from tidemill.common.streams.lane_worker import LaneWorker
@@ -145,11 +148,17 @@ class RolloutWorker(LaneWorker[Ticket]):
             cause = first_cause(failures)
             log.error("this process cannot go on; stopping so that it is restarted", error=str(cause))
             self.context.fail(cause)
+        except* MachineFaultError:  # nor the environment's: this machine is short, which is noted already
+            await self.hand_back(delivery)
         except* EnvironmentFaultError as faults:  # not the ticket's fault: another worker may succeed
             await self._hand_on(delivery, first_cause(faults))
         except* Exception as failures:
             cause = first_cause(failures)
-            await self.dead_letter(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
+            fault = fault_in(cause, "a sample could not be generated")
+            if fault is not None:
+                await self.hand_back_for(fault, delivery)
+            else:
+                await self.dead_letter(delivery, f"{type(cause).__name__}: {cause}", delivery.attempts)
 
     async def _hand_on(self, delivery: Delivery[Ticket], fault: BaseException) -> None:
         """Hand back a ticket whose environment failed, for any worker, or dead-letter it after its last
@@ -175,6 +184,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         Raises:
             LeaseLostError: another worker has taken the ticket over.
             EnvironmentFaultError: an environment failed in every attempt.
+            MachineFaultError: this machine is short of something that a sample needs.
             ValueError: the engine refuses the prompt.
         """
         ticket = delivery.message
@@ -191,14 +201,19 @@ class RolloutWorker(LaneWorker[Ticket]):
             if not missing:
                 await self.consumer.publish_sample(delivery, *self._keys_of(ticket), None)
             plays = await self._read_plays(ticket, missing, parts)
-            faults: dict[int, EnvironmentFaultError] = {}
+            faults: dict[int, EnvironmentFaultError | MachineFaultError] = {}
             async with asyncio.TaskGroup() as samples:
                 for index in missing:
                     samples.create_task(self._generate_sample(delivery, plays[index], index, faults))
+            for fault in faults.values():
+                if isinstance(fault, MachineFaultError):
+                    raise fault
             if faults:
                 await self._give_up(delivery, faults)
 
-    async def _give_up(self, delivery: Delivery[Ticket], faults: dict[int, EnvironmentFaultError]) -> None:
+    async def _give_up(
+        self, delivery: Delivery[Ticket], faults: dict[int, EnvironmentFaultError | MachineFaultError]
+    ) -> None:
         """After the last delivery of a ticket, publish samples whose environments failed as failed.
 
         Raises:
@@ -291,7 +306,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         delivery: Delivery[Ticket],
         play: RecordedPlay,
         index: int,
-        faults: dict[int, EnvironmentFaultError],
+        faults: dict[int, EnvironmentFaultError | MachineFaultError],
     ) -> None:
         ticket, started_at, history = delivery.message, time.time(), self.follower.history
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
@@ -330,6 +345,11 @@ class RolloutWorker(LaneWorker[Ticket]):
         self.num_playing += 1
         try:
             played = await self.player.play(ticket, name, Recording(ask, play, keep))
+        except MachineFaultError as error:
+            # At once: this worker takes no more tickets while the other samples of this one are played.
+            self.context.shortage.note(error)
+            faults[index] = error
+            return
         except EnvironmentFaultError as error:
             faults[index] = error
             return

@@ -1,7 +1,7 @@
 """The console's end of the fork server, from which a run's trainer and rollout workers are forked.
 
 They share its imports of torch and transformers, so a process that died starts again at once. Where the
-server has ended, processes are started without it.
+server has ended, or cannot fork, processes are started without it.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.common.process.fork_server import FAILED
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_own
 from tidemill.services.console.processes.guard import Guard
@@ -94,15 +95,23 @@ class ForkServer:
         self._starting.append(started)
         try:
             return await started
-        except ChildProcessError:
+        # It has ended, or this machine is short of processes: whoever starts without it finds out.
+        except OSError:
             return None
 
     async def _read(self) -> None:
         """Read the server's reports of starts and ends of processes, until it ends."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
-            while told := await loop.sock_recv(self._control, 100):
-                pid, *code = map(int, told.split())
+            while report := await loop.sock_recv(self._control, 100):
+                word, *numbers = report.decode().split()
+                code = [int(number) for number in numbers]
+                if word == FAILED:
+                    started = self._starting.popleft()
+                    if not started.done():
+                        started.set_exception(OSError(*code, os.strerror(*code)))
+                    continue
+                pid = int(word)
                 if code:
                     self._ends.pop(pid).set_result(*code)
                 else:

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.failures import doubling
 from tidemill.common.process.programs import ending_in_words, is_illegal_instruction
+from tidemill.common.process.shortage import is_machine_fault, make_fault, shortage_number
 from tidemill.services.console.processes.forks import Forked, ForkServer
 from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec
@@ -269,12 +271,25 @@ class Supervisor:
         """Start one service again and again, until the run is over."""
         status, early_deaths, log = self.statuses[spec.name], 0, self.logs / f"{spec.name}.log"
         causes = SameCauses()
+        num_refused = 0
         while not self._over.is_set():
             try:
                 process = await ServiceProcess.start(spec, self._env, log, self._guard, self._server)
             except OSError as error:
-                self.fail(f"cannot start {spec.name}: {error}")
-                return
+                if not is_machine_fault(error):
+                    self.fail(f"cannot start {spec.name}: {error}")
+                    return
+                # The others of the run go on meanwhile: as they end, there may be room for this one.
+                num_refused += 1
+                pause_s = min(self.first_pause_s * 2 ** (num_refused - 1), LONGEST_PAUSE_S)
+                if doubling(num_refused) == num_refused:
+                    fault = make_fault(shortage_number(error), f"{spec.name} could not be started", str(error))
+                    self.on_event(f"{fault}; trying again in {pause_s:g} s")
+                status.state = "waiting for the machine"
+                with contextlib.suppress(TimeoutError):  # unless the run ends first
+                    await asyncio.wait_for(self._over.wait(), pause_s)
+                continue
+            num_refused = 0
             code = await self._watch(process, status)
             if self._over.is_set() or await self._is_over(process, code):
                 break

@@ -27,6 +27,7 @@ import psutil
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
+from tidemill.common.process.shortage import is_machine_fault, machine_faults
 from tidemill.services.jobs.sandbox.preamble import RECURSION_LIMIT
 from tidemill.services.jobs.sandbox.system_calls import make_filter
 
@@ -77,8 +78,9 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, b
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
+        MachineFaultError: this machine is short of something that a jail needs.
     """
-    with contextlib.ExitStack() as stack:
+    with machine_faults("a jail could not be set up"), contextlib.ExitStack() as stack:
         # Files, not pipes: no reader is needed while it runs, and their size says how much it has written.
         order, fed, calls, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
         uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
@@ -87,6 +89,8 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, b
         try:
             calls.write(make_filter())
         except OSError as error:
+            if is_machine_fault(error):
+                raise
             raise SandboxError(f"no filter of system calls (Debian's libseccomp2): {error}") from None
         for file in (order, fed, calls):
             file.seek(0)

@@ -22,6 +22,7 @@ from pydantic import validate_call
 from rq import get_current_job
 
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.process.shortage import make_fault, number_in_text
 from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.sandbox.comparison import is_same_output, is_same_result
 from tidemill.services.jobs.sandbox.errors import TestsError
@@ -136,7 +137,11 @@ def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
 def run_tests(
     code: str, tests: Any, config: SandboxConfig, columns: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """How many tests passed, or why none could be run."""
+    """How many tests passed, or why none could be run.
+
+    Raises:
+        MachineFaultError: this machine is short of something: the job is for another one.
+    """
     try:
         cases = make_cases(code, tests, config.max_cases, columns, config.packages)
     except TestsError as error:
@@ -144,6 +149,10 @@ def run_tests(
     try:
         results = run_cases(cases, config)
     except (SandboxError, OSError) as error:
+        # Bubblewrap starts processes, too, and says in words why it cannot.
+        number = number_in_text(str(error))
+        if number:
+            raise make_fault(number, "a jail could not be set up", str(error)) from None
         return {"error": str(error), "is_final": False}
     passed = [case.passed(result) for case, result in zip(cases, results, strict=True)]
     failed = next((result for result, is_passed in zip(results, passed, strict=True) if not is_passed), None)

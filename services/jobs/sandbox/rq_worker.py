@@ -1,6 +1,8 @@
-"""An RQ worker of a run's sandbox queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS`.
+"""An RQ worker of a run's queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS [FD]`.
 
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
+Where this machine is short of processes, descriptors, memory or disk, a job goes back to the queue, and none is
+taken until a start works; FD gets a line when that begins and ends.
 RQ forks for every job, so a job that crashes affects nothing else. The worker ends with the process that
 started it, and reaps orphaned processes of jobs.
 
@@ -12,9 +14,11 @@ that this project's jobs do not have are not read.
 
 import contextlib
 import ctypes
+import mmap
 import os
 import secrets
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,11 +31,20 @@ from rq import Queue, Worker
 from rq.exceptions import NoSuchJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from rq.worker import WorkerStatus
 
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.common.errors import TidemillError
+from tidemill.common.errors import MachineFaultError, TidemillError
+from tidemill.common.process.failures import doubling
 from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import RUN_CODE
+from tidemill.common.process.shortage import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    fault_in,
+    find_shortage,
+    make_fault,
+)
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
@@ -43,6 +56,11 @@ BEAT_S = 2
 MAINTENANCE_S = 30
 WORKER_TTL_S = 60
 PAUSE_S = 1.0
+NOT_SHORT = "0"
+"""Line that says that a start works again. Others have the `errno` of what the machine is short of, and why."""
+MAX_LINE_CHARS = 1000
+SHORTAGE = struct.Struct("<i")
+"""An `errno`, or 0."""
 
 # fmt: off
 FIELDS = frozenset((
@@ -109,8 +127,16 @@ class CodeWorker(Worker):
 
     is_asked_to_stop: ClassVar[bool] = False
     """Shared by this process's workers: while one replaces another, the signal still goes to the old one."""
+    num_faults: ClassVar[int] = 0
+    """Jobs that were given back because this machine was short of something."""
 
-    def __init__(self, keys: Keys, run_code: Callable[..., None], connection: Redis) -> None:
+    def __init__(
+        self, keys: Keys, run_code: Callable[..., None], connection: Redis, report_to: int = -1
+    ) -> None:
+        """`report_to` is a descriptor for lines about shortages of this machine; -1: there is none."""
+        self._report_to = report_to
+        # Shared with the process of a job, which leaves there what it was short of.
+        self._shortage = mmap.mmap(-1, SHORTAGE.size)
         super().__init__(
             [keys.sandbox_queue],
             # RQ refuses a name whose former holder was killed, so it is new at every start.
@@ -130,19 +156,59 @@ class CodeWorker(Worker):
             super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
+        self._shortage[:] = SHORTAGE.pack(0)
+        problem = "a job could not be run"
         try:
             super().execute_job(job, queue)
+        except OSError as error:  # of the fork: no line of the job has run
+            fault = fault_in(error, problem)
+            if fault is None:
+                raise
+            self._shortage[:] = SHORTAGE.pack(fault.number)
+            self.handle_job_failure(job, queue, exc_string=str(fault))
+            self.set_state(WorkerStatus.IDLE)
         finally:
             with contextlib.suppress(ChildProcessError):  # reaps orphans of jobs
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+        (number,) = SHORTAGE.unpack(self._shortage)
+        if number:
+            self._wait_out_shortage(make_fault(number, problem, os.strerror(number)))
+
+    def handle_exception(self, job: Job, *exc_info: Any) -> None:
+        """In the process of a job, which has failed. A fault of the machine is left to the worker to report;
+        RQ puts the job back into the queue, or the reward worker that waits for it asks again."""
+        if isinstance(exc_info[1], MachineFaultError):
+            self._shortage[:] = SHORTAGE.pack(exc_info[1].number)
+            return
+        super().handle_exception(job, *exc_info)
+
+    def _wait_out_shortage(self, fault: MachineFaultError) -> None:
+        """Take no job until a start works."""
+        CodeWorker.num_faults += 1
+        if doubling(CodeWorker.num_faults) == CodeWorker.num_faults:
+            print(f"tidemill sandbox: {fault}", file=sys.stderr, flush=True)
+        self._report(f"{fault.number} {fault}")
+        pause_s = FIRST_PAUSE_S
+        while not CodeWorker.is_asked_to_stop:
+            time.sleep(pause_s)
+            self.heartbeat()
+            if find_shortage() is None:
+                break
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._report(NOT_SHORT)
+
+    def _report(self, line: str) -> None:
+        if self._report_to >= 0:
+            with contextlib.suppress(OSError):  # nobody reads any more: the worker is about to end
+                os.write(self._report_to, f"{' '.join(line.split())[:MAX_LINE_CHARS]}\n".encode())
 
     def _set_ip_address(self, connection: Any) -> None:
         """RQ would look for its address in Redis's list of clients, which workers may not read."""
         self.ip_address = "unknown"
 
 
-def main(run_id: str, configs: str) -> int:
+def main(run_id: str, configs: str, report_to: str = "-1") -> int:
     """Execute jobs until SIGTERM; one that is under way is finished first. RQ's worker is replaced when it
     has ended, for instance because Redis was away during a job."""
     if sys.platform == "linux":
@@ -157,7 +223,7 @@ def main(run_id: str, configs: str) -> int:
         return error.exit_code
     run_code = run_code_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs))
     while not CodeWorker.is_asked_to_stop:
-        worker = CodeWorker(Keys(run_id), run_code, connection)
+        worker = CodeWorker(Keys(run_id), run_code, connection, int(report_to))
         problem = "RQ's worker ended"
         try:
             worker.work(logging_level="WARNING")

@@ -34,7 +34,8 @@ from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.children import Send, become_child, read_frame, sender
+from tidemill.common.process.children import Send, become_child, read_frame, sender, startup_failure
+from tidemill.common.process.shortage import NO_THREAD, is_machine_fault
 from tidemill.services.reward.functions.request import (
     Callee,
     LongCall,
@@ -71,17 +72,21 @@ def main(descriptor: int, parent: int) -> None:
         if spec is None:
             return
         send = sender(channel)
+        has_started = threading.Event()
         try:
             function = _loaded(spec)
             function.prepare()
-        except ConfigError as error:
-            send({"error": str(error)})
+            calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
+            threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
+            threading.Thread(target=_beat_for_ever, args=(calls, send, has_started), daemon=True).start()
+        except Exception as error:
+            if not isinstance(error, ConfigError) and not is_machine_fault(error):
+                raise
+            send(startup_failure(error))
             return
-        send({})
         _has_used_signals.clear()  # what the function's import did does not count
-        calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
-        threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
-        threading.Thread(target=_beat_for_ever, args=(calls, send), daemon=True).start()
+        send({})
+        has_started.set()
         try:
             calls.serve()
         except BaseException:
@@ -106,7 +111,8 @@ def _read_for_ever(frames: BinaryIO, calls: "LoopCalls | ThreadCalls") -> None:
     os._exit(0)  # calls that no caller waits for may still be running
 
 
-def _beat_for_ever(calls: "LoopCalls | ThreadCalls", send: Send) -> None:
+def _beat_for_ever(calls: "LoopCalls | ThreadCalls", send: Send, has_started: threading.Event) -> None:
+    has_started.wait()  # the first frame is the answer to the start
     while True:
         time.sleep(BEAT_S)
         send({"beat": calls.state(), "long": calls.long_calls()})
@@ -166,7 +172,14 @@ class ThreadCalls:
         if not self._is_main_busy and now - self._active_at > LEAST_S:  # it was idle
             self._since, self._computed_s = now, _computing_s()
         if self._is_main_busy:
-            self._others.submit(self._answer, frame)
+            try:
+                self._others.submit(self._answer, frame)
+            except RuntimeError as error:
+                if NO_THREAD not in str(error):
+                    raise
+                # The main thread takes it after its present call, unless another thread is free before: the
+                # executor has it in its queue, too.
+                self._for_main.put(frame)
         else:
             self._is_main_busy = True
             self._for_main.put(frame)
@@ -193,10 +206,17 @@ class ThreadCalls:
             self._answer(self._for_main.get(), is_main=True)
 
     def _answer(self, frame: dict[str, Any], is_main: bool = False) -> None:
+        call = frame.pop("call", None)
+        if call is None:  # another thread has taken it
+            if is_main:
+                self._is_main_busy = False
+            return
+        if is_main:
+            self._is_main_busy = True
         _thread.was_refused = False
         self._running[frame["id"]] = RunningCall()
         try:
-            answer = run_through(answer_to(self._function, frame["call"]))
+            answer = run_through(answer_to(self._function, call))
         finally:
             del self._running[frame["id"]]
         if _thread.was_refused:

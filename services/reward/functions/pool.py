@@ -8,6 +8,9 @@ Plain functions get `size` processes, each with as many calls at once as `Sizing
 process with any number. A plain call that is late or cancelled costs its process: it takes no more calls, and
 is killed with all that it started when its other calls have ended.
 
+Where no process can be started, its machine is short: the call is no attempt (`MachineFaultError`), unless
+another process of the pool can take it.
+
 A call that crashes its process is found by bisection: calls that were in flight together run again in a
 process apart, each time at most half as many at once, until one is alone, and fails, when its process dies.
 """
@@ -20,7 +23,10 @@ from typing import Any
 
 import structlog
 
+from tidemill.common.errors import MachineFaultError
+from tidemill.common.process.failures import doubling
 from tidemill.common.process.programs import Child
+from tidemill.common.process.shortage import find_shortage, make_fault
 from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.common.telemetry import metrics
 from tidemill.services.reward.functions.request import Callee, LongCall, Request, outcomes_of
@@ -71,14 +77,30 @@ class Execution:
 
     @property
     def notes(self) -> list[str]:
-        texts = [text for pool in self._pools for text in (pool.blockage.note_text, pool.slow_text)]
+        texts = [
+            text
+            for pool in self._pools
+            for text in (pool.blockage.note_text, pool.slow_text, pool.short_text)
+        ]
         return [text for text in texts if text]
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
-        """One outcome for each sample of the request. Raises AttemptError: see `ProcessPool.run`."""
-        if not self._pools:
-            return await self._function.call(request)
-        return await self._pools[request.samples[0].is_evaluation].run(request, timeout_s)
+        """One outcome for each sample of the request.
+
+        Raises:
+            AttemptError: see `ProcessPool.run`.
+            MachineFaultError: the machine is short of something: this was no attempt.
+        """
+        try:
+            if not self._pools:
+                return await self._function.call(request)
+            return await self._pools[request.samples[0].is_evaluation].run(request, timeout_s)
+        except AttemptError as error:
+            # The function says so: it is true where our own start fails as well.
+            fault = find_shortage() if error.may_be_machines else None
+            if fault is None:
+                raise
+            raise MachineFaultError(f"{error}. {fault}", fault.number) from error
 
     async def close(self) -> None:
         for pool in self._pools:
@@ -163,6 +185,9 @@ class ProcessPool:
         self._crashing: OrderedDict[object, None] = OrderedDict()
         """Samples whose call has crashed a process: further attempts run alone, or others would be lost."""
         self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
+        self._num_refused = 0
+        self.short_text = ""
+        """Text for the heartbeat: why there are fewer processes than configured; empty where there are not."""
 
     @property
     def capacity(self) -> int:
@@ -173,6 +198,7 @@ class ProcessPool:
 
         Raises:
             AttemptError: the function failed, its time ran out, or it ended its process.
+            MachineFaultError: no process can be started, and none is there.
         """
         identity = tuple((sample.key, sample.is_evaluation) for sample in request.samples)
         num_together = 1 if identity in self._crashing else UNRESTRICTED
@@ -234,10 +260,31 @@ class ProcessPool:
         sound = [process for process in self._processes if process.is_sound]
         best = min(sound, key=lambda process: process.num_taken, default=None)
         if (best is None or best.num_taken) and len(sound) < self._size:
-            best = ScoringProcess(self._is_async, self.blockage.note)
-            self._processes.append(best)
-            return best
+            try:
+                new = ScoringProcess(self._is_async, self.blockage.note)
+            except MachineFaultError as fault:
+                if best is None:
+                    raise
+                self._note_refusal(fault, len(sound))
+            else:
+                self.short_text = ""
+                self._processes.append(new)
+                return new
         return best if best is not None and best.num_taken < self._calls_each else None
+
+    def _note_refusal(self, fault: MachineFaultError, num_sound: int) -> None:
+        """Record that a further process could not be started; those that run take its calls."""
+        name = self.blockage.name
+        self.short_text = f"{name} runs in {num_sound} of {self._size} processes: {fault}"
+        self._num_refused += 1
+        if doubling(self._num_refused) == self._num_refused:
+            log.warning(
+                "a further scoring process could not be started: fewer samples are scored at once",
+                reward=name,
+                processes=num_sound,
+                wanted=self._size,
+                problem=str(fault),
+            )
 
     async def _run_apart(self, request: Request, timeout_s: float, num_together: int) -> list[RewardOutcome]:
         """Run a suspect in the process apart, at most `num_together` at once; 1 gives it a new process."""
@@ -247,9 +294,10 @@ class ProcessPool:
             while self._taken_apart + share > 1 + 1e-6:
                 self._freed_apart.clear()
                 await self._freed_apart.wait()
-            self._taken_apart += share
+            # Before the share is taken: it is not given back where no process can be started.
             if self._apart is None or not self._apart.is_sound:
                 self._apart = ScoringProcess(self._is_async, self.blockage.note)
+            self._taken_apart += share
             process = self._apart
             process.num_taken += 1
         try:
@@ -301,12 +349,15 @@ class ScoringProcess(WorkerProcess):
 
         Raises:
             AttemptError: the function cannot be loaded, it failed, or its time ran out.
+            MachineFaultError: it cannot be loaded because its process is short of something.
             ProcessLostError: the process died.
             MainThreadError: it has to run alone.
         """
         try:
             await self.start(spec)
         except StartupError as error:
+            if error.shortage:
+                raise make_fault(error.shortage, "the scoring process could not start", str(error)) from None
             raise AttemptError(str(error)) from None
         if self._is_async and self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -330,6 +381,8 @@ class ScoringProcess(WorkerProcess):
         if found.get("again"):
             raise MainThreadError
         self._has_stragglers |= bool(found.get("is_timeout"))
+        if found.get("may_be_machines"):
+            self.is_sound = False  # it may be this process alone: the function leaks descriptors, say
         return outcomes_of(found)
 
     @property

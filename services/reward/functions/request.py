@@ -16,7 +16,7 @@ from tidemill.services.reward.sample import RewardSample
 
 T = TypeVar("T")
 
-FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s", "is_code_error")
+FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s", "is_code_error", "may_be_machines")
 
 
 @dataclass(frozen=True, slots=True)

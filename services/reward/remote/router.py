@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.http_server import ServerInService, is_this_machine, listen, server_config
 from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.common.wire.messages import Lane
@@ -16,6 +17,8 @@ from tidemill.services.reward.remote.limiter import Permit
 from tidemill.services.reward.remote.servers import Replica, Servers, usage_of
 
 PASSED_ON = ("content-type", "accept", "authorization")
+MACHINE_FAULT = "machine_fault"
+"""Code of the answer where the worker's machine is short of something: no server was asked."""
 STATUSES: dict[str, int] = {FaultKind.TIMEOUT: 504, FaultKind.RATE_LIMITED: 429, FaultKind.NO_REPLICA: 503}
 
 
@@ -72,6 +75,9 @@ class RouterProxy:
             error = {"message": str(fault), "type": fault.kind, "code": fault.kind}
             pause = {"Retry-After": f"{fault.retry_after_s:.0f}"} if fault.asks_for_pause else None
             return JSONResponse({"error": error}, STATUSES.get(fault.kind, 502), pause)
+        except MachineFaultError as shortage:
+            error = {"message": str(shortage), "type": MACHINE_FAULT, "code": MACHINE_FAULT}
+            return JSONResponse({"error": error}, 503, {"Retry-After": "1"})
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type", ""))
 
 

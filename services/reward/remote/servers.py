@@ -20,8 +20,10 @@ import httpx
 import structlog
 
 from tidemill.common.config.servers import ServersConfig
+from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.heartbeats import Heartbeat
 from tidemill.common.process.replicas import LANE_HEADER
+from tidemill.common.process.shortage import fault_in, is_machine_fault
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.remote.faults import (
@@ -179,13 +181,19 @@ class Servers:
     async def request(
         self, replica: Replica, method: str, url: str, headers: Mapping[str, str], **content: Any
     ) -> httpx.Response:
-        """The answer to one request, with the replica's key. Raises RemoteFault: there is none."""
+        """The answer to one request, with the replica's key.
+
+        Raises:
+            RemoteFault: there is none.
+            MachineFaultError: this machine is short of descriptors or memory: the replica is not to blame.
+        """
         key = key_for(replica.url, replica.is_registered, self.config.api_key_env)
         own = {"authorization": f"Bearer {key}"} if key else {}
         try:
             return await self._http.request(method, url, headers=own | dict(headers), **content)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise connection_fault(replica.origin, error) from error
+            fault = fault_in(error, f"no connection to {replica.origin}")
+            raise fault or connection_fault(replica.origin, error) from error
 
     async def ask(self, send: Send[T], lane: Lane, tokens: int, timeout_s: float) -> T:
         """The answer of the first replica that gives one. `tokens` is an estimate; each has `timeout_s`.
@@ -302,6 +310,9 @@ class Servers:
                     if fault.kind in UNUSED:
                         permit.used_tokens = 0
                     raise
+                except MachineFaultError:
+                    permit.used_tokens = 0  # nothing was sent
+                    raise
         except RemoteFault as fault:
             self.count(fault)
             raise
@@ -395,7 +406,10 @@ class Servers:
         try:
             answer = await self._http.get(f"{replica.origin}/health", timeout=HEALTH_TIMEOUT_S)
             replica.is_healthy = answer.status_code < 500
-        except (httpx.HTTPError, httpx.InvalidURL):
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            # Short of descriptors, this machine can ask no replica: that says nothing of this one.
+            if is_machine_fault(error):
+                return
             replica.is_healthy = False
         if was_healthy != replica.is_healthy:
             if replica.is_healthy:

@@ -25,6 +25,7 @@ from rq.serializers import JSONSerializer
 from tidemill.common.config import NamedRewardConfig
 from tidemill.common.config.reward_kinds import TEST_COLUMNS
 from tidemill.common.process.programs import RUN_CODE
+from tidemill.common.process.shortage import fault_in
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.telemetry import metrics
@@ -178,6 +179,8 @@ class SandboxReward(Reward):
         try:
             return await asyncio.to_thread(call, *arguments)
         except redis_errors.RedisError as error:
+            if (fault := fault_in(error, "the sandbox queue cannot be reached")) is not None:
+                raise fault from error
             raise AttemptError(f"the sandbox queue cannot be reached: {error}", kind="sandbox") from None
 
     def _enqueue(self, job_id: str, arguments: tuple[Any, ...]) -> None:

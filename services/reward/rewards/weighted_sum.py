@@ -14,12 +14,13 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from tidemill.common.config import NamedRewardConfig, RewardConfig, RewardLimits, ServersConfig
+from tidemill.common.errors import MachineFaultError, first_cause
 from tidemill.common.process.failures import Failure, FailureLog
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Score, ScoreStatus, Try
@@ -58,6 +59,7 @@ async def attempt(
 
     Raises:
         AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
+        MachineFaultError: this machine is short of something: the sample is for another one.
     """
     tries: list[Try] = []
     ended = time.monotonic()
@@ -116,7 +118,11 @@ class NamedReward:
         return self.config.per == "group"
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
-        """Make all attempts at one sample; a reward that fails never makes it raise."""
+        """Make all attempts at one sample; a reward that fails never makes it raise.
+
+        Raises:
+            MachineFaultError: this machine is short of something.
+        """
         if not self.applies_to(sample):
             return RewardOutcome()
 
@@ -154,6 +160,21 @@ class NamedReward:
         return [replace(outcome, tries=tries) for outcome in outcomes]
 
 
+async def _all_or_none(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all. After a fault of the machine the others are cancelled: the sample is handed back,
+    and nothing is computed for it here meanwhile.
+
+    Raises:
+        MachineFaultError: this machine is short of something.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(work) for work in works]
+    except* MachineFaultError as faults:
+        raise first_cause(faults) from None
+    return [task.result() for task in running]
+
+
 class WeightedSum:
     def __init__(self, rewards: Sequence[NamedReward], is_named: bool) -> None:
         self.rewards = list(rewards)
@@ -173,12 +194,12 @@ class WeightedSum:
         single = [named for named in self.rewards if not named.is_per_group]
         if len(single) == 1:
             return {single[0].name: await single[0].score(sample)}
-        outcomes = await asyncio.gather(*(named.score(sample) for named in single))
+        outcomes = await _all_or_none([named.score(sample) for named in single])
         return {named.name: outcome for named, outcome in zip(single, outcomes, strict=True)}
 
     async def score_group(self, samples: list[RewardSample]) -> list[Outcomes]:
         together = [named for named in self.rewards if named.is_per_group]
-        columns = await asyncio.gather(*(named.score_group(samples) for named in together))
+        columns = await _all_or_none([named.score_group(samples) for named in together])
         return [
             {named.name: column[place] for named, column in zip(together, columns, strict=True)}
             for place in range(len(samples))

@@ -24,14 +24,16 @@ import psutil
 import structlog
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
 from tidemill.common.process.children import frame_of, receive
 from tidemill.common.process.programs import Child
+from tidemill.common.process.shortage import fault_in, is_machine_fault, machine_faults, make_fault
 from tidemill.common.process.worker_process import StartupError, WorkerProcess
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.rollout.environments.agent_host import COMMAND
 from tidemill.services.rollout.environments.environment import Closing, Row, row_of
 from tidemill.services.rollout.environments.program_errors import ProgramError
+from tidemill.services.rollout.environments.stages import check_machine
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.chat import ChatFormat
@@ -63,15 +65,26 @@ class AgentProgram:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Load the program, in the host. Raises ConfigError: it cannot be run."""
+        """Load the program, in the host.
+
+        Raises:
+            ConfigError: it cannot be run.
+            MachineFaultError: this machine is short of something.
+        """
         # Only this user may enter a folder of mkdtemp: access to the socket in it lets one run the program.
-        self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
-        self._host = WorkerProcess(Child.AGENTS, f"rollout.environment.agent {self._agent}")
+        with machine_faults("the folder of the agent's host could not be made"):
+            self._folder = Path(tempfile.mkdtemp(prefix="tidemill-agent-"))
         try:
+            self._host = WorkerProcess(Child.AGENTS, f"rollout.environment.agent {self._agent}")
             await self._host.start(self._spec | {"path": str(self._folder / "host")})
         except StartupError as error:
             await self.close()
+            if error.shortage:
+                raise make_fault(error.shortage, "the agent's host could not start", str(error)) from None
             raise ConfigError(str(error)) from None
+        except MachineFaultError:
+            await self.close()
+            raise
 
     async def run(self, row: Row, root: str, session: GatewaySession) -> Closing:
         """Play the session at the address `root`: have the host fork, and wait for the result. A host that
@@ -80,6 +93,7 @@ class AgentProgram:
         Raises:
             ProgramError: the program failed.
             EnvironmentFaultError: its process died.
+            MachineFaultError: no process can be started for it: this machine is short of something.
         """
         # Many sessions find a dead host at once: one of them starts it, the others wait for that.
         async with self._starting:
@@ -94,7 +108,9 @@ class AgentProgram:
             reader, writer = await asyncio.open_unix_connection(self._folder / "host")
             try:
                 # Before the row is sent: however this ends, the group to kill is known.
-                pid = (await receive(reader))["pid"]
+                begun = await receive(reader)
+                check_begun(begun, "the agent's process could not be forked")
+                pid = begun["pid"]
                 # Through JSON, which writes what a frame cannot hold, such as dates, as text.
                 writer.write(frame_of(json.loads(json.dumps(asked, default=str))))
                 result = await receive(reader)
@@ -104,22 +120,48 @@ class AgentProgram:
                 if pid:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError) as error:
+            fault = fault_in(error, f"the host of the agent {self._agent} cannot be reached")
+            if fault is not None:
+                raise fault from error
             raise EnvironmentFaultError(
                 f"the process of the agent {self._agent} ended without a result; its output is in the log of "
                 "the rollout worker",
                 "died",
             ) from None
-        if error := result.get("error"):
-            raise ProgramError(f"the agent {self._agent} failed: {error}", result["cause"])
+        check_begun(result, "the agent's program could not be started")
+        reason = result.get("error")
+        if reason:
+            problem = f"the agent {self._agent} failed: {reason}"
+            if result.get("shortage"):
+                check_machine(problem, result["shortage"])
+            raise ProgramError(problem, result["cause"])
         return Closing(**result)
 
     async def close(self) -> None:
         if self._host is not None:
             self._host.kill()
             await self._host.wait()
+            self._host = None
         if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            # A folder with one socket. Not on a thread: where none can be started, it would stay.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def check_begun(answer: dict[str, Any], doing: str) -> None:
+    """Check what the host said of a start.
+
+    Raises:
+        MachineFaultError: the machine was short of something.
+        EnvironmentFaultError: it failed for another reason.
+    """
+    reason = answer.get("refused")
+    if reason is None:
+        return
+    if answer["shortage"]:
+        raise make_fault(answer["shortage"], doing, reason)
+    raise EnvironmentFaultError(f"{doing}: {reason}", "start")
 
 
 class AgentPlayer(Player):
@@ -161,7 +203,13 @@ class AgentPlayer(Player):
             await self._has_ended.wait()
             await asyncio.sleep(SWEEP_S)
             self._has_ended.clear()
-            await asyncio.to_thread(end_leftovers, self._gateway.sessions)
+            try:
+                await asyncio.to_thread(end_leftovers, self._gateway.sessions)
+            except (OSError, RuntimeError) as error:
+                # Short of threads or descriptors: what is left over now is found by the next look.
+                if not is_machine_fault(error):
+                    raise
+                self._has_ended.set()
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         session = GatewaySession(

@@ -1,7 +1,7 @@
 """The process that runs agent programs: it imports functions once, and forks a process for every session.
 
 So a session starts in milliseconds, a program that blocks or dies affects no other, and it can be killed with
-all that it started. The kernel kills sessions as this process dies, and this process as the worker dies.
+all that it started. A fork that fails is an answer to the session that asked for it, and to no other. The kernel kills sessions as this process dies, and this process as the worker dies.
 """
 
 import contextlib
@@ -17,14 +17,16 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import IO, Any, NoReturn
 from urllib.parse import urlsplit
 
-from tidemill.common.errors import ConfigError, EnvironmentFaultError
-from tidemill.common.process.children import become_child, end_with_parent, read_frame, sender
+from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
+from tidemill.common.process.children import become_child, end_with_parent, read_frame, sender, startup_failure
 from tidemill.common.process.programs import ending_in_words, run_main
+from tidemill.common.process.shortage import is_machine_fault, machine_faults, number_in_text, shortage_number
 from tidemill.common.process.users_code import load_users
 from tidemill.services.rollout.environments.program_errors import ProgramError, cause_in, cause_of
 from tidemill.services.rollout.environments.users_code import metrics_of, number_of
@@ -49,6 +51,7 @@ TAIL_BYTES, TAIL_CHARS = 16_384, 2_000
 PIPES_CLOSE_S = 1.0
 """Longest wait for a command's output to end: processes that it started may hold it open."""
 BACKLOG = 4096
+REFUSAL_PAUSE_S = 0.1
 PR_SET_PDEATHSIG = 1
 
 Program = Callable[[Mapping[str, Any]], Any]
@@ -62,15 +65,19 @@ def main(descriptor: int, parent: int) -> None:
         spec = read_frame(channel.makefile("rb"))
         if spec is None:
             return
-        placeholder = Placeholder()
-        # Before the file is imported: clients that it makes as it loads read their address then.
-        os.environ.update(variables_of(placeholder.root, spec["placeholder_key"], spec["model"]))
         try:
+            placeholder = Placeholder()
+            # Before the file is imported: clients that it makes as it loads read their address then.
+            os.environ.update(variables_of(placeholder.root, spec["placeholder_key"], spec["model"]))
             program = load_program(spec["agent"])
-        except ConfigError as error:
-            send({"error": str(error)})
+            listener = socket.socket(socket.AF_UNIX)
+            spare = Spare()
+        except Exception as error:
+            if not isinstance(error, ConfigError) and not is_machine_fault(error):
+                raise
+            send(startup_failure(error))
             return
-        with socket.socket(socket.AF_UNIX) as listener:
+        with listener:
             listener.bind(spec["path"])
             listener.listen(BACKLOG)
             gc.freeze()  # memory that is shared with the sessions stays shared
@@ -78,13 +85,51 @@ def main(descriptor: int, parent: int) -> None:
             # After `listen`: the worker connects as soon as it reads this.
             send({})
             while channel not in select.select([listener, channel], [], [])[0]:
-                connection, _ = listener.accept()
+                try:
+                    connection, _ = listener.accept()
+                except OSError as error:
+                    if not is_machine_fault(error):
+                        raise
+                    spare.refuse(listener, error)
+                    continue
                 with connection:
-                    if os.fork() == 0:
+                    try:
+                        pid = os.fork()
+                    except OSError as error:
+                        sender(connection)(refusal_of(error))
+                        continue
+                    if pid == 0:
                         # Held open here, it would hide the host's end from the worker.
                         channel.close()
                         listener.close()
                         _serve(connection, program, placeholder, spec["model"])
+
+
+def refusal_of(error: BaseException) -> dict[str, Any]:
+    """The answer to a session that cannot be started: the `errno` of what the machine is short of, or 0, and
+    why in words."""
+    return {"refused": f"{type(error).__name__}: {error}", "shortage": shortage_number(error)}
+
+
+class Spare:
+    """A descriptor in reserve. At the limit of descriptors it is given up for a moment, to answer a session
+    that could not even be accepted: else that session would wait for its limit of time."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.open(os.devnull, os.O_RDONLY)
+
+    def refuse(self, listener: socket.socket, error: OSError) -> None:
+        """Accept the next session, and answer that it cannot be started."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        try:
+            with listener.accept()[0] as connection:
+                sender(connection)(refusal_of(error))
+            self._descriptor = os.open(os.devnull, os.O_RDONLY)
+        except OSError:
+            # Another took the place, or the machine itself is at its limit: the session stays in line.
+            time.sleep(REFUSAL_PAUSE_S)
 
 
 def load_program(agent: str) -> Program:
@@ -194,7 +239,12 @@ def _serve(connection: socket.socket, program: Program, placeholder: Placeholder
     send({"pid": leader})
     asked = read_frame(connection.makefile("rb"))
     if asked is not None:
-        if os.fork():
+        try:
+            pid = os.fork()
+        except OSError as error:
+            send(refusal_of(error))
+            pid = -1
+        if pid:
             connection.close()  # as the child dies, the worker has to see the end
             while True:
                 signal.pause()
@@ -215,12 +265,16 @@ def _serve(connection: socket.socket, program: Program, placeholder: Placeholder
 def _result(program: Program, offered: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return result_of(program(offered), "it returned")
+    except MachineFaultError as error:  # raised by us, so the program has not run
+        return refusal_of(error)
     except ProgramError as error:
-        return {"error": str(error), "cause": error.cause}
+        # A shell says it in words.
+        return {"error": str(error), "cause": error.cause, "shortage": number_in_text(str(error))}
     except EnvironmentFaultError as error:
         return {"error": str(error), "cause": "machine"}
     except BaseException as error:
-        return {"error": traceback.format_exc()[-MAX_TRACE_CHARS:], "cause": cause_of(error)}
+        text = traceback.format_exc()[-MAX_TRACE_CHARS:]
+        return {"error": text, "cause": cause_of(error), "shortage": shortage_number(error)}
 
 
 def _run_command(command: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,13 +282,15 @@ def _run_command(command: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ProgramError: it ended with an exit code other than 0.
+        MachineFaultError: it could not be started.
     """
     data = json.dumps(row)
     short = {"TIDEMILL_ROW": data} if len(data) < LONGEST_VARIABLE else {}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, shell=True, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | short
-    )
+    with machine_faults("the command could not be started"):
+        process = subprocess.Popen(
+            command, shell=True, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | short
+        )
     assert process.stdin and process.stdout and process.stderr
     output, errors = bytearray(), bytearray()
     readers = [
@@ -242,8 +298,13 @@ def _run_command(command: str, row: Mapping[str, Any]) -> dict[str, Any]:
         threading.Thread(target=_keep_tail, args=each, daemon=True)
         for each in ((process.stdout, output), (process.stderr, errors))
     ]
-    for reader in readers:
-        reader.start()
+    try:
+        with machine_faults("the command's output could not be read"):
+            for reader in readers:
+                reader.start()
+    except MachineFaultError:
+        process.kill()
+        raise
     with contextlib.suppress(BrokenPipeError), process.stdin as row_pipe:  # it may end without reading it
         row_pipe.write(data.encode())
     code = process.wait()

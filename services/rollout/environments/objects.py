@@ -27,7 +27,8 @@ from types import MethodType
 from typing import Any
 
 from tidemill.common.config.environment import TOOLS, EnvironmentConfig
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.process.shortage import find_shortage, is_machine_fault
 from tidemill.common.process.users_code import load_users
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.codec import pack, unpack
@@ -48,6 +49,7 @@ from tidemill.services.rollout.environments.users_code import (
     call_reset,
     complaint,
     contained,
+    described,
     finished,
     metrics_of,
     number_of,
@@ -65,7 +67,8 @@ class ToolBox(Environment):
         self._functions = {name: _checking(function) for name, function in functions.items()}
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Act:
-        """Call one. Whatever it raises is an observation."""
+        """Call one. Whatever it raises is an observation, unless the machine is short of something: a model
+        must not read, and train on, that a process could not be started."""
         from pydantic import ValidationError
 
         try:
@@ -76,6 +79,8 @@ class ToolBox(Environment):
             )
             return invalid_call(f"{name}: {wrong}")
         except (Exception, SystemExit) as error:  # a tool must not end the worker that it runs in
+            if is_machine_fault(error) and find_shortage() is not None:
+                raise EnvironmentFaultError(f"the tool {name} raised {described(error)}", "step") from error
             return invalid_call(complaint(error))
         return Act([{"content": text}])
 

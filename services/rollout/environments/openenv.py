@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from tidemill.common.config.environment import OPENENV, EnvironmentConfig
 from tidemill.common.config.section import Section
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
+from tidemill.common.process.shortage import fault_in
 from tidemill.common.run.dataset import PROMPT
 from tidemill.services.rollout.environments.environment import Act, Environment, Kind, Opening, Row
 from tidemill.services.rollout.environments.users_code import MAX_CHARS, number_of
@@ -120,7 +121,9 @@ class OpenEnvStage:
             # Its defaults end the connection at observations above 1 MiB, and take the environment's proxies.
             return await connect(self._url, open_timeout=CONNECT_S, max_size=None, proxy=None)
         except (OSError, TimeoutError, WebSocketException) as error:
-            raise EnvironmentFaultError(f"{self._url} cannot be reached: {error}", "start") from None
+            problem = f"{self._url} cannot be reached"
+            fault = fault_in(error, problem)
+            raise fault or EnvironmentFaultError(f"{problem}: {error}", "start") from None
 
 
 class OpenEnvEnvironment(Environment):

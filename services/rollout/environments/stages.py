@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 import structlog
 
 from tidemill.common.config.environment import EnvironmentConfig
-from tidemill.common.errors import ConfigError, EnvironmentFaultError
-from tidemill.common.process.children import Send, become_child, read_frame, sender
+from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
+from tidemill.common.process.children import Send, become_child, read_frame, sender, startup_failure
 from tidemill.common.process.programs import Child
+from tidemill.common.process.shortage import find_shortage, is_machine_fault, make_fault, shortage_number
 from tidemill.common.process.worker_process import ProcessEndedError, StartupError, WorkerProcess
 from tidemill.services.rollout.environments import load
 from tidemill.services.rollout.environments.environment import (
@@ -80,13 +81,20 @@ class TimedEnvironment(Environment, ABC):
     async def close(self) -> None:
         try:
             await self.operate(type(None), "close")
+        except MachineFaultError as fault:
+            log.warning("an environment could not be closed", error=str(fault))
         except EnvironmentFaultError as fault:
             if fault.kind != "died":
                 log.warning("an environment could not be closed", error=str(fault))
 
     @abstractmethod
     async def operate(self, kind: type[T], op: str, *arguments: Any) -> T:
-        """Call its method `op` that returns a `kind`. Raises EnvironmentFaultError: it fails, or is late."""
+        """Call its method `op` that returns a `kind`.
+
+        Raises:
+            EnvironmentFaultError: it fails, or is late.
+            MachineFaultError: this machine is short of something.
+        """
 
     @abstractmethod
     async def recover(self) -> bool:
@@ -123,6 +131,11 @@ class LocalEnvironment(TimedEnvironment):
         # Raised by our limit: users' errors, TimeoutError too, became faults or observations before.
         except TimeoutError:
             raise self.late(op) from None
+        except EnvironmentFaultError as error:
+            number = shortage_number(error)
+            if number:
+                check_machine(str(error), number)
+            raise
         return returned
 
     async def recover(self) -> bool:
@@ -150,12 +163,22 @@ class ProcessStage:
         await asyncio.gather(*(process.end(GRACE_S) for process in processes))
 
     def enter(self) -> WorkerProcess:
-        """The process for a new session: an unused one, else a new one up to the limit, else the emptiest."""
+        """The process for a new session: an unused one, else a new one up to the limit, else the emptiest.
+
+        Raises:
+            MachineFaultError: no process can be started, and none is there.
+        """
         sound = [process for process in self.num_sessions if process.is_sound]
         chosen = min(sound, key=self.num_sessions.__getitem__, default=None)
         if chosen is None or (self.num_sessions[chosen] and len(sound) < self.config.processes):
-            chosen = WorkerProcess(Child.ENVIRONMENTS, self.config.use)
-            self.num_sessions[chosen] = 0
+            try:
+                chosen = WorkerProcess(Child.ENVIRONMENTS, self.config.use)
+            except MachineFaultError as fault:
+                if chosen is None:
+                    raise
+                log.warning("a further process of environments could not be started", problem=str(fault))
+            else:
+                self.num_sessions[chosen] = 0
         self.num_sessions[chosen] += 1
         return chosen
 
@@ -199,6 +222,8 @@ class RemoteEnvironment(TimedEnvironment):
             await process.start(self._stage.spec)
             answer = await process.ask(frame, self.call_timeout_s)
         except StartupError as error:
+            if error.shortage:
+                raise make_fault(error.shortage, "an environment could not start", str(error)) from None
             raise EnvironmentFaultError(str(error), "start") from None
         except ProcessEndedError as error:
             raise EnvironmentFaultError(str(error), "died") from None
@@ -208,6 +233,9 @@ class RemoteEnvironment(TimedEnvironment):
             self._leave()
             raise self.late(op) from None
         if "fault" in answer:
+            if answer.get("shortage"):
+                process.is_sound = False  # it may be this process alone: the environment leaks descriptors, say
+                check_machine(answer["fault"], answer["shortage"], answer.get("is_ours", False))
             raise EnvironmentFaultError(answer["fault"], answer["kind"])
         return kind(**answer["returned"])
 
@@ -223,6 +251,21 @@ class RemoteEnvironment(TimedEnvironment):
             self._stage.leave(process)
 
 
+def check_machine(what: str, number: int, is_ours: bool = False) -> None:
+    """Find out whether `what` failed because this machine is short of something, as its exception says.
+
+    `is_ours`: our own start failed. What users' code says is true where our own start fails as well.
+
+    Raises:
+        MachineFaultError: it is.
+    """
+    if is_ours:
+        raise make_fault(number, "a session could not be started", what)
+    shortage = find_shortage()
+    if shortage is not None:
+        raise MachineFaultError(f"{what}. {shortage}", shortage.number)
+
+
 def main(descriptor: int, parent: int) -> None:
     """Run sessions for the worker at the other end of the socket `descriptor`, until it closes that."""
     with become_child(descriptor, parent, may_outlive=True) as channel, channel.makefile("rb") as frames:
@@ -232,8 +275,10 @@ def main(descriptor: int, parent: int) -> None:
         try:
             design = load(EnvironmentConfig.model_validate(spec["config"]))
             assert isinstance(design, Design)
-        except ConfigError as error:
-            send({"error": str(error)})
+        except Exception as error:
+            if not isinstance(error, ConfigError) and not is_machine_fault(error):
+                raise
+            send(startup_failure(error))
             return
         send({})
         sessions: dict[int, SessionThread] = {}
@@ -241,8 +286,14 @@ def main(descriptor: int, parent: int) -> None:
             number = frame["session"]
             if frame["op"] == "open":
                 # One thread for the whole session: objects of many libraries may be used by one thread only.
-                sessions[number] = SessionThread(design, send)
-                sessions[number].start()
+                session = SessionThread(design, send)
+                try:
+                    session.start()
+                except RuntimeError as error:
+                    # The sessions beside it go on.
+                    send(failure_of(frame, error, is_ours=True))
+                    continue
+                sessions[number] = session
             if (thread := sessions.get(number)) is not None:
                 thread.frames.put(frame)
             # The thread ends by itself once it has closed; its number is never used again.
@@ -259,6 +310,18 @@ def main(descriptor: int, parent: int) -> None:
         os._exit(0)
 
 
+def failure_of(frame: dict[str, Any], error: BaseException, is_ours: bool = False) -> dict[str, Any]:
+    """The answer to a frame that failed. `is_ours`: nothing of the user's has run."""
+    is_fault = isinstance(error, EnvironmentFaultError)
+    return {
+        "id": frame["id"],
+        "fault": str(error) if is_fault else described(error),
+        "kind": error.kind if isinstance(error, EnvironmentFaultError) else frame["op"],
+        "shortage": shortage_number(error),
+        "is_ours": is_ours,
+    }
+
+
 class SessionThread(threading.Thread):
     def __init__(self, design: Design, send: Send) -> None:
         super().__init__(daemon=True)
@@ -268,18 +331,25 @@ class SessionThread(threading.Thread):
 
     def run(self) -> None:
         # One loop for all of the session: async objects mostly belong to the loop that made them.
-        with asyncio.Runner() as runner:
-            while True:
-                frame = self.frames.get()
-                try:
-                    answer = runner.run(self._do(frame))
-                    self._send({"id": frame["id"], "returned": answer})
-                except EnvironmentFaultError as fault:
-                    self._send({"id": frame["id"], "fault": str(fault), "kind": fault.kind})
-                except BaseException as error:  # an answer that cannot be sent, an interrupt
-                    self._send({"id": frame["id"], "fault": described(error), "kind": frame["op"]})
-                if frame["op"] == "close":
-                    return
+        runner = asyncio.Runner()
+        try:
+            runner.get_loop()
+        except OSError as error:  # a loop takes descriptors
+            self._send(failure_of(self.frames.get(), error, is_ours=True))
+            return
+        with runner:
+            self._serve(runner)
+
+    def _serve(self, runner: asyncio.Runner) -> None:
+        while True:
+            frame = self.frames.get()
+            try:
+                answer = runner.run(self._do(frame))
+                self._send({"id": frame["id"], "returned": answer})
+            except BaseException as error:  # also an answer that cannot be sent, or an interrupt
+                self._send(failure_of(frame, error))
+            if frame["op"] == "close":
+                return
 
     async def _do(self, frame: dict[str, Any]) -> dict[str, Any]:
         if frame["op"] == "open":

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
+from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
@@ -212,7 +213,13 @@ class GatewaySession:
         """The history that the question continues; a long question is tokenized on a thread."""
         if question.num_characters < LONG_CHARACTERS:
             return self.histories.find(question)
-        return await asyncio.to_thread(self.histories.find, question)
+        try:
+            return await asyncio.to_thread(self.histories.find, question)
+        except RuntimeError as error:
+            if not is_machine_fault(error):
+                raise
+            # No thread can be started: the session must not fail for that.
+            return self.histories.find(question)
 
     async def _start(self, question: Question) -> _Given:
         limits = self._limits
