@@ -122,7 +122,6 @@ def test_all_tables_are_read() -> None:
             "services/trainer/groups/group_filter.py has no PendingGroup.take",
         ),
         ("`nowhere.py` `take`", "nowhere.py: 0 files end with it; name one by more of its path"),
-        ("`worker.py`", "worker.py: 2 files end with it; name one by more of its path"),
     ],
 )
 def test_what_is_not_where_the_table_says_is_named(where: str, problem: str) -> None:
