@@ -201,11 +201,10 @@ async def test_a_worker_that_lost_its_lease_stops_and_publishes_nothing(put, sta
     assert await num_pending(broker, keys) == 1  # the thief's
 
 
-@pytest.mark.parametrize("per", ["sample", "group"])
 @pytest.mark.parametrize("is_early", [False, True])
-async def test_a_sample_that_is_cancelled_gives_its_slot_back(put, broker, keys, is_early, per):
+async def test_a_sample_that_is_cancelled_gives_its_slot_back(put, broker, keys, is_early):
     """Also one that is cancelled before its task has begun."""
-    reward, config = GatedReward(), make_config(reward={"max_in_flight": 1, "per": per})
+    reward, config = GatedReward(), make_config(reward={"max_in_flight": 1})
     context = make_context(broker, keys, config)
     lane = make_lane(context, Lane.TRAIN, scorer_of(reward, config.reward))
     start = lane.start
