@@ -132,8 +132,11 @@ class Consumer(Generic[M]):
                 asked.add_done_callback(self._receive_ahead)
         done: list[bool] = []
         for part in _in_parts(results):
-            payloads = [codec.encode_payload(result) if result is not None else b"" for _, result in part]
-            done += await self._complete([delivery for delivery, _ in part], payloads, out_key)
+            payloads = [
+                (delivery, codec.encode_payload(result) if result is not None else b"")
+                for delivery, result in part
+            ]
+            done += await self._complete(payloads, out_key)
         return done
 
     async def publish_sample(
@@ -225,7 +228,7 @@ class Consumer(Generic[M]):
 
     async def dead_letter(self, delivery: Delivery[M] | Garbled, dead_letter: Message) -> bool:
         # In one unit with the acknowledgement: no crash leaves a message both dead and pending.
-        (done,) = await self._complete([delivery], [codec.encode_payload(dead_letter)], self.dead_key)
+        (done,) = await self._complete([(delivery, codec.encode_payload(dead_letter))], self.dead_key)
         if done:
             metrics.DEAD_LETTERS.labels(self.label).inc()
         return done
@@ -323,19 +326,25 @@ class Consumer(Generic[M]):
         return reply
 
     async def _complete(
-        self, deliveries: Sequence[Any], payloads: Sequence[bytes], out_key: str
+        self, results: Sequence[tuple[Delivery[M] | Garbled, bytes]], out_key: str
     ) -> list[bool]:
-        if not deliveries:
+        """Publish each payload and acknowledge its delivery; an empty payload only acknowledges.
+
+        Each payload stays with its delivery: one that is left out must not shift the others.
+        """
+        if not results:
             return []
+        deliveries = [delivery for delivery, _ in results]
         ids = [delivery.entry_id for delivery in deliveries]
-        args = [self.group, self.name, SCHEMA, *chain.from_iterable(zip(ids, payloads, strict=True))]
+        args: list[Any] = [self.group, self.name, SCHEMA]
+        for delivery, payload in results:
+            args += [delivery.entry_id, payload]
         try:
             with self._during_call(ids):
                 flags = await self._script("complete", args, [0] * len(ids), out_key, about=deliveries)
         except LeaseLostError:  # some were lost or delivered again: left out now
-            current = list(map(self._is_current, deliveries))
-            kept = list(compress(deliveries, current)), list(compress(payloads, current))
-            done = iter(await self._complete(*kept, out_key))
+            current = [self._is_current(delivery) for delivery in deliveries]
+            done = iter(await self._complete(list(compress(results, current)), out_key))
             return [is_current and next(done) for is_current in current]
         for entry_id, is_done in zip(ids, flags, strict=True):
             if is_done:

@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import os
+import random
 import socket
 import threading
 import time
@@ -60,7 +61,8 @@ async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if status not in (429, 503) or time.monotonic() > deadline:
             said = answer.decode(errors="replace")[:500]
             raise RuntimeError(f"no scores from {_url()}: {status}: {said}")
-        await asyncio.sleep(pause_s)
+        # Random: all calls that a busy or dead service refused at once must not come back at once.
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

@@ -28,8 +28,8 @@ REVERTED = (
         "lost = [version for version in versions if newest is not None and version > newest]",
         "lost = [version for version in versions if version < 0]", "versions of a future that is lost"),
     Mutant("scores of deliveries that came once more are published with the others", CONSUMER,
-        "            kept = list(compress(deliveries, current)), list(compress(payloads, current))\n",
-        "            kept = deliveries[:0], payloads[:0]\n", "a sleeper wakes up after two failovers"),
+        "self._complete(list(compress(results, current)), out_key)", "self._complete([], out_key)",
+        "a sleeper wakes up after two failovers"),
     Mutant("a torn checkpoint counts among those that are kept", f"{DURABLE}/checkpoint.py",
         "                whole.append(_verified_state(self.folder / version_name(version), version))\n",
         "                found = _read_document(self.folder / version_name(version) / STATE_FILE)\n"

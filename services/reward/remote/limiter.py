@@ -125,7 +125,9 @@ class Limiter:
         renew_s = self.lease_s / RENEWALS_PER_LEASE
         renewed = time.monotonic()
         while True:
-            await _until_set(self._freed, max(0.0, renewed + renew_s - time.monotonic()))
+            # What ended before this task waited, or during its last call, has set an event that is gone.
+            if not self._ended:
+                await _until_set(self._freed, max(0.0, renewed + renew_s - time.monotonic()))
             # Let waiting requests run first: their call reports what has ended.
             await asyncio.sleep(0)
             while self._ended:

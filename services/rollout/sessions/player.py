@@ -1,6 +1,7 @@
 """Players of samples: one completion, a session with an environment, or an agent program's session."""
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from tidemill.services.rollout.sessions.parts import Recording
 log = structlog.get_logger(__name__)
 
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-"""Pause before a session is played again; doubles each time."""
+"""Longest pause before a session is played again, and its bound; doubles each time."""
 
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
 """One generation: the engine continues token ids. Cancelling it aborts the request."""
@@ -127,7 +128,9 @@ class Player:
                     log.warning("an environment failed", sample=name, error=str(fault), again=not is_last)
                     if is_last:
                         raise
-                await asyncio.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**num_faults))
+                longest_s = min(LONGEST_PAUSE_S, PAUSE_S * 2**num_faults)
+                # Random: when an environment's server fails, all its sessions fail at the same moment.
+                await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
         finally:
             metrics.SESSIONS_HELD.dec()
         _observe(played)

@@ -13,6 +13,7 @@ from tidemill.common.config.servers import LimitsConfig
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.remote.faults import FaultKind, RemoteFault
 from tidemill.services.reward.remote.limiter import Limiter
 
 MakeLimiter = Callable[..., Limiter]
@@ -190,6 +191,22 @@ async def test_who_gives_up_waiting_takes_no_place(make, hold):
     await last.has(1)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [RemoteFault(FaultKind.CONNECTION, "refused"), ValueError("a mistake"), asyncio.CancelledError()],
+    ids=["fault", "error", "cancelled"],
+)
+async def test_a_request_that_fails_gives_its_place_to_the_next(make, broker, keys, error):
+    limiter, other = [make(concurrency=1, evaluation_share=0.0) for _ in range(2)]
+    with pytest.raises(type(error)):
+        async with limiter.permit(Lane.TRAIN, 0):
+            raise error
+    for worker in (limiter, other):  # far sooner than its lease ends
+        async with asyncio.timeout(limiter.lease_s / 3), worker.permit(Lane.TRAIN, 0):
+            pass
+    await wait_until(lambda: _is_empty(broker, keys))
+
+
 async def test_asking_twice_for_the_same_request_draws_once(broker, keys):
     # A command whose answer was lost is repeated.
     names = [keys.limits("judge"), keys.requests("judge")]
@@ -216,6 +233,11 @@ async def _one(limiter: Limiter) -> None:
 async def _waits(limiter: Limiter) -> bool:
     """Whether evaluation waits at some worker; without buckets the hash has nothing else."""
     return bool(await limiter._broker.execute("EXISTS", limiter._keys[0]))
+
+
+async def _is_empty(broker: Broker, keys: Keys) -> bool:
+    """Whether no request holds a place."""
+    return int(await broker.execute("ZCARD", keys.requests("judge"))) == 0
 
 
 async def _lease_end(broker: Broker, keys: Keys) -> float:

@@ -17,7 +17,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, append, ensure_group, group_status, read_range
+from tidemill.common.streams import Consumer, Delivery, append, ensure_group, group_status, read_range
 from tidemill.common.streams.entries import NOBODY
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import (
@@ -199,6 +199,36 @@ async def test_a_worker_that_lost_its_lease_stops_and_publishes_nothing(put, sta
         reward.gate.set()
     assert await scores(broker, keys) == []
     assert await num_pending(broker, keys) == 1  # the thief's
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_sample_that_is_cancelled_gives_its_slot_back(put, broker, keys, is_early):
+    """Also one that is cancelled before its task has begun."""
+    reward, config = GatedReward(), make_config(reward={"max_in_flight": 1})
+    context = make_context(broker, keys, config)
+    lane = make_lane(context, Lane.TRAIN, scorer_of(reward, config.reward))
+    start = lane.start
+
+    def start_and_lose(delivery: Delivery[Trajectory]) -> None:
+        start(delivery)
+        if is_early and delivery.message.ticket == 1:
+            lane.consumer._lose(delivery.entry_id)
+
+    lane.start = start_and_lose  # type: ignore[method-assign]
+    await put(1)
+    async with running(lane.run(), context):
+        if not is_early:
+            await wait_until(lambda: reward.started[1, 0])
+            await _steal_all(broker, keys)
+            await lane.consumer.renew()
+            await wait_until(lambda: reward.cancelled[1, 0])
+        reward.gate.set()
+        await put(2)
+        await wait_until(lambda: _has(broker, keys, 1))
+        await wait_until(lambda: lane.num_free == 1)
+        assert (lane.num_held, lane.counts._in_flight[Lane.TRAIN]) == (0, 0)
+        assert lane.quarantine._num_running == 0, "suspects would wait for ever until nothing else runs"
+    assert [score.key for score in await scores(broker, keys)] == [(2, 0)]
 
 
 async def test_a_lease_lost_just_before_publishing_publishes_nothing(put, start, broker, keys, monkeypatch):

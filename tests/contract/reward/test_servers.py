@@ -189,6 +189,19 @@ async def test_a_lone_replica_that_fails_fails_the_attempt_at_once(stage: Stage)
         assert len(broken.requests) == 1  # whoever waits and tries again is the reward's policy
 
 
+@pytest.mark.parametrize("how", [says(500), hangs, "cancelled"])
+async def test_a_request_that_fails_is_no_load_of_its_replica_any_more(stage: Stage, how: Any) -> None:
+    async with servers(1) as (server,), stage.over(server) as calls:
+        server.default, stage.timeout_s = (hangs, 600.0) if how == "cancelled" else (how, 0.5)
+        asking = asyncio.create_task(stage.ask(calls))
+        await wait_until(lambda: server.requests)
+        if how == "cancelled":
+            asking.cancel()
+        with pytest.raises((RemoteFault, asyncio.CancelledError)):
+            await asking
+        assert [replica.in_flight for replica in calls.replicas] == [0]
+
+
 async def test_one_failed_request_diverts_nothing_but_itself(stage: Stage) -> None:
     async with servers(2) as (stumbles, well), stage.over(stumbles, well) as calls:
         stumbles.script.append(says(500))

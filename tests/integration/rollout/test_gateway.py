@@ -405,10 +405,11 @@ async def test_without_the_sessions_key_nothing_is_answered() -> None:
         assert [model.id async for model in await run.openai.models.list()] == ["m"]
         assert (await run.openai.models.retrieve("m")).id == "m"
         assert (await run.anthropic.models.retrieve("folder/any")).id == "m"
-        with pytest.raises(openai.AuthenticationError):
-            await run.openai.with_options(api_key="another").chat.completions.create(
-                model="m", messages=[USER]
-            )
+        for other in ("another", run.session.token):  # programs log the address, and the token with it
+            with pytest.raises(openai.AuthenticationError):
+                await run.openai.with_options(api_key=other).chat.completions.create(
+                    model="m", messages=[USER]
+                )
         with pytest.raises(openai.NotFoundError, match="no session"):
             await run.openai.with_options(
                 base_url=str(run.openai.base_url).replace(run.session.token, "other")

@@ -2,7 +2,9 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -13,10 +15,13 @@ from tidemill.common import files
 from tidemill.common.files import (
     StorageError,
     append_durably,
+    aside_file,
     aside_folder,
     clear_aside,
     file_checksum,
+    publish_file,
     publish_folder,
+    retire_folder,
     storage_errors,
     write_atomically,
 )
@@ -77,34 +82,85 @@ def test_a_full_disk_inside_safetensors_is_the_same_error():
     assert caught.value.errno == errno.ENOSPC and caught.value.can_clear
 
 
-def test_a_folder_appears_by_one_rename_after_every_file_in_it_is_flushed(tmp_path, monkeypatch):
-    flushed: set[int] = set()
-    at_rename: list[set[int]] = []
-    fsync, rename = os.fsync, os.rename
+class Flushes:
+    """What has been flushed, and what had been when each name was given."""
 
-    def note_fsync(descriptor):
-        flushed.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inodes: set[int] = set()
+        self.at_rename: list[set[int]] = []
+        fsync, replace, rename = os.fsync, os.replace, os.rename
 
-    def note_rename(source, target):
-        at_rename.append(set(flushed))
-        rename(source, target)
+        def note_fsync(descriptor: int) -> None:
+            self.inodes.add(os.fstat(descriptor).st_ino)
+            fsync(descriptor)
 
-    monkeypatch.setattr(files.os, "fsync", note_fsync)
-    monkeypatch.setattr(files.os, "rename", note_rename)
-    target = tmp_path / "v1"
+        def noting(give_name: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+            def note_name(source: Any, target: Any) -> None:
+                self.at_rename.append(set(self.inodes))
+                give_name(source, target)
+
+            return note_name
+
+        monkeypatch.setattr(files.os, "fsync", note_fsync)
+        monkeypatch.setattr(files.os, "replace", noting(replace))
+        monkeypatch.setattr(files.os, "rename", noting(rename))
+
+
+def write_whole_file(target: Path) -> None:
+    write_atomically(target, "new")
+
+
+def publish_one_file(target: Path) -> None:
+    with aside_file(target) as aside:
+        aside.write_text("new")
+        publish_file(aside, target)
+
+
+def publish_filled_folder(target: Path) -> None:
+    was_there = target.exists()
     with aside_folder(target) as aside:
         (aside / "below").mkdir()
         (aside / "a").write_text("a")
         (aside / "below" / "b").write_text("b")
-        assert not target.exists()
+        assert target.exists() == was_there
         publish_folder(aside, target)
-    contents = {
-        path.stat().st_ino for path in (target, target / "a", target / "below", target / "below" / "b")
-    }
-    assert len(at_rename) == 1 and contents <= at_rename[0]
-    assert tmp_path.stat().st_ino in flushed - at_rename[0], "the rename itself must be flushed too"
+
+
+@pytest.mark.parametrize("publish", [write_whole_file, publish_one_file, publish_filled_folder])
+def test_a_name_is_given_by_one_rename_after_all_below_it_is_flushed(tmp_path, monkeypatch, publish):
+    """After a power failure a name must not refer to bytes that were lost."""
+    flushes, target = Flushes(monkeypatch), tmp_path / "v1"
+    publish(target)
+    inodes = {path.stat().st_ino for path in (target, *target.rglob("*"))}
+    assert len(flushes.at_rename) == 1 and inodes <= flushes.at_rename[0]
+    folder = tmp_path.stat().st_ino
+    assert folder in flushes.inodes - flushes.at_rename[0], "the rename itself must be flushed too"
     assert os.listdir(tmp_path) == ["v1"]
+
+
+def test_an_old_folder_keeps_its_name_until_the_new_one_is_flushed(tmp_path, monkeypatch):
+    publish_filled_folder(tmp_path / "v1")
+    flushes = Flushes(monkeypatch)
+    publish_filled_folder(tmp_path / "v1")
+    inodes = {path.stat().st_ino for path in (tmp_path / "v1").rglob("*")}
+    assert [inodes <= flushed for flushed in flushes.at_rename] == [True, True]
+
+
+def test_a_removed_folder_has_lost_its_name_for_good_before_its_bytes_go(tmp_path, monkeypatch):
+    publish_filled_folder(tmp_path / "v1")
+    flushes = Flushes(monkeypatch)
+    there_at_flush: list[list[Path]] = []
+    fsync = files.fsync_folder
+
+    def note(folder: Path) -> None:
+        there_at_flush.append(sorted(folder.rglob("b")))
+        fsync(folder)
+
+    monkeypatch.setattr(files, "fsync_folder", note)
+    retire_folder(tmp_path / "v1")
+    assert [len(paths) for paths in there_at_flush] == [1]
+    assert tmp_path.stat().st_ino in flushes.inodes
+    assert os.listdir(tmp_path) == []
 
 
 def test_published_files_are_readable_by_whoever_may_read_the_folder(tmp_path):

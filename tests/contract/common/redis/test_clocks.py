@@ -8,7 +8,13 @@ import pytest
 from tests.support.clocks import set_clock_back
 from tests.support.consumers import LEASE_S, fall_silent, fetched, make_consumer, pending, publish
 from tests.support.waiting import wait_until
-from tidemill.common.process.heartbeats import GONE_AFTER_S, Heartbeat, publish_heartbeat, read_heartbeats
+from tidemill.common.process.heartbeats import (
+    GONE_AFTER_S,
+    Heartbeat,
+    forget_heartbeats,
+    publish_heartbeat,
+    read_heartbeats,
+)
 from tidemill.common.process.replicas import read_replicas
 from tidemill.common.streams import Delivery
 from tidemill.common.wire.keys import REWARD_GROUP
@@ -85,14 +91,24 @@ async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker, keys):
     assert isinstance(taken, Delivery)
 
 
+@pytest.mark.parametrize("whose", ["the one that writes it", "the one that reads it", "both"])
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
-async def test_heartbeats_of_a_machine_whose_clock_is_wrong_are_alive(broker, keys, monkeypatch, skew_s):
+async def test_heartbeats_are_by_the_servers_clock_whatever_machines_say(
+    broker, keys, monkeypatch, skew_s, whose
+):
     wall = time.time
+    before_s = await broker.server_time_s()
     with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: wall() + skew_s)
+        if whose != "the one that reads it":
+            patch.setattr(time, "time", lambda: wall() + skew_s)
         await publish_heartbeat(broker, keys, Heartbeat("w", "rollout"))
-    (beat,) = await read_heartbeats(broker, keys)
-    assert beat.is_alive and abs(beat.age_s) < GONE_AFTER_S
+    with monkeypatch.context() as patch:
+        if whose != "the one that writes it":
+            patch.setattr(time, "time", lambda: wall() + skew_s)
+        (beat,) = await read_heartbeats(broker, keys)
+        assert beat.is_alive and abs(beat.age_s) < GONE_AFTER_S
+        assert await forget_heartbeats(broker, keys, GONE_AFTER_S) == 0
+    assert before_s <= beat.at <= beat.read_at <= await broker.server_time_s()
 
 
 async def test_a_heartbeat_from_before_the_clock_was_set_back_is_not_alive(broker, keys, monkeypatch):

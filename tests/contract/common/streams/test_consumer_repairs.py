@@ -121,6 +121,20 @@ async def test_a_lost_delivery_does_not_complete_the_entry_that_has_its_id_now(b
     assert await pending(broker, keys) == [entry_id]
 
 
+@pytest.mark.parametrize("lost", [[0], [1], [2], [0, 2], [0, 1, 2]])
+async def test_a_result_goes_to_its_own_message_when_others_of_the_call_are_left_out(broker, keys, lost):
+    ids = await publish(broker, keys, 3)
+    consumer = make_consumer(broker, keys)
+    held = await fetched(consumer, 3)
+    await fall_silent(broker, keys, "rival", [ids[number] for number in lost])
+    await consumer.renew()
+    left = [number for number in range(3) if number not in lost]
+    results = [(delivery, make_score(delivery.message.ticket)) for delivery in held]
+    assert await consumer.complete(results, keys.scores()) == [number in left for number in range(3)]
+    assert await scored(broker, keys) == left
+    assert await pending(broker, keys) == [ids[number] for number in lost]
+
+
 async def test_reading_what_is_pending_counts_as_no_delivery(broker, keys):
     """Its answer may be lost as the first one was, again and again, and nobody has begun the entry."""
     await publish(broker, keys, 2)

@@ -1,6 +1,7 @@
 """Sessions behind the gateway whose questions overlap: what is answered, and what they come to."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from tidemill.services.rollout.environments.agent import AgentPlayer
 from tidemill.services.rollout.environments.environment import Closing
 from tidemill.services.rollout.gateway.apis import anthropic_question
 from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
+from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.trainer.groups.samples import make_sample
 
@@ -219,6 +221,49 @@ async def test_calls_in_parallel_wait_for_tokens_that_others_may_leave() -> None
     await used_up.turn("four", USER)
     with pytest.raises(RequestError):  # nothing runs that could leave it a token
         await used_up.session.answer(Question((*SUB,)))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_turn_that_has_ended_reserves_nothing_whatever_came_between_the_turns(refused: bool) -> None:
+    run = Run(max_tokens=200, turn_tokens=150)
+    history: list[Message] = [USER]
+    for text in ("one", "two", "three"):
+        history += [await run.turn(text, *history), ON]
+    if refused:
+        asking = await run.begin(*history)
+        run.asked[-1].answer.set_exception(ValueError("too long"))
+        with pytest.raises(RequestError):
+            await asking
+    (segment,) = run.trajectory.segments
+    context = CHAT.extend([], True, [ON])
+    used = len(segment.completion_ids) + len(context)
+    # Fewer than a turn may have: what is left is asked for, and no turn is waited for.
+    await run.begin(*history)
+    assert run.asked[-1].max_tokens == 200 - used < 150
+
+
+async def test_what_turns_that_run_have_reserved_counts_with_what_came_between() -> None:
+    run = Run(max_tokens=100, turn_tokens=40)
+    history: list[Message] = [USER, await run.turn("one", USER), ON]
+    await run.begin(*history)
+    waiting = await run.begin(*SUB, max_tokens=60)
+    assert (len(run.asked), waiting.done()) == (2, False), "4 said, 20 between, 40 to say"
+    run.asked[-1].say("two")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert run.asked[-1].max_tokens == 40 and run.asked[-1].prompt.startswith("system\nsub")
+
+
+async def test_the_key_of_a_session_cannot_be_guessed_from_any_address() -> None:
+    """Programs log the addresses at which they ask; the key is in no address."""
+    sessions = [Run().session for _ in range(3)]
+    gateway = Gateway("m")
+    with contextlib.ExitStack() as served:
+        addresses = [served.enter_context(gateway.serving(session)) for session in sessions]
+    keys = [gateway.placeholder_key, *(session.key for session in sessions)]
+    assert len({*keys, *(session.token for session in sessions)}) == 7
+    assert not [key for key in keys if any(key in address for address in addresses)]
+    assert all(session.token in address for session, address in zip(sessions, addresses, strict=True))
 
 
 async def test_a_program_that_changes_its_system_prompt_every_turn_reaches_a_limit() -> None:
