@@ -25,6 +25,7 @@ ERRORS = {
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
+    413: "RequestTooLargeError",
     429: "RateLimitError",
 }
 
@@ -45,15 +46,27 @@ class BusyError(RewardError):
         self.retry_after_s = retry_after_s
 
 
+class TooLargeError(InputError):
+    """The request is too large as a whole; it has to be sent in parts."""
+
+    status = 413
+
+
+class UnavailableError(BusyError):
+    """Something that the server needs is away; retry after `retry_after_s`."""
+
+    status = 503
+
+
 async def answered(
-    work: Callable[[Request], Awaitable[dict[str, Any] | BaseModel]], http: Request
+    work: Callable[[Request], Awaitable[dict[str, Any] | BaseModel | Response]], http: Request
 ) -> Response:
     """The response of `work` to a request, or its refusal: with a TidemillError's own `status`, else 500."""
     try:
-        made = await work(http)
-        if isinstance(made, BaseModel):  # pydantic writes numbers that are not finite as null
-            return Response(made.model_dump_json(), media_type="application/json")
-        return JSONResponse(made)
+        answer = await work(http)
+        if isinstance(answer, BaseModel):  # pydantic writes numbers that are not finite as null
+            return Response(answer.model_dump_json(), media_type="application/json")
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
     except ValidationError as error:
         return refusal(400, explained(error))
     except TidemillError as error:
@@ -61,13 +74,13 @@ async def answered(
 
 
 async def read_body(http: Request) -> bytes:
-    """The whole body. Raises InputError: it is too large."""
+    """The whole body. Raises TooLargeError: it is too large."""
     content = bytearray()
     async for part in http.stream():
         content += part
         # Counted while it is read: a request need not declare its length.
         if len(content) > MAX_BODY_BYTES:
-            raise InputError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
+            raise TooLargeError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
     return bytes(content)
 
 

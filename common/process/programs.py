@@ -75,11 +75,12 @@ RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
 
 
 class Child(StrEnum):
-    """Modules whose `main` runs users' code in a process of its own (`children.py`)."""
+    """Modules whose `main` runs in a process of its own, mostly for users' code (`children.py`)."""
 
     SCORING = "tidemill.services.reward.functions.child"
     ENVIRONMENTS = "tidemill.services.rollout.environments.stages"
     AGENTS = "tidemill.services.rollout.environments.agent_host"
+    REQUESTS = "tidemill.services.console.serving.request_reader"
 
 
 VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker.WeightLoader"

@@ -25,6 +25,7 @@ from tidemill.common.streams.log import MarkLostError as MarkLostError
 from tidemill.common.streams.log import ReadSize as ReadSize
 from tidemill.common.streams.log import append as append
 from tidemill.common.streams.log import append_after as append_after
+from tidemill.common.streams.log import append_encoded as append_encoded
 from tidemill.common.streams.log import append_missing as append_missing
 from tidemill.common.streams.log import backlog as backlog
 from tidemill.common.streams.log import continue_after as continue_after
@@ -36,6 +37,7 @@ from tidemill.common.streams.log import has_entry as has_entry
 from tidemill.common.streams.log import last_id as last_id
 from tidemill.common.streams.log import length as length
 from tidemill.common.streams.log import memory_bytes as memory_bytes
+from tidemill.common.streams.log import newest_begin as newest_begin
 from tidemill.common.streams.log import pending_ids as pending_ids
 from tidemill.common.streams.log import read_back as read_back
 from tidemill.common.streams.log import read_newest as read_newest

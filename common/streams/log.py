@@ -35,6 +35,7 @@ UNIT_BYTES = 256 << 10
 """Payload bytes after which a transaction is closed, so that Redis serves other clients, such as readers."""
 ENTRY_OVERHEAD_BYTES = 1 << 10
 """Bytes that an entry counts besides its payload; bounds the number of small ones in a transaction."""
+MAX_UNIT_ENTRIES = UNIT_BYTES // ENTRY_OVERHEAD_BYTES
 READ_BYTES = 64 << 20
 """Aimed limit on an answer, unless it is one entry. Redis closes the connection of a client whose answer
 exceeds its output limit (1 GiB, see redis.conf), and would do so again for the same command."""
@@ -53,11 +54,15 @@ T = TypeVar("T")
 
 async def append(broker: Broker, key: str, *messages: Message) -> list[str]:
     """Append messages under new ids, in order, in transactions of bounded size; returns the ids."""
-    ids: list[str] = []
     # All are encoded before the first is sent: one that cannot be must not leave a part of them appended.
     entries = [(codec.schema_of(message), codec.encode_payload(message)) for message in messages]
-    while unit := _first_unit(entries):
-        del entries[: len(unit)]
+    return await append_encoded(broker, key, entries)
+
+
+async def append_encoded(broker: Broker, key: str, entries: Sequence[tuple[bytes, bytes]]) -> list[str]:
+    """Like `append`, for messages as their schema and payload."""
+    ids: list[str] = []
+    while unit := _first_unit(entries[len(ids) : len(ids) + MAX_UNIT_ENTRIES]):
         # A repeat after a lost answer appends again: messages that must exist once need explicit ids.
         commands = [("XADD", key, "*", VERSION_FIELD, v, PAYLOAD_FIELD, payload) for v, payload in unit]
         for reply in await broker.pipeline(commands, atomic=len(unit) > 1):

@@ -31,6 +31,7 @@ from tidemill.common.streams import (
     last_id,
     read_range,
 )
+from tidemill.common.streams.group_results import delete_results
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
@@ -45,7 +46,6 @@ from tidemill.common.wire.messages import (
 )
 from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.prompts import Prompt
-from tidemill.services.trainer.batch.reconciler import delete_results
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
 from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.groups.group_filter import PendingGroup

@@ -34,10 +34,10 @@ from tidemill.common.process.heartbeats import DAMAGED_VERSION, read_heartbeats
 from tidemill.common.process.service import ServiceContext, StoppedError
 from tidemill.common.run.state import FINISHED, PROFILES, RUNNING, finish_state, update_state
 from tidemill.common.streams import Mark, MarkLostError, entry_id_of, id_order, last_id, read_newest
+from tidemill.common.streams.group_results import delete_results
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Lane, WeightManifest
 from tidemill.services.trainer.batch.batch_assembler import QUIET_S, BatchAssembler
-from tidemill.services.trainer.batch.reconciler import delete_results
 from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.durable.commits import (
     CommitJournal,

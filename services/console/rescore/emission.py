@@ -14,6 +14,7 @@ from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import OffsetReader, append, last_id, trim_before
 from tidemill.common.streams.entries import Entry, id_order
+from tidemill.common.streams.group_results import delete_results
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import (
     DeadLetter,
@@ -90,6 +91,7 @@ class Emission:
         self.is_complete = True
         while self._waiting:
             await take_scores(BLOCK_S)
+        await self._trim()
 
     async def _batches(self, size: int) -> AsyncIterator[tuple[float, list[Trajectory]]]:
         """Batches of `size` trajectories, the first of each key, and when the first of each was recorded."""
@@ -136,8 +138,10 @@ class Emission:
             self._take(Score(ticket=ticket, index=index, status=ScoreStatus.FAILED, error=letter.error))
 
     async def _trim(self) -> None:
-        """Trim what is scored, up to the oldest trajectory that is not."""
+        """Trim what is scored, up to the oldest trajectory that is not, and results of complete groups."""
         self._num_at_trim = len(self.scores)
+        # Nothing else appends: what is not waited for now never is.
+        await delete_results(self.broker, self.keys, self.lane, {ticket for ticket, _ in self._waiting})
         for entry_id, _ in self._waiting.values():
             await trim_before(self.broker, self.keys.trajectories(self.lane), entry_id)
             break

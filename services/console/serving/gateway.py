@@ -6,35 +6,45 @@ and the first score of a key counts. Redis holds what is in flight and what is n
 """
 
 import asyncio
-import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
-from typing import Annotated, Any
+from typing import Any
 
-import numpy as np
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest
-from tidemill.common.process.json_api import BusyError
+from tidemill.common.process.json_api import BusyError, TooLargeError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.dataset import PROMPT
-from tidemill.common.streams import OffsetReader, append, id_after, id_before, id_order, last_id, trim_before
+from tidemill.common.streams import (
+    OffsetReader,
+    append_encoded,
+    id_after,
+    id_before,
+    id_order,
+    last_id,
+    newest_begin,
+    trim_before,
+)
+from tidemill.common.streams.departed import DepartedProcesses
 from tidemill.common.streams.entries import START, Entry
-from tidemill.common.wire.codec import pack
+from tidemill.common.streams.group_results import delete_results
 from tidemill.common.wire.keys import StreamName
-from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, Trajectory, TrajectoryKey
-from tidemill.common.wire.segments import Session
+from tidemill.common.wire.messages import DeadLetter, Lane, Score, ScoreStatus, TrajectoryKey
 from tidemill.services.console.launch.reward_run import RewardRun
+from tidemill.services.console.serving.intake import IncomingRequest, SmallRequest
+from tidemill.services.console.serving.samples import Batch, EncodedSample, SampleIn
 
 log = structlog.get_logger(__name__)
 
 MAX_WAITING = 1 << 16
-"""Samples that may wait for a score at once; further requests are refused for now."""
+"""Samples that may wait for a score at once; further requests are refused for now, larger ones for good."""
+ANSWERED_AT_ONCE = 512
+"""Most answers that are made without a turn of other requests."""
 BUSY_RETRY_S = 1.0
 READ_COUNT, BLOCK_S = 1024, 1.0
 WATCH_S = 5.0
@@ -42,35 +52,6 @@ WATCH_S = 5.0
 SERVED, RESERVED = "served", 4096
 """Field of the run's state: tickets below this number may be in use; and how many are reserved at once."""
 GROUP_IS_DROPPED = "a sample of its group failed, and the config drops its group (on_failure: drop_group)"
-
-Chat = list[dict[str, Any]]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-
-
-class SampleIn(BaseModel):
-    """One completion to score; prompt and completion are text, or chat messages."""
-
-    model_config = ConfigDict(extra="forbid")
-    completion: str | Chat
-    prompt: str | Chat = ""
-    ground_truth: Any = None
-    data_source: str = ""
-    extra_info: dict[str, Any] = Field(default_factory=dict, description="the row's further columns")
-    completion_ids: list[TokenId] = Field(default_factory=list, description="for rewards that read token ids")
-    group: str | int | None = Field(
-        None, description="samples of a request with the same one are a group; without it each is its own"
-    )
-    step: int = Field(0, ge=0, description="of the trainer, for records")
-    evaluation: bool = Field(False, description="scored before training, by the rewards of that lane")
-
-    @field_validator("completion", "prompt", "ground_truth", "extra_info")
-    @classmethod
-    def _can_be_sent(cls, value: Any) -> Any:
-        try:
-            pack(value)
-        except (OverflowError, ValueError) as error:
-            raise ValueError(f"write numbers of more than 64 bits as text, and nest less: {error}") from None
-        return value
 
 
 class ScoreOut(BaseModel):
@@ -86,8 +67,7 @@ class ScoreOut(BaseModel):
 
 @dataclass(slots=True)
 class _Waiting:
-    lane: Lane
-    trajectory: Trajectory
+    sample: EncodedSample
     score: "asyncio.Future[Score]"
     after: str
     """Id of an older entry: until its own id is known, nothing above this one may be trimmed."""
@@ -102,6 +82,10 @@ class RewardGateway:
         self._run, self._broker, self._keys = run, broker, run.keys
         self._reward, self._archive = run.config.reward, run.config.streams.archive
         self._waiting: dict[Lane, dict[TrajectoryKey, _Waiting]] = {lane: {} for lane in Lane}
+        self._tickets: dict[Lane, Counter[int]] = {lane: Counter() for lane in Lane}
+        """By lane, the tickets of samples that wait, and how many of each."""
+        self._num_coming = 0
+        """Samples of requests that are let in, and do not wait yet."""
         self._next_ticket = self._reserved = 0
         self._positions = dict.fromkeys([*map(self._keys.scores, Lane), self._keys.dead], START)
         """By stream, the entry id below which all has been read."""
@@ -111,24 +95,73 @@ class RewardGateway:
         self._maybe_lost: list[_Waiting] = []
         """Samples that Redis may have lost, since another server process has answered."""
         self._bytes_since_archive = 0
+        self._departed = DepartedProcesses(broker, run.keys)
 
     async def score(self, samples: Sequence[SampleIn], num_bytes: int) -> list[ScoreOut]:
         """The scores of all samples, in their order; waits for the last one.
 
-        Raises:
-            BusyError: too many wait already. Nothing was appended.
+        Raises: as `submit`.
         """
-        num_waiting = sum(map(len, self._waiting.values()))
-        if num_waiting + len(samples) > MAX_WAITING:
+        with self.registered() as waiting:
+            await self.submit(SmallRequest(Batch(samples), num_bytes), waiting)
+            return await self.scores_of(waiting)
+
+    def check_room(self, num_samples: int = 1) -> None:
+        """Raises BusyError: so many further samples cannot wait now. TooLargeError: they never can."""
+        if num_samples > MAX_WAITING:
+            raise TooLargeError(
+                f"the request has {num_samples:,} samples, and at most {MAX_WAITING:,} may wait for a score: "
+                "send it as several requests, with all samples of a group in one of them"
+            )
+        num_waiting = sum(map(len, self._waiting.values())) + self._num_coming
+        if num_waiting + num_samples > MAX_WAITING:
             raise BusyError(f"{num_waiting} samples wait for a score already", BUSY_RETRY_S)
-        trajectories = self._numbered(samples)
-        if self._next_ticket > self._reserved:
-            await self._reserve()
-        with self._registered(samples, trajectories) as waiting:
-            await self._append(waiting)
-            scores = await asyncio.gather(*(one.score for one in waiting))
-        self._bytes_since_archive += num_bytes
-        return self._answers(scores)
+
+    @contextmanager
+    def registered(self) -> Iterator[list[_Waiting]]:
+        """Yields a list for `submit`; what is in it waits for scores until the end of the block."""
+        waiting: list[_Waiting] = []
+        try:
+            yield waiting
+        finally:
+            for each in waiting:
+                self._pop(each.sample.lane, each.sample.key)
+                each.score.cancel()
+
+    async def submit(self, request: IncomingRequest, waiting: list[_Waiting]) -> None:
+        """Append the samples of a request, and add them to `waiting`, in their order.
+
+        Raises:
+            BusyError: too many wait already. TooLargeError: the request has more than may ever wait. Nothing
+                was appended.
+            UnavailableError: the request could not be read to its end.
+        """
+        self.check_room(request.num_samples)
+        self._bytes_since_archive += request.num_bytes
+        num_coming = request.num_samples
+        self._num_coming += num_coming
+        try:
+            first_ticket = self._next_ticket
+            self._next_ticket += request.num_groups
+            if self._next_ticket > self._reserved:
+                await self._reserve()
+            async for encoded in request.encoded(first_ticket):
+                added = [self._register(sample) for sample in encoded]
+                waiting += added
+                num_coming -= len(added)
+                self._num_coming -= len(added)
+                await self._append(added)
+        finally:
+            self._num_coming -= num_coming
+
+    async def scores_of(self, waiting: Sequence[_Waiting]) -> list[ScoreOut]:
+        """Their scores, once the last one is there."""
+        scores = []
+        for number, each in enumerate(waiting):
+            scores.append(await each.score)
+            if number % ANSWERED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return await self._answers(scores)
 
     @classmethod
     async def open(cls, run: RewardRun, broker: Broker) -> "RewardGateway":
@@ -150,19 +183,6 @@ class RewardGateway:
             tasks.create_task(self._take_dead(), name="dead letters")
             tasks.create_task(self._watch(), name="watch")
 
-    def _numbered(self, samples: Sequence[SampleIn]) -> list[Trajectory]:
-        """Trajectories of new tickets: one for each group, and one for each sample without a group."""
-        groups: dict[Any, list[int]] = {}
-        for place, sample in enumerate(samples):
-            own = (place,) if sample.group is None else sample.group
-            groups.setdefault((own, sample.evaluation), []).append(place)
-        made: dict[int, Trajectory] = {}
-        for places, ticket in zip(groups.values(), count(self._next_ticket), strict=False):
-            for index, place in enumerate(places):
-                made[place] = _trajectory(samples[place], ticket, index, len(places))
-        self._next_ticket += len(groups)
-        return [made[place] for place in range(len(samples))]
-
     async def _reserve(self) -> None:
         """Reserve ticket numbers before anything is appended: a later process uses none of them."""
         reserved = self._next_ticket + RESERVED
@@ -170,41 +190,46 @@ class RewardGateway:
         # Only now: a request that comes meanwhile must not use numbers that Redis does not have.
         self._reserved = reserved
 
-    @contextmanager
-    def _registered(
-        self, samples: Sequence[SampleIn], trajectories: Sequence[Trajectory]
-    ) -> Iterator[list[_Waiting]]:
-        loop, waiting = asyncio.get_running_loop(), []
-        for sample, trajectory in zip(samples, trajectories, strict=True):
-            lane = Lane.EVAL if sample.evaluation else Lane.TRAIN
-            waiting.append(_Waiting(lane, trajectory, loop.create_future(), self._newest[lane]))
-            self._waiting[lane][trajectory.key] = waiting[-1]
-        try:
-            yield waiting
-        finally:
-            for one in waiting:
-                self._waiting[one.lane].pop(one.trajectory.key, None)
-                one.score.cancel()
+    def _register(self, sample: EncodedSample) -> _Waiting:
+        score: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(sample, score, self._newest[sample.lane])
+        self._waiting[sample.lane][sample.key] = waiting
+        self._tickets[sample.lane][sample.key[0]] += 1
+        return waiting
+
+    def _pop(self, lane: Lane, key: TrajectoryKey) -> _Waiting | None:
+        waiting = self._waiting[lane].pop(key, None)
+        if waiting is not None:
+            tickets = self._tickets[lane]
+            tickets[key[0]] -= 1
+            if not tickets[key[0]]:
+                del tickets[key[0]]
+        return waiting
 
     async def _append(self, waiting: Sequence[_Waiting]) -> None:
         for lane in Lane:
-            own = [one for one in waiting if one.lane is lane]
-            if not own:
+            of_lane = [each for each in waiting if each.sample.lane is lane]
+            if not of_lane:
                 continue
             key = self._keys.trajectories(lane)
-            ids = await append(self._broker, key, *(one.trajectory for one in own))
-            for one, entry_id in zip(own, ids, strict=True):
-                one.entry_id = entry_id
+            entries = [(each.sample.schema, each.sample.payload) for each in of_lane]
+            for each, entry_id in zip(of_lane, await append_encoded(self._broker, key, entries), strict=True):
+                each.entry_id = entry_id
                 self._newest[lane] = max(self._newest[lane], entry_id, key=id_order)
 
-    def _answers(self, scores: Sequence[Score]) -> list[ScoreOut]:
+    async def _answers(self, scores: Sequence[Score]) -> list[ScoreOut]:
         default = self._reward.on_failure
         lost = {
             score.ticket
             for score in scores
             if score.value is None and (score.on_failure or default) == "drop_group"
         }
-        return [self._answer(score, score.ticket in lost) for score in scores]
+        answers = []
+        for number, score in enumerate(scores):
+            answers.append(self._answer(score, score.ticket in lost))
+            if number % ANSWERED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return answers
 
     def _answer(self, score: Score, is_group_dropped: bool) -> ScoreOut:
         status, value, error = score.status, score.value, score.error
@@ -248,15 +273,18 @@ class RewardGateway:
 
     def _take(self, lane: Lane, score: Score) -> None:
         # A score that comes twice, after a takeover, counts once.
-        one = self._waiting[lane].pop(score.key, None)
-        if one is not None and not one.score.done():
-            one.score.set_result(score)
+        waiting = self._pop(lane, score.key)
+        if waiting is not None and not waiting.score.done():
+            waiting.score.set_result(score)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
             await self._restore_lost()
             await self._trim()
+            for lane in Lane:
+                await delete_results(self._broker, self._keys, lane, self._tickets[lane])
+            await self._departed.forget()
 
     async def _restore_lost(self) -> None:
         """Append again the samples that a new or emptied Redis server does not have."""
@@ -271,14 +299,16 @@ class RewardGateway:
         # Samples that are just being appended are checked the next time: a part of them may be lost.
         self._maybe_lost = [one for one in left if not one.entry_id]
         sent = [one for one in left if one.entry_id]
-        looks = [("XRANGE", self._keys.trajectories(one.lane), one.entry_id, one.entry_id) for one in sent]
+        looks = [
+            ("XRANGE", self._keys.trajectories(one.sample.lane), one.entry_id, one.entry_id) for one in sent
+        ]
         found = await self._broker.pipeline(looks) if looks else []
         if lost := [one for one, entries in zip(sent, found, strict=True) if not entries]:
             log.warning("Redis has lost samples: appended again", count=len(lost))
             await self._append(lost)
 
     async def _trim(self) -> None:
-        """Trim what is scored and read, once it is archived."""
+        """Trim what is scored and read, once it is archived; of dead letters, all but the newest."""
         below: dict[StreamName, str] = {}
         for lane, waiting in self._waiting.items():
             appended = await last_id(self._broker, self._keys.trajectories(lane))
@@ -288,6 +318,9 @@ class RewardGateway:
                 return
             below[StreamName.TRAJECTORIES.of(lane)] = oldest
             below[StreamName.SCORES.of(lane)] = self._positions[self._keys.scores(lane)]
+        unneeded = await newest_begin(self._broker, self._keys.dead)
+        if unneeded != START:
+            below[StreamName.DEAD] = min(unneeded, self._positions[self._keys.dead], key=id_order)
         if self._archive.enabled:
             if self._bytes_since_archive < self._archive.segment_mb * (1 << 20):
                 return
@@ -314,48 +347,3 @@ class RewardGateway:
             finally:
                 if child.returncode is None:
                     child.kill()
-
-
-def _trajectory(sample: SampleIn, ticket: int, index: int, group_size: int) -> Trajectory:
-    ids = np.asarray(sample.completion_ids, dtype=np.int32)
-    chat, said = (
-        [_with_text(message) for message in given] if isinstance(given, list) else None
-        for given in (sample.prompt, sample.completion)
-    )
-    answers = [
-        str(message.get("content") or "") for message in said or () if message.get("role") == "assistant"
-    ]
-    text = (answers[-1] if answers else "") if said is not None else str(sample.completion)
-    thoughts = [message["reasoning_content"] for message in said or () if "reasoning_content" in message]
-    prompt = "" if chat is not None else str(sample.prompt)
-    now = time.time()
-    return Trajectory(
-        ticket=ticket,
-        index=index,
-        step=sample.step,
-        group_size=group_size,
-        data_source=sample.data_source,
-        ground_truth=sample.ground_truth,
-        extra=sample.extra_info | ({PROMPT: chat} if chat is not None else {}),
-        prompt_text=prompt,
-        own_text=prompt,
-        prompt_ids=np.empty(0, dtype=np.int32),
-        completion_ids=ids,
-        logprobs=np.zeros(len(ids), dtype=np.float32),
-        spans=((0, 0),),
-        text=text,
-        thought=str(thoughts[-1] or "") if thoughts else None,
-        worker="serve-rewards",
-        started_at=now,
-        finished_at=now,
-        # More than one message is a session: calls of tools and their results.
-        session=Session(environment="", messages=tuple(said)) if said is not None and len(said) > 1 else None,
-    )
-
-
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the text of its parts as content, where it has parts."""
-    if not isinstance(parts := message.get("content"), list):
-        return message
-    texts = (str(part.get("text", "")) for part in parts if isinstance(part, dict))
-    return {**message, "content": "".join(texts)}

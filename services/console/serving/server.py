@@ -10,11 +10,12 @@ again: it is scored as new samples.
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import structlog
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from rich.console import Console
 from starlette.applications import Starlette
@@ -27,31 +28,29 @@ from tidemill.common.config import RunConfig, load_config
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.http_server import ServerInService, listen, server_config
-from tidemill.common.process.json_api import TokenGate, answered, read_body, token_problem
+from tidemill.common.process.json_api import TokenGate, answered, token_problem
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.services.console.launch.reward_run import RewardRun
 from tidemill.services.console.options import ServeRewardsOptions
 from tidemill.services.console.processes.specs import gpus_here, place
 from tidemill.services.console.run.folder import RunFolder, folder_of_runs, log_to_file, nearest, new_run_id
-from tidemill.services.console.serving.gateway import RewardGateway, SampleIn, ScoreOut
+from tidemill.services.console.serving.gateway import RewardGateway, ScoreOut
+from tidemill.services.console.serving.intake import RequestReader
+from tidemill.services.console.serving.samples import ScoringRequest
 
 log = structlog.get_logger(__name__)
 
 TOKEN_VARIABLE = "TIDEMILL_REWARDS_TOKEN"  # the variable's name, not a token
 PATH = "/v1/scores"
+WRITTEN_AT_ONCE = 512
+"""Most scores of an answer that are written without a turn of other requests."""
 UNUSED: dict[str, Any] = {
     "model": {"path": "unused"},
     "rollout": {"engine": "simulated", "workers": 0},
     "trainer": {"policy": "simulated"},
 }
 """Sections that only our own trainer and engines read."""
-
-
-class ScoringRequest(BaseModel):
-    """Samples to score."""
-
-    samples: list[SampleIn] = Field(min_length=1)
 
 
 class ScoringAnswer(BaseModel):
@@ -96,9 +95,10 @@ async def _serve(options: ServeRewardsOptions, config: RunConfig, token: str) ->
         log_to_file(folder.logs / "console.log")
         broker.max_bytes = config.streams.max_message_mb << 20
         gateway = await RewardGateway.open(run, broker)
+        reader = RequestReader()
         server = ServerInService(
             server_config(
-                application(gateway, token),
+                application(gateway, reader, token),
                 timeout_graceful_shutdown=max(1, round(config.streams.drain_s)),
             )
         )
@@ -120,13 +120,17 @@ async def _serve(options: ServeRewardsOptions, config: RunConfig, token: str) ->
             await asyncio.gather(serving, return_exceptions=True)
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
+            await reader.close()
 
 
-def application(gateway: RewardGateway, token: str) -> Starlette:
-    async def score(http: Request) -> ScoringAnswer:
-        body = await read_body(http)
-        request = ScoringRequest.model_validate_json(body)
-        return ScoringAnswer(scores=await gateway.score(request.samples, len(body)))
+def application(gateway: RewardGateway, reader: RequestReader, token: str) -> Starlette:
+    async def score(http: Request) -> Response:
+        with gateway.registered() as waiting:
+            async with reader.request_of(http, gateway.check_room) as request:
+                await gateway.submit(request, waiting)
+            # Outside: the next large request is read while these wait for their scores.
+            scores = await gateway.scores_of(waiting)
+        return Response(await _json_of(scores), media_type="application/json")
 
     async def health(_: Request) -> Response:
         return Response()
@@ -144,6 +148,17 @@ def application(gateway: RewardGateway, token: str) -> Starlette:
     )
 
 
+async def _json_of(scores: Sequence[ScoreOut]) -> str:
+    """The answer, made in parts: other requests are answered meanwhile."""
+    parts = []
+    for begin in range(0, len(scores), WRITTEN_AT_ONCE):
+        part = scores[begin : begin + WRITTEN_AT_ONCE]
+        # Pydantic writes numbers that are not finite as null.
+        parts.append(",".join(score.model_dump_json() for score in part))
+        await asyncio.sleep(0)
+    return f'{{"scores":[{",".join(parts)}]}}'
+
+
 def openapi() -> dict[str, Any]:
     """The endpoint as OpenAPI 3.1 describes it."""
     refs, schemas = models_json_schema(
@@ -157,7 +172,7 @@ def openapi() -> dict[str, Any]:
         "requestBody": {"required": True, "content": contents[0]},
         "responses": {
             "200": {"description": "a score for each sample, in their order", "content": contents[1]},
-            **dict.fromkeys(("400", "401", "429"), refused),
+            **dict.fromkeys(("400", "401", "413", "429", "503"), refused),
         },
     }
     return {

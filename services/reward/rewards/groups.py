@@ -2,7 +2,7 @@
 
 Exactly once, also when that worker dies in the middle: the last trajectory stays pending until one script
 publishes all scores and acknowledges it. The next worker that takes it finds the results in Redis, pays for
-nothing again, and repeats the group functions only.
+nothing again, and repeats the group functions only. Redis has each trajectory once: results refer to it.
 """
 
 import time
@@ -12,13 +12,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import structlog
+from pydantic import Field
+
 from tidemill.common.config import RewardConfig, RewardLimits
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.failures import FailureLog
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.streams import Consumer, Delivery
+from tidemill.common.streams.group_results import Reference, read_trajectories
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.codec import decode_payload, encode_payload
+from tidemill.common.wire.codec import decode_payload
 from tidemill.common.wire.messages import Lane, Message, Score, ScoreStatus, Trajectory
 from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
@@ -28,21 +32,35 @@ from tidemill.services.reward.rewards.reward import FunctionReward
 from tidemill.services.reward.rewards.weighted_sum import Outcomes, WeightedSum, attempt, score_of
 from tidemill.services.reward.sample import RewardSample
 
+log = structlog.get_logger(__name__)
+
 GROUP = "group"
 """Name of post-processing in the counts of failures."""
 BEFORE_GROUP = "before_group"
 """Component: the reward before post-processing."""
 REPLACED = "replaced_failure"
 """Detail: why a reward had failed that post-processing has replaced by a value."""
+GONE = (
+    "{} of the {} trajectories of its group are no longer in Redis, or have lost their payloads: they were "
+    "trimmed before the group was scored as a whole, which happens where nobody waits for its scores any more"
+)
+"""Error of a group that cannot be scored as a whole."""
 NO_SCORE = "the group function returned None for this sample"
 
 
 class GroupResult(Message):
-    """One sample of a group, and the outcome of each reward that scores samples one by one."""
+    """The outcome of each reward that scores samples one by one, and which trajectory it is of.
+
+    Example: `{entry_id: "1764350000000-3", tokens_digest: "8f0c...", outcomes: {"gsm8k": {"value": 1.0}}}`.
+    """
 
     kind: ClassVar[str] = "group result"
-    trajectory: bytes
     outcomes: dict[str, RewardOutcome]
+    entry_id: str = Field("", description="of the trajectory, in its stream")
+    tokens_digest: str = Field("", description="of the trajectory")
+    trajectory: bytes = Field(
+        b"", description="the trajectory itself, in results of older releases"
+    )
     worker: str = ""
     latency_s: float = 0.0
 
@@ -60,6 +78,7 @@ class GroupScoring:
         published: Callable[[Lane, Score], None],
     ) -> None:
         self._consumer, self._keys, self._worker, self._lane = consumer, context.keys, context.name, lane
+        self._broker = context.broker
         self._reward, self._post_processing, self._published = reward, post_processing, published
         # Evaluation is never post-processed.
         self._is_post_processed = lane is Lane.TRAIN and post_processing.is_any
@@ -80,7 +99,8 @@ class GroupScoring:
         if not await self._consumer.has_result(key, sample.key[1]):
             result = GroupResult(
                 outcomes=await score(sample),
-                trajectory=encode_payload(delivery.message),
+                entry_id=delivery.entry_id,
+                tokens_digest=sample.trajectory.tokens_digest,
                 worker=self._worker,
                 latency_s=time.monotonic() - started,
             )
@@ -88,7 +108,7 @@ class GroupScoring:
             # Stored before the group is finished: a worker that takes over finds it, and does not score.
             payloads = await self._consumer.store_result(delivery, key, tickets, result)
             if payloads is not None:
-                scores = await self._finish(payloads)
+                scores = await self._finish(delivery, payloads)
                 await self._consumer.publish_group(delivery, self._keys.scores(self._lane), key, scores)
                 metrics.GROUPS_POST_PROCESSED.labels(self._lane).inc()
                 for made in scores:
@@ -96,11 +116,13 @@ class GroupScoring:
         except LeaseLostError:
             return
 
-    async def _finish(self, payloads: Sequence[bytes]) -> list[Score]:
+    async def _finish(self, delivery: Delivery[Trajectory], payloads: Sequence[bytes]) -> list[Score]:
         results = [decode_payload(payload, GroupResult) for payload in payloads]
-        samples = [
-            RewardSample(decode_payload(result.trajectory, Trajectory), self._lane) for result in results
-        ]
+        trajectories = await self._trajectories(delivery, results)
+        num_missing = trajectories.count(None)
+        if num_missing:
+            return self._failed(delivery.message.ticket, results, num_missing)
+        samples = [RewardSample(each, self._lane) for each in trajectories if each is not None]
         together = await self._reward.score_group(samples)
         outcomes = [result.outcomes | more for result, more in zip(results, together, strict=True)]
         if self._is_post_processed:
@@ -110,6 +132,43 @@ class GroupScoring:
         return [
             score_of(total, sample, result.worker, result.latency_s)
             for sample, total, result in zip(samples, sums, results, strict=True)
+        ]
+
+    async def _trajectories(
+        self, last: Delivery[Trajectory], results: Sequence[GroupResult]
+    ) -> list[Trajectory | None]:
+        """The trajectories of the results, in their order; None where there is none any more."""
+        references = {
+            index: Reference(result.entry_id, (last.message.ticket, index), result.tokens_digest)
+            for index, result in enumerate(results)
+            if not result.trajectory and result.entry_id != last.entry_id
+        }
+        stream = self._keys.trajectories(self._lane)
+        read = await read_trajectories(self._broker, stream, list(references.values()))
+        trajectories: list[Trajectory | None] = []
+        for index, result in enumerate(results):
+            if result.trajectory:
+                trajectories.append(decode_payload(result.trajectory, Trajectory))
+            elif result.entry_id == last.entry_id:
+                trajectories.append(last.message)
+            else:
+                trajectories.append(read.get(references[index]))
+        return trajectories
+
+    def _failed(self, ticket: int, results: Sequence[GroupResult], num_missing: int) -> list[Score]:
+        """Scores of a group that nobody can score as a whole any more."""
+        log.warning("trajectories of a group are gone; its scores fail", ticket=ticket, missing=num_missing)
+        return [
+            Score(
+                ticket=ticket,
+                index=index,
+                tokens_digest=result.tokens_digest,
+                status=ScoreStatus.FAILED,
+                error=GONE.format(num_missing, len(results)),
+                worker=result.worker,
+                latency_s=result.latency_s,
+            )
+            for index, result in enumerate(results)
         ]
 
 

@@ -202,12 +202,17 @@ class Placeholder:
         gateway = (session.hostname or "", session.port or 80)
 
         def claim(caller: socket.socket) -> None:
-            # Before the caller can send anything: the gateway knows the session by the connection's port.
+            # Before the caller can send anything: the gateway knows the session by the connection's port. It
+            # takes the claim only from the process that holds the connection, so the pid is asked for here:
+            # the program may have forked.
             asking = http.client.HTTPConnection(*gateway)
-            path = f"{session.path}/connections/{caller.getsockname()[1]}"
-            asking.request("POST", path, headers={"x-api-key": key})
-            asking.getresponse().read()
-            asking.close()
+            path = f"{session.path}/processes/{os.getpid()}/connections/{caller.getsockname()[1]}"
+            with contextlib.closing(asking):
+                asking.request("POST", path, headers={"x-api-key": key})
+                answer = asking.getresponse()
+                refusal = answer.read().decode(errors="replace")
+            if answer.status != http.HTTPStatus.OK:
+                raise ConnectionRefusedError(f"the gateway refused this connection: {refusal}")
 
         def redirected(connect: Callable[..., Any]) -> Callable[..., Any]:
             def connect_to(caller: socket.socket, address: Any) -> Any:

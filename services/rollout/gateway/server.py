@@ -2,17 +2,22 @@
 
 Every session has an address of its own, `/s/<token>/v1`, with OpenAI's and Anthropic's APIs. An answer is
 generated as a whole; a client that asks for a stream gets it in one go, as the events of a stream. On a
-connection that a session has claimed, `/v1` is its address too, with a key that all sessions know.
+connection that a session has claimed, `/v1` is its address too, with a key that all sessions know. A process
+can claim a connection of its own only: a program cannot bring the requests of another session into its own.
 """
 
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
+import os
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+import psutil
 import structlog
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -53,6 +58,7 @@ class Gateway:
 
     def __init__(self, model: str, host: str = "127.0.0.1", refuses_wishes: bool = False) -> None:
         self.model, self.host, self.root = model, host, ""
+        self._port = 0
         self.placeholder_key = secrets.token_urlsafe(24)
         """The key on connections that are claimed."""
         self._refuses_wishes = refuses_wishes
@@ -72,7 +78,8 @@ class Gateway:
             for path, endpoint in endpoints.items()
         ]
         claim = partial(self._answer, self._claim)
-        routes.append(Route("/s/{token}/connections/{port:int}", claim, methods=["POST"]))
+        path = "/s/{token}/processes/{pid:int}/connections/{port:int}"
+        routes.append(Route(path, claim, methods=["POST"]))
         # A client's address is what the kernel says, whatever headers say.
         config = server_config(Starlette(routes=routes), timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False)
         self._server = ServerInService(config)
@@ -80,7 +87,8 @@ class Gateway:
     async def start(self) -> None:
         """Listen. Raises ConfigError: this address cannot be used."""
         listener = listen(self.host, remedy="Agents ask there: change rollout.environment.gateway_host.")
-        self.root = f"http://{self.host}:{listener.getsockname()[1]}"
+        self._port = listener.getsockname()[1]
+        self.root = f"http://{self.host}:{self._port}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
 
     async def close(self) -> None:
@@ -136,9 +144,28 @@ class Gateway:
         return session
 
     async def _claim(self, session: GatewaySession, request: Request) -> Response:
-        """Record that a connection to the placeholder's address belongs to the session."""
+        """Record that a connection to the placeholder's address belongs to the session.
+
+        Raises:
+            RequestError: it is not a connection of the process that asks.
+        """
+        pid = request.path_params["pid"]
+        port = request.path_params["port"]
         # The host is that of this request, as the kernel says: a program cannot claim for another machine.
-        self._claimed[_end_of(request)[0], request.path_params["port"]] = session
+        asking_end = _end_of(request)
+        claimed_end = (asking_end[0], port)
+        # All sessions run as one user and know each other's ports. That the process holds the connection of
+        # this request too shows that it is the one that asks: it has not just given the pid of another one.
+        held = await asyncio.to_thread(_ends_held_by, pid, self._port)
+        if not {asking_end, claimed_end} <= held:
+            log.warning("an agent claimed a connection that its process does not hold", pid=pid, port=port)
+            raise RequestError(
+                f"process {pid} asks for the connection from port {port} and does not hold it; a process can "
+                "claim its own connections only",
+                "not_its_connection",
+                403,
+            )
+        self._claimed[claimed_end] = session
         return Response()
 
     async def _ask(self, api: Api, session: GatewaySession, request: Request) -> Response:
@@ -196,7 +223,33 @@ class Gateway:
 
 def _end_of(request: Request) -> tuple[str, int]:
     client = request.client
-    return (client.host, client.port) if client else ("", 0)
+    return (_plain_address(client.host), client.port) if client else ("", 0)
+
+
+def _ends_held_by(pid: int, remote_port: int) -> set[tuple[str, int]]:
+    """The local ends, host and port, of the TCP connections of a process to `remote_port`; empty where it
+    cannot be seen."""
+    try:
+        # Other network namespaces have loopback addresses and ports of their own, which prove nothing here.
+        if sys.platform == "linux" and not os.path.samefile(f"/proc/{pid}/ns/net", "/proc/self/ns/net"):
+            return set()
+        connections = psutil.Process(pid).net_connections("tcp")
+    except (psutil.Error, OSError, ValueError, OverflowError):
+        return set()
+    return {
+        (_plain_address(each.laddr.ip), each.laddr.port)
+        for each in connections
+        if each.laddr and each.raddr and each.raddr.port == remote_port
+    }
+
+
+def _plain_address(host: str) -> str:
+    """The address in one spelling, and that of IPv4 where it is one in the form of IPv6."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 async def _body(request: Request, session: GatewaySession) -> Body:

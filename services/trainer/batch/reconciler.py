@@ -9,7 +9,7 @@ that workers start from.
 
 import asyncio
 import secrets
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from tidemill.common.streams import (
     read_range,
 )
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, RUNS, Keys
-from tidemill.common.wire.messages import Commit, Lane, WeightManifest
+from tidemill.common.wire.messages import Commit, WeightManifest
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
@@ -313,15 +313,3 @@ class RunStreams:
     scheduler: Scheduler
     join: StreamJoin
     reconciler: Reconciler
-
-
-async def delete_results(broker: Broker, keys: Keys, lane: Lane, outstanding: Container[int]) -> int:
-    """Delete the results of every ticket that is not outstanding; returns how many there were."""
-    index = keys.result_tickets(lane)
-    tickets = [int(raw) for raw in await broker.execute("SMEMBERS", index)]
-    gone = [ticket for ticket in tickets if ticket not in outstanding]
-    if gone:
-        deletions = [("DEL", keys.results(ticket, lane)) for ticket in gone]
-        # One unit: the index must not forget a ticket whose results are still there.
-        await broker.pipeline([*deletions, ("SREM", index, *gone)], atomic=True)
-    return len(gone)

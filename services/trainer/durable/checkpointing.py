@@ -172,7 +172,7 @@ class Checkpointer:
             if self.context.config.streams.trim:
                 await self._trim(oldest)
             await self.trimmer.collect_claims()
-        await self.trimmer.forget_departed()
+        await self.trimmer.departed.forget()
 
     async def _trim(self, oldest: TrainerState, is_urgent: bool = False) -> None:
         """Remove entries below the positions of the oldest checkpoint that could be restored."""

@@ -6,31 +6,29 @@ checkpoint. Without an archive that holds for all entries (`checkpointing.py`).
 """
 
 import asyncio
-import time
 from collections.abc import Mapping
 
 import structlog
 
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest, note_trim
-from tidemill.common.errors import ArchiveError, BrokerError, StoreError
+from tidemill.common.errors import ArchiveError, StoreError
 from tidemill.common.files import StorageError
-from tidemill.common.process.heartbeats import forget_heartbeats
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.store import ClaimStore
 from tidemill.common.streams import (
     START,
     Mark,
     MarkLostError,
-    forget_consumers,
     id_after,
     id_before,
     id_order,
     read_raw,
     trim_before,
 )
+from tidemill.common.streams.departed import DepartedProcesses
 from tidemill.common.streams.selection import StreamName
-from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
+from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Lane
 from tidemill.services.trainer.batch.reconciler import TRIMMING, Reconciler
 from tidemill.services.trainer.durable.archive_requests import ArchiveRequests, claims_in
@@ -38,8 +36,6 @@ from tidemill.services.trainer.durable.archived_history import ArchivedHistory
 from tidemill.services.trainer.durable.waiting import on_disk
 
 log = structlog.get_logger(__name__)
-
-FORGET_AFTER_S, LOOK_S = 3600.0, 600.0
 
 
 class Trimmer:
@@ -61,7 +57,7 @@ class Trimmer:
         """Entries below these ids may be trimmed, and some are still there."""
         self._decided_in = self._aligned_in = 0
         self._changing = asyncio.Lock()
-        self._next_look = 0.0
+        self.departed = DepartedProcesses(context.broker, context.keys)
 
     @property
     def epoch(self) -> int:
@@ -173,26 +169,6 @@ class Trimmer:
                 await asyncio.to_thread(self._claims.remove, settled - claimed)
         except (OSError, StoreError) as error:
             log.warning("payloads that are no longer needed stay for now", error=str(error))
-
-    async def forget_departed(self, after_s: float = FORGET_AFTER_S) -> int:
-        """Remove heartbeats and consumers of processes that were silent for `after_s`, unless this was done
-        lately; returns how many. Where nodes come and go under new names, their number would grow with the
-        run. Messages that such a process holds stay."""
-        if time.monotonic() < self._next_look:
-            return 0
-        self._next_look = time.monotonic() + LOOK_S
-        broker, keys = self.context.broker, self.context.keys
-        try:
-            num_gone = await forget_heartbeats(broker, keys, after_s)
-            for lane in Lane:
-                num_gone += await forget_consumers(broker, keys.prompts(lane), ROLLOUT_GROUP, after_s)
-                num_gone += await forget_consumers(broker, keys.trajectories(lane), REWARD_GROUP, after_s)
-        except BrokerError as error:  # Redis users of an older release lack the right
-            log.info("what killed workers left in Redis stays there", reason=str(error))
-            # Not tried again: this user will not be allowed to in ten minutes either.
-            self._next_look = float("inf")
-            return 0
-        return num_gone
 
     async def close(self) -> None:
         """Stop archiving; at the end of a run, first wait for what was requested."""

@@ -23,7 +23,8 @@ from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.serving import gateway as module
-from tidemill.services.console.serving.gateway import RewardGateway, SampleIn, ScoreOut
+from tidemill.services.console.serving.gateway import RewardGateway, ScoreOut
+from tidemill.services.console.serving.samples import SampleIn
 from tidemill.services.reward.sample import RewardSample
 
 Start = Callable[..., Any]
@@ -158,14 +159,14 @@ async def test_a_trajectory_that_no_worker_can_read_fails_by_its_entry(start, br
 async def test_nothing_is_trimmed_that_may_just_have_been_appended(start, broker, keys, monkeypatch):
     """A look at the streams between an append and its answer."""
     async with start() as gateway:
-        real = module.append
+        real = module.append_encoded
 
         async def late(*given: Any) -> list[str]:
             ids = await real(*given)
             await gateway._trim()
             return ids
 
-        monkeypatch.setattr(module, "append", late)
+        monkeypatch.setattr(module, "append_encoded", late)
         asked = asyncio.create_task(gateway.score(samples(2), 0))
         assert len(await appended(broker, keys, 2)) == 2
         await append(broker, keys.scores(), ok(0), ok(1))

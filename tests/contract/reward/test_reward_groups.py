@@ -12,13 +12,22 @@ from tests.support.rewards import group, num_pending, scores, worker
 from tests.support.waiting import wait_until
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, Delivery, append, ensure_group, group_status
+from tidemill.common.store import ClaimStore
+from tidemill.common.streams import (
+    Consumer,
+    Delivery,
+    append,
+    ensure_group,
+    group_status,
+    read_raw,
+    trim_before,
+)
+from tidemill.common.streams.group_results import delete_results
 from tidemill.common.wire.codec import encode_payload
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Lane, ScoreStatus, Trajectory
 from tidemill.services.reward.outcome import RewardOutcome
 from tidemill.services.reward.rewards.groups import GroupResult
-from tidemill.services.trainer.batch.reconciler import delete_results
 
 SIZE = 4
 SOURCE = """
@@ -184,22 +193,39 @@ async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys:
             assert made[2].components == {"longest": None, "length": 0.0}
 
 
-async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring_again(broker, keys, path):
-    trajectories = group("4", "2")
-    await append(broker, keys.trajectories(), *trajectories)
-    dead = Consumer(
+@pytest.fixture
+async def dead(broker: Broker, keys: Keys) -> Consumer[Trajectory]:
+    """A worker that dies at the end of a test's first part."""
+    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+    return Consumer(
         broker, keys.trajectories(), REWARD_GROUP, "dead", Trajectory, lease_s=1.0, dead_key=keys.dead
     )
-    await ensure_group(broker, keys.trajectories(), REWARD_GROUP)
+
+
+def result_of(delivery: Delivery[Trajectory], is_of_older_release: bool = False) -> GroupResult:
+    trajectory = delivery.message
+    outcomes = {"number": RewardOutcome(value=10 * float(trajectory.text))}
+    if is_of_older_release:
+        return GroupResult(trajectory=encode_payload(trajectory), outcomes=outcomes, worker="dead")
+    return GroupResult(
+        entry_id=delivery.entry_id,
+        tokens_digest=trajectory.tokens_digest,
+        outcomes=outcomes,
+        worker="dead",
+    )
+
+
+@pytest.mark.parametrize("older", [(), (0,), (0, 1)], ids=["references", "both forms", "older release"])
+async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring_again(
+    broker, keys, path, dead, older
+):
+    """`older` are the samples whose results a worker of an older release has kept: with trajectories."""
+    await append(broker, keys.trajectories(), *group("4", "2"))
     results = keys.results(0), keys.result_tickets()
-    for delivery in await dead.fetch(2, 0.0):  # it kept both results, and died before the group was published
+    for index, delivery in enumerate(await dead.fetch(2, 0.0)):
+        # It kept both results, and died before the group was published.
         assert isinstance(delivery, Delivery)
-        result = GroupResult(
-            trajectory=encode_payload(delivery.message),
-            outcomes={"number": RewardOutcome(value=10 * float(delivery.message.text))},
-            worker="dead",
-        )
-        kept = await dead.store_result(delivery, *results, result)
+        kept = await dead.store_result(delivery, *results, result_of(delivery, index in older))
     assert kept is not None and len(kept) == 2
     async with worker(broker, keys, function=f"{path}:number", group="rank"):
         made = await scores(broker, keys, 2)
@@ -208,6 +234,56 @@ async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring
     with pytest.raises(LeaseLostError):  # should it come back from the dead
         await dead.publish_group(delivery, keys.scores(), results[0], made)
     assert await broker.execute("XLEN", keys.scores()) == 2
+
+
+async def test_redis_has_each_trajectory_of_a_group_once(broker: Broker, keys: Keys, path: str) -> None:
+    long = "1" * 300  # a number, of which nothing is in its score
+    async with worker(broker, keys, function=f"{path}:number", group="rank"):
+        await append(broker, keys.trajectories(), *group(long, "2", "3")[:2])
+        await wait_until(lambda: _is_settled(broker, keys))
+        kept = await broker.execute("HVALS", keys.results(0))
+        assert len(kept) == 2
+        assert not any(long.encode() in result for result in kept)
+        await append(broker, keys.trajectories(), *group(long, "2", "3")[2:])
+        made = await scores(broker, keys, 3)
+    assert [score.value for score in made] == [1.0, 0.0, 0.5]
+
+
+async def test_a_group_whose_payloads_lie_in_the_store_is_finished_from_there(
+    broker, keys, path, tmp_path, monkeypatch
+):
+    (tmp_path / "run").mkdir()
+    store = ClaimStore(tmp_path / "run", 1)
+    claimed = [store.check_in(sample) for sample in group("4", "2", "3")]
+    assert all(sample.claim is not None for sample in claimed)
+    monkeypatch.setattr(broker, "claims", store)
+    async with worker(broker, keys, function=f"{path}:number", group="rank"):
+        await append(broker, keys.trajectories(), *claimed)
+        made = await scores(broker, keys, 3)
+    assert [score.value for score in made] == [1.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("has_copy", [True, False], ids=["has a copy", "is gone"])
+async def test_a_trajectory_trimmed_before_its_group_was_complete(broker, keys, path, has_copy):
+    """Redis may have it twice: an append whose answer was lost is repeated."""
+    first, *others = group("4", "2", "3")
+    async with worker(broker, keys, function=f"{path}:number", group="rank"):
+        await append(broker, keys.trajectories(), first)
+        await wait_until(lambda: _is_settled(broker, keys))
+        if has_copy:
+            await append(broker, keys.trajectories(), first)
+        await append(broker, keys.trajectories(), others[0])
+        await wait_until(lambda: _is_settled(broker, keys))
+        (_, _), (second_id, _), *_ = await read_raw(broker, keys.trajectories())
+        await trim_before(broker, keys.trajectories(), second_id)
+        await append(broker, keys.trajectories(), others[1])
+        made = await scores(broker, keys, 3)
+    assert await num_pending(broker, keys) == 0
+    if has_copy:
+        assert [score.value for score in made] == [1.0, 0.0, 0.5]
+        return
+    assert [(score.value, score.status) for score in made] == [(None, ScoreStatus.FAILED)] * 3
+    assert all("1 of the 3 trajectories" in score.error for score in made)
 
 
 async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, keys: Keys, path: str) -> None:

@@ -149,9 +149,9 @@ async def test_the_dead_are_forgotten_after_a_while_with_what_they_hold_kept(con
     read = ("GROUP", ROLLOUT_GROUP, "holds-a-ticket", "COUNT", 1, "STREAMS", prompts, ">")
     await broker.execute("XREADGROUP", *read)
     trimmer = make_trimmer(context)
-    assert await trimmer.forget_departed() == 0, "an hour has not passed"
-    assert await trimmer.forget_departed(after_s=-1.0) == 0, "it has looked a moment ago"
-    assert await make_trimmer(context).forget_departed(after_s=-1.0) == 3
+    assert await trimmer.departed.forget() == 0, "an hour has not passed"
+    assert await trimmer.departed.forget(after_s=-1.0) == 0, "it has looked a moment ago"
+    assert await make_trimmer(context).departed.forget(after_s=-1.0) == 3
     assert await read_heartbeats(broker, keys) == []
     left = await broker.execute("XINFO", "CONSUMERS", prompts, ROLLOUT_GROUP)
     assert [info[1] for info in left] == [b"holds-a-ticket"]

@@ -36,6 +36,48 @@ def children() -> Children:
     return lambda: [child for child in psutil.Process().children(recursive=True) if child not in older]
 
 
+CLAIMING = """
+import http.client, os, pathlib, time
+from urllib.parse import urlsplit
+import openai, psutil
+
+client = openai.OpenAI()
+folder = pathlib.Path(__file__).parent
+
+
+def ask(prompt):
+    return client.completions.create(model="m", prompt=prompt).choices[0].text
+
+
+def until(name):
+    while not (folder / name).exists():
+        time.sleep(0.02)
+
+
+def play(row, base_url, api_key):
+    if row["prompt"] == "honest":
+        first = ask("x")
+        (folder / "pid").write_text(str(os.getpid()))
+        os.replace(folder / "pid", folder / "asked")
+        until("claimed")
+        return float([first, ask("y")] == ["first", "second"])
+    gateway = urlsplit(base_url)
+    until("asked")
+    pid = int((folder / "asked").read_text())
+    connections = psutil.Process(pid).net_connections("tcp")
+    (port,) = {c.laddr.port for c in connections if c.raddr and c.raddr.port == gateway.port}
+    statuses = []
+    for holder in (os.getpid(), pid):
+        asking = http.client.HTTPConnection(gateway.hostname, gateway.port)
+        path = f"{gateway.path.removesuffix('/v1')}/processes/{holder}/connections/{port}"
+        asking.request("POST", path, headers={"x-api-key": api_key})
+        statuses.append(asking.getresponse().status)
+    (folder / "claimed").touch()
+    metrics = {"num_claims": len(statuses), "num_taken": statuses.count(200)}
+    return {"reward": float(ask("z") == "mine"), "metrics": metrics}
+"""
+
+
 async def test_a_plain_function_gives_its_reward_and_all_that_it_heard_is_kept() -> None:
     async with player(function("twice")) as agent:
         models = [ScriptedModel("2", "yes"), ScriptedModel("2", "no")]
@@ -54,6 +96,21 @@ async def test_clients_made_as_the_file_is_imported_ask_their_own_session(monkey
         played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
         assert [one.session.reward for one in played] == [1.0, 0.0]
         assert [len(model.seen) for model in models] == [4, 4]
+
+
+async def test_a_program_cannot_claim_the_connection_of_another_session(tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(CLAIMING)
+    async with player(f"{program}:play", call_timeout_s=60.0) as agent:
+        honest = ScriptedModel("first", "second")
+        claiming = ScriptedModel("mine")
+        tickets = [make_ticket("honest"), make_ticket("claiming")]
+        models = [honest, claiming]
+        plays = [agent.play(t, t.prompt_text, m.ask) for t, m in zip(tickets, models, strict=True)]
+        played = await asyncio.gather(*plays)
+    assert [one.session.reward for one in played] == [1.0, 1.0], "each heard its own model only"
+    assert [len(model.seen) for model in models] == [2, 1]
+    assert played[1].session.metrics == {"num_claims": 2.0, "num_taken": 0.0}
 
 
 async def test_an_async_function_with_anthropics_client_may_give_a_number() -> None:

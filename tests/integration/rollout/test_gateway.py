@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
-import socket
+import os
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -470,25 +470,26 @@ async def test_lists_in_lists_without_an_end_are_no_failure_of_the_server(depth:
 
 
 async def test_a_claimed_connection_without_the_placeholders_key_is_refused() -> None:
-    def ask(port: int, method: str, path: str, *keys: str) -> list[int]:
-        """On one connection from this port, and the status of each answer."""
-        with contextlib.closing(
-            http.client.HTTPConnection(host, served, 10, ("127.0.0.1", port))
-        ) as connection:
-            found = []
-            for key in keys:
-                connection.request(method, path, headers={"authorization": f"Bearer {key}"})
-                answer = connection.getresponse()
-                answer.read()
-                found.append(answer.status)
-            return found
+    def ask(connection: http.client.HTTPConnection, method: str, path: str, *keys: str) -> list[int]:
+        """The status of each answer, all on one connection."""
+        statuses = []
+        for key in keys:
+            connection.request(method, path, headers={"authorization": f"Bearer {key}"})
+            answer = connection.getresponse()
+            answer.read()
+            statuses.append(answer.status)
+        return statuses
 
     async with opened("hi") as run:
         url = run.openai.base_url
-        host, served, path = url.host, url.port or 0, url.path.removesuffix("/").removesuffix("/v1")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        claim = f"{path}/connections/{port}"
-        assert await asyncio.to_thread(ask, 0, "GET", "/v1/models", run.session.key) == [404]
-        assert await asyncio.to_thread(ask, 0, "POST", claim, run.session.key) == [200]
-        assert await asyncio.to_thread(ask, port, "GET", "/v1/models", "x", run.session.key) == [401, 401]
+        path = url.path.removesuffix("/").removesuffix("/v1")
+        key = run.session.key
+        claimed = http.client.HTTPConnection(url.host, url.port, 10)
+        claiming = http.client.HTTPConnection(url.host, url.port, 10)
+        with contextlib.closing(claimed), contextlib.closing(claiming):
+            assert await asyncio.to_thread(ask, claimed, "GET", "/v1/models", key) == [404]
+            port = claimed.sock.getsockname()[1]
+            for pid, status in ((os.getppid(), 403), (1 << 62, 403), (os.getpid(), 200)):
+                claim = f"{path}/processes/{pid}/connections/{port}"
+                assert await asyncio.to_thread(ask, claiming, "POST", claim, key) == [status]
+            assert await asyncio.to_thread(ask, claimed, "GET", "/v1/models", "x", key) == [401, 401]

@@ -11,7 +11,7 @@ from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, 
 from tidemill.common.process.children import content_of, frame_of
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.console.serving.gateway import SampleIn, _trajectory
+from tidemill.services.console.serving.samples import SampleIn, trajectory_of
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import RewardOutcome
@@ -100,7 +100,7 @@ def test_scoring_processes_and_the_wire_keep_the_thought():
 def test_another_trainers_messages_bring_their_reasoning(tmp_path: Path):
     said = [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]
     body = json.loads(json.dumps({"prompt": CHAT, "completion": said}))
-    made = _trajectory(SampleIn.model_validate(body), 0, 0, 1)
+    made = trajectory_of(SampleIn.model_validate(body), 0, 0, 1)
     assert (made.text, made.thought) == ("4", "2 and 2")
     body["completion"] = [{"role": "assistant", "content": "4"}]
-    assert _trajectory(SampleIn.model_validate(body), 0, 0, 1).thought is None
+    assert trajectory_of(SampleIn.model_validate(body), 0, 0, 1).thought is None

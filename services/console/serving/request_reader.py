@@ -1,0 +1,56 @@
+"""The process that reads large requests: it parses and validates them, and makes their trajectories.
+
+Frames in: `{id, body}` begins a request; `{id, first_ticket, begin}` asks for its next samples, from the one
+with the number `begin` on. Out: `{id, num_samples, num_groups}` or `{id, error}`; and `{id, samples: [...]}`
+with at least one, each as `[lane, ticket, index, schema, payload]`.
+"""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from tidemill.common.process.children import become_child, read_frame, sender
+from tidemill.common.process.json_api import explained
+from tidemill.services.console.serving.samples import Batch, ScoringRequest
+
+MAX_SAMPLES, PART_BYTES = 256, 1 << 20
+"""A part of a request ends with the sample that reaches one of these."""
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Answer frames until process `parent` closes the socket `descriptor`."""
+    with become_child(descriptor, parent) as channel:
+        send = sender(channel)
+        frames = channel.makefile("rb")
+        if read_frame(frames) is None:
+            return
+        send({})
+        batch = Batch([])
+        while (asked := read_frame(frames)) is not None:
+            if "body" in asked:
+                # Before the next one is read: the older request may be as large.
+                batch = Batch([])
+                batch, answer = _begun(asked.pop("body"))
+            else:
+                answer = _samples(batch, asked)
+            send({"id": asked["id"], **answer})
+
+
+def _begun(body: bytes) -> tuple[Batch, dict[str, Any]]:
+    try:
+        batch = Batch(ScoringRequest.model_validate_json(body).samples)
+    except ValidationError as error:
+        return Batch([]), {"error": explained(error)}
+    return batch, {"num_samples": len(batch.samples), "num_groups": batch.num_groups}
+
+
+def _samples(batch: Batch, asked: dict[str, Any]) -> dict[str, Any]:
+    samples: list[list[Any]] = []
+    num_bytes = 0
+    for position in range(asked["begin"], len(batch.samples)):
+        each = batch.encoded(asked["first_ticket"], position)
+        samples.append([each.lane.value, *each.key, each.schema, each.payload])
+        num_bytes += len(each.payload)
+        if len(samples) >= MAX_SAMPLES or num_bytes >= PART_BYTES:
+            break
+    return {"samples": samples}
