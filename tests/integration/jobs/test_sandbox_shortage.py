@@ -1,6 +1,6 @@
 """A sandbox worker whose machine is short of something: its jobs are for another one, and none is lost.
 
-As root no limit of processes holds, so `EAGAIN` comes from an `os.fork` that is replaced in the worker's process.
+As root no limit of processes holds, so `EAGAIN` comes from an `os.fork` that is replaced in the process.
 """
 
 import asyncio
