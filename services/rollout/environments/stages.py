@@ -234,7 +234,8 @@ class RemoteEnvironment(TimedEnvironment):
             raise self.late(op) from None
         if "fault" in answer:
             if answer.get("shortage"):
-                process.is_sound = False  # it may be this process alone: the environment leaks descriptors, say
+                # It may be this process alone: the environment leaks descriptors, say.
+                process.is_sound = False
                 check_machine(answer["fault"], answer["shortage"], answer.get("is_ours", False))
             raise EnvironmentFaultError(answer["fault"], answer["kind"])
         return kind(**answer["returned"])

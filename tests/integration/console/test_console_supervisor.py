@@ -1,12 +1,14 @@
 """The supervisor with processes that behave badly on purpose."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -284,3 +286,28 @@ async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None
     process.wait()
     await wait_until(lambda: all(map(has_ended, pids)), what="both children to be ended")
     await wait_until(lambda: not socket_folder.exists())
+
+
+async def test_a_start_that_the_machine_refuses_is_tried_again_and_ends_no_run(
+    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of processes that root does not meet: the call that starts a process fails in its place."""
+    stage = Stage(tmp_path, guard, {"trainer": POLITE})
+    start = asyncio.create_subprocess_exec
+    num_starts = 0
+
+    async def refuse(*command: Any, **options: Any) -> Any:
+        nonlocal num_starts
+        num_starts += 1
+        if num_starts <= 4:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await start(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    running = asyncio.create_task(stage.run())
+    await stage.is_up("trainer")
+    assert num_starts == 5
+    said = [event for event in stage.events if "ulimit -u" in event]
+    assert len(said) == 3, "at the 1st, the 2nd and the 4th"
+    stage.supervisor.stop()
+    assert (await running).ending is Ending.STOPPED
