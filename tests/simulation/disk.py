@@ -25,6 +25,10 @@ class Disk:
     kill: Callable[[Process], None]
     is_full: bool = False
     num_operations: int = 0
+    broken: list[str] = field(default_factory=list)
+    """Names that were given to bytes that a power failure could still take."""
+    _flushed: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Device and inode -> size and time of the last change when the file was flushed."""
     _locks: dict[tuple[int, int], tuple[Process, Any]] = field(default_factory=dict)
 
     def step(self, path: Any) -> None:
@@ -59,6 +63,24 @@ class Disk:
         self.step(path)
         if self.is_full and OWNER.get(None) is not None and str(path).startswith(str(self.folder)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def flush(self, descriptor: int) -> None:
+        """A file or folder is flushed."""
+        status = os.fstat(descriptor)
+        self._flushed[status.st_dev, status.st_ino] = status.st_size, status.st_mtime_ns
+
+    def give_name(self, source: Any, target: Any) -> None:
+        """A file or folder of the run gets a name: all that is in it must have been flushed before."""
+        path = Path(target)
+        # What begins with a dot is a name that no reader looks for.
+        if OWNER.get(None) is None or path.name.startswith(".") or not path.is_relative_to(self.folder):
+            return
+        origin = Path(source)
+        files = [entry for entry in origin.rglob("*") if entry.is_file()] if origin.is_dir() else [origin]
+        for file in files:
+            status = os.lstat(file)
+            if self._flushed.get((status.st_dev, status.st_ino)) != (status.st_size, status.st_mtime_ns):
+                self.broken.append(f"disk: {path.name} got its name before {file.name} was flushed")
 
     def lock(self, file: Any, is_waiting: bool) -> None:
         """An exclusive lock on an open file, as long as file and process are there.

@@ -53,6 +53,7 @@ from tidemill.common.streams.consumer import Consumer
 from tidemill.common.streams.entries import Delivery
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
+from tidemill.services.reward.worker import RewardLane
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
 from tidemill.services.rollout.worker import RolloutWorker
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
@@ -220,6 +221,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
 
     async def check_in_watched(worker: RolloutWorker, sample: Trajectory) -> Trajectory:
         watch.publishes(sample, worker.engine)
+        watch.holds(worker.follower)
         return await check_in(worker, sample)
 
     hold = Consumer._hold
@@ -235,6 +237,19 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         reread(join, history)
         watch.reread(join)
 
+    take = StreamJoin._take
+
+    def take_watched(join: StreamJoin, entry: Any) -> None:
+        before = watch.counted(join, entry)
+        take(join, entry)
+        watch.takes(join, entry, before)
+
+    fetch = RewardLane.fetch
+
+    async def fetch_watched(lane: RewardLane, count: int) -> Any:
+        watch.fetches(lane)
+        return await fetch(lane, count)
+
     evaluate = Evaluator.evaluate
 
     async def evaluate_watched(evaluator: Evaluator, version: int) -> Evaluations:
@@ -245,6 +260,8 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         (Evaluator, "evaluate", evaluate_watched),
         (Consumer, "_hold", hold_watched),
         (StreamJoin, "reread", reread_watched),
+        (StreamJoin, "_take", take_watched),
+        (RewardLane, "fetch", fetch_watched),
         (RolloutWorker, "_checked_in", check_in_watched),
         (tidemill.services.rollout.engines.simulated, "request_key", new_key),
         (SimulatedEngine, "_generation", say_watched),
@@ -267,6 +284,16 @@ def _disk_replacements(world: World) -> list[tuple[Any, str, Any]]:
 
     def fsync(descriptor: int) -> None:
         disk.step_growing(os.readlink(f"/proc/self/fd/{descriptor}") if disk.is_full else descriptor)
+        disk.flush(descriptor)
+
+    def naming(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(source: Any, target: Any, **options: Any) -> Any:
+            disk.step(source)
+            if not options:
+                disk.give_name(source, target)
+            return function(source, target, **options)
+
+        return call
 
     def flock(file: Any, operation: int) -> None:
         if not operation & fcntl.LOCK_UN:
@@ -280,8 +307,10 @@ def _disk_replacements(world: World) -> list[tuple[Any, str, Any]]:
             disk.step(file) if isinstance(file, int) or os.path.exists(file) else disk.step_growing(file)
         return real_open(file, mode, *rest, **options)
 
-    names = ("replace", "rename", "unlink", "rmdir")
+    names = ("unlink", "rmdir")
     return [
+        (os, "replace", naming(os.replace)),
+        (os, "rename", naming(os.rename)),
         *((os, name, guarded(getattr(os, name))) for name in names),
         (os, "mkdir", guarded(os.mkdir, is_growing=True)),
         (os, "fsync", fsync),

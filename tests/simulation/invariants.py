@@ -18,7 +18,7 @@ from tests.chaos import verdict as chaos
 from tests.simulation import costs
 from tests.simulation.fleet import Fleet
 from tests.simulation.history import Record
-from tests.simulation.prompt_check import other_prompts
+from tests.simulation.prompt_check import missing_tickets, other_prompts
 from tests.simulation.redis.stream import Stream, text_of
 from tests.simulation.reward import text_of_tokens, value_of
 from tests.simulation.schedule import Schedule
@@ -166,7 +166,7 @@ class Judge:
 
     def judge(self, fleet: Fleet, injector: Any, verdict: Any) -> None:
         """Add everything that is wrong with the run to the verdict."""
-        found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken]
+        found = [*(f"crash: {crash}" for crash in fleet.crashes), *self.broken, *self.world.disk.broken]
         if fleet.outcome == FINISHED:
             found += self._judge_history()
             found += self._judge_records()
@@ -260,8 +260,9 @@ class Judge:
         ends = Counter(t for commit in commits for t in {*commit.groups, *_dropped_whole(commit)})
         if twice := [ticket for ticket, count in ends.items() if count > 1]:
             problems.append(f"ends: tickets {twice[:5]} have two ends")
-        if self.schedule.setup.mixed:
-            problems += other_prompts(self.config, self.world.history, commits)
+        problems += other_prompts(self.config, self.world.history, commits)
+        if self.kinds.isdisjoint({*LOSSES, "foreign"}):
+            problems += missing_tickets(self._tickets())
         return problems + self._judge_digests(commits) + self._judge_advantages(commits)
 
     def _judge_waits(self, commits: list[Commit]) -> list[str]:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from tests.simulation.history import History, Record
+from tests.simulation.install import known_tokenizer
 from tidemill.common.config import RunConfig
-from tidemill.common.wire.messages import Commit
+from tidemill.common.wire.messages import Commit, Ticket
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
-from tidemill.services.trainer.batch.prompts import load_tokenizer, load_training_prompts
+from tidemill.services.trainer.batch.prompts import load_training_prompts
 
 
 def other_prompts(config: RunConfig, history: History, commits: Sequence[Commit]) -> list[str]:
@@ -19,7 +20,7 @@ def other_prompts(config: RunConfig, history: History, commits: Sequence[Commit]
     tickets.sort(key=lambda record: record.message.ticket)
     if [record.message.ticket for record in tickets] != list(range(len(tickets))):
         return []
-    sources = load_training_prompts(config.data, load_tokenizer(config.model.path), config.seed)
+    sources = load_training_prompts(config.data, known_tokenizer(config.model.path), config.seed)
     plan = PromptPlan(sources, config)
     for commit in commits:
         plan.take_commit(commit)
@@ -35,6 +36,13 @@ def other_prompts(config: RunConfig, history: History, commits: Sequence[Commit]
         if expected != found and newest < first["prompts", _bytes(record)]:
             problems.append(f"prompts: ticket {ticket.ticket} has {found}, and the commits give {expected}")
     return problems
+
+
+def missing_tickets(tickets: Sequence[Ticket]) -> list[str]:
+    """Numbers that were passed over: nobody is given their prompts."""
+    numbers = {ticket.ticket for ticket in tickets}
+    missing = sorted(set(range(max(numbers, default=-1) + 1)) - numbers)
+    return [f"prompts: ticket {missing[0]} was never issued"] if missing else []
 
 
 def _first_written(history: History) -> dict[tuple[str, bytes], int]:

@@ -19,9 +19,11 @@ from pathlib import Path
 from tests.simulation import costs
 from tests.simulation.faults import Injector
 from tests.simulation.fleet import Fleet, names
+from tests.simulation.history import Record
 from tests.simulation.install import installed
 from tests.simulation.invariants import Judge
 from tests.simulation.schedule import Schedule
+from tests.simulation.script_check import ScriptCheck, heard_by
 from tests.simulation.watch import Watch
 from tests.simulation.world import World
 from tidemill.common.run.state import FINISHED
@@ -119,7 +121,14 @@ def _run(watch: Watch, fleet: Fleet, schedule: Schedule, verdict: Verdict) -> No
     world = watch.world
     config = schedule.setup.config(inputs(), world.run_id, schedule.seed)
     judge = Judge(watch, config, schedule)
-    world.on_append, world.cluster.watch = judge.see, watch.arrives
+    scripts = ScriptCheck(world, watch.broken)
+
+    def appended(record: Record) -> None:
+        judge.see(record)
+        scripts.see(record)
+
+    world.on_append = appended
+    world.cluster.watch = heard_by(watch.arrives, scripts.arrives)
     injector = Injector(world, fleet, config, schedule)
     RunFolder(world.folder, world.run_id).create(config)  # as `tidemill up` does, before Redis has the config
     world.cluster.server.apply([[b"SET", world.keys.config.encode(), config.model_dump_json().encode()]])

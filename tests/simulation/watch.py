@@ -22,12 +22,14 @@ from tests.simulation.world import World
 from tidemill.common.redis.broker import LONGEST_PAUSE_S, _script
 from tidemill.common.store.claims import ClaimStore
 from tidemill.common.streams.consumer import RENEWALS_PER_LEASE
+from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.choices import KEPT, ROUTES, Rows
 from tidemill.common.wire.messages import Lane, Trajectory
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.parts import PLAY_BYTES, read_play
 from tidemill.services.trainer.batch.reconciler import TRIMMING
+from tidemill.services.trainer.batch.stream_join import SCORES, TRAJECTORIES
 
 Key = tuple[int, int]
 Weights = tuple[int, str]
@@ -188,6 +190,19 @@ class Watch:
         if kept:
             self.broken.append(f"join: of tickets {kept[:5]} entries are kept that Redis may have lost")
 
+    def counted(self, join: Any, entry: Any) -> tuple[int, float]:
+        """Trajectories and duplicates of this entry's stream that the join has counted so far."""
+        stream = TRAJECTORIES if isinstance(entry.message, Trajectory) else SCORES
+        return join.num_trajectories, metrics.DUPLICATES_DROPPED.labels(stream)._value.get()
+
+    def takes(self, join: Any, entry: Any, before: tuple[int, float]) -> None:
+        """An entry was joined with its group: what is read a second time is not counted a second time."""
+        place = isinstance(entry.message, Trajectory), entry.entry_id
+        places = vars(join).setdefault("watched_places", set())
+        if place in places and self.counted(join, entry) != before:
+            self.broken.append(f"count: {entry.entry_id} of {entry.message.key} is counted twice")
+        places.add(place)
+
     def evaluates(self, version: int) -> None:
         """Check that an evaluation that begins is not on record."""
         path = self.world.folder / self.world.run_id / "metrics.jsonl"
@@ -230,6 +245,23 @@ class Watch:
         versions = [weights_of(engine, version) for version in sample.token_versions().tolist()]
         if not self.is_made(sample, sample.logprobs, choices, versions):
             self.broken.append(f"made: sample {sample.key} is published, and no engine has made it like this")
+
+    def holds(self, follower: Any) -> None:
+        """A worker publishes: its engine holds the weights that its follower says."""
+        held, engine = follower._held, follower.engine
+        if held is None or held.version != engine.version:
+            return
+        _, digest = weights_of(engine, held.version)
+        if digest not in ("", held.digest):
+            self.broken.append(
+                f"weights: an engine holds {digest} as version {held.version}, announced was {held.digest}"
+            )
+
+    def fetches(self, lane: Any) -> None:
+        """A lane fetches for its free slots: the others are those of samples that it works on or publishes."""
+        num_at_work = len(lane.running) + lane._finished._unfinished_tasks
+        if lane.num_held != num_at_work:
+            self.broken.append(f"slots: {lane.num_held} are taken, and {num_at_work} samples are at work")
 
     def makes(self, engine: Any, request: Any, key: int, found: Generation) -> Generation:
         """Give what an engine has generated so far logprobs and choices that no other token gets. An engine
