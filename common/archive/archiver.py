@@ -192,7 +192,7 @@ async def _wholes(
     if store is None:
         return {}
     claims = [(entry_id, sample) for entry_id, sample in map(_claiming, entries) if sample is not None]
-    reads = (asyncio.to_thread(store.resolve, sample, keep_choices) for _, sample in claims)
+    reads = (store.threads.run(store.resolve, sample, keep_choices) for _, sample in claims)
     found = await asyncio.gather(*reads)
     wholes = {}
     for (entry_id, sample), whole in zip(claims, found, strict=True):

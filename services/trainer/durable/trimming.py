@@ -99,7 +99,7 @@ class Trimmer:
                 return 0  # the next step, or the archiver that writes just now, calls again
             for stream, wanted in list(self._below.items()):
                 # Read again each time: the archiver is another process, and may have moved on since.
-                allowed = await asyncio.to_thread(self._allowed, stream)
+                allowed = await self.context.outside.run(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker, key = self.context.broker, stream.key(self.context.keys)
                 # Before the trim: what has left Redis and the archive lacks is a hole that a restart names.
@@ -166,11 +166,11 @@ class Trimmer:
         """Remove the payloads of settled tickets that no entry claims: an entry is trimmed only when it is
         archived with its payload, or when no checkpoint needs it. While the store is down they stay."""
         try:
-            settled = await asyncio.to_thread(self._claims.settled, self.first_ticket)
+            settled = await self._claims.threads.run(self._claims.settled, self.first_ticket)
             if settled:
                 key = self.context.keys.trajectories()
                 claimed = {claim.pointer async for claim in claims_in(self.context.broker, key)}
-                await asyncio.to_thread(self._claims.remove, settled - claimed)
+                await self._claims.threads.run(self._claims.remove, settled - claimed)
         except (OSError, StoreError) as error:
             log.warning("payloads that are no longer needed stay for now", error=str(error))
 
