@@ -163,16 +163,24 @@ class Trimmer:
         return START if last_id == START else id_after(last_id)
 
     async def collect_claims(self) -> None:
-        """Remove the payloads of settled tickets that no entry claims: an entry is trimmed only when it is
-        archived with its payload, or when no checkpoint needs it. While the store is down they stay."""
+        """Remove the payloads of settled tickets that no entry claims, in Redis or without its payload in the
+        archive. While the store is down they stay."""
         try:
             settled = await self._claims.threads.run(self._claims.settled, self.first_ticket)
             if settled:
                 key = self.context.keys.trajectories()
                 claimed = {claim.pointer async for claim in claims_in(self.context.broker, key)}
+                # After Redis: an entry is archived before it is trimmed.
+                claimed |= await self.context.outside.run(self._bare_claims)
                 await self._claims.threads.run(self._claims.remove, settled - claimed)
-        except (OSError, StoreError) as error:
+        except (OSError, StoreError, ArchiveError) as error:
             log.warning("payloads that are no longer needed stay for now", error=str(error))
+
+    def _bare_claims(self) -> set[str]:
+        """Pointers that the archive still needs: their payloads were missing when it was written."""
+        if not self.archived.is_used:
+            return set()
+        return Manifest.load(stream_folder(self.context.run_dir, StreamName.TRAJECTORIES)).bare_claims()
 
     async def forget_departed(self, after_s: float = FORGET_AFTER_S) -> int:
         """Remove heartbeats and consumers of processes that were silent for `after_s`, unless this was done
