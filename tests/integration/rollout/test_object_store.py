@@ -201,9 +201,9 @@ async def test_while_the_store_does_not_answer_other_calls_go_on(url, tmp_path, 
     ("address", "variables", "reason"),
     [
         ("nowhere://bucket/run", {}, "nowhere"),
-        ("s3://bucket/run", {"AWS_ENDPOINT_URL": ":"}, "AWS_"),
+        ("s3://bucket/run", {"AWS_ALLOW_HTTP": "perhaps"}, "AWS_..."),
     ],
-    ids=["unknown scheme", "variables that are no address"],
+    ids=["unknown scheme", "a variable with a wrong value"],
 )
 async def test_a_claim_to_a_store_that_cannot_be_opened_is_one_failed_sample(
     url, tmp_path, monkeypatch, address, variables, reason
