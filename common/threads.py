@@ -23,7 +23,7 @@ class BoundedThreads:
         self.executor = ThreadPoolExecutor(most, thread_name_prefix=name)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Like `asyncio.to_thread`, on one of these threads. A call that is cancelled before it has begun does
-        not begin."""
+        """Like `asyncio.to_thread`, on one of these threads. Cancelled before it has begun, a call does not
+        begin."""
         call = partial(contextvars.copy_context().run, function, *args)
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)

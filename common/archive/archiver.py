@@ -1,9 +1,9 @@
 """Archives a run's streams, and removes what is beyond the run's retention.
 
 Guarantees: each entry is archived once, wherever the process is killed. A segment's file is complete and
-flushed before it gets its name. One process at a time writes. Memory is bounded by a row group. An entry whose
-payload is missing or wrong is archived as it is, and the segment names the payload: its file may come back, as
-on a shared file system, and is not removed while the segment is there.
+flushed before it gets its name. One process at a time writes. Memory is bounded by a row group. An entry
+whose payload is missing or wrong is archived as it is, and the segment names the payload: its file may come
+back, as on a shared file system, and is not removed while the segment is there.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ class Objects:
         except Exception as problem:  # the library's own errors share no root
             raise ConfigError(
                 f"{field} is {url}, which cannot be opened: {problem}. Expected an address such as "
-                "s3://bucket/folder, and credentials for it in the environment (AWS_..., GOOGLE_... or AZURE_...)"
+                "s3://bucket/folder, and its variables in the environment (AWS_..., GOOGLE_..., AZURE_...)"
             ) from None
         self._obstore: Any = obstore
         self._error = error

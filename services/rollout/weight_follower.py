@@ -101,7 +101,7 @@ class WeightFollower:
         """Groups that wait for a version to arrive."""
         self._held: WeightManifest | None = None
         self.history = 0
-        """Increases when the engine has left a history that is lost: samples begun before then are lost too."""
+        """Increases when the engine has left a history that is lost: samples begun before then are lost."""
         self._is_leaving = False
         """Whether the held weights belong to a lost history, and those of the run are being loaded."""
         self._failing: WeightManifest | None = None
@@ -160,7 +160,7 @@ class WeightFollower:
         """Whether it is newer, the same version with other weights, or an older one of a later trainer."""
         held = self._held
         if manifest.version > self.engine.version or held is None:
-            # After a mismatch it is not known what the engine holds, and only a load can leave a lost history.
+            # After a mismatch nobody knows what the engine holds: only a load can leave a lost history.
             return manifest.version > self.engine.version or self._is_leaving
         if manifest.version < self.engine.version:
             return manifest.term > held.term

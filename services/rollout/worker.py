@@ -196,9 +196,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             faults: dict[int, EnvironmentFaultError] = {}
             async with asyncio.TaskGroup() as samples:
                 for index in missing:
-                    samples.create_task(
-                        self._generate_sample(delivery, plays[index], index, history, faults)
-                    )
+                    samples.create_task(self._generate_sample(delivery, plays[index], index, history, faults))
             if faults:
                 await self._give_up(delivery, faults)
 

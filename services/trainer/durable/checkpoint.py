@@ -9,7 +9,7 @@ found by checksum, and `load_latest` then takes the one before. Older checkpoint
 new one is durable, and only where `keep` whole ones remain. Each save looks at those that it keeps: sizes and
 times of their files are noted when their bytes are written or read, and bytes are read again only where these
 have changed. So a run is not left without any, and the disk holds `keep + 1` of them, more only beside torn
-ones. All bytes of the only one are read before the others are given up, and all bytes of each that is restored.
+ones. All bytes of a checkpoint are read when it is restored, and before all others are given up for it.
 """
 
 import contextlib
@@ -204,7 +204,7 @@ class CheckpointStore:
                 retire_folder(self.folder / version_name(version))
 
     def _whole_state(self, version: int) -> TrainerState:
-        """The state of a checkpoint that is whole. Its bytes are read only where a file is not as it was noted.
+        """The state of a checkpoint that is whole; bytes are read only where a file is not as it was noted.
         Raises like `_verified_state`."""
         folder = self.folder / version_name(version)
         notes = self._noted.pop(version, None)

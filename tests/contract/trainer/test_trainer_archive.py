@@ -70,7 +70,7 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
 async def test_a_payload_that_was_missing_when_its_entry_was_archived_stays_when_it_comes_back(
     context, broker, keys
 ):
-    """On a shared file system another machine may see a file late. Redis had the entry, and the folder the file."""
+    """On a shared file system another machine may see a file late."""
     store = ClaimStore(context.run_dir, 1)
     context.config = trainer_config(streams__archive=ARCHIVE, streams__claim_check_bytes=1)
     context.run_dir.mkdir()
