@@ -1,7 +1,9 @@
 """Archives a run's streams, and removes what is beyond the run's retention.
 
 Guarantees: each entry is archived once, wherever the process is killed. A segment's file is complete and
-flushed before it gets its name. One process at a time writes. Memory is bounded by a row group.
+flushed before it gets its name. One process at a time writes. Memory is bounded by a row group. An entry
+whose payload is missing or wrong is archived as it is, and the segment names the payload: its file may come
+back, as on a shared file system, and is not removed while the segment is there.
 """
 
 import asyncio
@@ -141,8 +143,9 @@ async def archive_stream(
         # Entries that were trimmed and never archived are a gap, which the segment's footer records.
         building = SegmentFile(stream.message_type, max(last_id, trimmed_up_to(folder), key=id_order))
         with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
-            async for entry in _entries(broker, stream.key(keys), last_id, until, config.keep_choices):
-                building.add(entry, aside)
+            entries = _entries(broker, stream.key(keys), last_id, until, config.keep_choices)
+            async for entry, bare in entries:
+                building.add(entry, aside, bare)
                 if building.payload_bytes >= segment_bytes:
                     break
             if building.payload_bytes < segment_bytes and not (is_last and building.entries):
@@ -167,15 +170,16 @@ def sweep(folder: Path) -> Manifest:
 
 async def _entries(
     broker: Broker, key: str, after: str, until: str, keep_choices: bool
-) -> AsyncIterator[RawEntry]:
-    """The stream's entries after `after` up to `until`, with their claimed payloads, read in batches."""
+) -> AsyncIterator[tuple[RawEntry, Sequence[str]]]:
+    """The stream's entries after `after` up to `until`, with their claimed payloads, read in batches; with
+    each, pointers of claimed payloads that it lacks."""
     first, count = "-" if after == START else f"({after}", 16
     while found := await read_raw(broker, key, first, until, count):
         num_bytes, wholes = 1, await _wholes(broker.claims, found, keep_choices)
         for entry in found:
-            whole = wholes.get(entry[0], entry)
+            whole, bare = wholes.get(entry[0], (entry, ()))
             num_bytes += payload_bytes(whole)
-            yield whole
+            yield whole, bare
         first = f"({found[-1][0]}"
         # At most twice as many as before: the next entries may be far larger than these.
         count = max(1, min(MAX_READ_COUNT, 2 * count, READ_BYTES * len(found) // num_bytes))
@@ -183,8 +187,9 @@ async def _entries(
 
 async def _wholes(
     store: ClaimStore | None, entries: Sequence[RawEntry], keep_choices: bool
-) -> dict[str, RawEntry]:
-    """Id -> entry with its claimed payload, as if sent through the stream; without missing or wrong ones.
+) -> dict[str, tuple[RawEntry, Sequence[str]]]:
+    """Id -> entry with its claimed payload, as if sent through the stream, and pointers of what it lacks,
+    because it is missing or wrong.
 
     Raises:
         StoreError: the store of payloads is away. The entries stay in Redis, to be archived later.
@@ -192,15 +197,27 @@ async def _wholes(
     if store is None:
         return {}
     claims = [(entry_id, sample) for entry_id, sample in map(_claiming, entries) if sample is not None]
-    reads = (asyncio.to_thread(store.resolve, sample, keep_choices) for _, sample in claims)
-    found = await asyncio.gather(*reads)
-    wholes = {}
-    for (entry_id, sample), whole in zip(claims, found, strict=True):
+    reads = (store.threads.run(store.resolve, sample, keep_choices) for _, sample in claims)
+    messages = await asyncio.gather(*reads)
+    raw, wholes = dict(entries), {}
+    for (entry_id, sample), whole in zip(claims, messages, strict=True):
+        fields, bare = raw[entry_id], _lacking(whole, keep_choices)
         if not has_claim(whole) and whole is not sample:
             # Not the fault of this read: a reader of the archive looks for missing choices again.
             whole = whole.model_copy(update={"fault": sample.fault})
-            wholes[entry_id] = (entry_id, codec.encode(whole))
+            fields = codec.encode(whole)
+        wholes[entry_id] = ((entry_id, fields), bare)
     return wholes
+
+
+def _lacking(message: Message, keep_choices: bool) -> list[str]:
+    """Pointers of the payloads that the message lacks after they were looked for."""
+    if not isinstance(message, Trajectory):
+        return []
+    lacking = [message.claim] if message.claim else []
+    if keep_choices and message.lacks_choices and message.choices is not None:
+        lacking.append(message.choices.claim)
+    return [claim.pointer for claim in lacking if claim is not None]
 
 
 def _claiming(entry: RawEntry) -> tuple[str, Trajectory | None]:
@@ -224,12 +241,14 @@ class SegmentFile:
         self.entries = self.payload_bytes = 0
         self.first_id = self.last_id = START
         self._bounds: dict[str, tuple[float, float]] = {}
+        self.bare: list[str] = []
         self._held: list[RawEntry] = []
         self._held_bytes = 0
         self._file: pq.ParquetWriter | None = None
 
-    def add(self, entry: RawEntry, path: Path) -> None:
-        """Add an entry; `path` is where the file is written."""
+    def add(self, entry: RawEntry, path: Path, bare: Sequence[str] = ()) -> None:
+        """Add an entry; `path` is where the file is written, `bare` as in `Details`."""
+        self.bare += bare
         if not self.entries:
             self.first_id = entry[0]
         assert id_order(entry[0]) > id_order(self.last_id), "entries come in the order of their stream"
@@ -245,8 +264,10 @@ class SegmentFile:
         """Complete the file and give it its name in `folder`: from then on its entries are archived."""
         self._flush(path)
         assert self._file is not None, "a segment has entries"
-        details = Details(self.previous_id, self.payload_bytes, time.time(), self._bounds)
-        self._file.add_key_value_metadata({DETAILS.decode(): json.dumps(asdict(details))})
+        details = asdict(Details(self.previous_id, self.payload_bytes, time.time(), self._bounds, self.bare))
+        if not self.bare:
+            del details["bare"]  # older releases do not know it, and would take the others for unreadable
+        self._file.add_key_value_metadata({DETAILS.decode(): json.dumps(details)})
         # In this order: closing writes the footer, which the checksum covers, which the file's name has.
         self.close()
         checksum = file_checksum(path)
@@ -293,6 +314,7 @@ def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:
         segment.path.unlink()
     if gone:
         building = SegmentFile(message_type, gone[0].details.previous_id)
+        building.bare = list(gone[0].details.bare)
         with aside_file(folder / f"segment{SUFFIX}", "a segment of the archive") as aside:
             for entry in raw_entries_of(pq.read_table(gone[0].path)):
                 if id_order(entry[0]) <= id_order(last_id):

@@ -39,6 +39,9 @@ class Details:
     archived_at: float = 0.0
     bounds: Mapping[str, Sequence[float]] | None = None
     """Least and greatest `ticket`, `step`, `version` and `time` of the entries, as far as they have them."""
+    bare: Sequence[str] = ()
+    """Pointers of payloads that entries claim, and that could not be had when they were archived: these files
+    stay beside the archive, for as long as the segment does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,10 @@ class Manifest:
     @property
     def entries(self) -> int:
         return sum(segment.entries for segment in self.segments)
+
+    def bare_claims(self) -> set[str]:
+        """Pointers of payloads that archived entries claim, and that the archive does not have."""
+        return {pointer for segment in self.segments for pointer in segment.details.bare}
 
     def remove_first(self, num_gone: int) -> None:
         gone = self.segments[:num_gone]

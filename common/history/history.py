@@ -6,7 +6,6 @@ first, then what Redis holds beyond it; only files that can hold selected entrie
 were trimmed and never archived come from the journal in the run's folder.
 """
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterable
@@ -22,6 +21,7 @@ from tidemill.common.store import ClaimStore, resolved
 from tidemill.common.streams import ReadSize, length, memory_bytes, read_back, read_range, read_raw
 from tidemill.common.streams.entries import START, Entry, Garbled, entry_id_of, id_after, id_before, id_order
 from tidemill.common.streams.selection import ALL, Selection, StreamName, numbered, time_of
+from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
 
@@ -32,6 +32,7 @@ Record = Entry[Message] | Garbled
 M = TypeVar("M", bound=Message)
 
 READ_COUNT = 256
+NUM_THREADS = 4
 JOURNAL_STEPS = 64
 """Commits of the journal in memory at once."""
 NEAR_STEPS = 8
@@ -66,6 +67,7 @@ class History:
     def __init__(self, run_id: str, run_dir: Path | None, broker: Broker | None) -> None:
         self.run_id, self.run_dir, self.broker = run_id, run_dir, broker
         self.keys = Keys(run_id)
+        self._threads = BoundedThreads("history", NUM_THREADS)
         self._checked: set[StreamName] = set()
         self._is_missing_said = False
         self._sizes: dict[StreamName, ReadSize] = {}
@@ -262,11 +264,11 @@ class History:
         if first >= below:
             return
         num_missing, folder = below - first, self.run_dir or Path(self.run_id)
-        held = -1 if self.run_dir is None else await asyncio.to_thread(newest_below, folder, below)
+        held = -1 if self.run_dir is None else await self._threads.run(newest_below, folder, below)
         starts = range(first, held + 1, JOURNAL_STEPS)
         for start in reversed(starts) if backwards else starts:
             last = min(start + JOURNAL_STEPS - 1, held)
-            commits = await asyncio.to_thread(read_journal, folder, start, last)
+            commits = await self._threads.run(read_journal, folder, start, last)
             num_missing -= len(commits)
             for commit in reversed(commits) if backwards else commits:
                 if selection.matches(entry_id_of(commit.step), commit):
@@ -300,7 +302,7 @@ class History:
         from tidemill.common.archive.reader import select
 
         parts = select(manifest, stream, selection, backwards)
-        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+        while (part := await self._threads.run(next, parts, None)) is not None:
             for record in part:
                 if isinstance(record, Entry) and not self.claims.is_whole(record.message):
                     message = await resolved(self.claims, record.message, self._is_patient)

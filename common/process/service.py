@@ -56,6 +56,7 @@ from tidemill.common.run.state import (
 from tidemill.common.store import ClaimStore
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.logs import configure_logs
+from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
@@ -69,6 +70,8 @@ FIRST_RUN_PAUSE_S, LONGEST_RUN_PAUSE_S = 0.5, 10.0
 WORKER_ROLES = ("rollout", "reward")
 """Roles that have nothing to do in a run that is finished."""
 LAG_PROBE_S = 0.25
+NUM_OUTSIDE = 8
+"""Threads for such calls: weights, journal, checkpoint, trimming and archive each have one at a time."""
 
 T = TypeVar("T")
 
@@ -100,6 +103,8 @@ class ServiceContext:
     """On the machine's monotonic clock."""
     lease_keeper: LeaseKeeper | None = None
     """Renews leases while the event loop is blocked."""
+    outside: BoundedThreads = field(default_factory=lambda: BoundedThreads("outside", NUM_OUTSIDE))
+    """Threads for calls that wait for the run's folder, or for what is copied to and from another machine."""
 
     def __post_init__(self) -> None:
         # A restarted process has the same name, but must not count as the holder of its earlier leases.

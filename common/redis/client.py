@@ -3,7 +3,6 @@
 Credentials come from environment variables or from the address; no message ever contains them.
 """
 
-import asyncio
 import os
 import re
 import socket
@@ -28,6 +27,7 @@ from tidemill.common.redis.cluster import Address, ClusterClient, Nodes, make_bl
 from tidemill.common.redis.lines import Client
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
+from tidemill.common.threads import BoundedThreads
 
 URL_VARIABLE = "TIDEMILL_REDIS_URL"
 USERNAME_VARIABLE = "TIDEMILL_REDIS_USERNAME"
@@ -37,6 +37,8 @@ SENTINEL_USERNAME_VARIABLE = "TIDEMILL_SENTINEL_USERNAME"
 SENTINEL_PASSWORD_VARIABLE = "TIDEMILL_SENTINEL_PASSWORD"  # the variable's name, not a password
 
 CONNECT_TIMEOUT_S = 5.0
+NUM_THREADS = 4
+"""Nodes of a cluster that are asked at once where a slot is: one that is away does not answer in time."""
 BLOCKING_TIMEOUT_S = 20.0
 """How long a blocking client waits for an answer. RQ raises it for a worker that waits for jobs."""
 BLOCKING_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
@@ -205,10 +207,11 @@ def _sentinel_client(url: str, options: dict[str, Any]) -> Client:
 def _cluster_client(url: str, options: dict[str, Any]) -> Client:
     """A client of the nodes that own the slots in use. Raises ValueError: as `_addresses`."""
     nodes = _nodes(url, options)
+    threads = BoundedThreads("cluster", NUM_THREADS)
 
     def of_slot(slot: int) -> Client:
         # `Nodes` asks over connections that block.
-        return _client_of(url, _Server(lambda: asyncio.to_thread(nodes.find, slot)), nodes.options)
+        return _client_of(url, _Server(lambda: threads.run(nodes.find, slot)), nodes.options)
 
     return ClusterClient(of_slot)
 

@@ -5,8 +5,8 @@ The file is in the run's folder, or an object in a store that all services reach
 that readers need no config. Guarantees: a file is whole and durable before the entry that claims it. A reader
 gets the record as it would have come through the stream, byte for byte. If the payload is missing, wrong, or
 cannot be read while others can, it gets the entry's own few fields with the reason in `fault`: that sample
-has failed, and no other. Readers wait for a store that is away, as for Redis. A file is removed only when no
-entry claims it and none can any more.
+has failed, and no other; so it is with a payload in a store that this process cannot open. Readers wait for a
+store that is away, as for Redis. A file is removed only when no entry claims it and none can any more.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ import xxhash
 from tidemill.common.errors import CodecError, ConfigError, StoreError, UnreadableError
 from tidemill.common.files import StorageError, storage_errors, write_atomically
 from tidemill.common.store.objects import Objects
+from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire import codec
 from tidemill.common.wire.choices import check_rows
 from tidemill.common.wire.messages import ChoiceRows, Choices, Claim, Message, Trajectory
@@ -51,6 +52,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 LAST_PAUSE_S = 2.0
 """Longest pause between attempts to read a payload that cannot be read while others can."""
 MAX_OTHERS = 8
+NUM_THREADS = 16
+"""Payloads that are read or written at once."""
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
@@ -68,6 +71,8 @@ class ClaimStore:
         self.reads_choices = False
         """Whether `resolve` reads a trajectory's choices, too, by default."""
         self.url = f"{url.rstrip('/')}/{run_dir.name}/{CLAIMS_FOLDER}" if url else ""
+        self.threads = BoundedThreads("claims", NUM_THREADS)
+        """For calls of this store: while it is away, each takes up to a minute."""
         self._opened: dict[str, Objects] = {}
         self._away_until, self._has_folder = 0.0, False
         if self.url:
@@ -160,7 +165,7 @@ class ClaimStore:
             if claim is None:
                 raise ValueError("there are neither rows nor a claim to them")
             return self._with_choices(message, claim, self.get(claim))
-        except (FileNotFoundError, ValueError, CodecError) as error:
+        except (FileNotFoundError, ValueError, CodecError, ConfigError) as error:
             where = self._place(claim) if claim else "of choices"
             return with_fault(message, f"payload {where} cannot be had: {_reason(error)}")
 
@@ -182,13 +187,13 @@ class ClaimStore:
 
     def _read(self, claim: Claim) -> bytes:
         """Raises FileNotFoundError: the store is there, the payload is not; StoreError: the store is away;
-        ValueError: the payload is too large."""
+        ConfigError: this process cannot open the store; ValueError: the payload is too large."""
         if self.max_bytes is not None and claim.num_bytes > self.max_bytes:
             raise ValueError(f"{claim.num_bytes} bytes exceed the limit of {self.max_bytes}")
         url, _, name = claim.pointer.rpartition("/")
         try:
             payload = self._objects(url).read_all(name) if url else self._read_file(name)
-        except (OSError, StoreError, ConfigError) as error:
+        except (OSError, StoreError) as error:
             if isinstance(error.__cause__ if url else error, FileNotFoundError):
                 raise FileNotFoundError(_reason(error)) from None
             is_there = isinstance(error, OSError) and self._gives_others(name)
@@ -232,6 +237,7 @@ class ClaimStore:
 
         Raises:
             FileNotFoundError, ValueError: it is missing, or is not what was claimed.
+            ConfigError: this process cannot open the store, and waiting does not change that.
             StoreError: as `resolve`.
         """
         payload = self._read(claim)
@@ -296,7 +302,7 @@ async def with_choices_in(claims: ClaimStore, sample: Trajectory) -> Trajectory:
     pause_s = FIRST_PAUSE_S
     while True:
         try:
-            return await asyncio.to_thread(claims.check_in_choices, sample)
+            return await claims.threads.run(claims.check_in_choices, sample)
         except (StorageError, StoreError) as error:
             log.warning("waiting for the store of choices", error=str(error))
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
@@ -309,7 +315,7 @@ async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) ->
     pause_s = FIRST_PAUSE_S
     while True:
         try:
-            return await asyncio.to_thread(claims.resolve, message)
+            return await claims.threads.run(claims.resolve, message)
         except StoreError as error:
             if not is_patient or (isinstance(error, UnreadableError) and pause_s > LAST_PAUSE_S):
                 return with_fault(message, str(error))

@@ -34,7 +34,10 @@ class Objects:
         try:
             self._store: Any = from_url(url, **({"retry_config": retries} if retries else {}))
         except Exception as problem:  # the library's own errors share no root
-            raise ConfigError(f"{field} is {url}, which cannot be opened: {problem}") from None
+            raise ConfigError(
+                f"{field} is {url}, which cannot be opened: {problem}. Expected an address such as "
+                "s3://bucket/folder, and its variables in the environment (AWS_..., GOOGLE_..., AZURE_...)"
+            ) from None
         self._obstore: Any = obstore
         self._error = error
 

@@ -101,8 +101,14 @@ class WeightFollower:
         """Groups that wait for a version to arrive."""
         self._held: WeightManifest | None = None
         self.history = 0
-        """Increases when the engine leaves a history that is lost: samples begun before then are lost too."""
-        self._failing_since: float | None = None
+        """Increases when the engine has left a history that is lost: samples begun before then are lost."""
+        self._is_leaving = False
+        """Whether the held weights belong to a lost history, and those of the run are being loaded."""
+        self._failing: WeightManifest | None = None
+        """The version that could not be used in the last attempt."""
+        self._failing_since = 0.0
+        self._was_damaged = False
+        """Whether it was found damaged since then: the trainer may be writing it again."""
         self._num_damaged = 0
         self.damaged_version = -1
         """A version with other bytes than announced, which the trainer has to write again; -1: none."""
@@ -130,22 +136,32 @@ class WeightFollower:
                 await self._load(newest.message, reader)
             elif self._held is not None and newest.message.version == self.engine.version:
                 self._held = newest.message  # the same weights, announced by another trainer
+                self._is_leaving = False
+                async with self._arrived:
+                    self._arrived.notify_all()
 
     async def reach(self, version: int) -> int:
-        """Wait until the engine holds `version` or a newer one; returns the one it holds."""
+        """Wait until the engine holds `version` or a newer one of the run; returns the one it holds."""
         self.num_waiting += 1
         try:
             async with self._arrived:
-                await self._arrived.wait_for(lambda: self.engine.version >= version)
+                # What begins with weights of a lost history is dropped at its end.
+                await self._arrived.wait_for(lambda: self.engine.version >= version and not self._is_leaving)
                 return self.engine.version
         finally:
             self.num_waiting -= 1
+
+    def is_lost(self, history: int) -> bool:
+        """Whether a sample that began when `history` had this value, and ends now, may have tokens of weights
+        that are not the run's."""
+        return self._is_leaving or history != self.history
 
     def _is_to_load(self, manifest: WeightManifest) -> bool:
         """Whether it is newer, the same version with other weights, or an older one of a later trainer."""
         held = self._held
         if manifest.version > self.engine.version or held is None:
-            return manifest.version > self.engine.version
+            # After a mismatch nobody knows what the engine holds: only a load can leave a lost history.
+            return manifest.version > self.engine.version or self._is_leaving
         if manifest.version < self.engine.version:
             return manifest.term > held.term
         return manifest.digest != held.digest
@@ -156,8 +172,8 @@ class WeightFollower:
     async def _load(self, manifest: WeightManifest, reader: OffsetReader[WeightManifest]) -> None:
         """Verify and load one version; an incomplete one is tried again unless there is a newer one."""
         # Announced by another trainer process: the held weights may be no ancestor of these.
-        is_other_history = self._held is not None and manifest.term != self._held.term
-        self.history += is_other_history  # samples that end from now on began with weights that are lost
+        # Samples that end from now on have tokens of weights that are lost, until the new ones are loaded.
+        self._is_leaving |= self._held is not None and manifest.term != self._held.term
         await asyncio.sleep(random.random() * self._spread_s)
         try:
             update = await self._update(manifest)
@@ -169,14 +185,19 @@ class WeightFollower:
                 # Random: when a server fails, all workers fail at the same moment.
                 await asyncio.sleep(RETRY_S * (0.5 + random.random()))
             return
-        if is_other_history:
+        if self._is_leaving:
             log.warning(
                 "left weights of a history that is lost", version=manifest.version, term=manifest.term
             )
-            self.history += 1  # samples that began while the new ones were loaded are lost too
+            # Those that go on have tokens of both, and are lost at their end.
+            self.history += 1
+            self._is_leaving = False
         # Only now: later deltas build on `_held`, so it must never name weights that the engine may not hold.
-        self._failing_since, self._held, self.last_update = None, manifest, update
-        self._num_damaged, self.damaged_version = 0, -1
+        self._held = manifest
+        self.last_update = update
+        self._failing = None
+        self._num_damaged = 0
+        self.damaged_version = -1
         metrics.WEIGHT_LOAD_SECONDS.observe(update.load_s)
         metrics.WEIGHT_PAUSE_SECONDS.observe(update.paused_s)
         metrics.WEIGHT_DELAY_SECONDS.observe(max(0.0, time.time() - manifest.announced_at))
@@ -200,7 +221,7 @@ class WeightFollower:
         return await self._follow(manifest, None)
 
     async def _follow(self, manifest: WeightManifest, held: WeightManifest | None) -> WeightUpdate:
-        files, deltas = await asyncio.to_thread(find_route, self._versions, manifest, held)
+        files, deltas = await self.context.outside.run(find_route, self._versions, manifest, held)
         return await self.engine.load(manifest.version, files, deltas, manifest.digest)
 
     def _count_failure(self, manifest: WeightManifest, error: WeightsError) -> None:
@@ -210,9 +231,16 @@ class WeightFollower:
         self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0
         self.damaged_version = manifest.version if self._num_damaged >= REPORT_AFTER else -1
         now = time.monotonic()
-        self._failing_since = self._failing_since or now
+        before, self._failing = self._failing, manifest
+        # Announced again: the trainer has just repaired it, and each version is repaired once.
+        is_repair = before is not None and before.version == manifest.version and before != manifest
+        if before is None or is_repair:
+            self._failing_since = now
+            self._was_damaged = False
+        self._was_damaged |= self._num_damaged > 0
         leases_s = GIVE_UP_LEASES * self.context.config.streams.lease_s
-        if now - self._failing_since > max(leases_s, REPAIR_S if self._num_damaged else 0.0):
+        # Also where it is missing now, and was damaged before: it is being replaced.
+        if now - self._failing_since > max(leases_s, REPAIR_S if self._was_damaged else 0.0):
             raise error
 
 

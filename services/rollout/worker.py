@@ -197,6 +197,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             if waited_s is None:
                 waited_s = max(0.0, time.time() - ticket.issued_at)
                 metrics.STAGE_SECONDS.labels("ticket").observe(waited_s)
+            # Before recorded plays are read: they are continued only where they are of this history.
+            history = self.follower.history
             missing = sorted(set(range(ticket.group_size)) - done)
             if not missing:
                 await self.consumer.publish_sample(delivery, *self._keys_of(ticket), None)
@@ -204,7 +206,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             faults: dict[int, EnvironmentFaultError | MachineFaultError] = {}
             async with asyncio.TaskGroup() as samples:
                 for index in missing:
-                    samples.create_task(self._generate_sample(delivery, plays[index], index, faults))
+                    samples.create_task(self._generate_sample(delivery, plays[index], index, history, faults))
             for fault in faults.values():
                 if isinstance(fault, MachineFaultError):
                     raise fault
@@ -270,7 +272,8 @@ class RolloutWorker(LaneWorker[Ticket]):
 
         if not parts:
             return {index: new_play(ticket.prompt_ids) for index in indices}
-        plays = await asyncio.to_thread(read)
+        claims = self.context.broker.claims
+        plays = await claims.threads.run(read) if claims is not None else read()
         newest = max(play.newest_version for play in plays.values()) if plays else 0
         with contextlib.suppress(TimeoutError):  # as in `_start_group`
             await asyncio.wait_for(self.follower.reach(newest), self.consumer.lease_s)
@@ -306,9 +309,11 @@ class RolloutWorker(LaneWorker[Ticket]):
         delivery: Delivery[Ticket],
         play: RecordedPlay,
         index: int,
+        history: int,
         faults: dict[int, EnvironmentFaultError | MachineFaultError],
     ) -> None:
-        ticket, started_at, history = delivery.message, time.time(), self.follower.history
+        """`history` is that of the weights that the sample begins with."""
+        ticket, started_at = delivery.message, time.time()
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
         if play.parts:
             # A new part resets the count of deliveries. With the same name, an engine that seeds by names
@@ -338,7 +343,7 @@ class RolloutWorker(LaneWorker[Ticket]):
 
         async def keep(play_name: bytes, number: int, part: Part) -> bool:
             # Else a sample that is dropped below would be continued.
-            if history != self.follower.history:
+            if self.follower.is_lost(history):
                 return False
             return await self._keep_part(delivery, index, play_name, number, part)
 
@@ -357,7 +362,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             self.num_playing -= 1
         # The trainer went back to an older version while this was played: its weights are no longer the
         # run's. It is dropped, and the loop in `generate` generates it again.
-        if history != self.follower.history:
+        if self.follower.is_lost(history):
             return
         if self.lane is not Lane.TRAIN:
             played = replace(played, choices={})  # evaluation is not trained on
@@ -374,6 +379,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             fault=engine_fault,
         )
         published = await self._checked_in(sample)
+        if self.follower.is_lost(history):  # meanwhile: the store may have been away
+            return
         await self.consumer.publish_sample(delivery, *self._keys_of(ticket), published)
         self.faults_in_row = 0
         seconds = sample.finished_at - sample.started_at
@@ -393,7 +400,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             return False
         if claims is not None and self.lane is Lane.TRAIN and (part.choices or claims.is_large(payload)):
             try:
-                claim = await asyncio.to_thread(claims.put, ticket.ticket, index, payload)
+                claim = await claims.threads.run(claims.put, ticket.ticket, index, payload)
                 payload = codec.encode_payload(Part(claim=claim))
             except (StorageError, StoreError):
                 if part.choices:  # which never go into Redis
@@ -409,7 +416,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         if sample.choices is not None:
             sample = await with_choices_in(claims, sample)
         try:
-            published: Trajectory = await asyncio.to_thread(claims.check_in, sample)
+            published: Trajectory = await claims.threads.run(claims.check_in, sample)
         except (StorageError, StoreError) as error:
             log.warning("a large trajectory goes through the stream", problem=str(error))
             return sample

@@ -276,7 +276,7 @@ class Trainer:
     async def _profiled(self, step: int) -> AsyncIterator[None]:
         """Profile the step's calls of the policy, where its folder of profiles exists."""
         folder, thread = self.context.run_dir / PROFILES / f"step-{step}", self.runner.thread
-        if not await asyncio.to_thread(os.path.isdir, folder):
+        if not await self.context.outside.run(os.path.isdir, folder):
             yield
             return
         await thread.call_anywhere(self.runner.policy.profile, folder)
@@ -305,7 +305,7 @@ class Trainer:
         metrics.WEIGHTS_BYTES.set(manifest.num_bytes)
         metrics.WEIGHTS_SHARE_CHANGED.set(manifest.share_changed)
         keep, in_use = self.config.keep_weights, self.best.in_use
-        await asyncio.to_thread(self.weights.prune, keep, in_use, manifest.version)
+        await self.context.outside.run(self.weights.prune, keep, in_use, manifest.version)
         return manifest
 
     async def _written(
@@ -316,7 +316,7 @@ class Trainer:
         async def write() -> WeightManifest:
             begun = await self.runner.thread.call(begin)
             self.runner.thread.release()
-            return await asyncio.to_thread(self.weights.finish, begun)
+            return await self.context.outside.run(self.weights.finish, begun)
 
         return await until_stored(self.context, write, during)
 
@@ -368,7 +368,7 @@ class Trainer:
         newest = await read_newest(self.context.broker, self.context.keys.weights, WeightManifest)
         if newest is None or newest.message.version != self.version:
             return None
-        manifest = await asyncio.to_thread(self.weights.standing, self.version, newest.message.digest)
+        manifest = await self.context.outside.run(self.weights.standing, self.version, newest.message.digest)
         self.weights.last = manifest
         return manifest
 

@@ -183,7 +183,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         if self.is_ending:
             future.cancel()
             return future
-        waiting = self._threads.setdefault(executor, deque()) if executor is not None else None
+        # Several threads begin at once, as those of the default executor do; one takes its calls in order.
+        is_single = executor is not None and getattr(executor, "_max_workers", 1) == 1
+        waiting = self._threads.setdefault(executor, deque()) if is_single else None
 
         def finish() -> None:
             if waiting is not None:

@@ -1,4 +1,5 @@
--- Take over entries of silent consumers, with the number of times each was delivered.
+-- Take over entries of silent consumers, with the number of times each was delivered. The caller's own, whose renewal
+-- was late, are no further delivery: their lease begins again, and their count stays.
 -- Atomic against other workers that reclaim: each entry gets one holder, and its count is that of its delivery.
 -- KEYS: input stream.  ARGV: group, consumer, idle milliseconds, count, where to look for deliveries from the future
 -- (empty for nowhere), latest plausible time (0 for any), the only holder to take from (empty for any).
@@ -34,10 +35,11 @@ repeat
   rows = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', idle, '-', '+', wanted - #taken, unpack(holder))
   for _, held in ipairs(rows) do
     local id = held[1]
-    local entry = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id)[1]
+    -- XPENDING reports the deliveries before this one.
+    local count = held[2] == ARGV[2] and held[4] or held[4] + 1
+    local entry = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id, 'RETRYCOUNT', count)[1]
     if entry then
-      -- XPENDING reports the deliveries before this one, and XCLAIM without JUSTID counts it.
-      taken[#taken + 1] = {id, entry[2], held[4] + 1}
+      taken[#taken + 1] = {id, entry[2], count}
     else
       -- The entry was trimmed while it was held. Redis 6.2 would keep it pending for ever.
       redis.call('XACK', KEYS[1], ARGV[1], id)

@@ -29,6 +29,7 @@ from tidemill.common.process.shortage import fault_in
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.telemetry import metrics
+from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.codec import pack
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
@@ -47,6 +48,8 @@ QUEUE_S = 300.0
 """How long a completion may wait for a free worker."""
 FAILURE_TTL_S = 3600
 RQ_RETRIES = 2
+NUM_THREADS = 8
+"""Calls of the queue at once."""
 GONE = "gone"
 OVER = (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 """States of a job that no worker will finish."""
@@ -92,6 +95,7 @@ class SandboxReward(Reward):
         self.config, self._broker, self._keys = config.sandbox, dependencies.broker, dependencies.keys
         connection = make_blocking_client(redis_url(), self._keys.run_id)
         self._queue = Queue(self._keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
+        self._threads = BoundedThreads("sandbox queue", NUM_THREADS)
         self._jobs: dict[str, asyncio.Task[dict[str, Any]]] = {}
         """Job id -> task that waits for its result; samples with the same code and tests share it."""
 
@@ -141,7 +145,7 @@ class SandboxReward(Reward):
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
-        await asyncio.to_thread(self._queue.connection.close)
+        await self._threads.run(self._queue.connection.close)
 
     async def _awaited(self, job_id: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """The result of a job; one that is lost with its worker is queued again."""
@@ -177,7 +181,7 @@ class SandboxReward(Reward):
     async def _rq(self, call: Any, *arguments: Any) -> Any:
         """Run one blocking call of RQ on a thread."""
         try:
-            return await asyncio.to_thread(call, *arguments)
+            return await self._threads.run(call, *arguments)
         except redis_errors.RedisError as error:
             if (fault := fault_in(error, "the sandbox queue cannot be reached")) is not None:
                 raise fault from error

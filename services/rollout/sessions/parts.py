@@ -22,7 +22,7 @@ import structlog
 import xxhash
 from pydantic import Field, model_validator
 
-from tidemill.common.errors import CodecError, StoreError
+from tidemill.common.errors import CodecError, ConfigError, StoreError
 from tidemill.common.store.claims import NO_IDS, NO_LOGPROBS
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
@@ -95,7 +95,8 @@ def read_play(
             part = codec.decode_payload(raw[PLAY_BYTES:], Part)
             if part.claim is not None:
                 part = codec.decode_payload(read_claim(part.claim), Part)
-        except (CodecError, StoreError, ValueError, OSError) as error:  # the parts before it count
+        except (CodecError, ConfigError, StoreError, ValueError, OSError) as error:
+            # The parts before it count.
             log.warning("a part cannot be read", index=index, number=len(parts), error=str(error))
             break
         parts.append(part)

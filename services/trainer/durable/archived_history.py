@@ -6,7 +6,6 @@ are generated again under keys that the archive has already, perhaps with lower 
 server answers, the two are compared before anything more is trimmed, or anything is replayed.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ class ArchivedHistory:
 
     def __init__(self, context: ServiceContext) -> None:
         self.broker, self.keys, self.run_dir = context.broker, context.keys, context.run_dir
+        self._threads = context.outside
         self.is_used = context.config.streams.archive.enabled or self.folder.is_dir()
 
     def read(self) -> History:
@@ -79,7 +79,7 @@ class ArchivedHistory:
             with writing(self.run_dir):
                 for stream in ALIGNED:
                     folder = self._folder(stream)
-                    manifest = await asyncio.to_thread(sweep, folder)
+                    manifest = await self._threads.run(sweep, folder)
                     if manifest.last_id != START:
                         await self._align(stream, manifest, settled)
         except LockedError:
@@ -100,7 +100,7 @@ class ArchivedHistory:
             keep = standing  # what came since would never be archived
         if keep == last:
             return
-        num_lost = await asyncio.to_thread(cut_back, manifest.folder, stream.message_type, keep)
+        num_lost = await self._threads.run(cut_back, manifest.folder, stream.message_type, keep)
         log.warning(
             "Redis has lost entries that were archived; the archive forgets them too",
             stream=str(stream),
@@ -119,13 +119,23 @@ class ArchivedHistory:
             return standing
         first_id = max(first[0][0], below, key=id_order)
         # Redis loses the newest first: below the first one that stands, all others stand.
-        async for record in _newest_first(manifest, stream, first_id):
+        async for record in self._newest_first(manifest, stream, first_id):
             found = await read_raw(self.broker, key, record.entry_id, record.entry_id, 1)
             if found and _payload(
                 decoded(found[0][0].encode(), found[0][1], stream.message_type)
             ) == _payload(record):
                 return record.entry_id
         return standing
+
+    async def _newest_first(
+        self, manifest: Manifest, stream: StreamName, first_id: str
+    ) -> AsyncIterator[Entry[Any] | Garbled]:
+        from tidemill.common.archive.reader import select
+
+        parts = select(manifest, stream, Selection(first_id, manifest.last_id), backwards=True)
+        while (records := await self._threads.run(next, parts, None)) is not None:
+            for record in records:
+                yield record
 
     async def missing(self, needed: Positions) -> list[str]:
         """Which entries after these positions neither the archive nor Redis has, as sentences."""
@@ -135,7 +145,7 @@ class ArchivedHistory:
         for stream, position in needed.items():
             below = await trimmed_below(self.broker, self.keys.state, stream.key(self.keys))
             try:
-                problems += await asyncio.to_thread(
+                problems += await self._threads.run(
                     _missing, self._folder(stream), position, last_below(stream, below)
                 )
             except ArchiveError as error:
@@ -167,17 +177,6 @@ def _damage(segment: ArchiveSegment) -> str:
     except OSError as error:
         return f"{what} cannot be read: {error.strerror}"
     return "" if is_whole else f"{what} is damaged: its checksum differs"
-
-
-async def _newest_first(
-    manifest: Manifest, stream: StreamName, first_id: str
-) -> AsyncIterator[Entry[Any] | Garbled]:
-    from tidemill.common.archive.reader import select
-
-    parts = select(manifest, stream, Selection(first_id, manifest.last_id), backwards=True)
-    while (part := await asyncio.to_thread(next, parts, None)) is not None:
-        for record in part:
-            yield record
 
 
 def _payload(record: Entry[Any] | Garbled) -> Any:

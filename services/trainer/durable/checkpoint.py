@@ -6,8 +6,10 @@ torch's generators) as safetensors. Nothing is pickled.
 
 Invariants: a folder named after a version was complete when it got its name. What the disk did to it since is
 found by checksum, and `load_latest` then takes the one before. Older checkpoints are removed only after the
-new one is durable, and only where `keep` whole ones remain: each save reads back what it keeps. So one more
-damage never leaves a run without any, and the disk holds `keep + 1` of them, more only beside torn ones.
+new one is durable, and only where `keep` whole ones remain. Each save looks at those that it keeps: sizes and
+times of their files are noted when their bytes are written or read, and bytes are read again only where these
+have changed. So a run is not left without any, and the disk holds `keep + 1` of them, more only beside torn
+ones. All bytes of a checkpoint are read when it is restored, and before all others are given up for it.
 """
 
 import contextlib
@@ -91,6 +93,10 @@ class Checkpoint:
     folder: Path
 
 
+FileNote = tuple[int, int, int, int]
+"""Inode, size, and times of the last change of a file's bytes and of itself, in ns: they change with it."""
+
+
 class _TornError(Exception):
     """The checkpoint is not whole; says why."""
 
@@ -104,6 +110,8 @@ class CheckpointStore:
         self.kept: list[TrainerState] = []
         """States of at most `keep` checkpoints, in ascending order: those that were whole when the last one
         was saved; before that those up to the restored one, of which only that was read as a whole."""
+        self._noted: dict[int, dict[str, FileNote]] = {}
+        """For each version whose bytes are known to be right, its files when they were written or read."""
         if leftovers := clear_aside(self.folder):
             log.info("removed unfinished checkpoints of an earlier process", names=leftovers)
 
@@ -130,6 +138,8 @@ class CheckpointStore:
             document = {"schema": SCHEMA, "state": body, "files": dict(zip(names, sums, strict=True))}
             write_atomically(aside / STATE_FILE, json.dumps({**document, "checksum": _checksum(document)}))
             publish_folder(aside, target)
+        # Not before: publishing sets the files' modes, and with that the time of their change.
+        self._noted[state.version] = {name: _note(target / name) for name in names}
         # Only behind the rename: a crash in between leaves one too many, which the next save removes.
         self._prune(state)
 
@@ -179,7 +189,7 @@ class CheckpointStore:
             if len(whole) == self.keep:
                 break
             try:
-                whole.append(_verified_state(self.folder / version_name(version), version))
+                whole.append(self._whole_state(version))
             except (_TornError, CheckpointError) as error:
                 log.error(
                     "a checkpoint has been damaged; keeping the one before it",
@@ -187,10 +197,26 @@ class CheckpointStore:
                     problem=str(error),
                 )
         self.kept = whole[::-1]
+        kept = {state.version for state in whole}
+        self._noted = {version: notes for version, notes in self._noted.items() if version in kept}
         if len(whole) == self.keep:
-            kept = {state.version for state in whole}
             for version in [v for v in versions if v < saved.version and v not in kept]:
                 retire_folder(self.folder / version_name(version))
+
+    def _whole_state(self, version: int) -> TrainerState:
+        """The state of a checkpoint that is whole; bytes are read only where a file is not as it was noted.
+        Raises like `_verified_state`."""
+        folder = self.folder / version_name(version)
+        notes = self._noted.pop(version, None)
+        document = _read_document(folder / STATE_FILE)
+        if notes is not None and notes == _notes_of(folder, document):
+            state = _state_of(document, version)
+        else:
+            # Before the bytes are read: a change meanwhile shows at the next look.
+            notes = _notes_of(folder, document)
+            state = _verified_state(folder, version)
+        self._noted[version] = notes
+        return state
 
 
 def read_checkpoint(run_dir: Path, at_most: int) -> Checkpoint | None:
@@ -244,6 +270,21 @@ def _checksum(document: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
 
 
+def _note(path: Path) -> FileNote:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _notes_of(folder: Path, document: dict[str, Any]) -> dict[str, FileNote]:
+    """The files of a checkpoint as they are now. Raises _TornError: one is missing."""
+    try:
+        return {name: _note(_path_inside(folder, name)) for name in document["files"]}
+    except FileNotFoundError as error:
+        raise _TornError(f"{Path(error.filename).name} is missing") from None
+    except OSError as error:
+        raise _TornError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
 def _verified_state(folder: Path, version: int) -> TrainerState:
     """Check every byte of a checkpoint and return its state; `_TornError` says what is wrong."""
     document = _read_document(folder / STATE_FILE)
@@ -286,10 +327,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_file(folder: Path, name: str, num_bytes: int, checksum: str) -> None:
-    path = folder / name
-    # Names come from a file that may have been copied from anywhere: they must lead nowhere else.
-    if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
-        raise _TornError(f"{name} lies outside of the checkpoint")
+    path = _path_inside(folder, name)
     try:
         # The size first: it costs nothing, and distinguishes a file that was cut off from a changed one.
         if (found := path.stat().st_size) != num_bytes:
@@ -300,3 +338,12 @@ def _check_file(folder: Path, name: str, num_bytes: int, checksum: str) -> None:
         raise _TornError(f"{name} is missing") from None
     except OSError as error:
         raise _TornError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def _path_inside(folder: Path, name: str) -> Path:
+    """Raises _TornError: the file is not in the checkpoint."""
+    path = folder / name
+    # Names come from a file that may have been copied from anywhere: they must lead nowhere else.
+    if PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
+        raise _TornError(f"{name} lies outside of the checkpoint")
+    return path

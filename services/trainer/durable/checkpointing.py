@@ -120,7 +120,7 @@ class Checkpointer:
             return await self._trim(self.store.kept[0], is_urgent=True)
         async with self._changing:
             if len(self.store.kept) > 1:
-                if not await asyncio.to_thread(self.store.keep_newest_only):
+                if not await self.context.outside.run(self.store.keep_newest_only):
                     return
                 kept = self.store.kept[0].version
                 log.warning("gave up older checkpoints to make room in Redis", kept=kept)
@@ -145,7 +145,7 @@ class Checkpointer:
     async def _write(self, state: TrainerState) -> None:
         async with self._changing:
             with self._timed("write", metrics.CHECKPOINT_SECONDS):
-                write = partial(asyncio.to_thread, self._store, state)
+                write = partial(self.context.outside.run, self._store, state)
                 await until_stored(self.context, write, self._writing.during)
             # Only now, when the rename is on the disk: what is trimmed cannot be read by an older checkpoint.
             await self._trim_to_kept()
@@ -196,7 +196,7 @@ class Checkpointer:
     async def _journalled(self, wanted: int) -> str:
         """The id of step `wanted`, where the journal holds all that Redis has below it; `START` where not:
         after damage it may begin later."""
-        held = await asyncio.to_thread(journal_steps, self.context.run_dir)
+        held = await self.context.outside.run(journal_steps, self.context.run_dir)
         first = await read_raw(self.context.broker, self.context.keys.commits, count=1)
         is_held = bool(first) and id_order(entry_id_of(held.start)) <= id_order(first[0][0])
         return entry_id_of(wanted) if is_held and 0 < wanted <= held.stop else START

@@ -95,7 +95,7 @@ class Trimmer:
                 return 0  # the next step, or the archiver that writes just now, calls again
             for stream, wanted in list(self._below.items()):
                 # Read again each time: the archiver is another process, and may have moved on since.
-                allowed = await asyncio.to_thread(self._allowed, stream)
+                allowed = await self.context.outside.run(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker, key = self.context.broker, stream.key(self.context.keys)
                 # Before the trim: what has left Redis and the archive lacks is a hole that a restart names.
@@ -159,16 +159,24 @@ class Trimmer:
         return START if last_id == START else id_after(last_id)
 
     async def collect_claims(self) -> None:
-        """Remove the payloads of settled tickets that no entry claims: an entry is trimmed only when it is
-        archived with its payload, or when no checkpoint needs it. While the store is down they stay."""
+        """Remove the payloads of settled tickets that no entry claims, in Redis or without its payload in the
+        archive. While the store is down they stay."""
         try:
-            settled = await asyncio.to_thread(self._claims.settled, self.first_ticket)
+            settled = await self._claims.threads.run(self._claims.settled, self.first_ticket)
             if settled:
                 key = self.context.keys.trajectories()
                 claimed = {claim.pointer async for claim in claims_in(self.context.broker, key)}
-                await asyncio.to_thread(self._claims.remove, settled - claimed)
-        except (OSError, StoreError) as error:
+                # After Redis: an entry is archived before it is trimmed.
+                claimed |= await self.context.outside.run(self._bare_claims)
+                await self._claims.threads.run(self._claims.remove, settled - claimed)
+        except (OSError, StoreError, ArchiveError) as error:
             log.warning("payloads that are no longer needed stay for now", error=str(error))
+
+    def _bare_claims(self) -> set[str]:
+        """Pointers that the archive still needs: their payloads were missing when it was written."""
+        if not self.archived.is_used:
+            return set()
+        return Manifest.load(stream_folder(self.context.run_dir, StreamName.TRAJECTORIES)).bare_claims()
 
     async def close(self) -> None:
         """Stop archiving; at the end of a run, first wait for what was requested."""

@@ -24,8 +24,8 @@ During = Callable[..., AbstractContextManager[None]]
 
 
 async def on_disk(context: ServiceContext, write: Callable[..., T], *args: Any) -> T:
-    """`until_stored`, for a function that blocks: it runs in a thread."""
-    return await until_stored(context, lambda: asyncio.to_thread(write, *args))
+    """`until_stored`, for a function that blocks: it runs on one of the threads for the outside."""
+    return await until_stored(context, lambda: context.outside.run(write, *args))
 
 
 async def until_stored(

@@ -4,6 +4,7 @@ where Redis comes back without its tail, or the run without its newest versions.
 import asyncio
 import contextlib
 import math
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -362,7 +363,7 @@ class TestWorkerLoop:
             worker.lane.player = Turns(worker.config, worker.engine.decode, pytest.fail)
             worker.lane.slots, delivery = Heard(), await worker.fetch()
             play = new_play(delivery.message.prompt_ids)
-            await worker.lane._generate_sample(delivery, play, 0, {})
+            await worker.lane._generate_sample(delivery, play, 0, worker.follower.history, {})
         assert heard == [(32, 64), (64, 0), (64, 96), (32, 32)]
 
 
@@ -588,9 +589,8 @@ class TestLostHistory:
             engine.held = set(range(SIZE))
 
             async def load_late(*given: Any) -> Any:
-                begun, engine.released = engine.released, asyncio.Event()
-                begun.set()
-                await wait_until(lambda: len(engine.asked) == 2 * SIZE)
+                engine.released.set()
+                await wait_until(lambda: worker.follower.num_waiting == 1)
                 return await load(*given)
 
             engine.load = load_late
@@ -599,11 +599,73 @@ class TestLostHistory:
             await lose_tail(broker, keys.weights, START)
             await announce(1, term=2)
             await wait_until(lambda: engine.version == 1)
-            engine.released.set()
             worker.consumer.lease_s = 0.1  # as above
             await asyncio.wait_for(task, 120)
         samples = await samples_of(broker, keys)
         assert {(sample.max_version, sample.index) for sample in samples} == {(1, i) for i in range(SIZE)}
+        assert len(engine.asked) == 2 * SIZE, "nothing is begun that would be dropped"
+
+    @pytest.mark.parametrize("ends", ["in the load", "after it"])
+    async def test_what_begins_while_other_weights_are_loaded_is_not_published(
+        self, make, broker, keys, announce, ends
+    ):
+        await issue(broker, keys)
+        async with make() as worker:
+            await announce(3)
+            await wait_until(lambda: worker.engine.version == 3)
+            engine, load = worker.engine, worker.engine.load
+            delivery = await worker.fetch()
+            begun: list[asyncio.Task[None]] = []
+
+            def begin() -> asyncio.Task[None]:
+                """Begin a sample whose group passed the wait for its version before the load."""
+                play, history = new_play(delivery.message.prompt_ids), worker.follower.history
+                return asyncio.create_task(worker.lane._generate_sample(delivery, play, 0, history, {}))
+
+            async def load_late(*given: Any) -> Any:
+                begun.append(begin())
+                await wait_until(lambda: engine.asked)
+                if ends == "in the load":
+                    await begun[0]
+                return await load(*given)
+
+            engine.load = load_late
+            engine.held = {0} if ends == "after it" else set()
+            await lose_tail(broker, keys.weights, START)
+            await announce(1, term=2)
+            await wait_until(lambda: engine.version == 1 and not worker.follower._is_leaving)
+            engine.released.set()
+            await begun[0]
+            assert not await samples_of(broker, keys)
+            await begin()
+            assert [sample.max_version for sample in await samples_of(broker, keys)] == [1]
+
+    async def test_a_sample_that_waited_for_its_store_until_the_trainer_went_back_is_generated_again(
+        self, make, broker, keys, announce, tmp_path, monkeypatch
+    ):
+        broker.claims = store = ClaimStore(tmp_path, 1)
+        is_stored, check_in = threading.Event(), store.check_in
+
+        def check_in_late(sample: Trajectory) -> Trajectory:
+            assert is_stored.wait(60)
+            return check_in(sample)
+
+        await issue(broker, keys)
+        async with make() as worker:
+            await announce(3)
+            await wait_until(lambda: worker.engine.version == 3)
+            monkeypatch.setattr(store, "check_in", check_in_late)
+            task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
+            await wait_until(lambda: len(worker.engine.asked) == SIZE and not worker.lane.num_playing)
+            await lose_tail(broker, keys.weights, START)
+            await announce(1, term=2)
+            await wait_until(lambda: worker.engine.version == 1)
+            is_stored.set()
+            worker.consumer.lease_s = 0.1  # as above
+            await asyncio.wait_for(task, 120)
+        samples = [store.resolve(sample) for sample in await samples_of(broker, keys)]
+        assert sorted(sample.index for sample in samples) == list(range(SIZE))
+        assert {sample.max_version for sample in samples} == {1}
 
 
 async def lose_samples(broker: Broker, keys: Keys, num_kept: int, ticket: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,18 @@ import torch
 from tests.support.models import run_config, tiny_model
 from tests.support.numbered import append_numbered
 from tests.support.versions import Chain
+from tests.support.waiting import wait_until
+from tidemill.common.errors import DamagedWeightsError, WeightsError
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import entry_id_of, id_after
+from tidemill.common.streams.log import append_after
+from tidemill.common.telemetry import metrics
 from tidemill.common.weights.digest import digest_of
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.rollout import weight_follower
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 from tidemill.services.rollout.weight_follower import WeightFollower
 
@@ -49,8 +56,14 @@ def chain(model: Path, tmp_path: Path) -> Chain:
 
 
 class Following:
-    def __init__(self, engine: WatchedEngine, follower: WeightFollower, announce: Callable[..., Any]) -> None:
-        self.engine, self.follower, self.announce = engine, follower, announce
+    def __init__(
+        self,
+        engine: WatchedEngine,
+        follower: WeightFollower,
+        announce: Callable[..., Any],
+        running: asyncio.Future[None],
+    ) -> None:
+        self.engine, self.follower, self.announce, self.running = engine, follower, announce, running
 
     async def reach(self, manifest: WeightManifest) -> None:
         await self.announce(manifest)
@@ -67,20 +80,21 @@ class Following:
 
 
 @pytest.fixture
-def follow(broker: Broker, keys: Keys, model: Path, chain: Chain) -> Callable[[], Any]:
+def follow(broker: Broker, keys: Keys, model: Path, chain: Chain) -> Callable[..., Any]:
     async def announce(manifest: WeightManifest) -> None:
         await append_numbered(broker, keys.weights, [(manifest.version, manifest)])
 
     @contextlib.asynccontextmanager
-    async def start() -> AsyncIterator[Following]:
-        config = run_config(model, rollout={"engine": "transformers", "num_threads": 1})
+    async def start(lease_s: float = 30.0) -> AsyncIterator[Following]:
+        rollout = {"engine": "transformers", "num_threads": 1}
+        config = run_config(model, rollout=rollout, streams={"lease_s": lease_s})
         engine = WatchedEngine(config)
         await engine.start()
         context = ServiceContext("rollout", "w", keys, config, broker, chain.run_dir, Activity("rollout"))
         follower = WeightFollower(context, engine)
         running = asyncio.ensure_future(follower.run())
         try:
-            yield Following(engine, follower, announce)
+            yield Following(engine, follower, announce, running)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -168,3 +182,56 @@ async def test_a_delta_whose_digest_is_not_that_of_its_result_is_not_loaded(foll
             async with asyncio.timeout(1.5):
                 await worker.follower.reach(2)
         assert worker.engine.version == 1 and worker.follower.num_mismatches >= 1
+
+
+async def test_a_worker_waits_for_a_damaged_version_while_the_trainer_replaces_its_files(
+    follow, chain, broker, keys
+):
+    """For longer than two leases: first its bytes are others, then it is gone, then it is there in full."""
+    async with follow(lease_s=0.2) as worker:
+        await worker.reach(chain.delta(1))
+        chain.delta(2)
+        (damaged, *_) = paths = chain.paths(2)
+        flip(damaged)
+        await worker.announce(chain.newest)
+        await wait_until(lambda: worker.follower.damaged_version == 2)
+        for path in paths:
+            path.unlink()
+        await wait_until(lambda: worker.follower.damaged_version == -1)
+        num_failures = metrics.WEIGHT_FAILURES._value.get()
+        await wait_until(lambda: metrics.WEIGHT_FAILURES._value.get() > num_failures + 1)
+        assert not worker.running.done()
+        announced = entry_id_of(2)
+        assert await append_after(broker, keys.weights, announced, id_after(announced), chain.base(2))
+        async with asyncio.timeout(60):
+            await worker.follower.reach(2)
+        assert worker.holds(chain)
+
+
+async def test_a_worker_ends_where_a_version_stays_away_for_two_leases(follow, chain):
+    async with follow(lease_s=0.2) as worker:
+        await worker.reach(chain.delta(1))
+        chain.delta(2)
+        for path in chain.paths(2):
+            path.unlink()
+        await worker.announce(chain.newest)
+        with pytest.raises(WeightsError, match="version 2"):
+            async with asyncio.timeout(60):
+                await worker.running
+
+
+async def test_a_repaired_version_is_waited_for_as_long_as_any(follow, chain, monkeypatch):
+    """Its announcement may come a moment before the other machine's file system shows its files."""
+    monkeypatch.setattr(weight_follower, "REPAIR_S", 0.0)
+    async with follow(lease_s=0.2) as worker:
+        follower, missing = worker.follower, WeightsError("version 2 is missing")
+        damaged = chain.delta(2)
+        now = time.monotonic()
+        monkeypatch.setattr(weight_follower.time, "monotonic", lambda: now)
+        follower._count_failure(damaged, DamagedWeightsError("version 2 is damaged"))
+        now += 0.5
+        repaired = chain.base(2)
+        follower._count_failure(repaired, missing)
+        with pytest.raises(WeightsError, match="missing"):
+            now += 0.5
+            follower._count_failure(repaired, missing)

@@ -3,24 +3,27 @@
 import asyncio
 import time
 
+import numpy as np
 import pytest
 
 from tests.conftest import SERVERS
-from tests.support.archives import STREAM, fill, raw, scanned
+from tests.support.archives import STREAM, archive, fill, raw, scanned
 from tests.support.letters import make_ticket
 from tests.support.training import answering, make_context, make_trimmer, trainer_config
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import stream_folder
+from tidemill.common.archive.archiver import cut_back, writing
 from tidemill.common.archive.manifest import Manifest
 from tidemill.common.history import History, StreamName
 from tidemill.common.process.heartbeats import Heartbeat, publish_heartbeat, read_heartbeats
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.run.state import publish_config
 from tidemill.common.store import ClaimStore
-from tidemill.common.streams import append, ensure_group, length, memory_bytes, read_range
+from tidemill.common.streams import append, ensure_group, id_after, length, memory_bytes, read_range
+from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import Commit
+from tidemill.common.wire.messages import Choices, Commit, Trajectory
 from tidemill.services.trainer.durable import archive_requests
 from tidemill.services.trainer.service import serve
 
@@ -61,6 +64,67 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     assert {int(path.name.partition("-")[0]) for path in store.folder.iterdir()} == set(range(20, 40))
     found = await scanned(History(keys.run_id, context.run_dir, None))
     assert [record.message for record in found] == samples[: len(found)]
+
+
+@ONE_SERVER
+async def test_a_payload_that_was_missing_when_its_entry_was_archived_stays_when_it_comes_back(
+    context, broker, keys
+):
+    """On a shared file system another machine may see a file late."""
+    store = ClaimStore(context.run_dir, 1)
+    context.config = trainer_config(streams__archive=ARCHIVE, streams__claim_check_bytes=1)
+    context.run_dir.mkdir()
+    samples = [make_trajectory(ticket, 0, text=f"{ticket:04}" * 500) for ticket in range(20)]
+    claims = [store.check_in(sample) for sample in samples]
+    await append(broker, keys.trajectories(), *claims)
+    entries = await raw(broker, keys.trajectories())
+    file = store.folder / claims[4].claim.pointer
+    file.rename(context.run_dir / "not seen")
+    broker.claims = store
+    await archive(broker, keys, context.run_dir)
+    (context.run_dir / "not seen").rename(file)
+    trimmer = make_trimmer(context)
+    trimmer.first_ticket = 20
+    await trimmer.release({STREAM: id_after(entries[-1][0])}, 0)
+    await trimmer.collect_claims()
+    await trimmer.close()
+    assert await length(broker, keys.trajectories()) == 0
+    assert list(store.folder.iterdir()) == [file]
+    found = await scanned(History(keys.run_id, context.run_dir, None))
+    assert [record.message for record in found] == samples
+
+    with writing(context.run_dir):
+        cut_back(stream_folder(context.run_dir, STREAM), Trajectory, entries[10][0])
+    await trimmer.collect_claims()
+    assert list(store.folder.iterdir()) == [file], "the shorter file names it, too"
+    manifest = archived(context)
+    manifest.remove_first(len(manifest.segments))
+    await trimmer.collect_claims()
+    assert not list(store.folder.iterdir()), "it goes with its segment"
+
+
+@ONE_SERVER
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_choices_that_were_missing_when_their_entry_was_archived_stay_where_they_are_kept(
+    context, broker, keys, keeps
+):
+    store, ids = ClaimStore(context.run_dir), np.arange(3, dtype=np.int32)
+    context.config = trainer_config(streams__archive=ARCHIVE)
+    context.run_dir.mkdir()
+    choices = Choices(rows={"kept": Rows.of_lists([[token, 30] for token in ids.tolist()])})
+    sample = make_trajectory(0, 0, group_size=1, completion_ids=ids, choices=choices)
+    await append(broker, keys.trajectories(), store.check_in_choices(sample))
+    (file,) = store.folder.iterdir()
+    file.rename(context.run_dir / "not seen")
+    broker.claims = store
+    await archive(broker, keys, context.run_dir, keep_choices=keeps)
+    (context.run_dir / "not seen").rename(file)
+    trimmer = make_trimmer(context)
+    trimmer.first_ticket = 1
+    await broker.execute("DEL", keys.trajectories())
+    await trimmer.collect_claims()
+    await trimmer.close()
+    assert list(store.folder.iterdir()) == ([file] if keeps else [])
 
 
 @ONE_SERVER

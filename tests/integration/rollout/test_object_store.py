@@ -1,5 +1,6 @@
 """Weights and large trajectories through an object store. The server is moto's, a process."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from tests.support.training import assert_nothing_lost
 from tests.support.trajectories import make_trajectory
 from tests.support.venvs import BUILD, python_with
 from tests.support.versions import Chain
+from tests.support.waiting import wait_until
 from tidemill.common.errors import ConfigError, StoreError, WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.history import History, StreamName
 from tidemill.common.run.weight_files import MANIFEST_FILE
-from tidemill.common.store import ClaimStore
-from tidemill.common.store.claims import RETRIES
+from tidemill.common.store import ClaimStore, resolved
+from tidemill.common.store.claims import NUM_THREADS, RETRIES
 from tidemill.common.streams import read_raw
 from tidemill.common.weights.remote import ObjectStore, open_remote
 from tidemill.common.wire import codec
@@ -166,6 +168,54 @@ def test_a_store_that_is_away_is_asked_again_and_trajectories_go_through_the_str
     with pytest.raises(StoreError, match="after 2 retries"):
         store.check_in(sample)
     assert store.check_in(sample) is sample, "nobody waits for it again at once"
+
+
+async def test_while_the_store_does_not_answer_other_calls_go_on(url, tmp_path, monkeypatch):
+    """It takes connections and says nothing, as behind a firewall: each read waits for half a minute."""
+    here = ClaimStore(tmp_path / RUN, 1, url)
+    claims = [here.check_in(make_trajectory(3, index)) for index in range(40)]
+    connections = list[asyncio.StreamWriter]()
+
+    async def say_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setitem(RETRIES, "max_retries", 0)
+    store = ClaimStore(tmp_path / "elsewhere")
+    reading = [asyncio.create_task(resolved(store, claim)) for claim in claims]
+    await wait_until(lambda: len(connections) == NUM_THREADS)
+    async with asyncio.timeout(20):
+        await asyncio.to_thread(os.getpid)
+        await asyncio.get_running_loop().getaddrinfo("localhost", 80)
+    assert not any(task.done() for task in reading)
+    for task in reading:
+        task.cancel()
+    for writer in connections:
+        writer.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "variables", "reason"),
+    [
+        ("nowhere://bucket/run", {}, "nowhere"),
+        ("s3://bucket/run", {"AWS_ALLOW_HTTP": "perhaps"}, "AWS_..."),
+    ],
+    ids=["unknown scheme", "a variable with a wrong value"],
+)
+async def test_a_claim_to_a_store_that_cannot_be_opened_is_one_failed_sample(
+    url, tmp_path, monkeypatch, address, variables, reason
+):
+    sent = ClaimStore(tmp_path, 1).check_in(make_trajectory(3, 1))
+    assert sent.claim is not None
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    there = sent.claim.model_copy(update={"pointer": f"{address}/claims/{sent.claim.pointer}"})
+    async with asyncio.timeout(60):
+        failed = await resolved(ClaimStore(tmp_path), sent.model_copy(update={"claim": there}))
+    assert address in fault_of(failed) and reason in fault_of(failed)
 
 
 async def test_a_run_through_the_store_goes_by_deltas_and_claims(server: str, tmp_path: Path) -> None:

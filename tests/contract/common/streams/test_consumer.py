@@ -132,6 +132,25 @@ async def test_leases_are_renewed_in_the_background(broker, keys):
         await wait_until(is_renewed)
 
 
+async def test_a_consumer_that_renewed_too_late_holds_its_messages_and_no_delivery_is_counted(broker, keys):
+    """It gets no CPU for a lease, looks for abandoned messages, and finds its own. Nobody has died."""
+    ids = await publish(broker, keys, 3)
+    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    held = await fetched(slow, 3)
+    await slow.park(held[2:])
+    for _ in range(5):
+        await fall_silent(broker, keys, "slow", ids)
+        slow.takeover.next_at = 0.0
+        assert await slow.fetch(10, 0) == []
+    rows = await broker.execute("XPENDING", slow.key, REWARD_GROUP, "-", "+", 10)
+    assert [(row[1], row[3]) for row in rows] == [(b"slow", 1), (b"slow", 1), (b"slow", 0)]
+    assert all(row[2] < 1000 * LEASE_S for row in rows), "its leases begin again"
+    assert [delivery.is_lost for delivery in held] == [False] * 3
+    await fall_silent(broker, keys, "slow", ids)
+    rival.takeover.next_at = 0.0
+    assert [delivery.attempts for delivery in await fetched(rival, 3)] == [2, 2, 1]
+
+
 async def test_all_that_a_dead_consumer_held_is_taken_over_once(broker, keys):
     ids = await publish(broker, keys, 300)
     dead, living = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "living")

@@ -1,7 +1,9 @@
 """A large trajectory lies beside the stream; what comes back is the same, or says what is wrong."""
 
+import asyncio
 import errno
 import os
+import sys
 from pathlib import Path
 
 import msgpack
@@ -180,6 +182,46 @@ async def test_a_payload_that_alone_cannot_be_read_is_a_fault_after_some_looks(t
     failed = await resolved(store, sent(claim))
     assert str(path) in failed.fault and failed.key == claim.key
     assert (await resolved(store, sent(other))).fault == ""
+
+
+async def test_reads_that_hang_leave_the_threads_that_everybody_shares(tmp_path):
+    """Files that block whoever opens them, as a shared file system does whose server is away."""
+    store = ClaimStore(tmp_path, 1000)
+    samples = [large(ticket) for ticket in range(40)]
+    sent_claims = [store.check_in(sample) for sample in samples]
+    paths = [tmp_path / "claims" / claim.claim.pointer for claim in sent_claims]
+    payloads = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+        os.mkfifo(path)
+    reading = [asyncio.create_task(resolved(store, claim)) for claim in sent_claims]
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.sleep(0)  # all have begun
+            await asyncio.to_thread(os.getpid)
+            await asyncio.get_running_loop().getaddrinfo("localhost", 80)
+            assert not any(task.done() for task in reading)
+            for path, payload in zip(paths, payloads, strict=True):
+                await asyncio.to_thread(path.write_bytes, payload)
+            wholes = await asyncio.gather(*reading)
+    finally:
+        for task in reading:
+            task.cancel()
+        for path in paths:  # releases a thread that still waits
+            os.close(os.open(path, os.O_RDWR))
+    assert list(map(codec.encode_payload, wholes)) == payloads
+
+
+async def test_a_payload_in_a_store_that_this_process_cannot_open_is_a_fault_with_the_remedy(
+    tmp_path, monkeypatch
+):
+    """Waiting does not install a library."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    claim = ClaimStore(tmp_path, 1000).check_in(large())
+    there = claim.claim.model_copy(update={"pointer": "s3://bucket/run/claims/" + claim.claim.pointer})
+    async with asyncio.timeout(60):
+        failed = await resolved(ClaimStore(tmp_path), claim.model_copy(update={"claim": there}))
+    assert there.pointer in fault_of(failed) and "tidemill[objects]" in fault_of(failed)
 
 
 def test_a_worker_that_does_not_see_the_runs_folder_makes_none(tmp_path):

@@ -302,3 +302,53 @@ def test_a_torn_checkpoint_goes_when_enough_whole_ones_are_there(tmp_path):
     assert [known.version for known in store.kept] == [6]
     store.save(state(8), Policy(8).save_state)
     assert store.versions() == [6, 8]
+
+
+def bytes_read(work: Callable[[], object]) -> int:
+    """Bytes that this thread has read meanwhile, as the kernel counts them."""
+
+    def count() -> int:
+        lines = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
+        return int(lines["rchar"])
+
+    before = count()
+    work()
+    return count() - before
+
+
+LARGE = 4 << 20
+
+
+def save_large(store: CheckpointStore, version: int) -> None:
+    def write(folder: Path) -> None:
+        save_file({"w": np.full(LARGE // 4, version, np.float32)}, folder / "model.safetensors")
+
+    store.save(state(version), write)
+
+
+def test_a_save_reads_its_own_bytes_and_not_those_of_older_checkpoints(tmp_path):
+    store = CheckpointStore(tmp_path, keep=4)
+    for version in (1, 2, 3):
+        save_large(store, version)
+    assert LARGE < bytes_read(lambda: save_large(store, 4)) < 1.5 * LARGE
+    assert [kept.version for kept in store.kept] == [1, 2, 3, 4]
+
+
+def test_checkpoints_of_an_earlier_process_are_read_once(tmp_path):
+    store = CheckpointStore(tmp_path, keep=3)
+    for version in (1, 2):
+        save_large(store, version)
+    later = CheckpointStore(tmp_path, keep=3)
+    assert 3 * LARGE < bytes_read(lambda: save_large(later, 3)) < 3.5 * LARGE
+    assert LARGE < bytes_read(lambda: save_large(later, 4)) < 1.5 * LARGE
+
+
+def test_an_older_checkpoint_whose_file_was_changed_is_read_and_does_not_count(tmp_path):
+    store = saved(tmp_path, 1, 2, keep=2)
+    file = folder_of(tmp_path, 2) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    store.save(state(3), Policy(3.0).save_state)
+    assert [kept.version for kept in store.kept] == [1, 3]
+    assert store.versions() == [1, 3]
