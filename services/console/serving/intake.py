@@ -164,6 +164,8 @@ async def _body(http: Request, hold: Callable[[int], None], check_room: Callable
             hold(len(content))
     except (BusyError, TooLargeError):
         content.clear()
+        if http.headers.get("expect", "").lower() == "100-continue":  # nothing is sent before it is asked for
+            raise
         num_bytes = 0
         # Read, and not kept: a client that cannot send all of its request never reads why it was refused.
         async for chunk in chunks:
