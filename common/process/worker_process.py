@@ -108,6 +108,12 @@ class WorkerProcess:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame_of(frame))
 
+    async def drain(self) -> None:
+        """Wait until the process has taken most of what was sent."""
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError):  # the next request says why it ended
+                await self._writer.drain()
+
     def kill(self) -> None:
         """Kill it with all that it started."""
         self.is_sound = False

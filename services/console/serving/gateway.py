@@ -104,7 +104,7 @@ class RewardGateway:
         """
         with self.registered() as waiting:
             await self.submit(SmallRequest(Batch(samples), num_bytes), waiting)
-            return await self.scores_of(waiting)
+            return await self.scores_of(waiting, num_bytes)
 
     def check_room(self, num_samples: int = 1) -> None:
         """Raises BusyError: so many further samples cannot wait now. TooLargeError: they never can."""
@@ -137,7 +137,6 @@ class RewardGateway:
             UnavailableError: the request could not be read to its end.
         """
         self.check_room(request.num_samples)
-        self._bytes_since_archive += request.num_bytes
         num_coming = request.num_samples
         self._num_coming += num_coming
         try:
@@ -154,13 +153,15 @@ class RewardGateway:
         finally:
             self._num_coming -= num_coming
 
-    async def scores_of(self, waiting: Sequence[_Waiting]) -> list[ScoreOut]:
-        """Their scores, once the last one is there."""
+    async def scores_of(self, waiting: Sequence[_Waiting], num_bytes: int) -> list[ScoreOut]:
+        """The scores of a request of so many bytes, once the last one is there."""
         scores = []
         for number, each in enumerate(waiting):
             scores.append(await each.score)
             if number % ANSWERED_AT_ONCE == 0:
                 await asyncio.sleep(0)
+        # Not before: a look at the streams while they wait would find nothing to archive, and end the count.
+        self._bytes_since_archive += num_bytes
         return await self._answers(scores)
 
     @classmethod
@@ -270,6 +271,7 @@ class RewardGateway:
                 for ticket, index in [key for key in waiting if key[0] in tickets]:
                     failed = Score(ticket=ticket, index=index, status=ScoreStatus.FAILED, error=letter.error)
                     self._take(lane, failed)
+            self._positions[self._keys.dead] = reader.position
 
     def _take(self, lane: Lane, score: Score) -> None:
         # A score that comes twice, after a takeover, counts once.

@@ -26,8 +26,10 @@ from tidemill.services.console.serving.samples import Batch, EncodedSample, Scor
 MAX_HELD_BYTES = 2 * MAX_BODY_BYTES
 SMALL_BYTES = 64 << 10
 """Requests of up to so many bytes are parsed where they are read: milliseconds."""
+PART_BYTES = 1 << 20
 PARSE_S = 300.0
-"""Longest time to parse a request, or to make a part of its samples."""
+"""Longest time to send a request to the process that reads, to parse it, or to make a part of its samples."""
+LATE = f"it took longer than {PARSE_S:g} s"
 RETRY_S = 1.0
 
 
@@ -102,23 +104,48 @@ class RequestReader:
                 yield SmallRequest(Batch(samples), num_bytes)
                 return
             async with self._is_reading:
-                answer = await self.ask({"body": body})
+                await self._send(body)
                 del body
+                answer = await self.ask({})
                 if "error" in answer:
                     raise InputError(answer["error"])
                 yield LargeRequest(self, answer["num_samples"], answer["num_groups"], num_bytes)
 
-    async def ask(self, frame: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the process that reads. Raises UnavailableError: there is none."""
+    async def _send(self, body: bytearray) -> None:
+        """Send a body in parts: others are answered between them."""
+        process = await self._started()
+        try:
+            async with asyncio.timeout(PARSE_S):
+                for begin in range(0, len(body), PART_BYTES):
+                    part = bytes(memoryview(body)[begin : begin + PART_BYTES])
+                    process.send({"begin": begin, "part": part})
+                    await process.drain()
+        except TimeoutError:
+            raise await self._unavailable(LATE) from None
+
+    async def _started(self) -> WorkerProcess:
+        """The process that reads. Raises UnavailableError: it cannot be started."""
         try:
             if self._process is None:
                 self._process = WorkerProcess(Child.REQUESTS, "requests")
             await self._process.start({})
-            return await self._process.ask(frame, PARSE_S)
-        except (OSError, StartupError, ProcessEndedError, TimeoutError) as error:
-            await self.close()  # the next request gets a process of its own
-            reason = str(error) or f"it took longer than {PARSE_S:g} s"
-            raise UnavailableError(f"the request was not read: {reason}; send it again", RETRY_S) from None
+            return self._process
+        except (OSError, StartupError) as error:
+            raise await self._unavailable(str(error)) from None
+
+    async def ask(self, frame: dict[str, Any]) -> dict[str, Any]:
+        """The answer of the process that reads. Raises UnavailableError: there is none."""
+        process = await self._started()
+        try:
+            return await process.ask(frame, PARSE_S)
+        except ProcessEndedError as error:
+            raise await self._unavailable(str(error)) from None
+        except TimeoutError:
+            raise await self._unavailable(LATE) from None
+
+    async def _unavailable(self, reason: str) -> UnavailableError:
+        await self.close()  # the next request gets a process of its own
+        return UnavailableError(f"the request was not read: {reason}; send it again", RETRY_S)
 
     async def close(self) -> None:
         process = self._process
@@ -151,7 +178,7 @@ class RequestReader:
             self._num_held_bytes -= num_bytes
 
 
-async def _body(http: Request, hold: Callable[[int], None], check_room: Callable[[], object]) -> bytes:
+async def _body(http: Request, hold: Callable[[int], None], check_room: Callable[[], object]) -> bytearray:
     chunks = http.stream()
     content = bytearray()
     try:
@@ -164,6 +191,8 @@ async def _body(http: Request, hold: Callable[[int], None], check_room: Callable
             hold(len(content))
     except (BusyError, TooLargeError):
         content.clear()
+        if http.headers.get("expect", "").lower() == "100-continue":  # nothing is sent before it is asked for
+            raise
         num_bytes = 0
         # Read, and not kept: a client that cannot send all of its request never reads why it was refused.
         async for chunk in chunks:
@@ -171,4 +200,4 @@ async def _body(http: Request, hold: Callable[[int], None], check_room: Callable
             if num_bytes > MAX_BODY_BYTES:
                 break
         raise
-    return bytes(content)
+    return content

@@ -1,8 +1,9 @@
 """The process that reads large requests: it parses and validates them, and makes their trajectories.
 
-Frames in: `{id, body}` begins a request; `{id, first_ticket, begin}` asks for its next samples, from the one
-with the number `begin` on. Out: `{id, num_samples, num_groups}` or `{id, error}`; and `{id, samples: [...]}`
-with at least one, each as `[lane, ticket, index, schema, payload]`.
+Frames in: `{begin, part}` are parts of a body, from its byte `begin` on; `{id}` asks to read that body;
+`{id, first_ticket, begin}` asks for its next samples, from the one with the number `begin` on. Out:
+`{id, num_samples, num_groups}` or `{id, error}`; and `{id, samples: [...]}` with at least one, each as
+`[lane, ticket, index, schema, payload]`.
 """
 
 from typing import Any
@@ -26,17 +27,24 @@ def main(descriptor: int, parent: int) -> None:
             return
         send({})
         batch = Batch([])
+        body = bytearray()
         while (asked := read_frame(frames)) is not None:
-            if "body" in asked:
-                # Before the next one is read: the older request may be as large.
-                batch = Batch([])
-                batch, answer = _begun(asked.pop("body"))
-            else:
+            if "part" in asked:
+                if asked["begin"] == 0:  # also where the one before was given up in the middle
+                    # Before this one is parsed: the older request may be as large.
+                    batch = Batch([])
+                    body.clear()
+                body += asked["part"]
+                continue
+            if "first_ticket" in asked:
                 answer = _samples(batch, asked)
+            else:
+                batch, answer = _begun(body)
+                body.clear()
             send({"id": asked["id"], **answer})
 
 
-def _begun(body: bytes) -> tuple[Batch, dict[str, Any]]:
+def _begun(body: bytearray) -> tuple[Batch, dict[str, Any]]:
     try:
         batch = Batch(ScoringRequest.model_validate_json(body).samples)
     except ValidationError as error:

@@ -127,9 +127,10 @@ def application(gateway: RewardGateway, reader: RequestReader, token: str) -> St
     async def score(http: Request) -> Response:
         with gateway.registered() as waiting:
             async with reader.request_of(http, gateway.check_room) as request:
+                num_bytes = request.num_bytes
                 await gateway.submit(request, waiting)
             # Outside: the next large request is read while these wait for their scores.
-            scores = await gateway.scores_of(waiting)
+            scores = await gateway.scores_of(waiting, num_bytes)
         return Response(await _json_of(scores), media_type="application/json")
 
     async def health(_: Request) -> Response:

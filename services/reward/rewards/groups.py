@@ -58,9 +58,7 @@ class GroupResult(Message):
     outcomes: dict[str, RewardOutcome]
     entry_id: str = Field("", description="of the trajectory, in its stream")
     tokens_digest: str = Field("", description="of the trajectory")
-    trajectory: bytes = Field(
-        b"", description="the trajectory itself, in results of older releases"
-    )
+    trajectory: bytes = Field(b"", description="the trajectory itself, in results of older releases")
     worker: str = ""
     latency_s: float = 0.0
 

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.support.trajectories import make_config
+from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.archive import stream_folder
 from tidemill.common.archive.manifest import Manifest
-from tidemill.common.process.json_api import BusyError
+from tidemill.common.process.json_api import BusyError, TooLargeError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import append, ensure_group, read_range
 from tidemill.common.streams.dead_letters import dead_letter
+from tidemill.common.streams.departed import DepartedProcesses
+from tidemill.common.streams.log import KEPT_LETTERS
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
-from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
+from tidemill.common.wire.messages import DeadLetter, Score, ScoreStatus, Trajectory
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.serving import gateway as module
 from tidemill.services.console.serving.gateway import RewardGateway, ScoreOut
@@ -224,3 +226,72 @@ async def test_more_than_may_wait_are_refused_and_none_of_them_is_appended(start
         await append(broker, keys.scores(), *map(ok, range(3)))
         assert await values(asked) == [1.0] * 3
         assert len(await appended(broker, keys, 3)) == 3
+
+
+async def test_more_than_may_ever_wait_are_refused_for_good(start, broker, keys, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    async with start() as gateway:
+        with pytest.raises(TooLargeError, match="4 samples, and at most 3"):
+            await gateway.score(samples(4), 0)
+        assert await read_range(broker, keys.trajectories(), Trajectory) == []
+
+
+async def test_results_of_groups_go_once_nobody_waits_for_them(start, broker, keys):
+    async with start() as gateway:
+        asked = asyncio.create_task(gateway.score([*samples(2, group="a"), *samples(2, group="b")], 0))
+        await appended(broker, keys, 4)
+        for ticket in (0, 1, 7):  # that of 7 is of an earlier process
+            await broker.execute("HSET", keys.results(ticket), "0", "result")
+            await broker.execute("SADD", keys.result_tickets(), ticket)
+        await append(broker, keys.scores(), ok(0), ok(0, 1))
+
+        async def are_left(*tickets: bytes) -> bool:
+            return set(await broker.execute("SMEMBERS", keys.result_tickets())) == set(tickets)
+
+        await wait_until(lambda: are_left(b"1"))
+        existing = [await broker.execute("EXISTS", keys.results(ticket)) for ticket in (0, 1, 7)]
+        assert existing == [0, 1, 0]
+        await append(broker, keys.scores(), ok(1), ok(1, 1))
+        assert await values(asked) == [1.0] * 4
+        await wait_until(are_left)
+        assert not await broker.execute("EXISTS", keys.results(1))
+
+
+async def test_the_newest_dead_letters_stay_and_older_ones_go(start, broker, keys):
+    async with start():
+        old, *letters = [
+            dead_letter("trajectories", f"{n + 1}-0", {}, f"{n}") for n in range(KEPT_LETTERS + 1)
+        ]
+        await append(broker, keys.dead, old)
+        await append(broker, keys.dead, *letters)
+
+        async def errors() -> list[str]:
+            return [entry.message.error for entry in await read_range(broker, keys.dead, DeadLetter)]
+
+        async def is_trimmed() -> bool:
+            return len(await errors()) == KEPT_LETTERS
+
+        await wait_until(is_trimmed)
+        assert (await errors())[0] == "1"
+
+
+async def test_consumers_of_dead_workers_go_and_what_they_hold_stays(start, broker, keys, monkeypatch):
+    forget = DepartedProcesses.forget
+    monkeypatch.setattr(DepartedProcesses, "forget", lambda departed: forget(departed, after_s=-1.0))
+    group = (keys.trajectories(), REWARD_GROUP)
+    await ensure_group(broker, *group)
+    await append(broker, keys.trajectories(), make_trajectory())
+    for name in ("holds-one", "holds-nothing"):
+        await broker.execute("XGROUP", "CREATECONSUMER", *group, name)
+    read = ("GROUP", REWARD_GROUP, "holds-one", "COUNT", 1, "STREAMS", keys.trajectories(), ">")
+    await broker.execute("XREADGROUP", *read)
+
+    async def names() -> list[bytes]:
+        return [info[1] for info in await broker.execute("XINFO", "CONSUMERS", *group)]
+
+    async def is_gone() -> bool:
+        return await names() == [b"holds-one"]
+
+    assert len(await names()) == 2
+    async with start():
+        await wait_until(is_gone)

@@ -1,9 +1,13 @@
 """`tidemill serve-rewards` as a process: its HTTP endpoint, and the real TRL and verl with it."""
 
+import asyncio
 import contextlib
+import http.client
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +25,14 @@ import pytest
 from tests.support.recorded import tidemill
 from tests.support.servers import free_port
 from tests.support.venvs import python_with
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
+from tidemill.common.process.json_api import MAX_BODY_BYTES
+from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.streams import Entry, read_range
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import Score
+from tidemill.services.console.serving.gateway import MAX_WAITING
 from tidemill.services.reward import adapters
 
 REPO = Path(__file__).resolve().parents[3]
@@ -43,12 +54,37 @@ def relative(scores, samples):
 """
 
 
+FINISHING = """
+import os, pathlib, time
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def note(name, line):
+    with (FOLDER / name).open("a") as file:
+        file.write(f"{line}\\n")
+
+
+def counted(data_source, solution_str, ground_truth, extra_info=None):
+    note("counted.txt", solution_str)
+    return float(solution_str)
+
+
+def relative(scores):
+    '''Says which worker finishes a group, and waits.'''
+    note("finishing.txt", os.getppid())
+    while not (FOLDER / "go").exists():
+        time.sleep(0.02)
+    return [score - min(scores) for score in scores]
+"""
+
+
 class Service:
-    def __init__(self, folder: Path, reward: str, *words: str, **env: str) -> None:
+    def __init__(self, folder: Path, reward: str, *words: str, run_id: str = "served", **env: str) -> None:
         (folder / "functions.py").write_text(FUNCTIONS)
         (folder / "rewards.yaml").write_text(f"reward: {{{reward}}}\nstreams: {{lease_s: 1.0}}\n")
         self.folder, self.port = folder, free_port()
-        self.words = ["--run-id", "served", "--port", str(self.port), *words]
+        self.words = ["--run-id", run_id, "--port", str(self.port), *words]
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
         self.env |= {"TIDEMILL_RUNS_DIR": str(folder / "runs"), "OMP_NUM_THREADS": "1", **env}
 
@@ -83,8 +119,11 @@ class Service:
                 time.sleep(0.1)
 
     def workers(self) -> list[int]:
+        return [child.pid for child in self.children_of("tidemill.services.reward")]
+
+    def children_of(self, module: str) -> list[psutil.Process]:
         children = psutil.Process(self.pid).children()
-        return [child.pid for child in children if "tidemill.services.reward" in child.cmdline()]
+        return [child for child in children if module in child.cmdline()]
 
 
 def sample(completion: Any, truth: Any = "4", **more: Any) -> dict[str, Any]:
@@ -168,6 +207,98 @@ def test_a_token_group_functions_an_explicit_value_and_a_second_start(tmp_path: 
     messages = [json.loads(line)["message"] for line in done.stdout.splitlines()]
     keys = [(message["ticket"], message["index"]) for message in messages]
     assert len(set(keys)) == len(keys) == 5, "no number twice"
+
+
+def test_what_can_never_be_scored_at_once_is_refused_with_the_limit_and_the_remedy(service: Service) -> None:
+    refused = service.post({"samples": [{"completion": ""}] * (MAX_WAITING + 1)})
+    assert refused.status_code == 413, refused.text
+    assert (
+        "65,537 samples" in refused.text and "65,536" in refused.text and "several requests" in refused.text
+    )
+    assert service.scores(sample("4"))[0]["value"] == 1.25
+
+
+def test_a_body_above_the_limit_is_refused_before_it_is_read(service: Service) -> None:
+    """Nothing of it is ever sent: clients such as curl ask first."""
+    head = (
+        "POST /v1/scores HTTP/1.1\r\nHost: 127.0.0.1\r\nExpect: 100-continue\r\n"
+        f"Content-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", service.port), PATIENCE_S) as client:
+        client.sendall(head.encode())
+        answer = client.makefile("rb").read()
+    assert b" 413 " in answer.splitlines()[0], answer
+    assert b"268,435,456 bytes" in answer and b"several requests" in answer
+
+
+def test_while_a_large_request_is_parsed_others_are_answered(service: Service) -> None:
+    large = json.dumps({"samples": [sample("4" * 999, group=number // 4) for number in range(400)]})
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=PATIENCE_S)
+
+    def values() -> list[float]:
+        return [score["value"] for score in json.loads(connection.getresponse().read())["scores"]]
+
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/scores", large)
+        assert values() == [999.25] * 400
+        (reader,) = service.children_of("tidemill.services.console.serving.request_reader")
+        reader.suspend()  # parsing takes as long as it is so
+        try:
+            connection.request("POST", "/v1/scores", large)
+            for _ in range(3):
+                assert service.scores(sample("44"))[0]["value"] == 2.25
+            assert select.select([connection.sock], [], [], 0)[0] == []
+        finally:
+            reader.resume()
+        assert values() == [999.25] * 400
+
+
+def test_a_process_that_dies_while_it_reads_costs_one_attempt(service: Service) -> None:
+    samples = [sample("4" * 999) for _ in range(100)]
+    assert len(service.scores(*samples)) == 100
+    (reader,) = service.children_of("tidemill.services.console.serving.request_reader")
+    reader.suspend()
+    with futures.ThreadPoolExecutor() as pool:
+        asked = pool.submit(service.post, {"samples": samples})
+        assert service.scores(sample("4"))[0]["value"] == 1.25
+        reader.kill()
+        answer = asked.result()
+    assert answer.status_code == 503 and "SIGKILL" in answer.text
+    assert answer.headers["retry-after"] == "1"
+    assert len(service.scores(*samples)) == 100
+    refused = service.post({"samples": [*samples, {"completion": 1}]})
+    assert refused.status_code == 400 and "samples.100.completion" in refused.text
+
+
+async def test_a_worker_that_is_killed_as_it_finishes_a_group_costs_nothing_and_nothing_stays_in_redis(
+    broker: Broker, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    (tmp_path / "finishing.py").write_text(FINISHING)
+    reward = "function: 'finishing.py:counted', group: 'finishing.py:relative', workers: 2, processes: 1"
+    keys = Keys("served-finishing")
+    started = Service(tmp_path, reward, run_id=keys.run_id, TIDEMILL_REDIS_URL=redis_server.url)
+    finishing = tmp_path / "finishing.txt"
+    asked = [sample(str(number), group="g") for number in (3, 1, 4, 2)]
+    with started.running():
+        posting = asyncio.create_task(asyncio.to_thread(started.scores, *asked))
+        await wait_until(lambda: finishing.exists() and finishing.read_text().endswith("\n"))
+        (killed,) = map(int, finishing.read_text().split())
+        assert killed in started.workers()
+        results = keys.results(0)
+        assert await broker.execute("HLEN", results) == 5  # four results, and which trajectory was last
+        os.kill(killed, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert [score["value"] for score in await posting] == [2.0, 0.0, 3.0, 1.0]
+        assert len(set(finishing.read_text().split())) == 2, "another worker has finished the group"
+        assert sorted((tmp_path / "counted.txt").read_text().split()) == ["1", "2", "3", "4"], "scored once"
+        entries = await read_range(broker, keys.scores(), Score)
+        found = [entry.message.key for entry in entries if isinstance(entry, Entry)]
+        assert found == [(0, index) for index in range(4)], "0 lost, 0 twice"
+
+        async def is_clean() -> bool:
+            return not await broker.execute("EXISTS", results, keys.result_tickets())
+
+        await wait_until(is_clean)
 
 
 def test_trl_trains_the_demos_model_with_the_same_scores_while_a_worker_is_killed(
