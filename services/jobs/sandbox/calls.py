@@ -4,6 +4,7 @@ Standard library only, and few imports: it runs for each test. The result is com
 (`comparison.py`), so whatever the code does to this process is only another way to return a value.
 """
 
+import importlib
 import json
 import numbers
 import os
@@ -73,7 +74,10 @@ def main() -> None:
     exec(compile(order["imports"], "<imports>", "exec", dont_inherit=True), scope)
     exec(compile(order["code"], "solution.py", "exec", dont_inherit=True), scope)
     function = function_of(scope, order["name"])
-    result = json.dumps(plain(function(*order["arguments"])))
+    returned = function(*order["arguments"])
+    if hasattr(returned, "cr_await"):  # of a coroutine
+        returned = importlib.import_module("asyncio").run(returned)
+    result = json.dumps(plain(returned))
     sys.stdout.write("\n" + order["proof"] + result)
 
 

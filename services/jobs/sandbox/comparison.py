@@ -19,6 +19,7 @@ from typing import Any
 RELATIVE, ABSOLUTE = Decimal("1e-6"), Decimal("1e-9")
 INTEGER = re.compile(r"[+-]?(0|[1-9]\d*)", re.ASCII)
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,4})?", re.ASCII)
+FEW_DIGITS = 4000
 DIGITS = 60
 """Precision of differences; comparisons for equality are exact."""
 
@@ -32,13 +33,18 @@ def is_same_output(text: str, expected: str) -> bool:
 def is_same_result(written: str, expected: list[Any]) -> bool:
     """Whether a function's result, as JSON, is one of the values that are accepted."""
     try:
-        value = json.loads(written, parse_float=Decimal)
+        value = json.loads(written, parse_float=Decimal, parse_int=_integer)
     except (ValueError, RecursionError, ArithmeticError):  # not JSON, nested very deeply, a number too large
         return False
     try:
         return any(_is_same_value(value, each) for each in expected)
     except RecursionError:
         return False
+
+
+def _integer(digits: str) -> int | Decimal:
+    """An integer; exact as a Decimal too, where Python refuses to read so many digits."""
+    return int(digits) if len(digits) <= FEW_DIGITS else Decimal(digits)
 
 
 def _lines(text: str) -> list[str]:

@@ -209,6 +209,9 @@ def _read_map(tests: Mapping[str, Any], context: Context) -> Iterator[Test]:
 
 
 def _is_empty(value: Any) -> bool:
+    """Whether there is nothing in it, as in `private_tests` of CodeContests: `{input: [], output: []}`."""
+    if isinstance(value, Mapping) and (value.keys() & {*INPUTS, *OUTPUTS}):
+        return all(map(_is_empty, value.values()))
     return value is None or value == "" or value == [] or value == {}
 
 
@@ -396,7 +399,7 @@ def _setup(context: Context) -> str:
     for name in SETUPS:
         value = _decoded(context.columns.get(name))
         lines += [str(line) for line in value] if isinstance(value, list) else [str(value)] if value else []
-    return "\n".join(lines)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _read_script(text: str, context: Context) -> Iterator[Test]:
@@ -414,7 +417,7 @@ def _read_script(text: str, context: Context) -> Iterator[Test]:
     script = read_script(text, setup, entry_point)
     _need_modules(script.modules, context)
     for case in script.cases or ("",):
-        yield StatementTest(text, setup, script.code_names, case)
+        yield StatementTest(text, setup + script.imports, script.code_names, case)
 
 
 def _read_statement_list(tests: Sequence[str], context: Context) -> Iterator[Test]:
@@ -429,7 +432,7 @@ def _read_statement_list(tests: Sequence[str], context: Context) -> Iterator[Tes
     for test in tests:
         text = "\n".join([*before, test])
         if checks_something(text, script.code_names):
-            yield StatementTest(text, setup, script.code_names)
+            yield StatementTest(text, setup + script.imports, script.code_names)
         else:
             before.append(test)
 

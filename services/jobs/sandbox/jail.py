@@ -28,7 +28,7 @@ import psutil
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.process.shortage import is_machine_fault, machine_faults
-from tidemill.services.jobs.sandbox.preamble import RECURSION_LIMIT
+from tidemill.services.jobs.sandbox.preamble import INT_DIGITS, RECURSION_LIMIT
 from tidemill.services.jobs.sandbox.system_calls import make_filter
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
@@ -66,7 +66,9 @@ class SandboxError(TidemillError):
     """The jail failed, which says nothing about the code in it."""
 
 
-def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, before: str = "") -> Result:
+def run_program(
+    source: str, stdin: str, config: SandboxConfig, time_s: float, before: str = "", has_file: bool = False
+) -> Result:
     """Run one program to its end, or to the first limit that it meets.
 
     Args:
@@ -75,6 +77,7 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, b
         config: Its limits.
         time_s: The longest time that it may take.
         before: Statements that run before it, in its globals.
+        has_file: Whether it may read its standard input as the file /dev/stdin too.
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
@@ -96,12 +99,18 @@ def run_program(source: str, stdin: str, config: SandboxConfig, time_s: float, b
             file.seek(0)
         python = [os.path.realpath(sys.executable), "-ISBc", LAUNCHER, str(order.fileno())]
         started = time.monotonic()
+        inputs = []
+        command = _bubblewrap(config, uid)
+        if has_file:  # a copy: there is no /proc in the jail, to which /dev/stdin would lead
+            inputs.append(stack.enter_context(open(f"/proc/self/fd/{fed.fileno()}", "rb")).fileno())
+            command += ["--perms", "0444", "--ro-bind-data", str(inputs[0]), "/dev/stdin"]
+        # The root becomes read-only last: until then bubblewrap makes folders in it.
         process = subprocess.Popen(
-            [*_bubblewrap(config, uid), "--seccomp", str(calls.fileno()), "--", *python],
+            [*command, "--remount-ro", "/", "--seccomp", str(calls.fileno()), "--", *python],
             stdin=fed,
             stdout=out,
             stderr=err,
-            pass_fds=[order.fileno(), calls.fileno()],
+            pass_fds=[order.fileno(), calls.fileno(), *inputs],
             start_new_session=True,
             env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
         )
@@ -141,6 +150,7 @@ def _order(source: str, before: str, config: SandboxConfig, uid: int) -> dict[st
     return {
         "limits": limits,
         "recursion_limit": RECURSION_LIMIT,
+        "int_digits": INT_DIGITS,
         "uid": uid,
         "before": before,
         "source": source,
@@ -149,7 +159,7 @@ def _order(source: str, before: str, config: SandboxConfig, uid: int) -> dict[st
 
 
 def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
-    """The command that sets up namespaces and files; the program to run is still to be appended.
+    """The command that sets up namespaces and files; what comes after them is still to be appended.
 
     Raises:
         SandboxError: there is no bubblewrap.
@@ -173,8 +183,7 @@ def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
                 files += ["--perms", "0755", "--dir", str(folder)]
             files += ["--dev-bind" if path in DEVICES else "--ro-bind-try", path, path]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    # Read-only last: until then bubblewrap makes folders in the root.
-    return [program, *spaces, *user, "--die-with-parent", *files, "--remount-ro", "/"]
+    return [program, *spaces, *user, "--die-with-parent", *files]
 
 
 def _packages(config: SandboxConfig) -> list[str]:

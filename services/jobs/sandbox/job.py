@@ -81,6 +81,7 @@ def _make_case(code: str, test: Test) -> Case:
         order |= {"imports": imports, "name": test.name, "arguments": test.arguments}
         return Case(CALLS, json.dumps(order), accepted=tuple(test.accepted), proof=proof)
     order |= {
+        "code": _whole(code, test.setup),
         "imports": f"{write_imports(code + test.setup, test.code_names)}\n{test.setup}",
         "setup": f"{write_imports(test.text + test.setup, test.code_names)}\n{test.setup}",
         "test": test.text,
@@ -91,6 +92,13 @@ def _make_case(code: str, test: Test) -> Case:
     return Case(STATEMENTS, json.dumps(order), proof=proof)
 
 
+def _whole(code: str, setup: str) -> str:
+    """The code, after the head of the function where it is only the body, as base models write it."""
+    is_body = setup and code.lstrip("\r\n")[:1] in (" ", "\t")
+    return f"{setup.rstrip()}\n{code}" if is_body else code
+
+
+STDIN_FILE = "/dev/stdin"
 RESULT_TTL_S = 3600
 MAX_SHOWN_CHARS = 500
 LATE = {"outcome": "timeout", "code": None, "stdout": "", "stderr": "total_s is used up", "wall_s": 0.0}
@@ -189,7 +197,15 @@ def run_cases(cases: Sequence[Case], config: SandboxConfig) -> list[dict[str, An
             continue
         try:
             results.append(
-                run_program(case.source, case.stdin, config, min(config.time_s, left_s), case.before)
+                run_program(
+                    case.source,
+                    case.stdin,
+                    config,
+                    min(config.time_s, left_s),
+                    case.before,
+                    # The input of other cases holds their proof.
+                    has_file=not case.proof and STDIN_FILE in case.source,
+                )
             )
         except SandboxError as error:
             raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None

@@ -7,6 +7,8 @@ has run. The program's globals hold no import of this file. Imports are few: it 
 
 
 def _program() -> "object":
+    import _sitebuiltins
+    import builtins
     import json
     import os
     import resource
@@ -33,6 +35,9 @@ def _program() -> "object":
     os.closerange(3, 1 << 16)
     sys.path += order["path"]
     sys.setrecursionlimit(order["recursion_limit"])
+    sys.set_int_max_str_digits(order["int_digits"])
+    for name in ("exit", "quit"):  # of the module `site`, which is not loaded here
+        setattr(builtins, name, _sitebuiltins.Quitter(name, ""))
     exec(compile(order["before"], "<imports>", "exec", dont_inherit=True), globals())
     return compile(order["source"], "<string>", "exec", dont_inherit=True)
 

@@ -15,6 +15,8 @@ from collections.abc import Collection
 
 RECURSION_LIMIT = 50_000
 """Frames. LiveCodeBench's limit; Python's own is 1,000."""
+INT_DIGITS = 50_000
+"""Longest integer that is read or written as text. LiveCodeBench's limit; Python's own is 4,300."""
 MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
     "itertools", "functools", "operator", "io", "sys", "json",

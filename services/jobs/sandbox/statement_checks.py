@@ -32,6 +32,9 @@ PYTEST = ("raises", "approx", "mark", "fixture", "fail", "param", "main")
 FEW_ITEMS = 16
 LOOKING_INSIDE = ("redirect_stdout", "redirect_stderr", "capsys", "monkeypatch", "mocker", "caplog")
 """They replace or observe objects of the code, which runs in another process; `patch` of unittest too."""
+ALIASES = {"np": "numpy", "pd": "pandas"}
+"""Names that tests use without importing them, and what they mean: never an object of the code."""
+AWAITING = ("run_until_complete", "IsolatedAsyncioTestCase", "gather", "wait_for")
 STREAMS = ("sys.stdin", "sys.stdout", "sys.stderr")
 
 
@@ -48,6 +51,8 @@ class Script:
     one."""
     modules: frozenset[str] = field(default=frozenset())
     """Modules beyond the standard library that the statements import."""
+    imports: str = ""
+    """Imports that the statements lack, such as `import numpy as np`."""
 
 
 def parse_statements(text: str) -> ast.Module:
@@ -113,7 +118,8 @@ def read_script(text: str, setup: str = "", entry_point: str = "") -> Script:
     cases = tuple(_test_functions(tree))
     if cases:
         _refuse_unknown_arguments(tree)
-    names = _names_of_code(tree, setup_tree, entry_point)
+    aliases = sorted(ALIASES.keys() & (_loaded(tree) - _bound(tree) - _bound(setup_tree)))
+    names = _names_of_code(tree, setup_tree, entry_point) - set(aliases)
     body = _reachable(tree, cases)
     if not any(isinstance(node, FAILING) or _is_checking_call(node) for node in _walk(body)):
         raise TestsError(_explain_missing_check(tree, text))
@@ -121,7 +127,9 @@ def read_script(text: str, setup: str = "", entry_point: str = "") -> Script:
         raise TestsError(f"the tests use nothing of the code: {_short(text)}")
     if not _has_check(body, names):
         raise TestsError(f"no check of the tests can fail and depends on the code: {_short(text)}")
-    return Script(text, tree, frozenset(names), cases, frozenset(_foreign_modules(tree, setup_tree)))
+    modules = {*_foreign_modules(tree, setup_tree), *(ALIASES[name] for name in aliases)}
+    imports = "".join(f"import {ALIASES[name]} as {name}\n" for name in aliases)
+    return Script(text, tree, frozenset(names), cases, frozenset(modules), imports)
 
 
 def checks_something(text: str, names: frozenset[str]) -> bool:
@@ -197,6 +205,13 @@ def _refuse_what_is_not_there(tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test"):
             raise TestsError(f"{node.name} of the tests is a coroutine, which cannot be awaited here")
+        is_awaiting = isinstance(node, ast.Attribute) and (
+            node.attr in AWAITING or ast.unparse(node) == "asyncio.run"
+        )
+        if is_awaiting or isinstance(node, ast.Await):
+            raise TestsError(
+                "the tests await coroutines of the code, but it runs in another process, where they stay"
+            )
         name = _name_of(node)
         if name in LOOKING_INSIDE or (name == "patch" and has_mock):
             raise TestsError(

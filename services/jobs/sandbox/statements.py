@@ -73,6 +73,10 @@ OPERATORS = (
 )  # fmt: skip
 ARITHMETIC = OPERATORS[: OPERATORS.index("neg")]
 """Operators with another operand."""
+DIFFERENCES = ("sub", "rsub")
+"""What they make of an object and a number must not become a number in a second step either."""
+LOOKED_AT = ("len", "hash", "getitem", "next", "contains")
+"""They ask an object for what it has, and make no number of it."""
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 SPECIAL = frozenset(f"__{name}__" for name in (*OPERATORS, *COMPARISONS))
 """The only special methods that the other process may call, for `__getattribute__` leads to every
@@ -83,7 +87,7 @@ class Proxy:
     """Represents an object of the other process. It never equals a plain value."""
 
     def __init__(self, peer: "Peer", number: int) -> None:
-        vars(self).update(_peer=peer, _number=number)
+        vars(self).update(_peer=peer, _number=number, _is_difference=False)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Call the object in its process; changes to mutable positional arguments are copied back."""
@@ -108,6 +112,9 @@ class Proxy:
     def __instancecheck__(self, value: Any) -> bool:
         return self._peer.ask("instance", self._number, value) is True
 
+    def __subclasscheck__(self, value: Any) -> bool:
+        return self._peer.ask("subclass", self._number, value) is True
+
     def __bool__(self) -> bool:
         return self._peer.ask("bool", self._number) is True
 
@@ -115,9 +122,12 @@ class Proxy:
 def _operator(name: str) -> Any:
     def apply(self: Proxy, *others: Any) -> Any:
         result = self._peer.ask("operator", self._number, f"__{name}__", others)
-        if name in ARITHMETIC and _is_number(result) and all(map(_is_number, others)):
-            # The object has seen the number that is expected: `abs(f(1) - 2) < 1e-6` would be its word.
+        # The object has seen the number that is expected: `abs(f(1) - 2) < 1e-6` would be its word.
+        has_seen_numbers = self._is_difference or (name in ARITHMETIC and all(map(_is_number, others)))
+        if has_seen_numbers and _is_number(result) and name not in LOOKED_AT:
             raise TypeError(f"an object of the code makes a number of a number, by __{name}__")
+        if isinstance(result, Proxy) and has_seen_numbers and (self._is_difference or name in DIFFERENCES):
+            vars(result)["_is_difference"] = True
         return result
 
     return apply
@@ -149,6 +159,8 @@ class Peer:
     def __init__(self, channel: socket.socket, is_guarded: bool) -> None:
         self._stream, self._is_guarded = channel.makefile("rwb"), is_guarded
         self._held: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._proxies: dict[int, Proxy] = {}
         self.exceptions: dict[str, type[BaseException]] = {}
 
     def ask(self, *request: Any) -> Any:
@@ -231,8 +243,11 @@ class Peer:
         return self._hold(value)
 
     def _hold(self, value: Any) -> Any:
-        self._held.append(value)
-        return ["mine", len(self._held) - 1]
+        # Held for ever, so that its id stays its own; one number, so that `is` holds at the other end.
+        number = self._numbers.setdefault(id(value), len(self._held))
+        if number == len(self._held):
+            self._held.append(value)
+        return ["mine", number]
 
     def _encode_dict(self, value: "dict[Any, Any]") -> Any:
         # By the plain type's own methods, here and elsewhere: a subclass of the code may override them.
@@ -260,7 +275,7 @@ class Peer:
             return value
         kind, content = value
         if kind == "mine":
-            return Proxy(self, int(content))
+            return self._proxies.setdefault(int(content), Proxy(self, int(content)))
         if kind == "yours":
             return self._held[int(content)]
         if kind in PAIRS:
@@ -286,6 +301,8 @@ class Peer:
             return bool(held)
         if what == "instance":
             return isinstance(rest[0], held)
+        if what == "subclass":
+            return issubclass(rest[0], held)
         name, *values = rest
         if what == "operator":
             if name not in SPECIAL:

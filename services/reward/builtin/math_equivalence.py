@@ -21,15 +21,21 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+from tidemill.services.reward.answer_tag import answer_tag
 from tidemill.services.reward.builtin.math_text import (
     are_words,
+    choice_of,
     compare_words,
     formula_of_words,
+    is_hedged,
+    is_same_choice,
     last_box,
     must_differ,
     normalised,
+    numeric_sides,
     readable,
     without_counted,
+    without_modulus,
 )
 from tidemill.services.reward.outcome import AttemptError
 
@@ -90,18 +96,27 @@ def _is_right(truth_text: str, solution: str) -> bool:
     if not gold and not are_words(truth):
         raise AttemptError(f"the ground truth {truth_text[:80]!r} cannot be read as a formula", is_final=True)
     box = last_box(solution)
+    if box is None:
+        solution = answer_tag(solution)
     # Words without a box count where they are all of the answer.
     answer_text = solution.rpartition("####")[2] if box is None else box
     answer_text = formula_of_words(without_counted(normalised(answer_text), truth))
-    is_same = compare_words(truth, answer_text)
+    is_same = is_same_choice(truth, answer_text)
+    if is_same is None:
+        is_same = compare_words(truth, answer_text)
     if is_same is not None:
         return is_same
     if box is None:
         answer, answer_text = _last_expression(solution)
+        if is_hedged(solution):
+            answer = []
     else:
+        _, answer_text = choice_of(without_modulus(answer_text, truth))
         answer = _parse(answer_text)
     if answer and not must_differ(truth, answer_text) and _verify(gold, answer):
-        return True
+        # `3 = 4` names two numbers: what stands before the last sign must be right as well.
+        sides = [_parse(side) for side in numeric_sides(answer_text)]
+        return all(_verify(gold, side) for side in sides if side)
     if gold and not _verify(gold, gold):
         raise AttemptError(f"the ground truth {truth_text[:80]!r} does not equal itself", is_final=True)
     return False

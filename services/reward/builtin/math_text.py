@@ -103,10 +103,16 @@ def readable(text: str) -> str:
 
     A sign of percent is a unit, as in MATH's grader: `50\%` is 50.
     """
-    text = text.translate(_NOT_WIDE)
-    text = _PERCENT.sub("", text)
-    text = _SCIENTIFIC.sub(_power_of_ten, text)
-    return _DEBT.sub("-", _MARK.sub(r"\g<0> ", text))
+    if not text.isascii():
+        text = text.translate(_NOT_WIDE)
+    # A look for one character costs a tenth of a pattern's search.
+    if "%" in text or "p" in text:
+        text = _PERCENT.sub("", text)
+    if "e" in text or "E" in text:
+        text = _SCIENTIFIC.sub(_power_of_ten, text)
+    if "##" in text:
+        text = _MARK.sub(r"\g<0> ", text)
+    return _DEBT.sub("-", text) if "$" in text else text
 
 
 def _power_of_ten(match: re.Match[str]) -> str:
@@ -122,7 +128,19 @@ _SCALED = re.compile(
 )
 _GROUPED = re.compile(r"(?<=\d)(?:\\[,;! ]|\{,\}|['’~\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _SPACED = re.compile(r"(?<![\w.,])\d{1,3}(?: \d{3})++(?![\w,])")
+_SIZES = re.compile(r"\\(?:big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])|\\(?:display|text|script)style(?![A-Za-z])")
+_ROW_SPACE = re.compile(r"\\\\\s*\[-?[\d.]+\s*(?:pt|em|ex|mm|cm)\]")
+_CURRENCIES = re.compile(r"\\text\s*\{\s*[€£¥₹¢]\s*\}|\\?[€£¥₹¢]")
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_SUBSCRIPT = re.compile(rf"[{''.join(_SUBSCRIPTS)}]++")
+# Units of several factors, such as `\mathrm{~m} / \mathrm{s}^2`, `km/h` and `\Omega`, at the end of an answer.
+_UNIT = r"(?:\\(?:mathrm|text|textrm|operatorname)\s*\{[~\s]*[A-Za-z°µμΩ. ]+\}|\\(?:Omega|mu)\b)(?:\^\{?-?\d\}?)?"
+_UNITS = re.compile(rf"(?<=[\d}}])(?:\s|~|\\[,;: ])*{_UNIT}(?:\s*(?:/|\\cdot|~|\\,)?\s*{_UNIT})+\Z")
+_PLAIN_UNITS = re.compile(r"(?<=\d) ?(?:[kcm]?m/(?:h|s|min)(?:\^?2)?|°[CF]|mph|k[gJWN]/[a-z]{1,3})\Z")
 _SYMBOLS = {
+    "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}",
+    "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}",
+    "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}", "\u2044": "/", "ℝ": r"\mathbb{R} ", "\u2208": r"\in ",
     "°": r"^\circ ", "∞": r"\infty ", "·": r"\cdot ", "⋅": r"\cdot ", "∅": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "\u222a": r"\cup ", "∩": r"\cap ",
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
@@ -134,9 +152,18 @@ _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([\w.]+))")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{?(\d{1,20})\}?")
 # math-verify takes all from the first `\text` to the end of an answer for a unit.
 _LABEL = re.compile(r"\A\\(?:text|mathrm)\s*\{[^{}]*\}\s*=\s*")
+_SENTENCE = re.compile(
+    r"\A\\(?:text|mathrm|textbf|textrm)\s*\{\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?"
+    r"answer(?:\s+is)?\s*:?\s*\}\s*[:=]?\s*",
+    re.IGNORECASE,
+)
+"""`\\text{The answer is }` before an answer."""
+_OR_OF_INTERVALS = re.compile(r"([\])])\s*\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}\s*(\\left|[\[(])")
+_CONGRUENCE = re.compile(r"\A[A-Za-z]\s*\\equiv\s*(?=[^=]*\\pmod)")
 _UNIT_IN_LIST = re.compile(
     r"(?<=[\d}])[\s~]*+(?:\\[,; ])?\\text\s*\{[^{},\d]*\}(?:\^(?:\d|\{\d\}))?(?=\s*[,;)\]])"
 )
+_PM = re.compile(r"\\pm(?![A-Za-z])\s*")
 _MIXED = re.compile(r"([-+−]?\s*\d+)\s+(\d+)\s*/\s*(\d+)")
 _COUNTED = re.compile(r"([-+−]?\s*[\d.,]*\d)\s+(\w{3,})")
 _NO_UNIT = re.compile(
@@ -154,19 +181,42 @@ def normalised(text: str) -> str:
     text = _trimmed(readable(text))
     if text[:1] == "–":
         text = f"-{text[1:]}"
+    if "\\" in text:
+        text = _ROW_SPACE.sub(r"\\\\ ", _SIZES.sub("", text))
+    text = _PLAIN_UNITS.sub("", _UNITS.sub("", text))
     text = _GROUPED.sub("", text)
-    text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
-    text = _SCALED.sub(_scaled, text)
+    if " " in text:
+        text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
+    if "d" in text or "lion" in text:  # hundred, thousand, million, ...
+        text = _SCALED.sub(_scaled, text)
+    if not text.isascii():
+        text = _in_commands(text)
+    text = text.replace(r"\varnothing", r"\emptyset")
+    if "\\" in text:
+        text = _OR_OF_INTERVALS.sub(r"\1\\cup \2", text)
+        text = _CONGRUENCE.sub("", _SENTENCE.sub("", _LABEL.sub("", text)))
+        text = _UNIT_IN_LIST.sub("", _both_signs(text))
+        text = _REPEATING.sub(_fraction_of_repeating, text)
+    mixed = _MIXED.fullmatch(text)
+    return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}" if mixed else text.strip()
+
+
+def _in_commands(text: str) -> str:
+    """Symbols of Unicode as commands; signs of currencies are left out."""
+    text = _CURRENCIES.sub("", text)
     text = _SUPERSCRIPT.sub(lambda match: f"^{{{''.join(map(_SUPERSCRIPTS.__getitem__, match[0]))}}}", text)
+    text = _SUBSCRIPT.sub(lambda match: f"_{{{''.join(map(_SUBSCRIPTS.__getitem__, match[0]))}}}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
-    text = text.replace(r"\varnothing", r"\emptyset")
-    text = _LABEL.sub("", text)
-    text = _UNIT_IN_LIST.sub("", text)
-    text = _REPEATING.sub(_fraction_of_repeating, text)
-    mixed = _MIXED.fullmatch(text)
-    return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}" if mixed else text.strip()
+    return text
+
+
+def _both_signs(text: str) -> str:
+    r"""`(1+x)/2, (1-x)/2` for `(1 \pm x)/2`, which math-verify cannot read inside of a formula."""
+    if text.count(r"\pm") != 1 or _LIST_SEPARATOR.search(text) or text.lstrip().startswith(r"\pm"):
+        return text
+    return f"{_PM.sub('+', text)}, {_PM.sub('-', text)}"
 
 
 def without_counted(answer: str, truth: str) -> str:
@@ -187,7 +237,7 @@ def _trimmed(text: str) -> str:
         formula = _FORMULA.fullmatch(text)
         if formula is not None:
             text = next(inner for inner in formula.groups() if inner is not None)
-        text = text.removeprefix("=")
+        text = text.removeprefix("=").removeprefix(r"\approx")
         if text == before:
             return text
 
@@ -210,6 +260,7 @@ _TEXT_COMMAND = re.compile(
 )
 _SPACE = re.compile(r"(?:\s|~|\\[,;:! ]|\\q?quad(?![a-z]))+")
 _WORDS = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*(?: [^\W\d_]+(?:['’-][^\W\d_]+)*)*")
+_DIGIT = re.compile(r"\d")
 _GREEK = re.compile(r"[\u0370-\u03ff]")
 _LIST = re.compile(r"(?:\\left)?(\\\{|\(|\[)(.*?)(?:\\right)?(\\\}|\)|\])", re.DOTALL)
 _LIST_SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\band\b|\bor\b)\s*")
@@ -219,6 +270,9 @@ _FORMULA_WORDS = {
     "negative infinity": r"-\infty",
     "pi": r"\pi",
     "empty set": r"\emptyset",
+    "all real numbers": r"(-\infty, \infty)",
+    "all reals": r"(-\infty, \infty)",
+    "real numbers": r"(-\infty, \infty)",
 }
 _MOST_WORDS_CHARS = 1000
 Same = Callable[[str, str], bool]
@@ -282,7 +336,7 @@ def is_same_word(word: str, candidate: str) -> bool:
 
 def _words_of(text: str) -> str | None:
     """The words that a text consists of; None if it has anything else, such as a digit or a command."""
-    if len(text) > _MOST_WORDS_CHARS:
+    if len(text) > _MOST_WORDS_CHARS or _DIGIT.search(text):
         return None
     for _ in range(3):
         text = _TEXT_COMMAND.sub(r"\1", text)
@@ -305,7 +359,7 @@ class _WordList:
 
 
 def _list_of(text: str) -> _WordList | None:
-    if len(text) > _MOST_WORDS_CHARS:
+    if len(text) > _MOST_WORDS_CHARS or _DIGIT.search(text) or not _LIST_SEPARATOR.search(text):
         return None
     for _ in range(3):
         text = _TEXT_COMMAND.sub(r"\1", text)
@@ -328,6 +382,19 @@ _UNIT_AFTER_NUMBER = re.compile(
     re.DOTALL,
 )
 _SEPARATOR = re.compile(r"[,;&]")
+_HALF_OF_DAY = re.compile(r"(?<=[\d\s~}{])([ap])\.?\s?m\b", re.IGNORECASE)
+_MODULUS = re.compile(r"\s*\\(?:pmod|bmod|mod)\s*(\{[^{}]*\}|\d+)|\s*\(\s*\\(?:bmod|mod|text\{mod\s*\})\s*(\{[^{}]*\}|\d+)\s*\)")
+_HEDGING_TEXT = re.compile(
+    r"\\(?:text|mbox|mathrm|textrm)\s*\{(?=[^{}]*\b(?:or|not|maybe|perhaps|possibly)\b)(?!\s*or\s*\})[^{}]*\}", re.IGNORECASE
+)
+"""Words such as `\\text{ or maybe four}`, which math-verify takes for a unit."""
+_CHOICE = re.compile(
+    r"\A(?:\((?P<round>[A-J])\)\.?|(?P<bare>[A-J])[.:)](?=\s))(?:\s|~|\\[,;:! ]|\\q?quad(?![a-z]))*+(?P<value>[^-+*/^=,;<>\s].*)\Z",
+    re.DOTALL,
+)
+_OTHER_CHOICE = re.compile(r"\([A-J]\)|\b(?:or|and)\b")
+_NAMED_CHOICE = re.compile(r"\A(?:option|choice|answer)\s*:?\s*\(?([A-J])\)?\Z", re.IGNORECASE)
+_LETTER = re.compile(r"[A-J]")
 _INTEGER = re.compile(r"\d++(?:\.\d++)?+")
 _BRACKETS = re.compile(r"(?:\\left)?(\\\{|\(|\[).*,.*(?:\\right)?(?:\\\}|\)|\])", re.DOTALL)
 
@@ -341,9 +408,17 @@ def must_differ(truth: str, answer: str) -> bool:
     answer_bases = _bases(answer)
     if bases and answer_bases and bases != answer_bases:
         return True
-    brackets = _BRACKETS.fullmatch(truth)
-    answer_brackets = _BRACKETS.fullmatch(answer)
-    if brackets and answer_brackets and (brackets[1] == r"\{") != (answer_brackets[1] == r"\{"):
+    halves = {match.lower() for match in _HALF_OF_DAY.findall(truth)}
+    answer_halves = {match.lower() for match in _HALF_OF_DAY.findall(answer)}
+    if halves and answer_halves and halves != answer_halves:
+        return True
+    if _moduli(truth) and _moduli(answer) and _moduli(truth) != _moduli(answer):
+        return True
+    if "{" in answer and _HEDGING_TEXT.search(answer) and not _HEDGING_TEXT.search(truth):
+        return True
+    bracket = _outer_bracket(truth)
+    answer_bracket = _outer_bracket(answer)
+    if bracket and answer_bracket and (bracket == r"\{") != (answer_bracket == r"\{"):
         return True
     if ("=" in truth) != ("=" in answer):  # `y = 2x` and `2x` are the same answer
         truth = truth.rpartition("=")[2]
@@ -359,15 +434,79 @@ def must_differ(truth: str, answer: str) -> bool:
     return any(cases[letter] != answer_cases[letter] for letter in cases.keys() & answer_cases.keys())
 
 
+def _outer_bracket(text: str) -> str:
+    """The bracket around all of a list; empty for `(1,2),(3,4)`, which are two."""
+    brackets = _BRACKETS.fullmatch(text)
+    if brackets is None:
+        return ""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth <= 0 and character in ")]}" and place + 1 < len(text):
+            return ""
+    return brackets[1]
+
+
+def _moduli(text: str) -> list[str]:
+    matches = _MODULUS.findall(text) if "mod" in text else []
+    return [(first or second).strip("{} ") for first, second in matches]
+
+
+def without_modulus(answer: str, truth: str) -> str:
+    r"""`3` for `3 \pmod{7}` where the truth names no modulus."""
+    return _MODULUS.sub("", answer).strip() if "mod" in answer and not _moduli(truth) else answer
+
+
+def is_same_choice(truth: str, answer: str) -> bool | None:
+    """Whether an answer such as `(A) 12` names the truth, the letter of a choice. None: they are no such."""
+    letter = _words_of(truth)
+    if letter is None or not _LETTER.fullmatch(letter):
+        return None
+    chosen, _ = choice_of(answer)
+    return chosen == letter if chosen else None
+
+
+def choice_of(text: str) -> tuple[str, str]:
+    """The letter of a choice and its value, of `(A) 12` or `Option A`; an empty letter and the text if it is
+    none."""
+    if not _LETTER.search(text):
+        return "", text
+    plain = _TEXT_COMMAND.sub(r"\1", text).strip()
+    choice = _CHOICE.match(plain)
+    if choice is not None and not _OTHER_CHOICE.search(choice["value"]):
+        return choice["round"] or choice["bare"], choice["value"]
+    named = _NAMED_CHOICE.match(plain)
+    return (named[1].upper(), text) if named else ("", text)
+
+
+_NUM = r"\$?-?\d[\d,]*(?:\.\d+)?\$?"
+_HEDGED_TEXT = re.compile(rf"{_NUM} ?,? or (?:maybe |perhaps )?{_NUM}|(?:(?<!\d){_NUM}[,;] ){{2,}}{_NUM}")
+
+
+def is_hedged(text: str) -> bool:
+    """Whether the last line of a text without a box names several numbers: `3 or 4`, `1, 2, 3`."""
+    last_line = text.strip().rpartition("\n")[2][-200:]
+    return any(match.end() > len(last_line) - 20 for match in _HEDGED_TEXT.finditer(last_line))
+
+
+def numeric_sides(answer: str) -> list[str]:
+    """Sides of an equation, but for the last one, that have no letters: `3` of `x = 3 = 4`."""
+    sides = answer.split("=")[:-1]
+    return [side for side in sides if side.strip() and not _LETTERS.search(_COMMAND.sub(" ", side))]
+
+
 def _after_first_unit(text: str) -> list[str]:
     r"""The numbers after a unit: 20 of `3 \text{ h } 20 \text{ min}`, of which math-verify reads the 3."""
+    if "\\" not in text:
+        return []
     unit = _UNIT_AFTER_NUMBER.search(_AND_OR.sub(",", text))
     remainder = "" if unit is None else unit[1]
     return [] if _SEPARATOR.search(remainder) else _INTEGER.findall(remainder)
 
 
 def _bases(text: str) -> Counter[tuple[str, str]]:
-    return Counter((match[1], match[2] or match[3]) for match in _BASED.finditer(text))
+    matches = _BASED.finditer(text) if "_" in text else []
+    return Counter((match[1], match[2] or match[3]) for match in matches)
 
 
 def _long_words(text: str) -> set[str]:
@@ -380,6 +519,8 @@ def _are_same_letters(word: str, candidate: str) -> bool:
 
 def _cases(text: str) -> dict[str, set[str]]:
     """For each letter that stands alone or in a pair, whether it is large, small or both."""
+    if not _LETTERS.search(_COMMAND.sub("", text)):
+        return {}
     plain = _UNIT_AT_END.sub("", _TEXT_COMMAND.sub(" ", text).strip())
     cases: dict[str, set[str]] = {}
     for letters in _LETTERS.findall(_COMMAND.sub(" ", plain)):

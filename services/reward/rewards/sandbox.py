@@ -31,6 +31,7 @@ from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.telemetry import metrics
 from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.codec import pack
+from tidemill.services.reward.answer_tag import answer_tag
 from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.sample import RewardSample
@@ -53,8 +54,15 @@ NUM_THREADS = 8
 GONE = "gone"
 OVER = (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 """States of a job that no worker will finish."""
-FENCE = "```"
-LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
+FENCE = re.compile(
+    r"(?:^(?P<before>[ \t>]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?+)(?P<first>`{3,}+|~{3,}+)|(?<!`)(?P<later>`{3,}+))"
+    r"(?P<info>[^\n`]*+)(?P<end>\n|\Z)",
+    re.MULTILINE,
+)
+"""Three or more backticks, or tildes, and the rest of their line; `first` on it, maybe in a list or
+quotation."""
+LANGUAGE = re.compile(r"[\w+-]+")
+ONLY_LANGUAGE = re.compile(r"\s*+[\w+-]*+\s*+")
 PYTHON = ("python", "python3", "py")
 
 
@@ -211,18 +219,50 @@ class SandboxReward(Reward):
 
 
 def extract_code(text: str) -> str:
-    """The last block fenced as Python, else the last fenced block, else the whole text."""
+    """The last block fenced as Python, else the last fenced block, else what the last `<answer>` holds, else
+    the whole text."""
     blocks = list(_blocks(text))
     marked = [body for language, body in blocks if language.lower() in PYTHON]
-    return marked[-1] if marked else blocks[-1][1] if blocks else text
+    if marked:
+        return marked[-1]
+    return blocks[-1][1] if blocks else answer_tag(text)
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and body of each fenced block; the last one may lack its end."""
-    place = 0
-    while (fence := text.find(FENCE, place)) >= 0 and (line_end := text.find("\n", fence)) >= 0:
-        language = LANGUAGE.match(text, fence + len(FENCE), line_end)
-        end = text.find(FENCE, line_end)
-        end = len(text) if end < 0 else end
-        yield language[1] if language else "", text[line_end + 1 : end]
-        place = end + len(FENCE)
+    """Language and body of each fenced block; the last one may lack its end.
+
+    A block ends at a fence that ends its line; one with a language that is first on its line begins another
+    block. Other backticks belong to the code.
+    """
+    opened: re.Match[str] | None = None
+    for fence in FENCE.finditer(text):
+        has_info = bool(fence["info"].strip())
+        if opened is None or (has_info and fence["first"] and not _is_inside(fence, opened)):
+            if opened is not None:
+                yield _block(text, opened, fence.start())
+            opened = fence if fence["end"] and _can_open(fence) else None
+        elif not has_info and not _is_inside(fence, opened):
+            yield _block(text, opened, fence.start("first") if fence["first"] else fence.start("later"))
+            opened = None
+    if opened is not None:
+        end = text.find(opened["first"] or opened["later"], opened.end())
+        yield _block(text, opened, len(text) if end < 0 else end)
+
+
+def _can_open(fence: re.Match[str]) -> bool:
+    return bool(fence["first"]) or ONLY_LANGUAGE.fullmatch(fence["info"]) is not None
+
+
+def _is_inside(fence: re.Match[str], opened: re.Match[str]) -> bool:
+    """Whether it belongs to the code of a block that longer, or other, marks have opened."""
+    marks = fence["first"] or fence["later"]
+    opening = opened["first"] or opened["later"]
+    return marks[0] != opening[0] or len(marks) < len(opening)
+
+
+def _block(text: str, opened: re.Match[str], end: int) -> tuple[str, str]:
+    language = LANGUAGE.search(opened["info"])
+    body = text[opened.end() : end]
+    if opened["before"]:  # in a list or quotation, whose lines begin so too
+        body = re.sub(rf"^[ \t>]{{1,{len(opened['before'])}}}", "", body, flags=re.MULTILINE)
+    return language[0] if language else "", body
