@@ -165,7 +165,7 @@ def check(options: CheckOptions) -> None:
         print_fields(str(options.config or ""))
         return
     if options.config is None:
-        raise ConfigError("tidemill check needs a config file, or --fields.")
+        raise ConfigError(f"`{command_line('check')}` needs a config file, or --fields.")
     if options.machine:
         print_machine(options.config, options.overrides, options.as_json)
         return
@@ -278,7 +278,7 @@ def _algorithm(trainer: TrainerConfig) -> str:
     algorithm = trainer.algorithm
     origin = f"preset {algorithm.preset}: " if algorithm.preset else ""
     parts = [
-        f"{origin}advantage {algorithm.advantage}, loss {algorithm.loss} per {algorithm.normalisation}",
+        f"{origin}advantage {algorithm.advantage}, loss {algorithm.loss} normalised per {algorithm.normalisation}",
         f"old logprobs: {algorithm.old_logprobs}",
         f"importance {algorithm.importance_mode}",
     ]

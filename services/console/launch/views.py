@@ -38,8 +38,12 @@ PRESENT = (BLOCKED, FAILING, SHORT_OF_CPU)
 """Kinds of news about processes that are alive."""
 SILENCE_S = 10.0
 """With a snapshot older than this, it is said that Redis does not answer."""
-LOADING_S = 30.0
+LOADING_S = 10.0
 """A process that has loaded for this long is named."""
+STARTING_S = 10.0
+"""Processes that have started so long ago and not reported yet are named."""
+REPORTING = ("trainer", "rollout", "reward")
+"""Roles whose processes report."""
 AGAIN_AFTER_S = 10.0
 OVER_AFTER_S = 60.0
 """A trouble that was not seen for this long is over: a disk is tried again every half minute."""
@@ -164,6 +168,11 @@ def _troubles(
     if snapshot.append_only_error:
         text = f"Redis cannot write to its disk. {DISK_FULL}"
         troubles["Redis cannot write to its disk"] = (text, 0.0)
+    reported = {beat.name for beat in snapshot.workers}
+    silent = [name for name, service in services.items() if service.pid and service.role in REPORTING]
+    silent = [name for name in silent if name not in reported]
+    if silent:
+        troubles["start of processes"] = (f"start of {', '.join(silent)}", STARTING_S)
     for beat in snapshot.workers:
         service = services.get(beat.name)
         if not beat.is_alive and service is not None and service.pid == beat.pid:

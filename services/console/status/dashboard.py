@@ -183,6 +183,7 @@ def _sections(
 ) -> Iterator[Section]:
     """The parts of the view from top to bottom."""
     status = snapshot.status
+    in_full = command_line("status")
     name, state = (snapshot.run_id, "bold cyan"), (status, STATUS_STYLES.get(status, ""))
     head: list[RenderableType] = [Text.assemble(("tidemill ", "bold"), name, "  ", state)]
     if snapshot.memory.is_full:
@@ -196,7 +197,7 @@ def _sections(
     yield Section("lines", head, _group, importance=9, least=len(head) + 1)
     failing = [Text.assemble(("failing  ", "bold red"), printable(text)) for text in failure_lines(snapshot)]
     yield Section("causes of failure", failing, _group, importance=8, least=4)
-    yield Section("rows of numbers: tidemill status", _rows_of_numbers(snapshot), _columns, 2, 4, True)
+    yield Section(f"rows of numbers: {in_full}", _rows_of_numbers(snapshot), _columns, 2, 4, True)
     verdict = snapshot.bottleneck
     if verdict is not None and snapshot.status != FINISHED and not snapshot.memory.is_full:
         slowest = [Text.assemble(("slowest  ", "bold magenta"), verdict.text)]
@@ -205,11 +206,11 @@ def _sections(
     rows = process_table(snapshot, services).children
     if rows:
         # Where not all have room, those that do not work are shown.
-        yield Section("processes: tidemill status", rows, _process_rows, 6, 7, True, _urgency)
-    else:
+        yield Section(f"processes: {in_full}", rows, _process_rows, 6, 7, True, _urgency)
+    elif snapshot.status not in (FINISHED, FAILED, STOPPED):
         nobody = [Text("no process has reported yet", "dim")]
         yield Section("lines", nobody, _group, importance=6, has_space=True)
-    yield Section("warnings: tidemill status", list(_warnings(snapshot)), _group, 7, 4, True)
+    yield Section(f"warnings: {in_full}", list(_warnings(snapshot)), _group, 7, 4, True)
     news = [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in reversed(events)]
     yield Section("events", news, lambda items: Group(*reversed(items)), importance=4, least=2)
     if hint:

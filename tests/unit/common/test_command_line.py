@@ -1,11 +1,16 @@
 """A command in a hint works as it is printed, wherever the process was started."""
 
+import ast
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tidemill.common.command_line import command_line
+
+PLAIN: set[str] = set()
 
 
 @pytest.fixture
@@ -53,3 +58,22 @@ def test_elsewhere_its_whole_path_is_given(environment: Path, tmp_path: Path, mo
 def test_a_clone_that_is_not_installed_is_run_as_a_module(environment: Path) -> None:
     (environment / "tidemill").unlink()
     assert command_line("web") == ".venv/bin/python -m tidemill web"
+
+
+def test_texts_for_users_name_the_program_as_it_can_be_typed() -> None:
+    """What is printed of a command comes from `command_line`: its plain name works in an active environment only."""
+    typed = re.compile(r"(?:^|[^A-Za-z])tidemill (?:archive|check|dead|export|status|step|streams|trace|up|web)\b")
+    services = Path(__file__).parents[3] / "services"
+    texts = [(path, path.read_text()) for path in services.rglob("*.html")]
+    texts += [(path, text) for path in services.rglob("*.py") for text in _texts_of(path)]
+    plain = {f"{path.relative_to(services)}: {text[:80]}" for path, text in texts if typed.search(text)}
+    assert plain == PLAIN
+
+
+def _texts_of(path: Path) -> Iterator[str]:
+    """The literals of a module but for docstrings, which are expressions of their own."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value

@@ -61,7 +61,14 @@ def test_a_write_that_is_tried_between_two_waits_is_no_end(screen: Screen) -> No
 def test_a_process_that_loads_for_long_is_named(screen: Screen) -> None:
     loads = {"workers": [beat("load", "model and data")]}
     times = [second for second in range(200) if screen.lines_at(second, **loads)]
-    assert times == [30, 60, 120]
+    assert times == [10, 20, 40, 80, 160]
+
+
+def test_processes_that_start_are_named_until_they_report(screen: Screen) -> None:
+    assert not screen.lines_at(0)
+    assert screen.lines_at(11) == ["waiting: start of trainer (for 11 s)"]
+    assert not screen.lines_at(12, workers=[beat("train")])
+    assert screen.lines_at(80, workers=[beat("train")]) == ["over after 11 s: start of processes"]
 
 
 @pytest.mark.parametrize(
