@@ -47,8 +47,9 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
             )
         if is_path(model.path):
             raise ConfigError(
-                f"model.path {model.path} is not a folder.{did_you_mean(folder, Path.is_dir)} Give the folder of a "
-                "Hugging Face model with its tokenizer. Relative paths in a config start at the config's folder."
+                f"model.path {model.path} is not a folder.{did_you_mean(folder, Path.is_dir)} "
+                "Give the folder of a Hugging Face model with its tokenizer. Relative paths in a config "
+                "start at the config's folder."
             )
         return ModelFacts(folder, is_remote=True)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -203,7 +203,8 @@ def _sections(
         slowest = [Text.assemble(("slowest  ", "bold magenta"), verdict.text)]
         slowest.append(Text(f"  {verdict.advice}", "dim"))
         yield Section("lines of advice", slowest, _group, importance=5, least=4, has_space=True)
-    rows = process_table(snapshot, services).children
+    # What blocks a process is a warning below, and once is enough.
+    rows = process_table(snapshot, services, snapshot.blocked).children
     if rows:
         # Where not all have room, those that do not work are shown.
         yield Section(f"processes: {in_full}", rows, _process_rows, 6, 7, True, _urgency)
@@ -365,14 +366,27 @@ def _weights_lines(alive: Sequence[Mapping[str, float]]) -> Iterator[Node]:
             yield Node(label, max(seconds), "s")
 
 
-def process_table(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus] | None = None) -> Node:
+def process_table(
+    snapshot: RunSnapshot,
+    services: Mapping[str, ServiceStatus] | None = None,
+    without: Collection[str] = (),
+) -> Node:
+    """A row for each process; of those in `without` the details are said elsewhere."""
     services, is_full = services or {}, snapshot.memory.is_full
-    beats = {beat.name: beat for beat in snapshot.workers}
+    beats = {
+        beat.name: replace(beat, detail="") if beat.name in without else beat for beat in snapshot.workers
+    }
     rows = (
         {"process": name} | _process_row(beats.get(name), services.get(name), is_full)
         for name in dict.fromkeys([*services, *beats])
     )
     return table(rows, {"idle": "share"})
+
+
+def state_text(beat: Heartbeat) -> str:
+    """What a process does, in words."""
+    state = beat.state.replace("_", " ")
+    return f"waits for {state.removeprefix(WAIT)}" if state.startswith(WAIT) else state
 
 
 def _process_row(
@@ -398,9 +412,7 @@ def _process_row(
             "idle": None,
             "what for": restarts,
         }
-    state, style = beat.state.replace("_", " "), "green"
-    if state.startswith(WAIT):
-        state, style = f"waits for {state.removeprefix(WAIT)}", "yellow"
+    state, style = state_text(beat), "yellow" if beat.state.startswith(WAIT) else "green"
     damaged = beat.counts.get(DAMAGED_VERSION)
     unusable = "" if damaged is None else f"weights of version {damaged:g} are damaged"
     return {
@@ -446,8 +458,9 @@ def starved_line(snapshot: RunSnapshot) -> str:
     longest_s = max(beat.counts.get(STARVED_S, 0.0) for beat in beats)
     times = sum(beat.counts[STARVED] for beat in beats)
     names = ", ".join(beat.name for beat in beats)
+    how_often = "once" if times == 1 else f"{times:,.0f} times"
     return (
-        f"short of CPU: {names} had to wait for a core {times:,.0f} times, up to {longest_s:.1f} s. Run "
+        f"short of CPU: {names} had to wait for a core {how_often}, up to {longest_s:.1f} s. Run "
         "fewer processes on this machine, or give it more cores"
     )
 

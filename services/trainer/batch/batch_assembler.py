@@ -186,8 +186,8 @@ class ReplacementLimit:
         self._rewards.clear()
 
     def note_replaced(self, ticket: int, reason: str, detail: str, rewards: Sequence[float]) -> None:
-        """The group of this ticket is about to be replaced; `rewards` are those of a group without variance. Raises
-        ConfigError: too many were replaced."""
+        """The group of this ticket is about to be replaced; `rewards` are those of a group without variance.
+        Raises ConfigError: too many were replaced."""
         self._in_a_row += 1
         if reason == ZERO_VARIANCE:
             self._num_filtered += 1
@@ -220,7 +220,8 @@ class ReplacementLimit:
             trace = command_line("trace", str(ticket), self._run_id)
             return (
                 f"The reward is constant: it was {value:g} for every sample of the last {self._in_a_row} "
-                f"groups. Look at what the reward function is given and returns (`{trace}`), then resume the run."
+                f"groups. Look at what the reward function is given and returns (`{trace}`), then resume the "
+                "run."
             )
         found = ", ".join(f"{value:g} in {n} groups" for value, n in self._rewards.most_common(5))
         return (

@@ -177,7 +177,8 @@ TRAINED: Event = ReplacementLimit.note_trained
     [
         # Three rounds are the step's own groups and twice as many replacements.
         (3, [filtered(0, 0, 0, 0)], filtered(0), r"a step of 2 groups needs more than 3 times .*: 5 groups"),
-        (2, [filtered(0.25, 0.25)], filtered(0.25), r"reward is constant: it was 0\.25 for every sample .* trace 7 a-run`\)"),
+        (2, [filtered(0.25, 0.25)], filtered(0.25),
+         r"reward is constant: it was 0\.25 for every sample .* trace 7 a-run`\)"),
         # Rewards are equal within groups only.
         (2, [filtered(0, 1)], filtered(0), r"Rewards were 0 in 2 groups, 1 in 1 groups recently: prompts"),
         # A group that can be trained does not limit_of the reward constant, and not the bound larger.
