@@ -42,6 +42,7 @@ STATUS_STYLES = {
     "stopped": "yellow",
     LOST: "bold red",
 }
+OVER = (FINISHED, FAILED, STOPPED, LOST)
 QUEUE_WORDS = {
     "prompts": ("groups to generate", "generating"),
     "trajectories": ("trajectories to score", "scoring"),
@@ -208,7 +209,7 @@ def _sections(
     if rows:
         # Where not all have room, those that do not work are shown.
         yield Section(f"processes: {in_full}", rows, _process_rows, 6, 7, True, _urgency)
-    elif snapshot.status not in (FINISHED, FAILED, STOPPED):
+    elif snapshot.status not in OVER:
         nobody = [Text("no process has reported yet", "dim")]
         yield Section("lines", nobody, _group, importance=6, has_space=True)
     yield Section(f"warnings: {in_full}", list(_warnings(snapshot)), _group, 7, 4, True)
@@ -228,7 +229,7 @@ def _rows_of_numbers(snapshot: RunSnapshot) -> list[tuple[Node | None, Node | No
 
 
 def _columns(rows: Sequence[tuple[Node | None, Node | None]]) -> RenderableType:
-    columns = Table.grid(padding=(0, 3))
+    columns = Table.grid(padding=(0, 2))
     learning = [node for node, _ in rows if node is not None]
     flow = [node for _, node in rows if node is not None]
     columns.add_row(lines_table(learning, grid="left"), lines_table(flow, grid="right"))
@@ -252,7 +253,7 @@ def pace(snapshot: RunSnapshot) -> list[str]:
     words = [f"{snapshot.version / snapshot.steps:.0%}"]
     if snapshot.step_s is not None:
         words.append(f"{snapshot.step_s:.2g} s a step")
-    if snapshot.eta_s and snapshot.version < snapshot.steps:
+    if snapshot.eta_s and snapshot.version < snapshot.steps and snapshot.status not in OVER:
         words.append(f"{duration(snapshot.eta_s)} left")
     return words
 
@@ -273,7 +274,7 @@ def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         ("entropy", "entropy", ".3f"),
         ("grad norm", "grad_norm", ".3g"),
         ("MFU", "perf/mfu", ".1%"),
-        ("tokens/s a rank", "perf/tokens_per_s_per_rank", ",.0f"),
+        ("tokens/s/rank", "perf/tokens_per_s_per_rank", ",.0f"),
         ("passes filled", "forward/fill", ".0%"),
         ("peak GiB", "perf/peak_gib", ".1f"),
     ):
@@ -325,6 +326,8 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
     for label, name in (("groups outstanding", "outstanding"), ("groups ready to train", "complete")):
         if counts := [own[name] for own in alive if name in own]:
             yield Node(label, f"{sum(counts):,.0f}")
+    if snapshot.status in OVER and not snapshot.queues:  # read from the run's folder: its Redis is gone
+        return
     yield Node("entries in the streams", f"{sum(queue.length for queue in snapshot.queues):,}")
     style = "bold red" if snapshot.num_dead else ""
     yield Node(

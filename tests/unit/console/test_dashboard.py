@@ -316,6 +316,22 @@ def test_what_blocks_a_process_is_said_once_in_a_view() -> None:
     assert printed(snapshot(1, workers=[blocked]), 200).count("blocked for 1.2 s") == 1
 
 
+def test_of_a_run_that_is_over_nothing_is_shown_that_only_its_redis_knew() -> None:
+    text = printed(snapshot(state={"status": "stopped"}))
+    for absent in ("s left", "entries in the streams", "no process has reported yet"):
+        assert absent not in text, absent
+
+
+def test_a_number_that_has_no_room_never_loses_digits_in_silence() -> None:
+    evaluations = [{"version": v, "set": "held_out", "score": s} for v, s in ((0, 0.289), (3, 0.734))]
+    timed = beat("trainer", "trainer", "train", checkpoint_copy_s=0.00472, weights_bytes=3_890_000.0)
+    run = snapshot(state={"status": "running", "evaluations": evaluations}, workers=[timed])
+    for width in range(60, 90):
+        (line,) = (line for line in printed(run, width).splitlines() if line.startswith("eval"))
+        assert "best 0.734" in line or "…" in line, line
+    assert "best 0.734" in printed(run, 80)
+
+
 def test_while_a_run_loads_no_stage_is_blamed() -> None:
     trainer = beat("trainer", "trainer", "train")
     rollout = beat("rollout-0", "rollout", "generate")

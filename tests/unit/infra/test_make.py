@@ -23,7 +23,9 @@ def test_the_commands_stand_in_columns() -> None:
 
 def test_the_commands_for_releases_are_listed_where_they_are_wanted() -> None:
     command = ["make", "help", "ALL=1"]
-    assert "push-image" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (
+        "push-image" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
 
 
 @pytest.mark.parametrize("code", [0, 3])
