@@ -210,7 +210,8 @@ def _sections(
         # Where not all have room, those that do not work are shown.
         yield Section(f"processes: {in_full}", rows, _process_rows, 6, 7, True, _urgency)
     elif snapshot.status not in OVER:
-        nobody = [Text("no process has reported yet", "dim")]
+        silent = "no process reports" if snapshot.points else "no process has reported yet"
+        nobody = [Text(silent, "dim")]
         yield Section("lines", nobody, _group, importance=6, has_space=True)
     yield Section(f"warnings: {in_full}", list(_warnings(snapshot)), _group, 7, 4, True)
     news = [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in reversed(events)]
@@ -232,6 +233,8 @@ def _columns(rows: Sequence[tuple[Node | None, Node | None]]) -> RenderableType:
     columns = Table.grid(padding=(0, 2))
     learning = [node for node, _ in rows if node is not None]
     flow = [node for _, node in rows if node is not None]
+    if not flow:
+        return lines_table(learning, grid="left")
     columns.add_row(lines_table(learning, grid="left"), lines_table(flow, grid="right"))
     return columns
 

@@ -317,7 +317,9 @@ def test_what_blocks_a_process_is_said_once_in_a_view() -> None:
 
 
 def test_of_a_run_that_is_over_nothing_is_shown_that_only_its_redis_knew() -> None:
-    text = printed(snapshot(state={"status": "stopped"}))
+    text = printed(snapshot(state={"status": "stopped", "evaluations": EVALUATIONS}))
+    assert "eval held" in text and "first 0.310, best 0.720" in text, "what is left has the whole width"
+    assert "no process reports" in printed(snapshot(state={"status": "running"}))
     for absent in ("s left", "entries in the streams", "no process has reported yet"):
         assert absent not in text, absent
 
