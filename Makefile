@@ -35,12 +35,11 @@ BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { names[++count] = $$1; texts[count] = $$2; \
-		if (length($$1) > width) width = length($$1) } \
-		END { for (n = 1; n <= count; n++) printf "  %-*s  %s\n", width, names[n], texts[n] }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' -v columns=80 -f infra/install/commands.awk $(if $(ALL),$(MAKEFILE_LIST),Makefile)
 	@echo
 	@echo "  PYTHON=/path/to/python   make .venv with this Python (3.11, 3.12 or 3.13)"
 	@echo "  V=1                      show what pip does"
+	@echo "  ALL=1                    list the commands for releases, too: make help ALL=1"
 
 install: $(BASE) ## install what a run needs into .venv/
 

@@ -6,13 +6,14 @@ flushed too before the call returns. What a crash leaves behind is under an asid
 `clear_aside` removes at the next start.
 """
 
+import difflib
 import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -309,3 +310,14 @@ def _fsync_tree(folder: Path) -> None:
         for name in names:
             _fsync(os.path.join(root, name), os.O_NOFOLLOW, mode)
         fsync_folder(Path(root))
+
+
+def did_you_mean(missing: Path, is_wanted: Callable[[Path], bool] = Path.is_file) -> str:
+    """A sentence, with a space before it, that names what lies beside a missing path and is called much like
+    it; empty where there is nothing."""
+    try:
+        beside = [path.name for path in missing.parent.iterdir() if is_wanted(path)]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(missing.name, beside, n=1)
+    return f" Did you mean {missing.parent / close[0]}?" if close else ""

@@ -92,7 +92,7 @@ def parse_config(tree: dict[str, Any], origin: str, base: Path | None = None) ->
     except ValidationError as error:
         items = error.errors(include_url=False)
         lines = "".join(f"\n  {_explain(item)}" for item in items)
-        refusal = ConfigError(f"{origin}: {len(items)} problem(s){lines}")
+        refusal = ConfigError(f"{origin}: {len(items)} {'problem' if len(items) == 1 else 'problems'}{lines}")
         unknown = (item["loc"] for item in items if item["type"] == "extra_forbidden")
         refusal.unknown_fields = tuple(".".join(map(str, loc)) for loc in unknown)
         raise refusal from None

@@ -13,9 +13,12 @@ from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.run.dataset import Row
+from tidemill.common.waiting import said_while_waiting
 
 TIMEOUT_S = 300.0
 """Limit on a check; importing torch on a busy machine may take minutes."""
+FIRST_LINE_S = 5.0
+"""A check that takes longer says so."""
 MACHINE_TIMEOUT_S = 120.0
 ANSWER = "tidemill-answer: "
 """Prefix of the line with a program's answer; a user's module may print other lines."""
@@ -129,10 +132,15 @@ def _decode_bytes(tree: dict[str, Any]) -> Any:
 def _ask(program: Program, request: Any, what: str, timeout_s: float = TIMEOUT_S) -> Answer:
     # As input: an argument may have 128 KiB at most, and a row may be longer.
     text = json.dumps(request, default=_encode)
+
+    def line(waited_s: float) -> str:
+        return f"{what}: still being checked after {waited_s:g} s"
+
     try:
-        result = subprocess.run(
-            run_own(program), input=text, capture_output=True, text=True, timeout=timeout_s
-        )
+        with said_while_waiting(line, FIRST_LINE_S):
+            result = subprocess.run(
+                run_own(program), input=text, capture_output=True, text=True, timeout=timeout_s
+            )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{what}: importing or calling it took longer than {timeout_s:g} s") from None
     if result.returncode == 0:

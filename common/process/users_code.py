@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.files import did_you_mean
 from tidemill.common.process.programs import import_from_here
 
 
@@ -71,10 +72,12 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         place, line = Path(frames[-1].filename).name, frames[-1].lineno
+        said = str(error)[:500]
         if isinstance(error, SyntaxError):
             place, line = Path(error.filename or origin).name, error.lineno
+            said = error.msg  # the text of the error names the place, too
         raise ConfigError(
-            f"{where}: importing it failed: {type(error).__name__}: {str(error)[:500]} "
+            f"{where}: importing it failed: {type(error).__name__}: {said} "
             f"({place}, line {line}). It must be importable by {sys.executable} on every machine that runs it"
         ) from error
     what = f"{kind} " if kind else ""
@@ -93,8 +96,9 @@ def _load_file(where: str, file: str) -> ModuleType:
     path = Path(file)
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
+        hint = did_you_mean(path.absolute())
         raise ConfigError(
-            f"{where}: the file {path.absolute()} {problem} on this machine. Relative paths start "
+            f"{where}: the file {path.absolute()} {problem} on this machine.{hint} Relative paths start "
             "at the config's folder; other machines need the file at the same path"
         )
     # Modules beside the file can be imported, but never hide installed ones.

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.files import did_you_mean
 from tidemill.common.run.arrow_values import Convert, check_names, convert, converter_of
 from tidemill.common.run.hub import told_while_waiting
 from tidemill.common.run.json_values import parse_json
@@ -225,7 +226,8 @@ def _suffix_of(file: Path) -> str:
         raise ConfigError(f"dataset {file} is a folder; name the files in it, such as {file}/*.parquet.")
     if not file.exists():
         raise ConfigError(
-            f"dataset {file} does not exist. Relative paths in a config start at the config's folder."
+            f"dataset {file} does not exist.{did_you_mean(file)} "
+            "Relative paths in a config start at the config's folder."
         )
     suffix = file.suffix.lower()
     if suffix not in (*JSONL, *TABLES, *PARQUET):
@@ -344,8 +346,8 @@ def _read_users_rows(reference: str) -> Iterator[Located]:
     file, _, name = reference.rpartition(":")
     if not Path(file).is_file():
         raise ConfigError(
-            f"dataset {reference}: the file {file} does not exist. Relative paths in a config "
-            "start at the config's folder."
+            f"dataset {reference}: the file {file} does not exist.{did_you_mean(Path(file))} "
+            "Relative paths in a config start at the config's folder."
         )
     try:
         if (folder := str(Path(file).resolve().parent)) not in sys.path:

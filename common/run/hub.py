@@ -1,11 +1,9 @@
 """The hub of Hugging Face: what is asked of it says so at once where it does not answer."""
 
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.waiting import said_while_waiting
 
 FIRST_LINE_S = 5.0
 TIMEOUT_S = 5.0
@@ -15,29 +13,12 @@ REMEDY = (
 )
 
 
-@contextmanager
-def told_while_waiting(subject: str, first_s: float = FIRST_LINE_S) -> Iterator[None]:
+def told_while_waiting(subject: str, first_s: float = FIRST_LINE_S) -> AbstractContextManager[None]:
     """Say on stderr that `subject` waits for the hub: after `first_s`, and each time it has waited twice as
     long. The hub's library tries again for more than a minute, in silence."""
-    has_ended = threading.Event()
-
-    def repeat() -> None:
-        waited_s = 0.0
-        pause_s = first_s
-        while not has_ended.wait(pause_s):
-            waited_s += pause_s
-            pause_s = waited_s
-            print(
-                f"{subject}: waiting for the hub for {waited_s:g} s. {REMEDY}.", file=sys.stderr, flush=True
-            )
-
-    thread = threading.Thread(target=repeat, name="hub", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        thread.join()
+    return said_while_waiting(
+        lambda waited_s: f"{subject}: waiting for the hub for {waited_s:g} s. {REMEDY}.", first_s
+    )
 
 
 def check_model_on_hub(name: str, timeout_s: float = TIMEOUT_S) -> None:

@@ -384,7 +384,7 @@ def change_entries(choice: DeadChoice) -> int:
     verb, done = ("drop", "dropped") if isinstance(choice, DropOptions) else ("requeue", "put back")
     if bool(choice.ids) == choice.has_all:
         raise ConfigError(
-            f"tidemill dead {verb} takes the ids of dead letters, or --all; "
+            f"`{command_line('dead', verb)}` takes the ids of dead letters, or --all; "
             f"`{command_line('dead', 'show')}` has them."
         )
     if choice.ids and choice.is_narrow:

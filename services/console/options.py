@@ -48,8 +48,8 @@ app = typer.Typer(
     name="tidemill",
     help="Reinforcement learning for language models: rollout, reward and trainer as processes of their own "
     "that meet in Redis Streams.\n\n"
-    "Begin with: tidemill check CONFIG, then: tidemill up CONFIG",
-    epilog="Example: tidemill up examples/arith/config.yaml --set trainer.steps=20",
+    f"Begin with: {command_line('check', 'CONFIG')}, then: {command_line('up', 'CONFIG')}",
+    epilog=f"Example: {command_line('up', 'examples/arith/config.yaml')} --set trainer.steps=20",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -112,7 +112,8 @@ def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
         run.__annotations__ = {item.name: item.annotation for item in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         group, _, last = name.rpartition(" ")
-        lines = "  ·  ".join(f"tidemill {name} {example}" for example in examples)
+        typed = command_line(*name.split())
+        lines = "  ·  ".join(f"{typed} {example}" for example in examples)
         GROUPS[group].command(last, cls=Command, epilog=f"Example{'s' * (len(examples) > 1)}: {lines}")(run)
         return kind
 

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.text import Text
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import AlgorithmConfig, RewardConfig, RunConfig
 from tidemill.common.config.algorithm_table import PRESETS
 from tidemill.common.config.trainer import TrainerConfig
@@ -165,7 +166,7 @@ def check(options: CheckOptions) -> None:
         print_fields(str(options.config or ""))
         return
     if options.config is None:
-        raise ConfigError("tidemill check needs a config file, or --fields.")
+        raise ConfigError(f"`{command_line('check')}` needs a config file, or --fields.")
     if options.machine:
         print_machine(options.config, options.overrides, options.as_json)
         return
@@ -278,7 +279,8 @@ def _algorithm(trainer: TrainerConfig) -> str:
     algorithm = trainer.algorithm
     origin = f"preset {algorithm.preset}: " if algorithm.preset else ""
     parts = [
-        f"{origin}advantage {algorithm.advantage}, loss {algorithm.loss} per {algorithm.normalisation}",
+        f"{origin}advantage {algorithm.advantage}",
+        f"loss {algorithm.loss}, normalised per {algorithm.normalisation}",
         f"old logprobs: {algorithm.old_logprobs}",
         f"importance {algorithm.importance_mode}",
     ]

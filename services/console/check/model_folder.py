@@ -3,7 +3,6 @@
 Reads the small JSON files only. The services load the model with their own libraries and may still refuse it.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from tidemill.common.config import DataConfig, ModelConfig, RunConfig, is_path
 from tidemill.common.errors import ConfigError
+from tidemill.common.files import did_you_mean
 from tidemill.common.run.chat_template import ChatTemplate, RenderError, read_json
 from tidemill.common.run.dataset import Row
 from tidemill.common.run.model_config import overridden
@@ -41,17 +41,16 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
     folder = Path(model.path)
     if not folder.is_dir():
         if "/" not in model.path and not is_path(model.path):
-            beside = [path.name for path in Path().iterdir() if path.is_dir()]
-            close = difflib.get_close_matches(folder.name, beside, 1)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(folder, Path.is_dir)
             raise ConfigError(
                 f"model.path {model.path}: there is no such folder.{hint} Relative paths in a config start "
                 "at the config's folder; a model of the hub is OWNER/NAME."
             )
         if is_path(model.path):
             raise ConfigError(
-                f"model.path {model.path} is not a folder; give the folder of a Hugging Face model with its "
-                "tokenizer. Relative paths in a config start at the config's folder."
+                f"model.path {model.path} is not a folder.{did_you_mean(folder, Path.is_dir)} "
+                "Give the folder of a Hugging Face model with its tokenizer. Relative paths in a config "
+                "start at the config's folder."
             )
         return ModelFacts(folder, is_remote=True)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

@@ -53,7 +53,7 @@ from tidemill.services.console.run.local_redis import open_redis
 from tidemill.services.console.status.bottleneck import ROLES, Bottleneck
 from tidemill.services.console.status.report import print_report, read_report, summarise, write_report
 from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
-from tidemill.services.console.text.formats import printable
+from tidemill.services.console.text.formats import in_columns, printable
 
 log = structlog.get_logger(__name__)
 
@@ -339,10 +339,9 @@ class LocalRun:
             steps[nearest(guide)] = "your own data and reward function"
         else:
             steps[command_line("check", "CONFIG")] = "find the mistakes of your own config"
-        width = max(map(len, steps))
         self.console.print("next")
-        for command, text in steps.items():
-            self.console.print(Text(f"  {command:{width}}  {text}"), soft_wrap=True)
+        for line in in_columns(steps, self.console.width):
+            self.console.print(Text(line), soft_wrap=True)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -85,6 +85,10 @@ def prepare(
     Raises:
         TidemillError: it cannot start as it is. Nothing was started, and no folder made.
     """
+    runs = folder_of_runs(options.runs_dir)
+    if options.run_id:
+        # At once, since what follows takes seconds.
+        _check_is_free(options, RunFolder(runs, Keys(options.run_id).run_id))
     findings = examine(config or options.config, options.overrides)
     is_simulated = findings.config.trainer.policy == "simulated"
     if findings.model is not None and findings.model.is_remote and not is_simulated:
@@ -92,7 +96,6 @@ def prepare(
         check_model_on_hub(findings.config.model.path)
     config = with_steps(findings.config)
     config, placement = place(config, gpus_here(count_gpus()))
-    runs = folder_of_runs(options.runs_dir)
     config = config.model_copy(update={"run_id": _name_run(options, config, runs)})
     folder = RunFolder(runs, Keys(config.run_id).run_id)
     replaces = _check_is_free(options, folder)

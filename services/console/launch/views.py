@@ -24,6 +24,7 @@ from tidemill.services.console.status.dashboard import (
     evaluation_line,
     failure_line,
     starved_line,
+    state_text,
     step_line,
     warning_line,
 )
@@ -40,6 +41,11 @@ SILENCE_S = 10.0
 """With a snapshot older than this, it is said that Redis does not answer."""
 LOADING_S = 30.0
 """A process that has loaded for this long is named."""
+FIRST_STEP = "the first step"
+FIRST_STEP_S = 10.0
+"""Until the first step a line says what the processes do, so that the start is not silent."""
+REPORTING = ("trainer", "rollout", "reward")
+"""Roles whose processes report."""
 AGAIN_AFTER_S = 10.0
 OVER_AFTER_S = 60.0
 """A trouble that was not seen for this long is over: a disk is tried again every half minute."""
@@ -139,7 +145,7 @@ class Troubles:
             lasted_s = now - trouble.since
             if now - trouble.seen_at > OVER_AFTER_S:
                 del self._held[name]
-                if trouble.is_said:
+                if trouble.is_said and name != FIRST_STEP:  # the step itself is said
                     yield f"over after {duration(trouble.seen_at - trouble.since)}: {name}"
             elif name in present and lasted_s >= trouble.due_s:
                 so_far = f" (for {duration(lasted_s)})" if lasted_s >= 1.0 else ""
@@ -176,7 +182,20 @@ def _troubles(
         elif beat.state == LOAD:
             text = f"{beat.name} is loading{f': {beat.detail}' if beat.detail else ''}; its log says more"
             troubles[f"{beat.name} is loading"] = (text, LOADING_S)
+    if not troubles and not snapshot.points and (doing := _doing(snapshot, services)):
+        troubles[FIRST_STEP] = (f"{FIRST_STEP}; {doing}", FIRST_STEP_S)
     return troubles
+
+
+def _doing(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus]) -> str:
+    """What each process that runs does now, as it has reported."""
+    beats = {beat.name: beat for beat in snapshot.workers}
+    names = [
+        service.name
+        for service in services.values()
+        if service.role in REPORTING and service.state not in ("stopping", "stopped")
+    ]
+    return ", ".join(f"{name}: {state_text(beats[name]) if name in beats else 'starts'}" for name in names)
 
 
 class PlainView:

@@ -237,8 +237,7 @@ class Supervisor:
         """End the run because of one of its processes."""
         summary = f"{process.spec.name} {event} ({_how(code)})"
         tail = process.output_tail()
-        indented = "\n".join(f"  {line}" for line in tail or ["(it wrote nothing)"])
-        reason = f"{summary}. The end of {process.log}:\n{indented}"
+        reason = f"{summary}{_why(tail, process.log)}"
         self._end(RunOutcome(Ending.FAILED, reason, exit_code, summary, _last_error(tail), process.log))
 
     def kill(self) -> None:
@@ -339,6 +338,18 @@ class Supervisor:
 
 def _how(code: int) -> str:
     return f"{'by' if code < 0 else 'with'} {ending_in_words(code)}"
+
+
+def _why(tail: Sequence[str], log: Path) -> str:
+    """The error with which a service ended, and where its log is; the end of the log where it wrote none."""
+    errors = [index for index, line in enumerate(tail) if line.startswith("tidemill ")]
+    if errors:
+        first, *more = tail[errors[-1] :]
+        _, _, error = first.partition(": ")
+        text = "\n".join([f"  {error or first}", *(f"  {line}" for line in more if line.strip())])
+        return f":\n{text}\n  Its log: {log}"
+    text = "\n".join(f"  {line}" for line in tail or ["(it wrote nothing)"])
+    return f". The end of {log}:\n{text}"
 
 
 def _last_error(lines: Sequence[str]) -> str:

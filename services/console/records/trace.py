@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.history import StreamName
 from tidemill.common.streams.selection import leaves_in
@@ -187,7 +188,8 @@ def _outcome_lines(group: GroupRecord) -> Iterator[Node]:
     commit = group.commit
     if commit is not None and group.is_trained:
         began, ended = when(commit.started_at), took(commit.finished_at - commit.started_at)
-        words = f"{commit.step}, begun {began}, {ended}; more: tidemill step {commit.step}"
+        more = command_line("step", str(commit.step))
+        words = f"{commit.step}, begun {began}, {ended}; more: {more}"
         yield Node("step", words, link=f"steps/{commit.step}")
         announced = f", announced {when(group.manifest.announced_at)}" if group.manifest else ""
         yield Node("made", f"version {commit.version}, digest {commit.digest}{announced}")

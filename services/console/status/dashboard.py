@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -42,6 +42,7 @@ STATUS_STYLES = {
     "stopped": "yellow",
     LOST: "bold red",
 }
+OVER = (FINISHED, FAILED, STOPPED, LOST)
 QUEUE_WORDS = {
     "prompts": ("groups to generate", "generating"),
     "trajectories": ("trajectories to score", "scoring"),
@@ -183,6 +184,7 @@ def _sections(
 ) -> Iterator[Section]:
     """The parts of the view from top to bottom."""
     status = snapshot.status
+    in_full = command_line("status")
     name, state = (snapshot.run_id, "bold cyan"), (status, STATUS_STYLES.get(status, ""))
     head: list[RenderableType] = [Text.assemble(("tidemill ", "bold"), name, "  ", state)]
     if snapshot.memory.is_full:
@@ -196,20 +198,22 @@ def _sections(
     yield Section("lines", head, _group, importance=9, least=len(head) + 1)
     failing = [Text.assemble(("failing  ", "bold red"), printable(text)) for text in failure_lines(snapshot)]
     yield Section("causes of failure", failing, _group, importance=8, least=4)
-    yield Section("rows of numbers: tidemill status", _rows_of_numbers(snapshot), _columns, 2, 4, True)
+    yield Section(f"rows of numbers: {in_full}", _rows_of_numbers(snapshot), _columns, 2, 4, True)
     verdict = snapshot.bottleneck
     if verdict is not None and snapshot.status != FINISHED and not snapshot.memory.is_full:
         slowest = [Text.assemble(("slowest  ", "bold magenta"), verdict.text)]
         slowest.append(Text(f"  {verdict.advice}", "dim"))
         yield Section("lines of advice", slowest, _group, importance=5, least=4, has_space=True)
-    rows = process_table(snapshot, services).children
+    # What blocks a process is a warning below, and once is enough.
+    rows = process_table(snapshot, services, snapshot.blocked).children
     if rows:
         # Where not all have room, those that do not work are shown.
-        yield Section("processes: tidemill status", rows, _process_rows, 6, 7, True, _urgency)
-    else:
-        nobody = [Text("no process has reported yet", "dim")]
+        yield Section(f"processes: {in_full}", rows, _process_rows, 6, 7, True, _urgency)
+    elif snapshot.status not in OVER:
+        silent = "no process reports" if snapshot.points else "no process has reported yet"
+        nobody = [Text(silent, "dim")]
         yield Section("lines", nobody, _group, importance=6, has_space=True)
-    yield Section("warnings: tidemill status", list(_warnings(snapshot)), _group, 7, 4, True)
+    yield Section(f"warnings: {in_full}", list(_warnings(snapshot)), _group, 7, 4, True)
     news = [Text(event, style="yellow", overflow="ellipsis", no_wrap=True) for event in reversed(events)]
     yield Section("events", news, lambda items: Group(*reversed(items)), importance=4, least=2)
     if hint:
@@ -226,9 +230,11 @@ def _rows_of_numbers(snapshot: RunSnapshot) -> list[tuple[Node | None, Node | No
 
 
 def _columns(rows: Sequence[tuple[Node | None, Node | None]]) -> RenderableType:
-    columns = Table.grid(padding=(0, 3))
+    columns = Table.grid(padding=(0, 2))
     learning = [node for node, _ in rows if node is not None]
     flow = [node for _, node in rows if node is not None]
+    if not flow:
+        return lines_table(learning, grid="left")
     columns.add_row(lines_table(learning, grid="left"), lines_table(flow, grid="right"))
     return columns
 
@@ -250,7 +256,7 @@ def pace(snapshot: RunSnapshot) -> list[str]:
     words = [f"{snapshot.version / snapshot.steps:.0%}"]
     if snapshot.step_s is not None:
         words.append(f"{snapshot.step_s:.2g} s a step")
-    if snapshot.eta_s and snapshot.version < snapshot.steps:
+    if snapshot.eta_s and snapshot.version < snapshot.steps and snapshot.status not in OVER:
         words.append(f"{duration(snapshot.eta_s)} left")
     return words
 
@@ -271,7 +277,7 @@ def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         ("entropy", "entropy", ".3f"),
         ("grad norm", "grad_norm", ".3g"),
         ("MFU", "perf/mfu", ".1%"),
-        ("tokens/s a rank", "perf/tokens_per_s_per_rank", ",.0f"),
+        ("tokens/s/rank", "perf/tokens_per_s_per_rank", ",.0f"),
         ("passes filled", "forward/fill", ".0%"),
         ("peak GiB", "perf/peak_gib", ".1f"),
     ):
@@ -323,6 +329,8 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
     for label, name in (("groups outstanding", "outstanding"), ("groups ready to train", "complete")):
         if counts := [own[name] for own in alive if name in own]:
             yield Node(label, f"{sum(counts):,.0f}")
+    if snapshot.status in OVER and not snapshot.queues:  # read from the run's folder: its Redis is gone
+        return
     yield Node("entries in the streams", f"{sum(queue.length for queue in snapshot.queues):,}")
     style = "bold red" if snapshot.num_dead else ""
     yield Node(
@@ -364,14 +372,27 @@ def _weights_lines(alive: Sequence[Mapping[str, float]]) -> Iterator[Node]:
             yield Node(label, max(seconds), "s")
 
 
-def process_table(snapshot: RunSnapshot, services: Mapping[str, ServiceStatus] | None = None) -> Node:
+def process_table(
+    snapshot: RunSnapshot,
+    services: Mapping[str, ServiceStatus] | None = None,
+    without: Collection[str] = (),
+) -> Node:
+    """A row for each process; of those in `without` the details are said elsewhere."""
     services, is_full = services or {}, snapshot.memory.is_full
-    beats = {beat.name: beat for beat in snapshot.workers}
+    beats = {
+        beat.name: replace(beat, detail="") if beat.name in without else beat for beat in snapshot.workers
+    }
     rows = (
         {"process": name} | _process_row(beats.get(name), services.get(name), is_full)
         for name in dict.fromkeys([*services, *beats])
     )
     return table(rows, {"idle": "share"})
+
+
+def state_text(beat: Heartbeat) -> str:
+    """What a process does, in words."""
+    state = beat.state.replace("_", " ")
+    return f"waits for {state.removeprefix(WAIT)}" if state.startswith(WAIT) else state
 
 
 def _process_row(
@@ -397,9 +418,7 @@ def _process_row(
             "idle": None,
             "what for": restarts,
         }
-    state, style = beat.state.replace("_", " "), "green"
-    if state.startswith(WAIT):
-        state, style = f"waits for {state.removeprefix(WAIT)}", "yellow"
+    state, style = state_text(beat), "yellow" if beat.state.startswith(WAIT) else "green"
     damaged = beat.counts.get(DAMAGED_VERSION)
     unusable = "" if damaged is None else f"weights of version {damaged:g} are damaged"
     return {
@@ -445,8 +464,9 @@ def starved_line(snapshot: RunSnapshot) -> str:
     longest_s = max(beat.counts.get(STARVED_S, 0.0) for beat in beats)
     times = sum(beat.counts[STARVED] for beat in beats)
     names = ", ".join(beat.name for beat in beats)
+    how_often = "once" if times == 1 else f"{times:,.0f} times"
     return (
-        f"short of CPU: {names} had to wait for a core {times:,.0f} times, up to {longest_s:.1f} s. Run "
+        f"short of CPU: {names} had to wait for a core {how_often}, up to {longest_s:.1f} s. Run "
         "fewer processes on this machine, or give it more cores"
     )
 

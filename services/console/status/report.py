@@ -293,8 +293,9 @@ def summary_tree(summary: RunSummary, config: RunConfig) -> dict[str, Any]:
 
 
 def learning_of(summary: RunSummary) -> tuple[str, str]:
-    """Whether the reward rose from its first to its last third, as a verdict and in words; both are empty
-    where all steps have the same reward, as when only a teacher is learned from."""
+    """Whether the reward rose from its first to its last third, or else the evaluation by more than the
+    reward's noise, as a verdict and in words; both are empty where all steps have the same reward, as when
+    only a teacher is learned from."""
     curve = summary.reward_curve
     if curve and len(curve) < MIN_STEPS:
         return "too_short", f"too short to tell: {len(curve)} steps, and at least {MIN_STEPS} are compared"
@@ -306,7 +307,11 @@ def learning_of(summary: RunSummary) -> tuple[str, str]:
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
     moved = f"from {before:.3f} in the first third of the steps to {after:.3f} in the last"
     if abs(after - before) <= NUM_ERRORS * error:
-        return "nothing", f"ran correctly, learned nothing: the reward went {moved}, within its noise"
+        went = f"the reward went {moved}, within its noise"
+        scores = summary.eval_before, summary.eval_after
+        if None not in scores and scores[1] - scores[0] > NUM_ERRORS * error:
+            return "learned", f"the evaluation rose from {scores[0]:.3f} to {scores[1]:.3f}; {went}"
+        return "nothing", f"ran correctly, learned nothing: {went}"
     return ("learned", f"the reward rose {moved}") if after > before else ("fell", f"the reward fell {moved}")
 
 

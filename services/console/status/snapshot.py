@@ -10,10 +10,19 @@ from typing import Any
 
 from tidemill.common.errors import BrokerError, ConfigError
 from tidemill.common.history import StreamName
+from tidemill.common.process.activity import LOAD
 from tidemill.common.process.failures import Failure, added_up
 from tidemill.common.process.heartbeats import BLOCKING, Heartbeat, read_heartbeats
 from tidemill.common.redis.broker import Broker, MemoryUse
-from tidemill.common.run.state import EVALUATION, METRICS_FILE, STEP, read_config, read_records, read_state
+from tidemill.common.run.state import (
+    EVALUATION,
+    METRICS_FILE,
+    STARTING,
+    STEP,
+    read_config,
+    read_records,
+    read_state,
+)
 from tidemill.common.run.weight_files import folder_versions
 from tidemill.common.streams import OffsetReader, group_status, last_id, length, read_newest
 from tidemill.common.streams.entries import Entry, entry_id_of, id_order
@@ -158,7 +167,10 @@ class RunSnapshot:
 
     @property
     def bottleneck(self) -> Bottleneck | None:
-        """Which stage makes the run slow; None without evidence."""
+        """Which stage makes the run slow; None without evidence, and until the first step while it starts."""
+        is_loading = any(beat.role == "trainer" and beat.shares.get(LOAD) for beat in self.workers)
+        if not self.points and (self.status == STARTING or is_loading):
+            return None
         evidence = gather_evidence(
             [point.metrics for point in self.points if point.step > 0],
             self.workers,

@@ -7,6 +7,7 @@ of reading, are shown as escapes.
 
 import math
 import time
+from collections.abc import Mapping
 
 
 def printable(value: str, limit: int = 0) -> str:
@@ -46,8 +47,8 @@ def number(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A part of a whole with three digits: 60%, 1.4%, 0.125%."""
-    return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.3g}%"
+    """A part of a whole with three digits, at most three of them decimals: 60%, 1.4%, 0.125%."""
+    return NOTHING if value is None or not math.isfinite(value) else f"{round(100 * value, 3):.3g}%"
 
 
 def plural(count: int, noun: str) -> str:
@@ -87,3 +88,12 @@ def duration(seconds: float) -> str:
     if whole < 60:
         return f"{whole} min {rest:02} s" if whole else f"{rest} s"
     return f"{whole // 60} h {whole % 60:02} min"
+
+
+def in_columns(steps: Mapping[str, str], width: int) -> list[str]:
+    """Commands and what they do: side by side, or where that is too wide, each command below its text."""
+    longest = max(map(len, steps))
+    lines = [f"  {command:{longest}}  {text}" for command, text in steps.items()]
+    if max(map(len, lines)) <= width:
+        return lines
+    return [line for command, text in steps.items() for line in (f"  {text}:", f"    {command}")]

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config.section import flatten
 from tidemill.common.errors import TidemillError
 from tidemill.common.history import Selection, StreamName
@@ -251,7 +252,7 @@ async def dead(site: Site, run: WatchedRun, request: Request) -> Response:
         "dead",
         "Dead letters",
         part("", [dead_table(found[:PAGE_DEAD])] if found else []),
-        note="Messages that nobody could process. `tidemill dead` puts them back or drops them.",
+        note=f"Messages that nobody could process. `{command_line('dead')}` puts them back or drops them.",
         text=text,
         searched="Error, worker or stream",
         count=plural(len(found), "dead letter") + more,

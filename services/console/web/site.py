@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tidemill.common.command_line import command_line
 from tidemill.common.errors import BrokerError
 from tidemill.common.history import History
 from tidemill.services.console.records import sessions
@@ -70,7 +71,8 @@ class Site:
             "shown": shown_safely,
         }
         self._templates.globals |= {
-            "span": texts.span, "num_tokens": sessions.num_completion_tokens, "most_parts": MAX_PARTS
+            "span": texts.span, "num_tokens": sessions.num_completion_tokens, "most_parts": MAX_PARTS,
+            "command_line": command_line,
         }  # fmt: skip
 
     def response(self, template: str, status: int = 200, **values: Any) -> Response:

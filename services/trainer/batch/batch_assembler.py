@@ -14,6 +14,7 @@ from contextlib import suppress
 import numpy as np
 import structlog
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.failures import FailureLog
@@ -163,7 +164,8 @@ class ReplacementLimit:
     """Ends a run whose groups are replaced for ever: counts those replaced in a row, and in the step in
     progress those without variance."""
 
-    def __init__(self, trainer: TrainerConfig) -> None:
+    def __init__(self, trainer: TrainerConfig, run_id: str) -> None:
+        self._run_id = run_id
         self._groups_per_step, self._rounds = trainer.groups_per_step, trainer.algorithm.max_filter_rounds
         self._rewards: Counter[float] = Counter()
         """The reward of all samples of each group without variance since the last group that was trained."""
@@ -183,9 +185,9 @@ class ReplacementLimit:
         self._in_a_row, self._warns_at = 0, max(LEAST_WARN, self._groups_per_step)
         self._rewards.clear()
 
-    def note_replaced(self, reason: str, detail: str, rewards: Sequence[float]) -> None:
-        """A group is about to be replaced; `rewards` are those of a group without variance. Raises
-        ConfigError: too many were replaced."""
+    def note_replaced(self, ticket: int, reason: str, detail: str, rewards: Sequence[float]) -> None:
+        """The group of this ticket is about to be replaced; `rewards` are those of a group without variance.
+        Raises ConfigError: too many were replaced."""
         self._in_a_row += 1
         if reason == ZERO_VARIANCE:
             self._num_filtered += 1
@@ -204,21 +206,22 @@ class ReplacementLimit:
             raise ConfigError(
                 f"a step of {size} groups needs more than {self._rounds} times as many "
                 f"(trainer.algorithm.max_filter_rounds): {self._num_filtered} groups {equal} "
-                f"{self._about_rewards()}"
+                f"{self._about_rewards(ticket)}"
             )
         if self._in_a_row > max(LEAST_GIVE_UP, STEPS_GIVE_UP * size):
             cause = f"could not be trained, the last one because of {reason!r} {detail}. Fix its cause, then"
             if self._rewards.total() == self._in_a_row:
-                raise ConfigError(f"{self._in_a_row} groups in a row {equal} {self._about_rewards()}")
+                raise ConfigError(f"{self._in_a_row} groups in a row {equal} {self._about_rewards(ticket)}")
             raise ConfigError(f"{self._in_a_row} groups in a row {cause} resume the run.")
 
-    def _about_rewards(self) -> str:
+    def _about_rewards(self, ticket: int) -> str:
         if len(self._rewards) == 1 and self._rewards.total() == self._in_a_row > 1:
             (value,) = self._rewards
+            trace = command_line("trace", str(ticket), self._run_id)
             return (
                 f"The reward is constant: it was {value:g} for every sample of the last {self._in_a_row} "
-                "groups. Look at what the reward function is given and returns (`tidemill trace`), then "
-                "resume the run."
+                f"groups. Look at what the reward function is given and returns (`{trace}`), then resume the "
+                "run."
             )
         found = ", ".join(f"{value:g} in {n} groups" for value, n in self._rewards.most_common(5))
         return (
@@ -244,7 +247,7 @@ class BatchAssembler:
         self.takes_turns = context.config.rollout.trainer_gpus == "turns"
         self.group_filter, self.precompute = group_filter, None if self.takes_turns else precompute
         self.dropped: list[Dropped] = []
-        self.limit = ReplacementLimit(self.trainer)
+        self.limit = ReplacementLimit(self.trainer, context.keys.run_id)
         self.code_errors = CodeErrors.of_training(context.config)
         self.join.on_score = self.code_errors.note
         self.failures = FailureLog()
@@ -316,7 +319,7 @@ class BatchAssembler:
         ever will be."""
         # A crash before the commit forgets this; the ticket that is issued below names what it replaces.
         self.dropped.append((ticket, -1, reason))
-        self.limit.note_replaced(reason, detail, rewards)
+        self.limit.note_replaced(ticket, reason, detail, rewards)
         self._note_failure(reason, detail)
         metrics.GROUPS_SETTLED.labels(reason.partition(":")[0]).inc()
         # Before the await: an entry that arrives meanwhile must not complete a group that is being replaced.

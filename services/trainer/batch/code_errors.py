@@ -7,6 +7,7 @@ this trainer started does not count: the code may have been corrected since.
 
 import time
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.streams import id_order
@@ -73,5 +74,5 @@ class CodeErrors:
         raise ConfigError(
             f"the reward's own code fails: the last {self._num_in_row} scores{what} failed, and none had a "
             f"value. The reason of the last one: {self._reason}. Such an error does not pass by itself: "
-            "correct the code, try it with `tidemill check`, then resume the run"
+            f"correct the code, try it with `{command_line('check', 'CONFIG')}`, then resume the run"
         )

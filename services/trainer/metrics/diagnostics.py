@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from tidemill.common.command_line import command_line
 from tidemill.common.config.diagnostics import Check, HealthyRange, Ranges, checks_with
 from tidemill.common.run.state import STEP, Record
 from tidemill.common.telemetry import metrics
@@ -156,8 +157,8 @@ def time_advice(numbers: Mapping[str, Any]) -> str:
     if longest == SCORES_WAIT and float(numbers.get("scores/failed_ratio") or 0.0) > MOSTLY_FAILED:
         return (
             f"It waited {waits[longest]:.3g} s for scores, and most of them failed: first see to it that the "
-            "reward gives values. `tidemill status` says why it fails."
+            f"reward gives values. `{command_line('status')}` says why it fails."
         )
     if not waits[longest]:
-        return "`tidemill status` says who waits for whom."
+        return f"`{command_line('status')}` says who waits for whom."
     return f"It waited {waits[longest]:.3g} s for {WAITS[longest]}."

@@ -174,6 +174,21 @@ async def test_a_mistake_of_the_user_or_a_cpu_that_lacks_an_instruction_ends_the
     assert stage.supervisor.statuses["rollout"].restarts == 0
 
 
+async def test_the_error_of_a_service_is_the_reason_and_not_the_lines_of_its_log_before_it(tmp_path, guard):
+    program = (
+        "import sys; print('joined the run'); print('Loading weights: 100%')\n"
+        "print('tidemill rollout: two problems\\n\\nmodel.path is wrong', file=sys.stderr); sys.exit(2)"
+    )
+    stage = Stage(tmp_path, guard, {"trainer": POLITE, "rollout": program})
+    outcome = await stage.run()
+    assert outcome.reason.splitlines() == [
+        "rollout cannot do this run (with exit code 2):",
+        "  two problems",
+        "  model.path is wrong",
+        f"  Its log: {outcome.log}",
+    ]
+
+
 async def test_a_process_that_keeps_dying_is_given_up(tmp_path, guard, monkeypatch):
     monkeypatch.setattr("tidemill.services.console.processes.supervisor.LONGEST_PAUSE_S", 0.001)
     # Another cause each time: letters, for numbers do not count.

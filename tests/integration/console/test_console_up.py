@@ -192,6 +192,8 @@ def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints
     with pytest.raises(ConfigError, match="exists already") as caught:
         run_up(options, specs_with())
     assert "--run-id twice --resume" in str(caught.value)
+    with pytest.raises(ConfigError, match="exists already"):  # before anything that takes time is looked at
+        run_up(UpOptions(config=config, run_id="twice", overrides=["reward.function=no.py:f"]), specs_with())
     with pytest.raises(ConfigError, match="the latest is twice"):
         run_up(UpOptions(config=config, resume=True), specs_with())
     with pytest.raises(ConfigError, match="there is no run other to resume"):

@@ -1,11 +1,23 @@
 """A command in a hint works as it is printed, wherever the process was started."""
 
+import ast
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tidemill.common.command_line import command_line
+
+NAMES = {
+    "console/cluster/__main__.py: as of tidemill up",
+    "console/launch/local_run.py: tidemill up: ",
+    "console/launch/up.py: tidemill up: a metric left its healthy range (--fail-on-warning)",
+    "console/run/folder.py:  does not answer: its `tidemill up` was probably killed. Continue the run with `",
+    'console/web/server.py: Basic realm="tidemill web: the token is the password", charset="UTF-8"',
+}
+"""Texts that name a command, and are nothing to type."""
 
 
 @pytest.fixture
@@ -53,3 +65,24 @@ def test_elsewhere_its_whole_path_is_given(environment: Path, tmp_path: Path, mo
 def test_a_clone_that_is_not_installed_is_run_as_a_module(environment: Path) -> None:
     (environment / "tidemill").unlink()
     assert command_line("web") == ".venv/bin/python -m tidemill web"
+
+
+def test_texts_for_users_name_the_program_as_it_can_be_typed() -> None:
+    """Commands that are printed come from `command_line`: the plain name needs an active environment."""
+    typed = re.compile(
+        r"(?:^|[^A-Za-z])tidemill (?:archive|check|dead|export|status|step|streams|trace|up|web)\b"
+    )
+    services = Path(__file__).parents[3] / "services"
+    texts = [(path, path.read_text()) for path in services.rglob("*.html")]
+    texts += [(path, text) for path in services.rglob("*.py") for text in _texts_of(path)]
+    plain = {f"{path.relative_to(services)}: {text[:80]}" for path, text in texts if typed.search(text)}
+    assert plain - NAMES == set()
+
+
+def _texts_of(path: Path) -> Iterator[str]:
+    """The literals of a module but for docstrings, which are expressions of their own."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value

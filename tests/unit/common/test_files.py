@@ -18,6 +18,7 @@ from tidemill.common.files import (
     aside_file,
     aside_folder,
     clear_aside,
+    did_you_mean,
     file_checksum,
     publish_file,
     publish_folder,
@@ -220,3 +221,12 @@ def test_what_a_full_disk_does_not_take_whole_is_not_appended_in_part(tmp_path, 
     append_durably(path, b"y")
     append_durably(path, b"z", end=len(data))
     assert path.read_bytes() == data + b"z"
+
+
+def test_a_missing_file_is_compared_with_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "model").mkdir()
+    assert did_you_mean(tmp_path / "trian.jsonl") == f" Did you mean {tmp_path / 'train.jsonl'}?"
+    assert did_you_mean(tmp_path / "modle", Path.is_dir) == f" Did you mean {tmp_path / 'model'}?"
+    assert did_you_mean(tmp_path / "modle") == "", "a file was meant"
+    assert did_you_mean(tmp_path / "data" / "train.jsonl") == ""

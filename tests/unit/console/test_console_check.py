@@ -183,7 +183,9 @@ def test_a_good_config_is_explained(run_files: Path) -> None:
     assert "4 groups of 2 = 8 trajectories, at most 128 completion tokens" in text["step"]
     assert "on-policy" in text["staleness"]
     assert "6.67 epochs" in text["run"]
-    assert text["algorithm"].startswith("advantage grpo, loss ppo per token; old logprobs: recompute")
+    assert text["algorithm"].startswith(
+        "advantage grpo; loss ppo, normalised per token; old logprobs: recompute"
+    )
     assert dict(describe(Findings(make_config())))["model"].startswith("model")
 
 

@@ -31,6 +31,7 @@ from tidemill.services.console.status.dashboard import (
 )
 from tidemill.services.console.status.report import spell_lines
 from tidemill.services.console.status.snapshot import QueueDepth, RunSnapshot, StepPoint
+from tidemill.services.console.text.formats import in_columns, share
 from tidemill.services.console.text.tree import shown
 
 NAN = float("nan")
@@ -306,6 +307,55 @@ def test_a_blocked_loop_is_said_once_for_its_line_and_a_busy_machine_once_for_al
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 2 and lines[0].startswith("warning: reward-0: the event loop was blocked for 1.2 s")
     assert lines[1].startswith("warning: short of CPU: rollout-0 ")
+
+
+def test_what_blocks_a_process_is_said_once_in_a_view() -> None:
+    blocked = beat(
+        "reward-0", "reward", "score", detail="blocked for 1.2 s: score (my.py, line 4)", blocking=1
+    )
+    assert printed(snapshot(1, workers=[blocked]), 200).count("blocked for 1.2 s") == 1
+
+
+def test_of_a_run_that_is_over_nothing_is_shown_that_only_its_redis_knew() -> None:
+    text = printed(snapshot(state={"status": "stopped", "evaluations": EVALUATIONS}))
+    assert "eval held" in text and "first 0.310, best 0.720" in text, "what is left has the whole width"
+    assert "no process reports" in printed(snapshot(state={"status": "running"}))
+    for absent in ("s left", "entries in the streams", "no process has reported yet"):
+        assert absent not in text, absent
+
+
+def test_a_number_that_has_no_room_never_loses_digits_in_silence() -> None:
+    evaluations = [{"version": v, "set": "held_out", "score": s} for v, s in ((0, 0.289), (3, 0.734))]
+    timed = beat("trainer", "trainer", "train", checkpoint_copy_s=0.00472, weights_bytes=3_890_000.0)
+    run = snapshot(state={"status": "running", "evaluations": evaluations}, workers=[timed])
+    for width in range(60, 90):
+        (line,) = (line for line in printed(run, width).splitlines() if line.startswith("eval"))
+        assert "best 0.734" in line or "…" in line, line
+    assert "best 0.734" in printed(run, 80)
+
+
+def test_while_a_run_loads_no_stage_is_blamed() -> None:
+    trainer = beat("trainer", "trainer", "train")
+    rollout = beat("rollout-0", "rollout", "generate")
+    trainer.shares = {"load": 0.8, "wait:trajectories": 0.2}
+    rollout.shares = {"generate": 1.0}
+    assert snapshot(0, workers=[trainer, rollout], state={"status": "running"}).bottleneck is None
+    trainer.shares = {"wait:trajectories": 1.0}
+    run = snapshot(0, workers=[trainer, rollout], state={"status": "running"})
+    assert run.bottleneck is not None, "a minute later"
+
+
+def test_a_small_share_has_no_long_row_of_digits() -> None:
+    assert [share(part) for part in (0.000000442, 0.00125, 0.0288, 0.575, 1.0)] == [
+        "0%", "0.125%", "2.88%", "57.5%", "100%",
+    ]  # fmt: skip
+
+
+def test_what_to_do_next_fits_a_narrow_terminal() -> None:
+    steps = {"tidemill web a": "in a browser", "a/tutorial.md": "your own data"}
+    assert in_columns(steps, 80) == ["  tidemill web a  in a browser", "  a/tutorial.md   your own data"]
+    narrow = ["  in a browser:", "    tidemill web a", "  your own data:", "    a/tutorial.md"]
+    assert in_columns(steps, 25) == narrow
 
 
 @pytest.mark.parametrize("height", [16, 24, 50])

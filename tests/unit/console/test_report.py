@@ -146,6 +146,14 @@ def test_a_report_says_whether_the_reward_rose(curve: list[float], verdict: str,
     assert found == verdict and words in text
 
 
+def test_a_run_whose_evaluation_rose_has_not_learned_nothing() -> None:
+    noisy = [0.1, 0.2, 0.3, 0.2, 0.2, 0.2, 0.2, 0.3, 0.4]  # twice its error is 0.16
+    found, text = learning_of(RunSummary("r", reward_curve=noisy, eval_before=0.289, eval_after=0.734))
+    assert found == "learned" and text.startswith("the evaluation rose from 0.289 to 0.734; the reward went")
+    found, _ = learning_of(RunSummary("r", reward_curve=noisy, eval_before=0.289, eval_after=0.3))
+    assert found == "nothing"
+
+
 def test_the_report_says_what_was_slow_and_what_failed(tmp_path: Path) -> None:
     slow = {"text": "reward is the bottleneck", "advice": "With one more reward worker: 7 s"}
 

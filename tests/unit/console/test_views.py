@@ -11,10 +11,12 @@ from tidemill.common.redis.broker import MemoryUse
 from tidemill.services.console.launch import views
 from tidemill.services.console.launch.views import PlainView
 from tidemill.services.console.processes.supervisor import ServiceStatus
-from tidemill.services.console.status.snapshot import RunSnapshot
+from tidemill.services.console.status.snapshot import RunSnapshot, StepPoint
 
 DISK = "cannot write a checkpoint to /runs/a: No space left on device; free some space on that disk."
 SERVICES = {"trainer": ServiceStatus("trainer", "trainer", "running", pid=7)}
+
+FIRST = StepPoint(step=0, metrics={}, finished_at=0.0)
 
 
 class Screen:
@@ -28,6 +30,7 @@ class Screen:
 
     def lines_at(self, seconds: float, silent_s: float = 0.0, **state: Any) -> list[str]:
         """Lines that are printed for a snapshot that is taken so many seconds after the first."""
+        state = {"points": [FIRST]} | state
         self.now_s = 1000.0 + seconds
         printed = len(self.text.getvalue())
         self.view.show(RunSnapshot("a", 5, 1, **state), SERVICES, silent_s)
@@ -62,6 +65,16 @@ def test_a_process_that_loads_for_long_is_named(screen: Screen) -> None:
     loads = {"workers": [beat("load", "model and data")]}
     times = [second for second in range(200) if screen.lines_at(second, **loads)]
     assert times == [30, 60, 120]
+
+
+def test_until_the_first_step_it_is_said_what_the_processes_do(screen: Screen) -> None:
+    assert not screen.lines_at(0, points=[])
+    assert screen.lines_at(11, points=[]) == ["waiting: the first step; trainer: starts (for 11 s)"]
+    said = "waiting: the first step; trainer: waits for trajectories (for 22 s)"
+    assert screen.lines_at(22, workers=[beat("wait:trajectories")], points=[]) == [said]
+    assert len(screen.lines_at(25, workers=[beat("train")])) == 1, "the step"
+    times = [second for second in range(26, 200) if screen.lines_at(second, workers=[beat("train")])]
+    assert times == []
 
 
 @pytest.mark.parametrize(

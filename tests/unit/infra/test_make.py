@@ -16,7 +16,16 @@ def test_the_commands_stand_in_columns() -> None:
     lines = [line for line in output.splitlines() if re.match(r"  [a-z]", line)]
     starts = {re.match(r"  ([a-z-]+ +)", line).end() for line in lines}
     assert len(starts) == 1, "every text begins in the same column"
-    assert any("(ENGINE=transformers|vllm)" in line for line in lines), "no text is cut off"
+    assert "(ENGINE=transformers|vllm)" in output, "no text is cut off"
+    assert max(map(len, output.splitlines())) <= 80
+    assert "push-image" not in output
+
+
+def test_the_commands_for_releases_are_listed_where_they_are_wanted() -> None:
+    command = ["make", "help", "ALL=1"]
+    assert (
+        "push-image" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
 
 
 @pytest.mark.parametrize("code", [0, 3])

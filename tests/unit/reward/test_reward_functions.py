@@ -295,12 +295,19 @@ def test_a_function_that_cannot_be_used_is_refused_in_plain_words(load, source, 
         ("/nowhere/reward.py:compute_score", {}, "/nowhere/reward.py does not exist"),
         ("reward.py:", {}, "is incomplete"),
         ("no_such_package.rewards:score", {}, "no_such_package.rewards:score: importing it failed"),
+        (
+            "{folder}/broken.py:score",
+            {},
+            r"failed: SyntaxError: expected ':' \(broken\.py, line 1\)\. It must",
+        ),
+        ("{folder}/brokem.py:score", {}, r"does not exist on this machine\. Did you mean .*/broken\.py\?"),
         ("json:dump_all", {}, "has no 'dump_all'; did you mean 'dump"),
         ("gsm8k", {"methud": "strict"}, "'methud', which gsm8k does not take; did you mean 'method'"),
         ("gsm8k", {"zzz": 1}, "it takes method, format_score"),
         ("gsm8k", {"ground_truth": 1}, "must not set ground_truth"),
     ],
 )
-def test_a_name_or_arguments_that_lead_nowhere_are_refused(reference, kwargs, expected):
+def test_a_name_or_arguments_that_lead_nowhere_are_refused(tmp_path, reference, kwargs, expected):
+    (tmp_path / "broken.py").write_text("def score(a, b)\n    return 1\n")
     with pytest.raises(ConfigError, match=expected):
-        load_function(reference, kwargs)
+        load_function(reference.format(folder=tmp_path), kwargs)

@@ -145,7 +145,7 @@ def _let_a_random_group_advance(
 def limit_of(rounds: int | None = None, **trainer: Any) -> ReplacementLimit:
     """Of a run with two groups in a step."""
     algorithm = {"filter_zero_variance": True, "max_filter_rounds": rounds}
-    return ReplacementLimit(trainer_config(algorithm=algorithm, **trainer).trainer)
+    return ReplacementLimit(trainer_config(algorithm=algorithm, **trainer).trainer, "a-run")
 
 
 Event = Callable[[ReplacementLimit], None]
@@ -156,7 +156,7 @@ def filtered(*rewards: float) -> Event:
 
     def replace(limit: ReplacementLimit) -> None:
         for reward in rewards:
-            limit.note_replaced(ZERO_VARIANCE, "", [reward, reward])
+            limit.note_replaced(7, ZERO_VARIANCE, "", [reward, reward])
 
     return replace
 
@@ -164,7 +164,7 @@ def filtered(*rewards: float) -> Event:
 def replaced(reason: str, detail: str = "", times: int = 1) -> Event:
     def replace(limit: ReplacementLimit) -> None:
         for _ in range(times):
-            limit.note_replaced(reason, detail, ())
+            limit.note_replaced(7, reason, detail, ())
 
     return replace
 
@@ -177,7 +177,8 @@ TRAINED: Event = ReplacementLimit.note_trained
     [
         # Three rounds are the step's own groups and twice as many replacements.
         (3, [filtered(0, 0, 0, 0)], filtered(0), r"a step of 2 groups needs more than 3 times .*: 5 groups"),
-        (2, [filtered(0.25, 0.25)], filtered(0.25), r"reward is constant: it was 0\.25 for every sample"),
+        (2, [filtered(0.25, 0.25)], filtered(0.25),
+         r"reward is constant: it was 0\.25 for every sample .* trace 7 a-run`\)"),
         # Rewards are equal within groups only.
         (2, [filtered(0, 1)], filtered(0), r"Rewards were 0 in 2 groups, 1 in 1 groups recently: prompts"),
         # A group that can be trained does not limit_of the reward constant, and not the bound larger.
