@@ -1,10 +1,11 @@
 """What every test may use: the marker of its folder, a real Redis of each kind, a broker on it."""
 
+import gc
 import os
 import shlex
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,17 @@ LONG = (
     "unit/trainer/test_step.py",
 )
 """What `make test` leaves to `make test-long`: long runs, and programs and libraries from outside."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay to the end: no garbage collection looks through them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

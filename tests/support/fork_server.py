@@ -157,6 +157,7 @@ def main() -> dict[str, Any] | None:
     """Import, then serve: all that services need, or all files of tests that pytest's arguments name."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, whose end ends this process
     kind, *arguments = sys.argv[1:]
+    gc.disable()  # what imports make stays: looking through it for garbage again and again finds none
     if kind == "services":
         for name in PRELOADED:
             with contextlib.suppress(ImportError):  # some are of extras
@@ -169,6 +170,7 @@ def main() -> dict[str, Any] | None:
         server = ForkServer(socket.socket(fileno=os.dup(0)))
     gc.collect()
     gc.freeze()  # so that no collection of a forked process copies the pages of all these modules
+    gc.enable()
     return server.serve()
 
 

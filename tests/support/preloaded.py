@@ -101,10 +101,11 @@ class ForkedProcess:
         output: int,
         errors: int,
         folder: Path = REPO,
+        code: str = "",
     ) -> None:
-        """`output` and `errors` are file descriptors."""
+        """`output` and `errors` are file descriptors. `code` is run in place of a module."""
         request = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
-        request |= {"folder": str(folder), "code": ""}
+        request |= {"folder": str(folder), "code": code}
         self.args = module
         self.returncode: int | None = None
         self._pid, self._told = 0, b""
@@ -192,17 +193,24 @@ def tidemill(*words: str, **environment: str) -> "subprocess.CompletedProcess[st
     return run_module("tidemill.services.console", words, environment)
 
 
+def run_code(code: str, environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Run `python -c CODE` to its end, forked where that makes no difference."""
+    return run_module("", (), environment, code=code)
+
+
 def run_module(
-    module: str, words: Sequence[str], environment: Mapping[str, str], folder: Path = REPO
+    module: str, words: Sequence[str], environment: Mapping[str, str], folder: Path = REPO, code: str = ""
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `python -m MODULE WORDS` in a folder to its end, forked where that makes no difference."""
+    """Run `python -m MODULE WORDS` in a folder to its end, forked where that makes no difference; or the code
+    in place of a module."""
     if not can_fork(environment):
-        command = [sys.executable, "-m", module, *words]
+        program = ["-c", code] if code else ["-m", module]
+        command = [sys.executable, *program, *words]
         return subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
         )
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = ForkedProcess(module, words, environment, output.fileno(), errors.fileno(), folder)
+        process = ForkedProcess(module, words, environment, output.fileno(), errors.fileno(), folder, code)
         try:
             code = process.wait(2 * PATIENCE_S)
         finally:

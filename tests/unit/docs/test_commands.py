@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,19 @@ def test_the_tests_that_are_named_exist() -> None:
         assert not name or f"def {name}(" in (REPO / file).read_text(encoding="utf-8"), fate.tested
 
 
+@cache
+def whole_command() -> Any:
+    """`tidemill` with all its commands, as click has them."""
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("command", dict.fromkeys(OURS))
 def test_a_command_of_ours_has_the_options_that_it_uses(command: str) -> None:
     """Also of those that are not run: click parses them, and nothing is called."""
     words = shlex.split(command.partition(" > ")[0])
     while words.pop(0).rpartition("/")[2] != "tidemill":
         pass  # variables before it
-    current: Any = typer.main.get_command(app)
+    current = whole_command()
     while hasattr(current, "commands"):
         name = words.pop(0)
         assert name in current.commands, command

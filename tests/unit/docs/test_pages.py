@@ -3,6 +3,7 @@ glossary names."""
 
 import re
 from collections import defaultdict
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import isclass
@@ -61,7 +62,13 @@ def is_in(folder: Path, file: str) -> bool:
     """Whether a file of this name, with the folders that are named, lies in a folder or below it."""
     if folder == REPO or file.startswith("../"):
         return (folder / file).exists()
-    return any(path.as_posix().endswith(f"/{file}") for path in folder.rglob(Path(file).name))
+    return any(path.endswith(f"/{file}") for path in paths_below(folder))
+
+
+@cache
+def paths_below(folder: Path) -> list[str]:
+    """All that lies in a folder or below it."""
+    return [path.as_posix() for path in folder.rglob("*")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -135,9 +142,15 @@ def commands_of(group: Any) -> set[tuple[str, ...]]:
     return found
 
 
+@cache
+def all_commands() -> set[tuple[str, ...]]:
+    """Those of `tidemill`."""
+    return commands_of(typer.main.get_command(app))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_tidemill_command_that_a_page_names_exists(page: Page) -> None:
-    commands = commands_of(typer.main.get_command(app))
+    commands = all_commands()
     groups = {command[0] for command in commands if len(command) > 1}
     text = page.path.read_text(encoding="utf-8")
     named = re.findall(r"(?:`|^ {4}|^\$ |^|&& |console )tidemill ([a-z-]+)(?: ([a-z]+))?", text, re.MULTILINE)

@@ -149,12 +149,13 @@ def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm):
     samples = [*session_samples(9), *make_samples(6)]
     splits = [[one_batch(samples)], [one_batch([s]) for s in samples], form_micro_batches(samples, 60)]
     whole: torch.Tensor | None = None
+    policy = make_policy(torch.float64, micro_batch_tokens=40, algorithm=algorithm)
     for layout in ("padded", "tree", "varlen"):
+        policy.layout = layout
+        if layout == "varlen":
+            attend_as_varlen(policy._model)
         for split in splits:
-            policy = make_policy(torch.float64, micro_batch_tokens=40, algorithm=algorithm)
-            policy.layout = layout
-            if layout == "varlen":
-                attend_as_varlen(policy._model)
+            policy._optimizer.zero_grad(set_to_none=True)
             metrics = accumulate_all(policy, split)
             gradient = gradients_of(policy) / metrics.denominator
             whole = gradient if whole is None else whole

@@ -97,12 +97,22 @@ def families(draw: Any) -> list[Sample]:
     return with_masks(samples)
 
 
-def gap_to_single_rows(samples: Sequence[Sample], max_tokens: int, **trainer: Any) -> float:
-    """The relative difference of gradients between trees and a row for each sample; loss and logprobs are
-    compared on the way. The model's norms are float64, as its weights are."""
+def single_and_tree(**trainer: Any) -> tuple[TransformersPolicy, TransformersPolicy]:
+    """Two policies alike, the first with a row for each sample and the second with trees. The model's norms are
+    float64, as its weights are."""
     single, tree = (make_policy(torch.float64, model=make_model("GPTNeoX"), **trainer) for _ in range(2))
-    single.layout, single._tile_tokens = "padded", 1
-    tree.layout, tree._tile_tokens = "tree", max_tokens
+    single.layout, single._tile_tokens, tree.layout = "padded", 1, "tree"
+    return single, tree
+
+
+def gap_to_single_rows(
+    samples: Sequence[Sample], max_tokens: int, single: TransformersPolicy, tree: TransformersPolicy
+) -> float:
+    """The relative difference of gradients between trees and a row for each sample; loss and logprobs are
+    compared on the way."""
+    tree._tile_tokens = max_tokens
+    for policy in (single, tree):
+        policy._optimizer.zero_grad(set_to_none=True)
     results = [accumulate_all(policy, [one_batch(samples)]) for policy in (single, tree)]
     assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-12, abs=1e-12)
     for one, other in zip(logprobs_of(single, samples), logprobs_of(tree, samples), strict=True):
@@ -111,12 +121,19 @@ def gap_to_single_rows(samples: Sequence[Sample], max_tokens: int, **trainer: An
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.fixture(scope="module")
+def plain_policies() -> tuple[TransformersPolicy, TransformersPolicy]:
+    return single_and_tree()
+
+
 @settings(max_examples=40, deadline=None)
 @given(families(), st.sampled_from([8, 40, 1000]), st.sampled_from([1, 8]))
-def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(samples, max_tokens, shortest):
+def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(
+    plain_policies, samples, max_tokens, shortest
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tries, "SHORTEST", shortest)
-        assert gap_to_single_rows(samples, max_tokens) < 1e-12
+        assert gap_to_single_rows(samples, max_tokens, *plain_policies) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -132,7 +149,8 @@ def test_gradients_and_logprobs_are_those_of_a_row_for_each_sample(samples, max_
 @pytest.mark.parametrize("fields", [{}, {"gradient_checkpointing": True}])
 def test_no_loss_and_no_session_sees_a_difference(algorithm, fields):
     samples = with_masks([*session_samples(6), *make_relatives(10)])
-    assert gap_to_single_rows(samples, 60, algorithm=algorithm, **fields) < 1e-12
+    policies = single_and_tree(algorithm=algorithm, **fields)
+    assert gap_to_single_rows(samples, 60, *policies) < 1e-12
 
 
 def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time():
