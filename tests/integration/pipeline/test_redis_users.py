@@ -157,6 +157,7 @@ WRITES = f"""
     trainer reward: DEL {RUN.results(3)}; HDEL {RUN.workers("reward")} a
     trainer rollout: XACK {RUN.prompts()} rollout 1-0; XADD {RUN.trajectories()} * p x
     trainer rollout reward: XADD {RUN.dead} * p x
+    trainer exporter: XLEN {RUN.dead}
     sandbox: XADD rq:results:{RUN.sandbox_names}1 * a b; SREM rq:workers:{RUN.sandbox_queue} x
     reward sandbox: HSET rq:job:{RUN.sandbox_names}1 data x; RPUSH rq:queue:{RUN.sandbox_queue} x
     : DEL {RUN.trajectories()}; HSET rq:job:1 data x; SET rq:suspended 1; SET something 1
