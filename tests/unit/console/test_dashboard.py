@@ -243,7 +243,10 @@ def test_a_run_whose_redis_is_gone_is_read_from_its_folder(tmp_path, monkeypatch
         line = ["status", "one", "--runs-dir", str(tmp_path), *arguments]
         return CliRunner().invoke(app, line, catch_exceptions=False).output
 
-    with pytest.raises(ConfigError, match="no Redis to ask"):
+    (tmp_path / "once").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"no Redis to ask, and .*/one does not exist\. Did you mean .*/once\?"
+    ):
         status()
     folder.create(make_config(run_id="one", trainer={"steps": 8}))
     steps = [
