@@ -139,7 +139,8 @@ class LocalRun:
         """Say that the run is finished; its files stay as they are."""
         steps = self.config.trainer.steps
         run_id = self.folder.run_id
-        more = f"{self.resume_command} --set trainer.steps={2 * steps}"
+        resume = self.resume_command.replace(f" --set trainer.steps={steps}", "")
+        more = f"{resume} --set trainer.steps={2 * steps}"
         report = read_report(self.folder) or {}
         self.console.print(
             f"finished: all {report.get('steps', steps)} steps are done, and nothing was started.\n"
@@ -340,7 +341,7 @@ class LocalRun:
         else:
             steps[command_line("check", "CONFIG")] = "find the mistakes of your own config"
         self.console.print("next")
-        for line in in_columns(steps, self.console.width):
+        for line in in_columns(steps, self.console.width if self.console.is_terminal else sys.maxsize):
             self.console.print(Text(line), soft_wrap=True)
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import BrokerError, ConfigError
-from tidemill.common.files import StorageError, write_atomically
+from tidemill.common.files import StorageError, did_you_mean, write_atomically
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import CONFIG_FILE, runs_dir
@@ -189,9 +189,13 @@ async def connected(to: RunFolder | str) -> AsyncIterator[Broker]:
 async def _connect(folder: RunFolder) -> Broker:
     url = folder.address()
     if url is None:
-        state = "it is not running now" if folder.path.is_dir() else "there is no such folder"
+        if folder.path.is_dir():
+            state = f"no Redis to ask ({nearest(folder.path)}: it is not running now)."
+        else:
+            hint = did_you_mean(Path(nearest(folder.path)), Path.is_dir)
+            state = f"no Redis to ask, and {nearest(folder.path)} does not exist.{hint}"
         raise ConfigError(
-            f"run {folder.run_id}: no Redis to ask ({nearest(folder.path)}: {state}). Set {URL_VARIABLE} to "
+            f"run {folder.run_id}: {state} Set {URL_VARIABLE} to "
             f"the run's server, or start the run with `{command_line('up', 'CONFIG')}`."
         )
     try:

@@ -35,7 +35,8 @@ class Section:
         if not num_hidden:
             return self.draw(self.items)
         most_urgent = sorted(self.items, key=self.urgency)[:count]
-        more = Text(f"and {num_hidden} more {self.name}", "dim", no_wrap=True, overflow="ellipsis")
+        words = f"not shown: {num_hidden} of {len(self.items)} {self.name}"
+        more = Text(words, "dim", no_wrap=True, overflow="ellipsis")
         return Group(self.draw(most_urgent), more) if count else more
 
 

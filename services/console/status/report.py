@@ -308,9 +308,10 @@ def learning_of(summary: RunSummary) -> tuple[str, str]:
     moved = f"from {before:.3f} in the first third of the steps to {after:.3f} in the last"
     if abs(after - before) <= NUM_ERRORS * error:
         went = f"the reward went {moved}, within its noise"
-        scores = summary.eval_before, summary.eval_after
-        if None not in scores and scores[1] - scores[0] > NUM_ERRORS * error:
-            return "learned", f"the evaluation rose from {scores[0]:.3f} to {scores[1]:.3f}; {went}"
+        score = summary.eval_after
+        start = summary.eval_before
+        if score is not None and start is not None and score - start > NUM_ERRORS * error:
+            return "learned", f"the evaluation rose from {start:.3f} to {score:.3f}; {went}"
         return "nothing", f"ran correctly, learned nothing: {went}"
     return ("learned", f"the reward rose {moved}") if after > before else ("fell", f"the reward fell {moved}")
 

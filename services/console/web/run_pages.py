@@ -138,7 +138,8 @@ async def charts(site: Site, run: WatchedRun, request: Request) -> Response:
     version = run.snapshot.version if run.snapshot else 0
     trees = chart_trees(run.index.steps, evaluations)
     tree = {"live": run.is_live, "changes": run.may_change, "version": version, "charts": trees}
-    return JSONResponse(tree)
+    # A run that is read for the first time changes too, and nothing is wrong with it.
+    return JSONResponse(tree | {"problem": bool(run.problem)})
 
 
 async def changes(site: Site, run: WatchedRun, request: Request) -> Response:

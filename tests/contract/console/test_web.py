@@ -420,7 +420,9 @@ async def test_while_redis_is_away_a_live_run_waits_and_then_goes_on(browse, tmp
     redis.kill()
     await shows(page, "", "Redis has not answered for")
     await shows(page, "", "This run cannot be read now", "data-wait", 'class="state running"')
-    assert (await page.get("/charts.json")).json()["changes"], "the page asks again"
+    charts = (await page.get("/charts.json")).json()
+    assert charts["changes"], "the page asks again"
+    assert charts["problem"]
     assert (await page.get("/groups/0")).status_code in (200, 503)
     redis.start()
 
@@ -428,6 +430,7 @@ async def test_while_redis_is_away_a_live_run_waits_and_then_goes_on(browse, tmp
         return "cannot be read" not in await text(page) and (await page.get("/groups/0")).status_code == 200
 
     await wait_until(is_read_again, what="the run is shown again")
+    assert not (await page.get("/charts.json")).json()["problem"]
     await broker.close()
     redis.stop()
 

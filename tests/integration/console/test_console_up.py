@@ -154,6 +154,10 @@ def test_a_finished_run_is_not_started_again(config: Path, capfd: pytest.Capture
     assert run_up(more, specs_with()) == 0
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     assert read_end(RunFolder(run.parent, "done")).steps == 4
+    capfd.readouterr()
+    assert run_up(more, nothing) == 0
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "goes on from there" in line)
+    assert "--set trainer.steps=8" in line and "trainer.steps=4" not in line, "each option stands once"
 
 
 def test_a_worker_that_leaves_a_finished_run_is_not_started_again(config: Path, capfd) -> None:

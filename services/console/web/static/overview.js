@@ -42,7 +42,8 @@ async function follow() {
       // The server has just rendered the state; after that, until the run has ended and nothing is new.
       if (version !== null) {
         await drawState();
-        freshness.textContent = tree.live ? "Live" : tree.changes ? "The run cannot be read now." : "The run is not going on.";
+        const quiet = tree.changes ? "The run is being read." : "The run is not going on.";
+        freshness.textContent = tree.live ? "Live" : tree.problem && tree.changes ? "The run cannot be read now." : quiet;
         if (!tree.changes && version === tree.version) return;
       } else if (!tree.changes && tree.charts.length) return;
       version = tree.version;
