@@ -24,7 +24,13 @@ from typing import IO, Any, NoReturn
 from urllib.parse import urlsplit
 
 from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
-from tidemill.common.process.children import become_child, end_with_parent, read_frame, sender, startup_failure
+from tidemill.common.process.children import (
+    become_child,
+    end_with_parent,
+    read_frame,
+    sender,
+    startup_failure,
+)
 from tidemill.common.process.programs import ending_in_words, run_main
 from tidemill.common.process.shortage import is_machine_fault, machine_faults, number_in_text, shortage_number
 from tidemill.common.process.users_code import load_users
