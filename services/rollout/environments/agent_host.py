@@ -1,7 +1,8 @@
 """The process that runs agent programs: it imports functions once, and forks a process for every session.
 
 So a session starts in milliseconds, a program that blocks or dies affects no other, and it can be killed with
-all that it started. A fork that fails is an answer to the session that asked for it, and to no other. The kernel kills sessions as this process dies, and this process as the worker dies.
+all that it started. A fork that fails is an answer to the session that asked for it, and to no other. The
+kernel kills sessions as this process dies, and this process as the worker dies.
 """
 
 import contextlib
