@@ -4,8 +4,8 @@
 
 Over the socket FD it gets a request for each process: module, arguments, variables and log. It answers with
 the process's id, and when the process ends with the id and the exit code. A fork that fails is answered with
-`failed` and the `errno`: the processes that were forked before go on. It ends when the other side of the socket
-is closed and all forked processes have ended.
+`failed` and the `errno`: the processes that were forked before go on. It ends when the other side of the
+socket is closed and all forked processes have ended.
 
 Only for machines without GPUs: CUDA must not be forked once it is in use, and imports may use it.
 """

@@ -50,7 +50,8 @@ _REMEDIES = {
 }
 SHORT = "short"
 """Count in a heartbeat: 1 while the process takes no messages, because its machine is short of something."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0
 """Pause before a start is tried after a shortage; it doubles while starts fail."""
 FORGET_S = 60.0
 """A shortage that begins this long after the last one has ended begins with the first pause again."""
@@ -179,7 +180,8 @@ class Shortage:
 
     def __init__(self, name: str, probe: Callable[[], MachineFaultError | None] = find_shortage) -> None:
         self._probe = probe
-        self._log, self._what = FailureLog(), f"the machine of {name}"
+        self._log = FailureLog()
+        self._machine = f"the machine of {name}"
         self._pause_s = FIRST_PAUSE_S
         self._ended_at = float("-inf")
         self._trying: asyncio.Task[None] | None = None
@@ -192,9 +194,9 @@ class Shortage:
         return bool(self.reason)
 
     def note(self, fault: MachineFaultError) -> None:
-        """Record that something for a sample could not be started; logged the 1st time, the 2nd, the 4th..."""
+        """Record that something for a sample could not be started; logged at the 1st, the 2nd, the 4th..."""
         self.num_faults += 1
-        self._log.note(self._what, SHORT, str(fault))
+        self._log.note(self._machine, SHORT, str(fault))
         if doubling(self.num_faults) == self.num_faults:
             log.error(
                 "this machine is short of something: samples are handed back, and none are taken until a "

@@ -17,7 +17,8 @@ from tidemill.common.process.shortage import machine_faults
 START_TIMEOUT_S = 120.0
 """Longest time a process may take to import users' code."""
 
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
+FIRST_LOOK_S = 0.002
+LONGEST_LOOK_S = 0.1
 """Pause between two looks at whether a killed process has ended; doubles each time."""
 
 Frame = dict[str, Any]

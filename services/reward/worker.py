@@ -1,7 +1,9 @@
 """The reward worker: takes trajectories from the consumer group, publishes one score for each.
 
 Invariant: every trajectory gets a score with a status, or is dead-lettered. Only `ok` has a value; a failure
-is never a zero. A trajectory that this machine is too short of something to score is handed back. Two lanes, each with its own stream, loop and slots, so that evaluation does not queue behind
+is never a zero. A trajectory for which this machine cannot start something is handed back.
+
+Two lanes, each with its own stream, loop and slots, so that evaluation does not queue behind
 training; only while suspects run apart (`quarantine.py`) both stop. A slot is freed when a score is
 published, when the lease is lost, or when the trajectory is dead-lettered.
 """

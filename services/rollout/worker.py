@@ -8,8 +8,8 @@ the one at which the group was first started, unless the run has lost that one; 
 missing indices are generated, each from where its recorded parts end (`sessions/parts.py`); every published
 sample was generated under a lease that still held when it was published. A sample whose environment fails
 does not stop the others: these are published, and it is played again at the ticket's next delivery. After the
-last delivery it is published as failed, if enough others are left to train on. A ticket for which this machine
-cannot start something is handed back without counting the delivery.
+last delivery it is published as failed, if enough others are left to train on. A ticket for which this
+machine cannot start something is handed back without counting the delivery.
 """
 
 import asyncio

@@ -282,7 +282,9 @@ class Supervisor:
                 num_refused += 1
                 pause_s = min(self.first_pause_s * 2 ** (num_refused - 1), LONGEST_PAUSE_S)
                 if doubling(num_refused) == num_refused:
-                    fault = make_fault(shortage_number(error), f"{spec.name} could not be started", str(error))
+                    fault = make_fault(
+                        shortage_number(error), f"{spec.name} could not be started", str(error)
+                    )
                     self.on_event(f"{fault}; trying again in {pause_s:g} s")
                 status.state = "waiting for the machine"
                 with contextlib.suppress(TimeoutError):  # unless the run ends first

@@ -1,8 +1,8 @@
 """An RQ worker of a run's queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS [FD]`.
 
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
-Where this machine is short of processes, descriptors, memory or disk, a job goes back to the queue, and none is
-taken until a start works; FD gets a line when that begins and ends.
+Where this machine is short of processes, descriptors, memory or disk, a job goes back to the queue, and none
+is taken until a start works; FD gets a line when that begins and ends.
 RQ forks for every job, so a job that crashes affects nothing else. The worker ends with the process that
 started it, and reaps orphaned processes of jobs.
 
@@ -57,7 +57,7 @@ MAINTENANCE_S = 30
 WORKER_TTL_S = 60
 PAUSE_S = 1.0
 NOT_SHORT = "0"
-"""Line that says that a start works again. Others have the `errno` of what the machine is short of, and why."""
+"""Line that says that a start works again. Others have the `errno` of what the machine lacks, and why."""
 MAX_LINE_CHARS = 1000
 SHORTAGE = struct.Struct("<i")
 """An `errno`, or 0."""

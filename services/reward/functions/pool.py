@@ -187,7 +187,7 @@ class ProcessPool:
         self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
         self._num_refused = 0
         self.short_text = ""
-        """Text for the heartbeat: why there are fewer processes than configured; empty where there are not."""
+        """Text for the heartbeat: why there are fewer processes than configured."""
 
     @property
     def capacity(self) -> int:

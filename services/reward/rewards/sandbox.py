@@ -191,7 +191,8 @@ class SandboxReward(Reward):
         try:
             return await self._threads.run(call, *arguments)
         except redis_errors.RedisError as error:
-            if (fault := fault_in(error, "the sandbox queue cannot be reached")) is not None:
+            fault = fault_in(error, "the sandbox queue cannot be reached")
+            if fault is not None:
                 raise fault from error
             raise AttemptError(f"the sandbox queue cannot be reached: {error}", kind="sandbox") from None
 

@@ -1,7 +1,8 @@
 """The process that runs agent programs: it imports functions once, and forks a process for every session.
 
 So a session starts in milliseconds, a program that blocks or dies affects no other, and it can be killed with
-all that it started. A fork that fails is an answer to the session that asked for it, and to no other. The kernel kills sessions as this process dies, and this process as the worker dies.
+all that it started. A fork that fails is an answer to the session that asked for it, and to no other. The
+kernel kills sessions as this process dies, and this process as the worker dies.
 """
 
 import contextlib
@@ -24,7 +25,13 @@ from typing import IO, Any, NoReturn
 from urllib.parse import urlsplit
 
 from tidemill.common.errors import ConfigError, EnvironmentFaultError, MachineFaultError
-from tidemill.common.process.children import become_child, end_with_parent, read_frame, sender, startup_failure
+from tidemill.common.process.children import (
+    become_child,
+    end_with_parent,
+    read_frame,
+    sender,
+    startup_failure,
+)
 from tidemill.common.process.programs import ending_in_words, run_main
 from tidemill.common.process.shortage import is_machine_fault, machine_faults, number_in_text, shortage_number
 from tidemill.common.process.users_code import load_users

@@ -252,8 +252,8 @@ class RemoteEnvironment(TimedEnvironment):
             self._stage.leave(process)
 
 
-def check_machine(what: str, number: int, is_ours: bool = False) -> None:
-    """Find out whether `what` failed because this machine is short of something, as its exception says.
+def check_machine(problem: str, number: int, is_ours: bool = False) -> None:
+    """Find out whether this machine is short of something, as the exception behind `problem` says.
 
     `is_ours`: our own start failed. What users' code says is true where our own start fails as well.
 
@@ -261,10 +261,10 @@ def check_machine(what: str, number: int, is_ours: bool = False) -> None:
         MachineFaultError: it is.
     """
     if is_ours:
-        raise make_fault(number, "a session could not be started", what)
+        raise make_fault(number, "a session could not be started", problem)
     shortage = find_shortage()
     if shortage is not None:
-        raise MachineFaultError(f"{what}. {shortage}", shortage.number)
+        raise MachineFaultError(f"{problem}. {shortage}", shortage.number)
 
 
 def main(descriptor: int, parent: int) -> None:

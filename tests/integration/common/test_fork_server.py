@@ -1,6 +1,6 @@
 """The server from which a run's processes are forked: a fork that fails, and what forked processes share.
 
-As root no limit of processes holds, so `EAGAIN` comes from an `os.fork` that is replaced in the server's process.
+As root no limit of processes holds, so `EAGAIN` comes from an `os.fork` that is replaced in the server.
 """
 
 import asyncio
@@ -79,6 +79,11 @@ async def server(tmp_path: Path, flag: Path, monkeypatch: pytest.MonkeyPatch) ->
         server.close()
 
 
+def fail_at(flag: Path, call: str) -> None:
+    """Have a call of the server fail from now on; empty: none."""
+    flag.write_text(call)
+
+
 async def start(server: ForkServer, log: Path) -> forks.Forked | None:
     spec = ServiceSpec("rollout", "rollout", (sys.executable, "-m", "drawing"), loads_torch=True)
     return await asyncio.wait_for(server.start(spec, dict(os.environ), log), 120)
@@ -100,12 +105,12 @@ async def test_a_fork_that_fails_is_an_answer_and_those_before_it_go_on(
 ) -> None:
     first = await start(server, tmp_path / "first.log")
     assert first is not None
-    flag.write_text(call)
+    fail_at(flag, call)
     assert await start(server, tmp_path / "second.log") is None
     assert not has_ended(first.pid)
     children = psutil.Process(server.process.pid).children()
     assert [child.pid for child in children] == [first.pid], "nothing is left of the fork that failed"
-    flag.unlink()
+    fail_at(flag, "")
     third = await start(server, tmp_path / "third.log")
     assert third is not None
     # Ends are still reported, each to whom it belongs.

@@ -1,7 +1,7 @@
 """A reward worker whose machine is short of descriptors: its samples are scored by a healthy one.
 
-The limit is a real one, set for the running process. As root no limit of processes holds, so `EAGAIN` comes from
-a `Popen` that is made to fail in the worker's process.
+The limit is a real one, set for the running process. As root no limit of processes holds, so `EAGAIN` comes
+from a `Popen` that fails in the place of the real one.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from tidemill.common.process.shortage import SHORT, make_fault
 from tidemill.common.wire.messages import DeadLetter, ScoreStatus
 from tidemill.services.reward.functions import pool
 from tidemill.services.reward.functions.pool import Execution
-from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.functions.request import Request
+from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.remote.faults import RemoteFault
 
@@ -73,21 +73,21 @@ async def test_a_worker_without_descriptors_gives_its_samples_to_a_healthy_one(t
         assert await messages(run.broker, run.keys.scores(), DeadLetter) == []
 
         run.start("reward", "healthy")
-        made = await scores(run, NUM_SAMPLES)
-        assert sorted(score.key for score in made) == [(ticket, 0) for ticket in range(NUM_SAMPLES)]
-        assert {score.status for score in made} == {ScoreStatus.OK}
-        assert {score.worker for score in made} == {"healthy"}
+        published = await scores(run, NUM_SAMPLES)
+        assert sorted(score.key for score in published) == [(ticket, 0) for ticket in range(NUM_SAMPLES)]
+        assert {score.status for score in published} == {ScoreStatus.OK}
+        assert {score.worker for score in published} == {"healthy"}
         # No attempt was counted: a sample that was delivered often is suspected of killing its workers.
-        assert {score.attempts for score in made} == {1}
+        assert {score.attempts for score in published} == {1}
         assert await messages(run.broker, run.keys.dead, DeadLetter) == []
         assert await num_pending(run.broker, run.keys) == 0
 
         await run.stop_all("healthy")
         limit_files(sick.pid)
         await put(run, *["abc"] * NUM_SAMPLES, first=NUM_SAMPLES)
-        made = await scores(run, 2 * NUM_SAMPLES)
-        assert {score.worker for score in made[NUM_SAMPLES:]} == {"sick"}
-        assert {score.status for score in made} == {ScoreStatus.OK}
+        published = await scores(run, 2 * NUM_SAMPLES)
+        assert {score.worker for score in published[NUM_SAMPLES:]} == {"sick"}
+        assert {score.status for score in published} == {ScoreStatus.OK}
         await beat_of(run, "sick", is_short=False)
         log = (tmp_path / "sick.log").read_text()
         assert "this machine is short of something" in log and "a start works again" in log

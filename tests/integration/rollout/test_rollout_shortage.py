@@ -6,7 +6,6 @@ comes from an `os.fork` that the agent's file replaces in the process that forks
 
 import asyncio
 import errno
-import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.support.environments import THIS
-from tests.support.runs import ServiceRun, simulated_config
 from tests.support.rollout_worker import issue
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.scripted_model import ScriptedModel, agent_player, make_ticket
 from tests.support.training import messages
 from tests.support.waiting import wait_until
@@ -36,7 +35,8 @@ TICKET = make_ticket()
 ROW = {"prompt": "Play.", "ground_truth": 7}
 NO_MORE = 3
 """A limit of open files at which no further one can be opened; those that are open stay so."""
-NUM_TICKETS, SIZE = 4, 4
+NUM_TICKETS = 4
+SIZE = 4
 
 
 def limit_files(pid: int, count: int | None = None) -> None:
@@ -56,7 +56,8 @@ class WaitingModel(ScriptedModel):
 
     def __init__(self, *lines: str) -> None:
         super().__init__(*lines)
-        self.was_asked, self.may_answer = asyncio.Event(), asyncio.Event()
+        self.was_asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
 
     async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         self.was_asked.set()
