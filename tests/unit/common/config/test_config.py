@@ -128,8 +128,6 @@ def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path):
         path = write(tmp_path, f"model: {{path: model}}\n{text}\n")
         with pytest.raises(ConfigError, match=rf"config.yaml: {field} holds half of a surrogate pair"):
             load_config(path)
-
-
 def fields_of(section: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of all fields of a config that stand at a fixed place."""
     for name, information in section.model_fields.items():
