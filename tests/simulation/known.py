@@ -296,6 +296,11 @@ KNOWN = {
         Fault(7.452, "operate"),
         Fault(8.952, "operate"),
     )),
+    "a reward worker sleeps while it scores, and others take its samples": Schedule(
+        1, Setup(steps=3, group_size=8, checkpoint_every=1, rewards=2, sample_s=5.0), (
+        Fault(7.0, "failover", "", {"for_s": 2.5, "lose_commits": 2}),
+        Fault(16.0, "freeze", "reward-0", {"for_s": 6.0}),
+    )),
     "the payload of a part is gone, and those after it are still there": Schedule(
         336, Setup(steps=3, groups_per_step=1, group_size=4, segment_mb=0.001, rollouts=1, rewards=1,
         parts="repeat", shares_lines=True, choices=True), (

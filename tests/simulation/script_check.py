@@ -116,7 +116,9 @@ class ScriptCheck:
     def _check_started(self, fields: Fields, is_held: bool, replies: list[Any]) -> None:
         (reply,) = replies
         if reply == 1 and not is_held:
-            self.broken.append(f"lease: {fields[6]!r} has started the group of {fields[7]!r} without holding it")
+            self.broken.append(
+                f"lease: {fields[6]!r} has started the group of {fields[7]!r} without holding it"
+            )
 
     def _check_requeued(self, server: MemoryServer, fields: Fields, replies: list[Any]) -> None:
         (reply,) = replies
