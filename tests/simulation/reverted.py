@@ -31,7 +31,7 @@ REVERTED = (
         "self._complete(list(compress(results, current)), out_key)", "self._complete([], out_key)",
         "a sleeper wakes up after two failovers"),
     Mutant("a torn checkpoint counts among those that are kept", f"{DURABLE}/checkpoint.py",
-        "                whole.append(_verified_state(self.folder / version_name(version), version))\n",
+        "                whole.append(self._whole_state(version))\n",
         "                found = _read_document(self.folder / version_name(version) / STATE_FILE)\n"
         "                whole.append(_state_of(found, version))\n",
         "a torn checkpoint is none that is kept"),
