@@ -34,6 +34,10 @@ LOOKING_INSIDE = ("redirect_stdout", "redirect_stderr", "capsys", "monkeypatch",
 """They replace or observe objects of the code, which runs in another process; `patch` of unittest too."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
 """Names that tests use without importing them, and what they mean: never an object of the code."""
+OBJECTS = (
+    "pandas", "matplotlib", "seaborn", "sklearn", "PIL", "torch", "tensorflow", "sympy", "networkx",
+)  # fmt: skip
+"""Packages whose objects are not copied between code and tests, so that neither knows those of the other."""
 AWAITING = ("run_until_complete", "IsolatedAsyncioTestCase", "gather", "wait_for")
 STREAMS = ("sys.stdin", "sys.stdout", "sys.stderr")
 
@@ -127,6 +131,7 @@ def read_script(text: str, setup: str = "", entry_point: str = "") -> Script:
         raise TestsError(f"the tests use nothing of the code: {_short(text)}")
     if not _has_check(body, names):
         raise TestsError(f"no check of the tests can fail and depends on the code: {_short(text)}")
+    _refuse_objects(tree, aliases)
     modules = {*_foreign_modules(tree, setup_tree), *(ALIASES[name] for name in aliases)}
     imports = "".join(f"import {ALIASES[name]} as {name}\n" for name in aliases)
     return Script(text, tree, frozenset(names), cases, frozenset(modules), imports)
@@ -222,6 +227,24 @@ def _refuse_what_is_not_there(tree: ast.Module) -> None:
         if isinstance(node, ast.Assign) and any(ast.unparse(target) in STREAMS for target in node.targets):
             raise TestsError(
                 "the tests replace sys.stdin or sys.stdout, but the code runs in another process"
+            )
+
+
+def _refuse_objects(tree: ast.Module, aliases: Sequence[str]) -> None:
+    """Check that tests use no package whose objects stay in the process of the code."""
+    names = {ALIASES[name]: name for name in aliases}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name: (alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}": alias.asname or alias.name for alias in node.names}
+    loaded = _loaded(tree)
+    for module, name in names.items():
+        package = module.partition(".")[0]
+        if package in OBJECTS and name in loaded:
+            raise TestsError(
+                f"the tests use {package} ({name}), but the code runs in another process, and objects of {package} "
+                "are not copied; let the code return numbers, text, lists, maps or numpy's arrays"
             )
 
 

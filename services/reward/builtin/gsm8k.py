@@ -55,7 +55,7 @@ _NUMBER_AFTER = re.compile(rf"(?<![\w.^{{]){_NUMBER}(?!\w)")
 # digits as a beginning would take time quadratic in their length.
 _DIGIT = re.compile(r"\d")
 _HEDGING = re.compile(r"\b(?:or|maybe|perhaps|possibly|could|might|wrong|not|out|either)\b|[-=]>|[→⇒]", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[^.\n]*\.\s")
+_NEW_CLAUSE = re.compile(r"\.\s|\b(?:as|because|since)\b", re.IGNORECASE)
 _WORD = re.compile(r"(?!and\b)[A-Za-z]+")
 FEW_WORDS = 2
 """A unit is a word; what has more words before its number is an explanation."""
@@ -124,8 +124,9 @@ def _is_hedged(answer: Decimal, match: re.Match[str], tail: str) -> bool:
     before = line[: further[0].start()]
     if _HEDGING.search(before):
         return True
-    is_new_sentence = match[1].endswith(".") or _SENTENCE_END.match(before) is not None
-    return not is_new_sentence and len(_WORD.findall(before)) < FEW_WORDS
+    if match[1].endswith(".") or _NEW_CLAUSE.search(before):
+        return False
+    return len(_WORD.findall(before)) < FEW_WORDS
 
 
 def _flexible(text: str) -> Decimal | None:
