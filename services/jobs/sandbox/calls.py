@@ -10,6 +10,7 @@ import numbers
 import os
 import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 FEW_DIGITS = 400
@@ -70,7 +71,9 @@ def function_of(scope: "dict[str, Any]", name: str) -> Any:
 def main() -> None:
     order = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    scope: dict[str, Any] = {"__name__": "__solution__"}
+    module = ModuleType("__solution__")
+    sys.modules[module.__name__] = module  # dataclasses and pickle look up a class's module
+    scope = vars(module)
     exec(compile(order["imports"], "<imports>", "exec", dont_inherit=True), scope)
     exec(compile(order["code"], "solution.py", "exec", dont_inherit=True), scope)
     function = function_of(scope, order["name"])

@@ -132,6 +132,7 @@ def read_script(text: str, setup: str = "", entry_point: str = "") -> Script:
     if not _has_check(body, names):
         raise TestsError(f"no check of the tests can fail and depends on the code: {_short(text)}")
     _refuse_objects(tree, aliases)
+    _refuse_classes(tree, names)
     modules = {*_foreign_modules(tree, setup_tree), *(ALIASES[name] for name in aliases)}
     imports = "".join(f"import {ALIASES[name]} as {name}\n" for name in aliases)
     return Script(text, tree, frozenset(names), cases, frozenset(modules), imports)
@@ -228,6 +229,22 @@ def _refuse_what_is_not_there(tree: ast.Module) -> None:
             raise TestsError(
                 "the tests replace sys.stdin or sys.stdout, but the code runs in another process"
             )
+
+
+def _refuse_classes(tree: ast.Module, names: set[str]) -> None:
+    """Check that the tests neither inherit from classes of the code nor compare types with them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and names & {each for base in node.bases for each in _loaded(base)}:
+            raise TestsError(
+                f"{node.name} of the tests inherits from a class of the code, which is in another process"
+            )
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            has_type = any(isinstance(side, ast.Call) and _name_of(side.func) == "type" for side in sides)
+            if has_type and any(isinstance(side, ast.Name) and side.id in names for side in sides):
+                raise TestsError(
+                    "the tests compare a type with a class of the code, which is in another process; use isinstance"
+                )
 
 
 def _refuse_objects(tree: ast.Module, aliases: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ FENCE = re.compile(
 """Three or more backticks, or tildes, and the rest of their line; `first` on it, maybe in a list or
 quotation."""
 LANGUAGE = re.compile(r"[\w+-]+")
-ONLY_LANGUAGE = re.compile(r"\s*+[\w+-]*+\s*+")
+ONLY_LANGUAGE = re.compile(r"[\w+-]*+\s*+")
 PYTHON = ("python", "python3", "py")
 
 

@@ -242,3 +242,15 @@ def test_tests_with_objects_that_are_not_copied_are_refused(test: str) -> None:
 def test_expected_tuples_and_sets_are_lists_as_results_are() -> None:
     literal = "{'fn_name': 'f', 'inputs': [(1,)], 'outputs': [{'a': ({3, 2}, (1, 2))}]}"
     assert read_tests(literal, {}, False) == [CallTest("f", [1], [{"a": [[2, 3], [1, 2]]}])]
+
+
+@pytest.mark.parametrize("test", [
+    "class K(Base):\n    pass\nassert K().f() == 1", "assert type(f()) is A", "assert type(f()) == A",
+])  # fmt: skip
+def test_tests_that_need_the_classes_of_the_code_in_their_process_are_refused(test: str) -> None:
+    with pytest.raises(TestsError, match="another process"):
+        read_tests(test, {}, False)
+
+
+def test_types_that_the_tests_know_may_be_compared() -> None:
+    assert read_tests("assert type(f()) is list", {}, False)
