@@ -243,7 +243,8 @@ def _refuse_classes(tree: ast.Module, names: set[str]) -> None:
             has_type = any(isinstance(side, ast.Call) and _name_of(side.func) == "type" for side in sides)
             if has_type and any(isinstance(side, ast.Name) and side.id in names for side in sides):
                 raise TestsError(
-                    "the tests compare a type with a class of the code, which is in another process; use isinstance"
+                    "the tests compare a type with a class of the code, which is in another process; "
+                    "use isinstance"
                 )
 
 
@@ -260,8 +261,8 @@ def _refuse_objects(tree: ast.Module, aliases: Sequence[str]) -> None:
         package = module.partition(".")[0]
         if package in OBJECTS and name in loaded:
             raise TestsError(
-                f"the tests use {package} ({name}), but the code runs in another process, and objects of {package} "
-                "are not copied; let the code return numbers, text, lists, maps or numpy's arrays"
+                f"the tests use {package} ({name}), but the code runs in another process, and objects of "
+                f"{package} are not copied; let the code return numbers, text, lists, maps or numpy's arrays"
             )
 
 

@@ -51,7 +51,8 @@ def _array(dtype: str, shape: Any, values: Any) -> Any:
 
 COPIED: dict[str, Any] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes, "bytearray": bytearray,
-    "range": lambda parts: range(*parts), "slice": lambda parts: slice(*parts), "complex": lambda parts: complex(*parts),
+    "range": lambda parts: range(*parts), "slice": lambda parts: slice(*parts),
+    "complex": lambda parts: complex(*parts),
     "dict": dict, "Counter": lambda pairs: collections.Counter(dict(pairs)),
     "OrderedDict": collections.OrderedDict, "int": lambda parts: int(parts[0], 16),
     "defaultdict": lambda parts: collections.defaultdict(FACTORIES.get(parts[0]), parts[1]),

@@ -51,7 +51,8 @@ GONE = "gone"
 OVER = (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 """States of a job that no worker will finish."""
 FENCE = re.compile(
-    r"(?:^(?P<before>[ \t>]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?+)(?P<first>`{3,}+|~{3,}+)|(?<!`)(?P<later>`{3,}+))"
+    r"(?:^(?P<before>[ \t>]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?+)(?P<first>`{3,}+|~{3,}+)"
+    r"|(?<!`)(?P<later>`{3,}+))"
     r"(?P<info>[^\n`]*+)(?P<end>\n|\Z)",
     re.MULTILINE,
 )

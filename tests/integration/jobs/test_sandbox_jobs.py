@@ -68,8 +68,10 @@ def test_code_is_taken_from_its_fence() -> None:
 
 @pytest.mark.parametrize("text", [
     "~~~python\nx = 1\n~~~", "````python\nx = 1\n````", "```{.python}\nx = 1\n```",
-    '```python title="a.py"\nx = 1\n```', "1. So:\n   ```python\n   x = 1\n   ```", "> ```python\n> x = 1\n> ```",
-    "```python\nx = 0``` first, then ```python\nx = 1\n```", "````text\n```python\nx = 0\n```\n````\n```python\nx = 1\n```",
+    '```python title="a.py"\nx = 1\n```',
+    "1. So:\n   ```python\n   x = 1\n   ```", "> ```python\n> x = 1\n> ```",
+    "```python\nx = 0``` first, then ```python\nx = 1\n```",
+    "````text\n```python\nx = 0\n```\n````\n```python\nx = 1\n```",
     "<answer>x = 0</answer> no: <answer>\nx = 1\n</answer>",
 ])  # fmt: skip
 def test_code_is_taken_from_any_kind_of_block(text: str) -> None:
