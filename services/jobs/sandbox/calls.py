@@ -4,7 +4,6 @@ Standard library only, and few imports: it runs for each test. The result is com
 (`comparison.py`), so whatever the code does to this process is only another way to return a value.
 """
 
-import importlib
 import json
 import numbers
 import os
@@ -79,7 +78,9 @@ def main() -> None:
     function = function_of(scope, order["name"])
     returned = function(*order["arguments"])
     if hasattr(returned, "cr_await"):  # of a coroutine
-        returned = importlib.import_module("asyncio").run(returned)
+        import asyncio  # here, because it takes long to load
+
+        returned = asyncio.run(returned)
     result = json.dumps(plain(returned))
     sys.stdout.write("\n" + order["proof"] + result)
 
