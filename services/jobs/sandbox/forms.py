@@ -360,12 +360,24 @@ def _accepted(expected: Any, is_encoded: bool) -> list[Any]:
     """Values that a result may equal. Beside arguments as JSON (LiveCodeBench) results are JSON too; beside
     lists (APPS) a text may be a text, or JSON."""
     if not isinstance(expected, str):
-        return [expected]
+        return [_as_json(expected)]
     try:
         decoded = json.loads(expected)
     except (ValueError, RecursionError):
         return [expected]
     return [decoded] if is_encoded else [expected, decoded]
+
+
+def _as_json(value: Any) -> Any:
+    """A result as `calls.py` writes it: tuples as lists, sets as sorted lists."""
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if isinstance(value, set | frozenset):
+        try:
+            return sorted(map(_as_json, value))
+        except TypeError:
+            return sorted(map(_as_json, value), key=repr)
+    return {key: _as_json(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 
 def _read_statements(tests: Mapping[str, Any], names: Sequence[str], context: Context) -> Iterator[Test]:

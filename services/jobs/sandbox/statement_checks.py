@@ -34,6 +34,10 @@ LOOKING_INSIDE = ("redirect_stdout", "redirect_stderr", "capsys", "monkeypatch",
 """They replace or observe objects of the code, which runs in another process; `patch` of unittest too."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
 """Names that tests use without importing them, and what they mean: never an object of the code."""
+OBJECTS = (
+    "pandas", "matplotlib", "seaborn", "sklearn", "PIL", "torch", "tensorflow", "sympy", "networkx",
+)  # fmt: skip
+"""Packages whose objects are not copied between code and tests, so that neither knows those of the other."""
 AWAITING = ("run_until_complete", "IsolatedAsyncioTestCase", "gather", "wait_for")
 STREAMS = ("sys.stdin", "sys.stdout", "sys.stderr")
 
@@ -127,6 +131,8 @@ def read_script(text: str, setup: str = "", entry_point: str = "") -> Script:
         raise TestsError(f"the tests use nothing of the code: {_short(text)}")
     if not _has_check(body, names):
         raise TestsError(f"no check of the tests can fail and depends on the code: {_short(text)}")
+    _refuse_objects(tree, aliases)
+    _refuse_classes(tree, names)
     modules = {*_foreign_modules(tree, setup_tree), *(ALIASES[name] for name in aliases)}
     imports = "".join(f"import {ALIASES[name]} as {name}\n" for name in aliases)
     return Script(text, tree, frozenset(names), cases, frozenset(modules), imports)
@@ -222,6 +228,41 @@ def _refuse_what_is_not_there(tree: ast.Module) -> None:
         if isinstance(node, ast.Assign) and any(ast.unparse(target) in STREAMS for target in node.targets):
             raise TestsError(
                 "the tests replace sys.stdin or sys.stdout, but the code runs in another process"
+            )
+
+
+def _refuse_classes(tree: ast.Module, names: set[str]) -> None:
+    """Check that the tests neither inherit from classes of the code nor compare types with them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and names & {each for base in node.bases for each in _loaded(base)}:
+            raise TestsError(
+                f"{node.name} of the tests inherits from a class of the code, which is in another process"
+            )
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            has_type = any(isinstance(side, ast.Call) and _name_of(side.func) == "type" for side in sides)
+            if has_type and any(isinstance(side, ast.Name) and side.id in names for side in sides):
+                raise TestsError(
+                    "the tests compare a type with a class of the code, which is in another process; "
+                    "use isinstance"
+                )
+
+
+def _refuse_objects(tree: ast.Module, aliases: Sequence[str]) -> None:
+    """Check that tests use no package whose objects stay in the process of the code."""
+    names = {ALIASES[name]: name for name in aliases}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name: (alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}": alias.asname or alias.name for alias in node.names}
+    loaded = _loaded(tree)
+    for module, name in names.items():
+        package = module.partition(".")[0]
+        if package in OBJECTS and name in loaded:
+            raise TestsError(
+                f"the tests use {package} ({name}), but the code runs in another process, and objects of "
+                f"{package} are not copied; let the code return numbers, text, lists, maps or numpy's arrays"
             )
 
 

@@ -51,7 +51,8 @@ def _array(dtype: str, shape: Any, values: Any) -> Any:
 
 COPIED: dict[str, Any] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes, "bytearray": bytearray,
-    "range": lambda parts: range(*parts), "complex": lambda parts: complex(*parts),
+    "range": lambda parts: range(*parts), "slice": lambda parts: slice(*parts),
+    "complex": lambda parts: complex(*parts),
     "dict": dict, "Counter": lambda pairs: collections.Counter(dict(pairs)),
     "OrderedDict": collections.OrderedDict, "int": lambda parts: int(parts[0], 16),
     "defaultdict": lambda parts: collections.defaultdict(FACTORIES.get(parts[0]), parts[1]),
@@ -69,11 +70,11 @@ INNER = ("_", "gi_", "cr_", "ag_", "tb_", "f_", "co_")
 OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "radd", "rsub",
     "rmul", "rtruediv", "neg", "pos", "abs", "invert", "len", "iter", "next", "getitem", "setitem",
-    "delitem", "contains", "str", "repr", "hash", "enter", "exit", "int", "float", "round",
+    "delitem", "contains", "str", "repr", "hash", "enter", "exit", "int", "float", "round", "format",
 )  # fmt: skip
 ARITHMETIC = OPERATORS[: OPERATORS.index("neg")]
 """Operators with another operand."""
-DIFFERENCES = ("sub", "rsub")
+DIFFERENCES = ("sub", "rsub", "add", "radd")
 """What they make of an object and a number must not become a number in a second step either."""
 LOOKED_AT = ("len", "hash", "getitem", "next", "contains")
 """They ask an object for what it has, and make no number of it."""
@@ -217,8 +218,9 @@ class Peer:
         if isinstance(value, collections.deque):
             inner = [self.encode(each) for each in collections.deque.__iter__(value)]
             return ["deque", [["list", inner], self.encode(value.maxlen)]]
-        if isinstance(value, range):
-            return ["range", [self.encode(part) for part in (value.start, value.stop, value.step)]]
+        if isinstance(value, range | slice):
+            parts = [self.encode(part) for part in (value.start, value.stop, value.step)]
+            return [type(value).__name__, parts]
         if isinstance(value, Decimal | Fraction):
             return (
                 [type(value).__name__, [str(value)]]
@@ -326,7 +328,9 @@ class Solution:
     """The code and its globals, in the code's process."""
 
     def __init__(self, peer: Peer) -> None:
-        self._scope: dict[str, Any] = {"__name__": "__solution__"}
+        module = ModuleType("__solution__")
+        sys.modules[module.__name__] = module  # dataclasses and pickle look up a class's module
+        self._scope = vars(module)
         peer.encode(self)  # number 0
 
     def run(self, code: str, imports: str) -> "list[tuple[str, str, Any]]":

@@ -9,7 +9,9 @@ How forms of the answer 1000 are treated:
 | digits, signs and points of full width; the minus sign or a dash before a number | as in ASCII: 1 |
 | `1000 dollars`, `1000%`, `1000**`, `**1000**` | the number counts, what stands around it does not: 1 |
 | `2000/2`, `1e3`, `\\boxed{1000}`, `10²`, `5½`, `one thousand` | no plain number: 0 (`math` reads most) |
-| `1000 or 20`, `1000-20`, `1000:30`, `1000, 20`, `3,5`, `1000 = 20`, `1000 (20)`, `5 feet 3 inches`, `5 1/2` | two numbers on the line: 0 (verl: 1 for most) |
+| `1000 or 20`, `1000-20`, `1000:30`, `1000, 20`, `3,5`, `1000 = 20` | two numbers: 0 (verl: 1 for most) |
+| `1000 (20)`, `5 feet 3 inches`, `5 1/2`, `1000, but maybe 20` | two numbers: 0 |
+| `1000, as 20 are there`, `1000. 20 are left`, `1000 (980 + 20 = 1000)` | an explanation follows: 1 |
 | `5 thousand`, `5 squared`, `5 plus`, `5 and a half`, `5√x`, `5\\sqrt{x}` | goes on as a number: 0 |
 | no `####` at all | 0 |
 
@@ -54,8 +56,10 @@ _NUMBER_AFTER = re.compile(rf"(?<![\w.^{{]){_NUMBER}(?!\w)")
 # Other forms of numbers are matched too, without a group, and so skipped as a whole: trying each of their
 # digits as a beginning would take time quadratic in their length.
 _DIGIT = re.compile(r"\d")
-_HEDGING = re.compile(r"\b(?:or|maybe|perhaps|possibly|could|might|wrong|not|out|either)\b|[-=]>|[→⇒]", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[^.\n]*\.\s")
+_HEDGING = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|could|might|wrong|not|out|either)\b|[-=]>|[→⇒]", re.IGNORECASE
+)
+_NEW_CLAUSE = re.compile(r"\.\s|\b(?:as|because|since)\b", re.IGNORECASE)
 _WORD = re.compile(r"(?!and\b)[A-Za-z]+")
 FEW_WORDS = 2
 """A unit is a word; what has more words before its number is an explanation."""
@@ -124,8 +128,9 @@ def _is_hedged(answer: Decimal, match: re.Match[str], tail: str) -> bool:
     before = line[: further[0].start()]
     if _HEDGING.search(before):
         return True
-    is_new_sentence = match[1].endswith(".") or _SENTENCE_END.match(before) is not None
-    return not is_new_sentence and len(_WORD.findall(before)) < FEW_WORDS
+    if match[1].endswith(".") or _NEW_CLAUSE.search(before):
+        return False
+    return len(_WORD.findall(before)) < FEW_WORDS
 
 
 def _flexible(text: str) -> Decimal | None:

@@ -133,14 +133,17 @@ _ROW_SPACE = re.compile(r"\\\\\s*\[-?[\d.]+\s*(?:pt|em|ex|mm|cm)\]")
 _CURRENCIES = re.compile(r"\\text\s*\{\s*[€£¥₹¢]\s*\}|\\?[€£¥₹¢]")
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 _SUBSCRIPT = re.compile(rf"[{''.join(_SUBSCRIPTS)}]++")
-# Units of several factors, such as `\mathrm{~m} / \mathrm{s}^2`, `km/h` and `\Omega`, at the end of an answer.
-_UNIT = r"(?:\\(?:mathrm|text|textrm|operatorname)\s*\{[~\s]*[A-Za-z°µμΩ. ]+\}|\\(?:Omega|mu)\b)(?:\^\{?-?\d\}?)?"
+# Units of several factors at the end of an answer, such as `\mathrm{~m} / \mathrm{s}^2` and `km/h`.
+_UNIT = (
+    r"(?:\\(?:mathrm|text|textrm|operatorname)\s*\{[~\s]*[A-Za-z°µμΩ. ]+\}|\\(?:Omega|mu)\b)(?:\^\{?-?\d\}?)?"
+)
 _UNITS = re.compile(rf"(?<=[\d}}])(?:\s|~|\\[,;: ])*{_UNIT}(?:\s*(?:/|\\cdot|~|\\,)?\s*{_UNIT})+\Z")
 _PLAIN_UNITS = re.compile(r"(?<=\d) ?(?:[kcm]?m/(?:h|s|min)(?:\^?2)?|°[CF]|mph|k[gJWN]/[a-z]{1,3})\Z")
 _SYMBOLS = {
     "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}",
     "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}",
-    "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}", "\u2044": "/", "ℝ": r"\mathbb{R} ", "\u2208": r"\in ",
+    "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}", "\u2044": "/",
+    "\u211d": r"\mathbb{R} ", "\u2208": r"\in ",
     "°": r"^\circ ", "∞": r"\infty ", "·": r"\cdot ", "⋅": r"\cdot ", "∅": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "\u222a": r"\cup ", "∩": r"\cap ",
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
@@ -383,13 +386,17 @@ _UNIT_AFTER_NUMBER = re.compile(
 )
 _SEPARATOR = re.compile(r"[,;&]")
 _HALF_OF_DAY = re.compile(r"(?<=[\d\s~}{])([ap])\.?\s?m\b", re.IGNORECASE)
-_MODULUS = re.compile(r"\s*\\(?:pmod|bmod|mod)\s*(\{[^{}]*\}|\d+)|\s*\(\s*\\(?:bmod|mod|text\{mod\s*\})\s*(\{[^{}]*\}|\d+)\s*\)")
+_MODULUS = re.compile(
+    r"\s*\\(?:pmod|bmod|mod)\s*(\{[^{}]*\}|\d+)|\s*\(\s*\\(?:bmod|mod|text\{mod\s*\})\s*(\{[^{}]*\}|\d+)\s*\)"
+)
 _HEDGING_TEXT = re.compile(
-    r"\\(?:text|mbox|mathrm|textrm)\s*\{(?=[^{}]*\b(?:or|not|maybe|perhaps|possibly)\b)(?!\s*or\s*\})[^{}]*\}", re.IGNORECASE
+    r"\\(?:text|mbox|mathrm|textrm)\s*\{(?=[^{}]*\b(?:or|not|maybe|perhaps|possibly)\b)(?!\s*or\s*\})[^{}]*\}",
+    re.IGNORECASE,
 )
 """Words such as `\\text{ or maybe four}`, which math-verify takes for a unit."""
 _CHOICE = re.compile(
-    r"\A(?:\((?P<round>[A-J])\)\.?|(?P<bare>[A-J])[.:)](?=\s))(?:\s|~|\\[,;:! ]|\\q?quad(?![a-z]))*+(?P<value>[^-+*/^=,;<>\s].*)\Z",
+    r"\A(?:\((?P<round>[A-J])\)\.?|(?P<bare>[A-J])[.:)](?=\s))"
+    r"(?:\s|~|\\[,;:! ]|\\q?quad(?![a-z]))*+(?P<value>[^-+*/^=,;<>\s].*)\Z",
     re.DOTALL,
 )
 _OTHER_CHOICE = re.compile(r"\([A-J]\)|\b(?:or|and)\b")

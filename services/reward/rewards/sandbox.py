@@ -55,14 +55,15 @@ GONE = "gone"
 OVER = (GONE, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 """States of a job that no worker will finish."""
 FENCE = re.compile(
-    r"(?:^(?P<before>[ \t>]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?+)(?P<first>`{3,}+|~{3,}+)|(?<!`)(?P<later>`{3,}+))"
+    r"(?:^(?P<before>[ \t>]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?+)(?P<first>`{3,}+|~{3,}+)"
+    r"|(?<!`)(?P<later>`{3,}+))"
     r"(?P<info>[^\n`]*+)(?P<end>\n|\Z)",
     re.MULTILINE,
 )
 """Three or more backticks, or tildes, and the rest of their line; `first` on it, maybe in a list or
 quotation."""
 LANGUAGE = re.compile(r"[\w+-]+")
-ONLY_LANGUAGE = re.compile(r"\s*+[\w+-]*+\s*+")
+ONLY_LANGUAGE = re.compile(r"[\w+-]*+\s*+")
 PYTHON = ("python", "python3", "py")
 
 
@@ -232,22 +233,27 @@ def extract_code(text: str) -> str:
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """Language and body of each fenced block; the last one may lack its end.
 
-    A block ends at a fence that ends its line; one with a language that is first on its line begins another
-    block. Other backticks belong to the code.
+    A block ends at a fence that ends its line; one with a language begins another block. Other backticks
+    belong to the code.
     """
     opened: re.Match[str] | None = None
     for fence in FENCE.finditer(text):
         has_info = bool(fence["info"].strip())
-        if opened is None or (has_info and fence["first"] and not _is_inside(fence, opened)):
+        if opened is None or (has_info and _can_open(fence) and not _is_inside(fence, opened)):
             if opened is not None:
-                yield _block(text, opened, fence.start())
+                yield _block(text, opened, _end_without_fence(text, opened, fence.start()))
             opened = fence if fence["end"] and _can_open(fence) else None
         elif not has_info and not _is_inside(fence, opened):
             yield _block(text, opened, fence.start("first") if fence["first"] else fence.start("later"))
             opened = None
     if opened is not None:
-        end = text.find(opened["first"] or opened["later"], opened.end())
-        yield _block(text, opened, len(text) if end < 0 else end)
+        yield _block(text, opened, _end_without_fence(text, opened, len(text)))
+
+
+def _end_without_fence(text: str, opened: re.Match[str], limit: int) -> int:
+    """Where a block ends that no fence at the end of a line ends: at any such marks, or at the limit."""
+    end = text.find(opened["first"] or opened["later"], opened.end(), limit)
+    return limit if end < 0 else end
 
 
 def _can_open(fence: re.Match[str]) -> bool:

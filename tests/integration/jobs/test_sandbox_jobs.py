@@ -66,6 +66,22 @@ def test_code_is_taken_from_its_fence() -> None:
     assert extract_code("x = 1") == "x = 1"
 
 
+@pytest.mark.parametrize("text", [
+    "~~~python\nx = 1\n~~~", "````python\nx = 1\n````", "```{.python}\nx = 1\n```",
+    '```python title="a.py"\nx = 1\n```',
+    "1. So:\n   ```python\n   x = 1\n   ```", "> ```python\n> x = 1\n> ```",
+    "```python\nx = 0``` first, then ```python\nx = 1\n```",
+    "````text\n```python\nx = 0\n```\n````\n```python\nx = 1\n```",
+    "<answer>x = 0</answer> no: <answer>\nx = 1\n</answer>",
+])  # fmt: skip
+def test_code_is_taken_from_any_kind_of_block(text: str) -> None:
+    assert extract_code(text).strip() == "x = 1"
+
+
+def test_backticks_in_a_line_of_code_do_not_end_it() -> None:
+    assert extract_code("```python\n# in ``` marks\nx = 1\n```") == "# in ``` marks\nx = 1\n"
+
+
 async def test_code_is_scored_by_the_workers_of_its_run(make, start, run):
     start()
     reward, part = make(), make(score="fraction")

@@ -38,6 +38,8 @@ MAPS = [
     [["1 2", "3"], ("3 4", "7")],
     {"examples": MAPS, "official_tests": []},
     {**LISTS, "language": "Python3", "fn_name": None},
+    {"public_tests": {"input": LISTS["inputs"], "output": LISTS["outputs"]},
+     "private_tests": {"input": [], "output": []}},
 ])  # fmt: skip
 def test_inputs_and_outputs_are_read_in_every_form(tests: Any) -> None:
     assert read_tests(tests, {}, False) == OUTPUTS
@@ -205,3 +207,50 @@ def test_a_package_that_the_tests_import_has_to_be_allowed_and_installed() -> No
 
 def test_a_column_of_a_natural_language_is_no_language_of_programs() -> None:
     assert read_tests(LISTS, {"language": "en"}, False) == OUTPUTS
+
+
+def test_np_of_a_test_without_its_import_is_numpy_and_never_the_codes() -> None:
+    (test,) = read_tests(["assert np.allclose(f(1), 2)"], {}, True)
+    assert isinstance(test, StatementTest)
+    assert test.code_names == {"f"}
+    assert "import numpy as np" in test.setup
+    with pytest.raises(TestsError, match="packages"):
+        read_tests(["assert np.allclose(f(1), 2)"], {}, False)
+
+
+@pytest.mark.parametrize("test", [
+    "import asyncio\nassert asyncio.run(f(1)) == 2",
+    "import asyncio\nasync def main():\n    assert await f(1) == 2\nasyncio.run(main())",
+    "import asyncio\nassert asyncio.get_event_loop().run_until_complete(f(1)) == 2",
+])  # fmt: skip
+def test_tests_that_await_the_code_are_refused(test: str) -> None:
+    with pytest.raises(TestsError, match="coroutines"):
+        read_tests(test, {}, False)
+
+
+@pytest.mark.parametrize("test", [
+    "import pandas as pd\nassert isinstance(f(), pd.DataFrame)",
+    "from pandas.testing import assert_frame_equal\nassert_frame_equal(f(), 1)",
+    "import matplotlib.pyplot as plt\nassert isinstance(f(), plt.Axes)",
+    "assert isinstance(f(), pd.DataFrame)",
+])  # fmt: skip
+def test_tests_with_objects_that_are_not_copied_are_refused(test: str) -> None:
+    with pytest.raises(TestsError, match="not copied"):
+        read_tests(test, {}, True)
+
+
+def test_expected_tuples_and_sets_are_lists_as_results_are() -> None:
+    literal = "{'fn_name': 'f', 'inputs': [(1,)], 'outputs': [{'a': ({3, 2}, (1, 2))}]}"
+    assert read_tests(literal, {}, False) == [CallTest("f", [1], [{"a": [[2, 3], [1, 2]]}])]
+
+
+@pytest.mark.parametrize("test", [
+    "class K(Base):\n    pass\nassert K().f() == 1", "assert type(f()) is A", "assert type(f()) == A",
+])  # fmt: skip
+def test_tests_that_need_the_classes_of_the_code_in_their_process_are_refused(test: str) -> None:
+    with pytest.raises(TestsError, match="another process"):
+        read_tests(test, {}, False)
+
+
+def test_types_that_the_tests_know_may_be_compared() -> None:
+    assert read_tests("assert type(f()) is list", {}, False)
