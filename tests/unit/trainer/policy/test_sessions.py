@@ -155,7 +155,7 @@ def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm):
         if layout == "varlen":
             attend_as_varlen(policy._model)
         for split in splits:
-            policy._optimizer.zero_grad(set_to_none=True)
+            policy.zero()
             metrics = accumulate_all(policy, split)
             gradient = gradients_of(policy) / metrics.denominator
             whole = gradient if whole is None else whole
