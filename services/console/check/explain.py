@@ -10,6 +10,7 @@ import json
 import types
 import typing
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from textwrap import dedent, indent
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -72,6 +73,7 @@ def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterato
         yield from read_sections(section, path)
 
 
+@cache
 def _texts_of(model: type[BaseModel]) -> dict[str, str]:
     """The docstring below each field in the source. pydantic's `use_attribute_docstrings` would read the
     source of every section at the start of every process."""

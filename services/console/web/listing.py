@@ -215,7 +215,11 @@ def _all_steps(path: Path) -> int | None:
 def _read_all_steps(path: Path, inode: int, changed_ns: int, size: int) -> int | None:
     """`trainer.steps` of a config, whichever release wrote it."""
     try:
-        return _steps_of(yaml.load(path.read_bytes(), _Loader))
+        loader = _Loader(path.read_bytes())
+        try:
+            return _steps_of(loader.get_single_data())
+        finally:
+            loader.dispose()
     except (OSError, ValueError, yaml.YAMLError):
         return None
 

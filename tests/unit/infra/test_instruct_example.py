@@ -28,8 +28,8 @@ TRUTH = '{"name": "Anna", "age": 31}'
         ('{"name": "Anna", "age": 31', 0.0),
         ("[31]", 0.0),
         ("", 0.0),
-        ("{" * 100_000, 0.0),
-        ('{"a":' * 100_000, 0.0),
+        ("{" * 20_000, 0.0),
+        ('{"a":' * 20_000, 0.0),
     ],
 )
 def test_only_the_right_object_alone_has_the_whole_reward(said: str, score: float) -> None:

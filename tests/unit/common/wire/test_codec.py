@@ -37,7 +37,7 @@ TYPES = (Ticket, Trajectory, Score, WeightManifest, Commit, DeadLetter)
 
 
 @given(messages)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_message_survives_the_wire(message):
     decoded = codec.decode(codec.encode(message), type(message))
     assert decoded == message
@@ -154,7 +154,7 @@ def test_maps_with_fields_of_any_type_are_only_ever_a_codec_error(tree):
 
 
 @given(trajectories(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_damaged_message_is_decoded_or_a_codec_error(message, data):
     payload = bytearray(codec.encode_payload(message))
     for _ in range(data.draw(st.integers(1, 3))):

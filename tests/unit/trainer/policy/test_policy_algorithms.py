@@ -107,7 +107,7 @@ def taught(samples: list[Sample], term: TeacherTermConfig) -> list[Sample]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_gradient_does_not_depend_on_the_split_or_the_order(name, normalisation):
     algorithm = ALGORITHMS[name] | {"normalisation": normalisation}
-    policy = moved_policy(algorithm=algorithm)
+    policy = moved_policy(model=tiny_llama(seed=2, num_hidden_layers=1), algorithm=algorithm)
     samples = prepared(policy, make_samples(14))
     if "teacher" in algorithm:
         samples = taught(samples, TeacherTermConfig(**algorithm["teacher"]))
@@ -121,7 +121,7 @@ def test_the_gradient_does_not_depend_on_the_split_or_the_order(name, normalisat
     for split in splits:
         metrics = accumulate_all(policy, split)
         results.append((gradients_of(policy) / metrics.denominator, metrics))
-        policy._optimizer.zero_grad(set_to_none=True)
+        policy.zero()
     whole, whole_metrics = results[0]
     assert whole.norm() > 0
     assert (whole_metrics.teacher_tokens > 0) == (name == "teacher in the loss")
@@ -398,7 +398,9 @@ def test_packed_equals_unpacked_whatever_the_split():
 def test_beside_demonstrations_other_samples_are_trained_and_measured_as_without(name):
     """The gradient of both is the sum of either's; what is measured of sampled tokens is theirs alone."""
     algorithm = ALGORITHMS[name]
-    samples = prepared(moved_policy(algorithm=algorithm), make_samples(10))
+    model = tiny_llama(seed=2, num_hidden_layers=1)
+    policy = moved_policy(model=model, algorithm=algorithm)
+    samples = prepared(policy, make_samples(10))
     if "teacher" in algorithm:
         samples = taught(samples, TeacherTermConfig(**algorithm["teacher"]))
     parts, demonstrations = [], shown(6, weight=0.3)
@@ -406,11 +408,11 @@ def test_beside_demonstrations_other_samples_are_trained_and_measured_as_without
         sample for pair in zip(samples[:6], demonstrations, strict=True) for sample in pair
     ] + samples[6:]
     for batch in (samples, demonstrations, together):
-        policy = moved_policy(algorithm=algorithm)
+        policy.zero()
         sums = accumulate_all(policy, [one_batch(batch)])
         parts.append((gradients_of(policy), loss_metrics(sums)))
     (alone, numbers), (imitated, _), (both, measured) = parts
-    apart = moved_policy(algorithm=algorithm, micro_batch_tokens=16)
+    apart = make_policy(torch.float64, model=model, micro_batch_tokens=16, algorithm=algorithm)
     assert loss_metrics(accumulate_all(apart, [one_batch(together)])) == pytest.approx(
         measured | {"forward/positions": pytest.approx(measured["forward/positions"], rel=1.0)}
     )

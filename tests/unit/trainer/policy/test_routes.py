@@ -227,7 +227,9 @@ def rounds_otherwise(graph: torch.fx.GraphModule, _: object) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "compiled")) for name in LAYOUTS]
+)
 def test_gradient_of_foreign_routes(name, samples, monkeypatch):
     model = wide_mixtral(monkeypatch)
     if name == "compiled":

@@ -30,6 +30,7 @@ from tidemill.services.trainer.groups.trie import Trie, in_order
 from tidemill.services.trainer.policy import trees
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.policy.trees import Tree, rows_at
 
 FEW = st.integers(1, 3)
@@ -98,7 +99,7 @@ def families(draw: Any) -> list[Sample]:
 
 
 def single_and_tree(**trainer: Any) -> tuple[TransformersPolicy, TransformersPolicy]:
-    """Two policies alike, the first with a row for each sample and the second with trees. The model's norms are
+    """Two policies alike: the first has a row for each sample, the second has trees. The model's norms are
     float64, as its weights are."""
     single, tree = (make_policy(torch.float64, model=make_model("GPTNeoX"), **trainer) for _ in range(2))
     single.layout, single._tile_tokens, tree.layout = "padded", 1, "tree"
@@ -112,7 +113,7 @@ def gap_to_single_rows(
     compared on the way."""
     tree._tile_tokens = max_tokens
     for policy in (single, tree):
-        policy._optimizer.zero_grad(set_to_none=True)
+        policy.zero()
     results = [accumulate_all(policy, [one_batch(samples)]) for policy in (single, tree)]
     assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-12, abs=1e-12)
     for one, other in zip(logprobs_of(single, samples), logprobs_of(tree, samples), strict=True):
