@@ -173,7 +173,9 @@ class OpenEnvEnvironment(Environment):
         try:
             answer = await self._ask("step", action)
         except _RefusedError as error:
-            return Act([{**role, "content": f"error: {error}"}], is_wrong=True)
+            # A text is no call, and counts as none.
+            is_call = self._options.action_schema is not None
+            return Act([{**role, "content": f"error: {error}"}], is_wrong=is_call)
         reward = number_of(answer.get("reward"), f"{self._url}: reward is", "step")
         text = self._text(answer.get("observation"))
         return Act([{**role, "content": text}], reward, bool(answer.get("done")))

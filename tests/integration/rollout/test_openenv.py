@@ -25,6 +25,7 @@ from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments import openenv
 from tidemill.services.rollout.environments.openenv import OpenEnvStage
 from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
+from tidemill.services.rollout.sessions.parts import Part, Recording
 
 ROOT = Path(__file__).parents[3]
 PROMPT_IDS = np.asarray(CHAT.render([{"role": "user", "content": "Guess."}]), np.int32)
@@ -171,7 +172,7 @@ async def test_text_that_the_action_refuses_is_answered_to_the_model(use: str) -
     roles = [message["role"] for message in played.session.messages]
     assert roles == ["assistant", "user", "assistant", "user"] and played.session.reward == 1.0
     assert "message: String should have at most 20 characters" in played.session.messages[1]["content"]
-    assert [turn.num_wrong_calls for turn in played.first.turns] == [1, 0]
+    assert [turn.num_wrong_calls for turn in played.first.turns] == [0, 0]
 
 
 async def test_a_field_that_no_text_fits_is_a_fault(serve_game: Serve) -> None:
@@ -220,15 +221,18 @@ async def test_a_server_that_dies_is_never_followed_by_a_game_that_was_not_reset
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
         use = first.enter_context(serve_game())
 
-        async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        async def ask(ids: Sequence[int], sampling: SamplingParams, _: object = None) -> Generation:
             if len(model.seen) == 1:
                 first.close()
                 second.enter_context(serve_game(port=int(use.rpartition(":")[2])))
             return await model.ask(ids, sampling)
 
+        async def keep(play: bytes, number: int, part: Part) -> bool:
+            return True
+
         playing = player(use, attempts=2, options={"repeatable": is_repeatable})
         await playing.start()
-        played = await playing.play(TICKET, "s", ask)
+        played = await playing.play(TICKET, "s", Recording(ask, keep=keep))
         await playing.close()
     contents = [message["content"] for message in played.session.messages]
     assert played.session.num_faults == 1 and played.session.reward == 1.0
