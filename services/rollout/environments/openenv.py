@@ -3,12 +3,15 @@
 Speaks the frames of `/ws` itself: the package `openenv` cannot be installed beside vLLM, and its client hides
 that a step after a timeout runs on a new environment that was not reset. Here whatever is late, and a
 connection that ends, is a fault: the session is played again from its start.
+
+Tried with the server of openenv 0.10.0 (tests/integration/rollout/test_openenv.py).
 """
 
 import asyncio
 import contextlib
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +31,15 @@ if TYPE_CHECKING:
 Frame = dict[str, Any]
 CAPACITY = "CAPACITY_REACHED"
 INVALID = "VALIDATION_ERROR"
+UNSENDABLE = "Unable to serialize unknown type"
+"""The server's words where its answer has an object that is no JSON, which ends the session."""
+OTHER_FIELDS = {"missing", "extra_forbidden"}
+"""Errors of an action that say that it has other fields than `action_field`."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Pause before asking a full server again; doubles each time."""
 CONNECT_S = 10.0
+PING_S = 20.0
+"""Pause between pings: gateways end connections that are silent while the model speaks."""
 TEXTS = ("text", "message", "messages", "content", "prompt", "result", "output", "echoed_message")
 """Fields of observations that may have the text for the model, if `observation_field` is not set."""
 
@@ -87,7 +96,8 @@ class OpenEnvStage:
 
     async def open(self, row: Row) -> "OpenEnvEnvironment":
         """Connect, and reset there: only then the server says whether it has a place."""
-        pause_s, left_s = FIRST_PAUSE_S, self._wait_s
+        pause_s = FIRST_PAUSE_S
+        deadline = time.monotonic() + self._wait_s
         while True:
             environment = OpenEnvEnvironment(await self._connect(), self.options, self._timeout_s, self._url)
             try:
@@ -95,10 +105,11 @@ class OpenEnvStage:
                 return environment
             except _FullError:
                 await environment.close()
-                if left_s <= 0:
+                if time.monotonic() >= deadline:
                     raise EnvironmentFaultError(
                         f"{self._url} was full for {self._wait_s:g} s (session_timeout_s); let it hold more "
-                        "sessions (max_concurrent_envs), or let workers play fewer (max_groups_in_flight)",
+                        "sessions (max_concurrent_envs), or let workers play fewer (max_groups_in_flight); a "
+                        "step that never returns keeps its place on the server",
                         "start",
                     ) from None
             # Also where it was cancelled: the server counts the session until its connection ends.
@@ -107,7 +118,6 @@ class OpenEnvStage:
                 raise
             # Random: sessions that were refused together would retry together.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            left_s -= pause_s
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
     async def close(self) -> None:
@@ -119,7 +129,16 @@ class OpenEnvStage:
 
         try:
             # Its defaults end the connection at observations above 1 MiB, and take the environment's proxies.
-            return await connect(self._url, open_timeout=CONNECT_S, max_size=None, proxy=None)
+            # They also end it 20 s after an unanswered ping, in the middle of a step that blocks the server:
+            # how long an answer may take says call_timeout_s alone.
+            return await connect(
+                self._url,
+                open_timeout=CONNECT_S,
+                max_size=None,
+                proxy=None,
+                ping_interval=PING_S,
+                ping_timeout=None,
+            )
         except (OSError, TimeoutError, WebSocketException) as error:
             problem = f"{self._url} cannot be reached"
             fault = fault_in(error, problem)
@@ -157,7 +176,9 @@ class OpenEnvEnvironment(Environment):
         try:
             answer = await self._ask("step", action)
         except _RefusedError as error:
-            return Act([{**role, "content": f"error: {error}"}], is_wrong=True)
+            # A text is no call, and counts as none.
+            is_call = self._options.action_schema is not None
+            return Act([{**role, "content": f"error: {error}"}], is_wrong=is_call)
         reward = number_of(answer.get("reward"), f"{self._url}: reward is", "step")
         text = self._text(answer.get("observation"))
         return Act([{**role, "content": text}], reward, bool(answer.get("done")))
@@ -179,19 +200,26 @@ class OpenEnvEnvironment(Environment):
             ) from None
         except (OSError, WebSocketException, ValueError, RecursionError) as error:
             raise EnvironmentFaultError(f"{self._url}: {kind} failed: {error}", kind) from None
-        found: Any = (frame.get("data") or {}) if isinstance(frame, dict) else None
-        if not isinstance(found, dict):
+        content: Any = (frame.get("data") or {}) if isinstance(frame, dict) else None
+        if not isinstance(content, dict):
             said = f"{str(frame)[:MAX_CHARS]}; expected an object with type and data"
             raise EnvironmentFaultError(f"{self._url}: {kind} was answered by {said}", kind)
         if frame.get("type") == "observation":
-            return dict(found)
-        code, message = str(found.get("code")), str(found.get("message"))
+            return dict(content)
+        code = str(content.get("code"))
+        message = str(content.get("message"))
         if code == CAPACITY:
             raise _FullError(message)
         if code == INVALID:
-            message = "; ".join(_explained(error) for error in found.get("errors") or ()) or message
-            if kind == "step" and self._options.action_schema is not None:
+            errors = content.get("errors") or ()
+            message = "; ".join(_explained(error) for error in errors) or message
+            if kind == "step" and (self._options.action_schema is not None or _is_of_text(errors)):
                 raise _RefusedError(message)
+        if UNSENDABLE in message:
+            message += (
+                " (openenv cannot send what is no JSON: let validators of the action raise "
+                "PydanticCustomError, not ValueError, and let observations hold plain values)"
+            )
         raise EnvironmentFaultError(f"{self._url}: {kind} failed with {code}: {message}", kind)
 
     async def _check_unread(self) -> None:
@@ -221,6 +249,15 @@ class OpenEnvEnvironment(Environment):
 
 def _explained(error: Mapping[str, Any]) -> str:
     return f"{'.'.join(str(part) for part in error.get('loc', ()))}: {error.get('msg')}"
+
+
+def _is_of_text(errors: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an action was refused for its text, so that another text of the model may be accepted."""
+    types = {str(error.get("type")) for error in errors}
+    if types & OTHER_FIELDS:
+        return False
+    # `list_type` and the like: no text is ever of that type.
+    return any(not (name.endswith("_type") or name == "is_instance_of") for name in types)
 
 
 class _FullError(Exception):
