@@ -199,7 +199,8 @@ async def _wholes(
     claims = [(entry_id, sample) for entry_id, sample in map(_claiming, entries) if sample is not None]
     reads = (store.threads.run(store.resolve, sample, keep_choices) for _, sample in claims)
     messages = await asyncio.gather(*reads)
-    raw, wholes = dict(entries), {}
+    raw = dict(entries)
+    wholes: dict[str, tuple[RawEntry, Sequence[str]]] = {}
     for (entry_id, sample), whole in zip(claims, messages, strict=True):
         fields, bare = raw[entry_id], _lacking(whole, keep_choices)
         if not has_claim(whole) and whole is not sample:
@@ -214,7 +215,7 @@ def _lacking(message: Message, keep_choices: bool) -> list[str]:
     """Pointers of the payloads that the message lacks after they were looked for."""
     if not isinstance(message, Trajectory):
         return []
-    lacking = [message.claim] if message.claim else []
+    lacking: list[Claim | None] = [message.claim]
     if keep_choices and message.lacks_choices and message.choices is not None:
         lacking.append(message.choices.claim)
     return [claim.pointer for claim in lacking if claim is not None]

@@ -402,7 +402,7 @@ class Consumer(Generic[M]):
                 taken.append(entry)
         return taken
 
-    def _is_current(self, delivery: Delivery[Any]) -> bool:
+    def _is_current(self, delivery: Delivery[Any] | Garbled) -> bool:
         """Whether it was not lost, and no other delivery of the same entry has come since.
 
         After a loss of Redis, its id may be that of another message, pending here before it is read: a lost
