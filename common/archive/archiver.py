@@ -52,7 +52,7 @@ from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire import codec
 from tidemill.common.wire.codec import PAYLOAD_FIELD
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import Message, Trajectory
+from tidemill.common.wire.messages import Claim, Message, Trajectory
 
 log = structlog.get_logger(__name__)
 
