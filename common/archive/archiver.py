@@ -202,7 +202,8 @@ async def _wholes(
     raw = dict(entries)
     wholes: dict[str, tuple[RawEntry, Sequence[str]]] = {}
     for (entry_id, sample), whole in zip(claims, messages, strict=True):
-        fields, bare = raw[entry_id], _lacking(whole, keep_choices)
+        fields = raw[entry_id]
+        bare = _lacking(whole, keep_choices)
         if not has_claim(whole) and whole is not sample:
             # Not the fault of this read: a reader of the archive looks for missing choices again.
             whole = whole.model_copy(update={"fault": sample.fault})

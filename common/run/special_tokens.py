@@ -26,7 +26,8 @@ from tidemill.common.errors import ConfigError
 
 NUM_TAIL_TOKENS = 16
 """Tokens at the end of a prompt among which the mark of an opened thought is looked for."""
-QUESTION, ANSWER = "QUESTIONTEXT", "ANSWERTEXT"
+QUESTION = "QUESTIONTEXT"
+ANSWER = "ANSWERTEXT"
 """Stand for what is said in a chat that is rendered to see the frame of a turn."""
 
 Ids = Sequence[int]
@@ -48,7 +49,8 @@ class Marks:
     """Marks that begin and end the answer, and are no part of it."""
 
 
-CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 HARMONY = Marks("gpt-oss", CHANNEL, MESSAGE)
 """`<|channel|>analysis<|message|>`thought`<|end|><|start|>assistant<|channel|>final<|message|>`answer
 (vllm/parser/harmony.py): the word before `<|message|>` says what follows."""

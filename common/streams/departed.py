@@ -21,7 +21,8 @@ LOOK_S = 600.0
 
 class DepartedProcesses:
     def __init__(self, broker: Broker, keys: Keys) -> None:
-        self._broker, self._keys = broker, keys
+        self._broker = broker
+        self._keys = keys
         self._next_look = 0.0
 
     async def forget(self, after_s: float = FORGET_AFTER_S) -> int:

@@ -231,7 +231,8 @@ class WeightFollower:
         self._num_damaged = self._num_damaged + 1 if isinstance(error, DamagedWeightsError) else 0
         self.damaged_version = manifest.version if self._num_damaged >= REPORT_AFTER else -1
         now = time.monotonic()
-        before, self._failing = self._failing, manifest
+        before = self._failing
+        self._failing = manifest
         # Announced again: the trainer has just repaired it, and each version is repaired once.
         is_repair = before is not None and before.version == manifest.version and before != manifest
         if before is None or is_repair:

@@ -313,7 +313,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         faults: dict[int, EnvironmentFaultError | MachineFaultError],
     ) -> None:
         """`history` is that of the weights that the sample begins with."""
-        ticket, started_at = delivery.message, time.time()
+        ticket = delivery.message
+        started_at = time.time()
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
         if play.parts:
             # A new part resets the count of deliveries. With the same name, an engine that seeds by names

@@ -320,7 +320,8 @@ class StepRunner:
         await self.thread.call(self.policy.release_weights)
         sums = result.sums
         if self.algorithm.is_adaptive and (tokens := sums.sampled_tokens):
-            kl, entropy = sums.kl_sum / tokens, sums.entropy_sum / tokens
+            kl = sums.kl_sum / tokens
+            entropy = sums.entropy_sum / tokens
             # Demonstrations are in neither mean.
             num_sampled = sum(not sample.imitation for sample in result.samples)
             await self.thread.call(self.policy.adapt, kl, entropy, float(num_sampled))

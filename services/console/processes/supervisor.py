@@ -31,7 +31,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 HEALTHY_AFTER_S = 60.0
 """After a process has lived this long, the pause before its next start is the first one again."""
 MAX_EARLY_DEATHS = 10
-MAX_SAME_DEATHS, SAME_WITHIN_S = 5, 600.0
+MAX_SAME_DEATHS = 5
+SAME_WITHIN_S = 600.0
 """So many deaths in a row that name one cause, each within this time of its start, end the run: a start may
 take minutes. A process that a signal ended names none."""
 REAP_S = 5.0

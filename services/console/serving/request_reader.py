@@ -14,7 +14,8 @@ from tidemill.common.process.children import become_child, read_frame, sender
 from tidemill.common.process.json_api import explained
 from tidemill.services.console.serving.samples import Batch, ScoringRequest
 
-MAX_SAMPLES, PART_BYTES = 256, 1 << 20
+MAX_SAMPLES = 256
+PART_BYTES = 1 << 20
 """A part of a request ends with the sample that reaches one of these."""
 
 

@@ -87,12 +87,15 @@ class Batch:
         return EncodedSample(lane, trajectory.key, schema_of(trajectory), encode_payload(trajectory))
 
 
+def _messages_with_text(chat: Any) -> list[dict[str, Any]] | None:
+    """The messages of a chat, each with its text; None where it is plain text."""
+    return [_with_text(message) for message in chat] if isinstance(chat, list) else None
+
+
 def trajectory_of(sample: SampleIn, ticket: int, index: int, group_size: int) -> Trajectory:
     ids = np.asarray(sample.completion_ids, dtype=np.int32)
-    chat, said = (
-        [_with_text(message) for message in given] if isinstance(given, list) else None
-        for given in (sample.prompt, sample.completion)
-    )
+    chat = _messages_with_text(sample.prompt)
+    said = _messages_with_text(sample.completion)
     answers = [
         str(message.get("content") or "") for message in said or () if message.get("role") == "assistant"
     ]

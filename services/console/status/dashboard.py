@@ -418,7 +418,8 @@ def _process_row(
             "idle": None,
             "what for": restarts,
         }
-    state, style = state_text(beat), "yellow" if beat.state.startswith(WAIT) else "green"
+    state = state_text(beat)
+    style = "yellow" if beat.state.startswith(WAIT) else "green"
     damaged = beat.counts.get(DAMAGED_VERSION)
     unusable = "" if damaged is None else f"weights of version {damaged:g} are damaged"
     return {

@@ -16,7 +16,8 @@ import re
 from decimal import Decimal, InvalidOperation, localcontext
 from typing import Any
 
-RELATIVE, ABSOLUTE = Decimal("1e-6"), Decimal("1e-9")
+RELATIVE = Decimal("1e-6")
+ABSOLUTE = Decimal("1e-9")
 INTEGER = re.compile(r"[+-]?(0|[1-9]\d*)", re.ASCII)
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,4})?", re.ASCII)
 FEW_DIGITS = 4000

@@ -14,7 +14,8 @@ import re
 import unittest
 from typing import Any
 
-REL, ABS = 1e-6, 1e-12
+REL = 1e-6
+ABS = 1e-12
 
 
 class Failed(AssertionError):

@@ -23,7 +23,8 @@ PROMPTS = ((2, 6), (5, 2), (5, 6), (9, 4), (1, 6))
 """Tokens of a prompt, and of its completion. Prompts of one length are equal."""
 KNOWN_APART = ("minimax",)
 """Kinds of models whose lengths transformers is known to mix up; in half precision it may not show."""
-LEAST_GAP, ROUNDINGS = 1e-3, 8
+LEAST_GAP = 1e-3
+ROUNDINGS = 8
 """The median token may differ by the first, in nats, or by so many rounding errors of the model's numbers:
 what has another state differs by tenths. The median, for in a mixture a token may go to another expert."""
 FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)

@@ -34,7 +34,8 @@ def local_part_of(weight: Tensor) -> Tensor:
 
 
 def _describe(name: str, weight: Tensor) -> str:
-    num_nan, num_infinite = int(weight.isnan().sum()), int(weight.isinf().sum())
+    num_nan = int(weight.isnan().sum())
+    num_infinite = int(weight.isinf().sum())
     counts = [f"{count:,} {what}" for count, what in ((num_nan, "NaN"), (num_infinite, "infinite")) if count]
     return f"{name} ({' and '.join(counts)} of {weight.numel():,})"
 

@@ -49,7 +49,8 @@ PLAIN = Scaling()
 Scored = tuple[Tensor, Tensor, Tensor]
 """Logprobs and entropies of N tokens, and the log-probability of the kept ids together, 0 if all are kept."""
 
-PADDED_ELEMENTS, PADDED_SHARE = 1 << 22, 16
+PADDED_ELEMENTS = 1 << 22
+PADDED_SHARE = 16
 """Kept ids of a chunk are padded to its widest row while that makes no more elements than the first, or than
 one in so many of its logits. A single wide row would make as many as there are logits."""
 
