@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -165,7 +166,7 @@ def run_service(
     options = parser.parse_args()
     configure_logs(role, options.name)
     try:
-        return run_main(_serve(role, options, lambda: importlib.import_module(SERVES[program]).serve))
+        code = run_main(_serve(role, options, lambda: importlib.import_module(SERVES[program]).serve))
     except (TidemillError, BaseExceptionGroup) as error:
         cause = first_cause(error)
         if not isinstance(cause, TidemillError):
@@ -175,6 +176,12 @@ def run_service(
     finally:
         # Or Python's last garbage collection looks through all modules: with torch, for a second.
         gc.freeze()
+    # All is done but Python's own end. A stop that comes now must not make a failure of it: a worker leaves a
+    # run that is over by itself, while somebody stops it.
+    sys.stdout.flush()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(code))
+    return code
 
 
 def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentParser:

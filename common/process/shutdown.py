@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Shutdown:
-    """The request to stop. The first one drains, a signal after that exits at once."""
+    """The request to stop: the first signal, or the end of the run, drains; a second signal exits at once."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
@@ -47,6 +47,7 @@ class Shutdown:
         self.broker: Broker | None = None
         """Set once there is a connection: its blocking reads are ended."""
         self._unblocking: asyncio.Task[None] | None = None
+        self._is_signalled = False
 
     def handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -63,10 +64,12 @@ class Shutdown:
             self._unblocking = asyncio.get_running_loop().create_task(_unblock(self.broker))
 
     def _handle_signal(self) -> None:
-        if self.stopping.is_set():
+        if self._is_signalled:
             # Not `sys.exit`, which would run the clean-up: that may be what hangs.
             os._exit(130)
-        self.begin("stopping: finishing or handing back what is held")
+        self._is_signalled = True
+        if not self.stopping.is_set():  # a worker may be leaving a run that has ended
+            self.begin("stopping: finishing or handing back what is held")
 
 
 async def _unblock(broker: Broker) -> None:

@@ -139,8 +139,6 @@ class Broker:
             BrokerError: unreachable, wrong credentials, older than 6.2, or set to evict keys.
             OutageError: unreachable for all of that time.
         """
-        # Now: a worker that is short of descriptors has to hand back what it holds.
-        _read_scripts()
         url = url or redis_url()
         wait_s = float(os.environ.get(WAIT_VARIABLE, "0"))
         deadline = time.monotonic() + wait_s
@@ -158,6 +156,8 @@ class Broker:
         broker = cls(make_client(url))
         try:
             _check_server(_parse_info(await broker.redis.execute_command("INFO")), url)
+            # Now: a worker that is short of descriptors later has to hand back what it holds.
+            _read_scripts()
         except (redis_errors.RedisError, OSError, ValueError, BrokerError) as error:
             await broker.close()
             raise error if isinstance(error, BrokerError) else _explain(error, url) from None

@@ -79,7 +79,7 @@ def test_a_jail_that_cannot_be_set_up_for_want_of_descriptors_is_no_result(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert caught.value.number == errno.EMFILE
 
-    def fail_in_words(*_: object) -> None:
+    def fail_in_words(*_: object, **__: object) -> None:
         raise SandboxError("bwrap: Creating new namespace failed: Resource temporarily unavailable")
 
     monkeypatch.setattr(sandbox_job, "run_program", fail_in_words)

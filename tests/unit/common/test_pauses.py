@@ -16,6 +16,7 @@ from tidemill.common.config.reward import RewardLimits
 from tidemill.common.errors import EnvironmentFaultError, StoreError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.store.claims import resolved, with_choices_in
+from tidemill.common.threads import BoundedThreads
 from tidemill.services.reward import adapters
 from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.rewards.weighted_sum import attempt
@@ -23,6 +24,7 @@ from tidemill.services.rollout.sessions.player import Player
 
 NUM_FAILURES = 12
 NUM_CALLERS = 60
+THREADS = BoundedThreads("claims", 1)
 
 
 class AwayError(Exception):
@@ -50,12 +52,12 @@ async def ask_redis() -> None:
 
 
 async def read_payload() -> None:
-    claims: Any = SimpleNamespace(resolve=Away(lambda: StoreError("away")).fail)
+    claims: Any = SimpleNamespace(resolve=Away(lambda: StoreError("away")).fail, threads=THREADS)
     await resolved(claims, make_trajectory(1))
 
 
 async def write_choices() -> None:
-    claims: Any = SimpleNamespace(check_in_choices=Away(lambda: StoreError("away")).fail)
+    claims: Any = SimpleNamespace(check_in_choices=Away(lambda: StoreError("away")).fail, threads=THREADS)
     await with_choices_in(claims, make_trajectory(1))
 
 
