@@ -440,7 +440,7 @@ class Consumer(Generic[M]):
                 self.takeover.ask_again()
             if unanswered:
                 return unanswered
-        taken = await self.takeover.look(count)
+        taken = await self.takeover.look(count, list(self.held))
         if taken is None:
             # The clock has made our own leases look expired as well.
             await self.renew()

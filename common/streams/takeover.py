@@ -7,6 +7,7 @@ to renew, and meanwhile takes only messages that were given back.
 
 import random
 import time
+from collections.abc import Iterable
 
 import structlog
 
@@ -63,9 +64,10 @@ class Takeover:
         """Have `notice_interruption` return True again: not all messages of lost answers were found yet."""
         self._num_interruptions = -1
 
-    async def look(self, count: int) -> list[tuple[bytes, Fields, int]] | None:
+    async def look(self, count: int, worked_on: Iterable[str] = ()) -> list[tuple[bytes, Fields, int]] | None:
         """Take over up to `count` abandoned messages: id, fields, and how often each was delivered.
 
+        Messages that the consumer works on are found, too, where their renewal was late; that is no delivery.
         None where the clock of Redis has jumped ahead, which makes held leases look expired.
         """
         if time.monotonic() < self.next_at:
@@ -73,7 +75,7 @@ class Takeover:
         holder = NOBODY if time.monotonic() < self.patient_until else ""
         spare_s = self._lease_s / CLOCK_CHECKS_PER_LEASE
         most, lease_ms, latest_ms = min(count, MAX_TAKEN), int(self._lease_s * 1000), self._server_ms(spare_s)
-        args = [*self._member, lease_ms, most, self._place, latest_ms, holder]
+        args = [*self._member, lease_ms, most, self._place, latest_ms, holder, *worked_on]
         try:
             now_ms, *found = await self._broker.script(
                 "reclaim", [self._key], args, self._check_uninterrupted

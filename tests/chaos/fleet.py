@@ -26,6 +26,7 @@ from tidemill.services.console.processes.supervisor import FIRST_PAUSE_S
 from tidemill.services.console.run.folder import RunFolder
 
 POLL_S = 0.05
+LEAVES = "leaving: the run is finished"
 LEAVE_TIMEOUT_S = 120.0
 ROLLOUT = "tidemill.services.rollout"
 
@@ -192,6 +193,9 @@ class Fleet:
                     if code == 0 and member.spec.ends_run:
                         self.is_finished = True
                         return
+                    if code == 0 and LEAVES in self.log_of(name):
+                        member.is_kept = False  # a worker, just before its trainer has ended
+                        continue
                     if code != -signal.SIGKILL:
                         words = self.log_of(name)[-3000:]
                         raise ServiceError(f"{name} ended with exit code {code}:\n{words}")

@@ -1,8 +1,9 @@
--- Take over entries of silent consumers, with the number of times each was delivered. The caller's own, whose renewal
--- was late, are no further delivery: their lease begins again, and their count stays.
+-- Take over entries of silent consumers, with the number of times each was delivered. What the caller still works on,
+-- because only its renewal was late, is no further delivery: its lease begins again, and its count stays.
 -- Atomic against other workers that reclaim: each entry gets one holder, and its count is that of its delivery.
 -- KEYS: input stream.  ARGV: group, consumer, idle milliseconds, count, where to look for deliveries from the future
--- (empty for nowhere), latest plausible time (0 for any), the only holder to take from (empty for any).
+-- (empty for nowhere), latest plausible time (0 for any), the only holder to take from (empty for any), then the
+-- entries that the caller works on.
 -- Returns the server's time, where to look next, then (id, fields, deliveries) for each entry taken; only the time
 -- where the server's clock has jumped ahead, which makes held leases look expired.
 local WINDOW = 256
@@ -31,12 +32,17 @@ end
 local idle = math.max(1, tonumber(ARGV[3]) or 1)
 local taken, wanted, rows = {}, math.min(1000, tonumber(ARGV[4]) or 0), nil
 local holder = ARGV[7] ~= '' and {ARGV[7]} or {}
+local worked_on = {}
+for i = 8, #ARGV do
+  worked_on[ARGV[i]] = true
+end
 repeat
   rows = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', idle, '-', '+', wanted - #taken, unpack(holder))
   for _, held in ipairs(rows) do
     local id = held[1]
     -- XPENDING reports the deliveries before this one.
-    local count = held[2] == ARGV[2] and held[4] or held[4] + 1
+    local is_late = held[2] == ARGV[2] and worked_on[id]
+    local count = is_late and held[4] or held[4] + 1
     local entry = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id, 'RETRYCOUNT', count)[1]
     if entry then
       taken[#taken + 1] = {id, entry[2], count}

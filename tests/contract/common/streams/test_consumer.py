@@ -151,6 +151,18 @@ async def test_a_consumer_that_renewed_too_late_holds_its_messages_and_no_delive
     assert [delivery.attempts for delivery in await fetched(rival, 3)] == [2, 2, 1]
 
 
+async def test_a_message_that_its_consumer_no_longer_works_on_is_delivered_once_more(broker, keys):
+    """A consumer that has lost sight of a message must not get it again and again without an end."""
+    ids = await publish(broker, keys, 1)
+    consumer = make_consumer(broker, keys, "forgetful")
+    await fetched(consumer, 1)
+    for attempts in (2, 3):
+        consumer.held.clear()
+        await fall_silent(broker, keys, "forgetful", ids)
+        consumer.takeover.next_at = 0.0
+        assert [delivery.attempts for delivery in await fetched(consumer, 1)] == [attempts]
+
+
 async def test_all_that_a_dead_consumer_held_is_taken_over_once(broker, keys):
     ids = await publish(broker, keys, 300)
     dead, living = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "living")
