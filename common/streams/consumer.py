@@ -440,12 +440,12 @@ class Consumer(Generic[M]):
                 self.takeover.ask_again()
             if unanswered:
                 return unanswered
-        taken = await self.takeover.look(count, list(self.held))
-        if taken is None:
+        entries = await self.takeover.look(count, list(self.held))
+        if entries is None:
             # The clock has made our own leases look expired as well.
             await self.renew()
         # Our own messages are taken, too, where their renewal was late: they are worked on already.
-        deliveries = [self._hold(*found) for found in taken or () if found[0].decode() not in self.held]
+        deliveries = [self._hold(*entry) for entry in entries or () if entry[0].decode() not in self.held]
         if deliveries:
             metrics.RECLAIMED.labels(self.label).inc(len(deliveries))
             log.info("took over abandoned messages", stream=self.label, count=len(deliveries))

@@ -305,8 +305,8 @@ class Supervisor:
             # The last line of its output mostly is the reason.
             last = next((line.strip() for line in reversed(process.output_tail()) if line.strip()), "")
             if causes.count(last, code, age_s) >= MAX_SAME_DEATHS:
-                what = f"died {MAX_SAME_DEATHS} times in a row of the same cause; giving up"
-                self._fail_with(process, what, code, 1)
+                reason = f"died {MAX_SAME_DEATHS} times in a row of the same cause; giving up"
+                self._fail_with(process, reason, code, 1)
                 break
             pause_s = min(self.first_pause_s * 2 ** (early_deaths - 1), LONGEST_PAUSE_S)
             why = f" ({printable(last, MAX_REASON_CHARACTERS)})" if last else ""
