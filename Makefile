@@ -116,6 +116,7 @@ gpu-proof: $(BASE) $(DEV) $(if $(HAS_GPU),$(VLLM_CUDA),$(LIBNUMA)) ## prove on t
 check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m infra.plain_lines --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m infra.docs.reference --check
