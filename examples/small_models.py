@@ -15,7 +15,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+PAD = "<pad>"
+EOS = "<eos>"
+UNK = "<unk>"
 
 
 def piece_tokenizer(pieces: Iterable[str], pattern: str, **options: Any) -> PreTrainedTokenizerFast:
@@ -79,7 +81,8 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = peak_lr * min(1.0, (step + 1) / warmup_steps) * cosine
         optimizer.zero_grad()
-        total, parts = 0.0, batches()
+        total = 0.0
+        parts = batches()
         for ids_BT, labels_BT in parts:
             loss = model(input_ids=ids_BT, labels=labels_BT).loss / len(parts)
             loss.backward()

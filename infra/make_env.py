@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-ENV, EXAMPLE, COMPOSE = ".env", ".env.example", "docker-compose.yml"
+ENV = ".env"
+EXAMPLE = ".env.example"
+COMPOSE = "docker-compose.yml"
 LOOPBACK = "127.0.0.1"
 TOKENS = ("TIDEMILL_WEIGHTS_TOKEN", "TIDEMILL_MODEL_TOKEN", "GRAFANA_PASSWORD")
 TOKEN_BYTES = 24
@@ -105,7 +107,8 @@ def read_settings(text: str) -> dict[str, str]:
 
 def filled(text: str, values: dict[str, str]) -> str:
     """The text with these values; what it does not name yet is appended."""
-    lines, left = [], dict(values)
+    lines = []
+    left = dict(values)
     for line in text.splitlines():
         name = line.partition("=")[0]
         lines.append(f"{name}={left.pop(name)}" if name in left else line)

@@ -33,7 +33,8 @@ async def archive(
     broker = await Broker.connect()
     try:
         streams = (await read_config(broker, keys)).streams
-        broker.max_bytes, config = streams.max_message_mb << 20, streams.archive
+        broker.max_bytes = streams.max_message_mb << 20
+        config = streams.archive
         return await archive_run(broker, keys, run_dir, config, until, is_last=is_last)
     except LockedError:
         return {}  # the process with the lock does the same work; the caller starts one again if needed

@@ -56,7 +56,8 @@ from tidemill.common.wire.messages import Claim, Message, Trajectory
 
 log = structlog.get_logger(__name__)
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 DAY_S = 86400.0
 POLL_S = 0.2
 PATIENCE_S = 60.0
@@ -135,7 +136,9 @@ async def archive_stream(
 
     What does not fill a segment is left for later, unless `is_last`. Call within `writing`.
     """
-    folder, total, segment_bytes = stream_folder(run_dir, stream), 0, int(config.segment_mb * MIB)
+    folder = stream_folder(run_dir, stream)
+    total = 0
+    segment_bytes = int(config.segment_mb * MIB)
     # Before the last id is read: a killed writer's unfinished file must not count.
     manifest = sweep(folder)
     last_id = manifest.last_id
@@ -173,9 +176,11 @@ async def _entries(
 ) -> AsyncIterator[tuple[RawEntry, Sequence[str]]]:
     """The stream's entries after `after` up to `until`, with their claimed payloads, read in batches; with
     each, pointers of claimed payloads that it lacks."""
-    first, count = "-" if after == START else f"({after}", 16
+    first = "-" if after == START else f"({after}"
+    count = 16
     while found := await read_raw(broker, key, first, until, count):
-        num_bytes, wholes = 1, await _wholes(broker.claims, found, keep_choices)
+        num_bytes = 1
+        wholes = await _wholes(broker.claims, found, keep_choices)
         for entry in found:
             whole, bare = wholes.get(entry[0], (entry, ()))
             num_bytes += payload_bytes(whole)
@@ -239,8 +244,10 @@ class SegmentFile:
     """A Parquet file that is written a row group at a time, with ids, sizes and bounds of its entries."""
 
     def __init__(self, message_type: type[Message], previous_id: str) -> None:
-        self.message_type, self.previous_id = message_type, previous_id
-        self.entries = self.payload_bytes = 0
+        self.message_type = message_type
+        self.previous_id = previous_id
+        self.entries = 0
+        self.payload_bytes = 0
         self.first_id = self.last_id = START
         self._bounds: dict[str, tuple[float, float]] = {}
         self.bare: list[str] = []
@@ -254,7 +261,8 @@ class SegmentFile:
         if not self.entries:
             self.first_id = entry[0]
         assert id_order(entry[0]) > id_order(self.last_id), "entries come in the order of their stream"
-        self.last_id, num_bytes = entry[0], payload_bytes(entry)
+        self.last_id = entry[0]
+        num_bytes = payload_bytes(entry)
         self.entries += 1
         self.payload_bytes += num_bytes
         self._held_bytes += num_bytes
@@ -297,7 +305,8 @@ class SegmentFile:
             )
         self._file.write_table(table, row_group_size=len(table))
         widen(self._bounds, table)
-        self._held, self._held_bytes = [], 0
+        self._held = []
+        self._held_bytes = 0
 
 
 def cut_back(folder: Path, message_type: type[Message], last_id: str) -> int:

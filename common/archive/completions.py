@@ -43,7 +43,8 @@ def _recorded_rows(path: str, source: "SourceConfig") -> Iterator[Located]:
     Raises:
         ConfigError: the archive cannot be read.
     """
-    run, least = Path(path), source.min_reward
+    run = Path(path)
+    least = source.min_reward
     rewards: dict[TrajectoryKey, list[Score]] = {}
     seen: set[TrajectoryKey] = set()
     try:

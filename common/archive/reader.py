@@ -74,7 +74,8 @@ def _may_hold(segment: ArchiveSegment, selection: Selection) -> bool:
     is_before = id_order(segment.last_id) < id_order(selection.first_id)
     if is_before or id_order(segment.first_id) > id_order(selection.last_id):
         return False
-    bounds, ranges = segment.details.bounds, _ranges(selection).items()
+    bounds = segment.details.bounds
+    ranges = _ranges(selection).items()
     return bounds is None or all(overlap(wanted, *bounds.get(name, (None, None))) for name, wanted in ranges)
 
 

@@ -20,9 +20,12 @@ RawEntry = tuple[str, Fields]
 ArchivedRecord = Entry[Message] | Garbled
 
 ID = "id"
-SCHEMA_VERSION, PAYLOAD, OTHERS = "schema", "payload", "other_fields"
+SCHEMA_VERSION = "schema"
+PAYLOAD = "payload"
+OTHERS = "other_fields"
 """Columns of the entry's fields `v` and `p`, and of any others, which no release writes."""
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT64_MIN = -(2**63)
+INT64_MAX = 2**63 - 1
 
 _INTEGERS = ("ticket", "last_ticket", "index", "step", "version", "last_version")
 _TEXTS = ("worker", "status")

@@ -218,7 +218,9 @@ class AlgorithmConfig(Section):
 
     def _ratio_rules(self) -> Rules:
         """Checks that loss, ratio and corrections fit together."""
-        old, loss, is_sequence = self.old_logprobs, self.loss_traits, self.loss_traits.level == "sequence"
+        old = self.old_logprobs
+        loss = self.loss_traits
+        is_sequence = self.loss_traits.level == "sequence"
         if loss.weighs_by_rollout and old != "rollout":
             yield (
                 f"loss: {self.loss} weighs each token by its bounded ratio to the rollout: set "
@@ -256,7 +258,8 @@ class AlgorithmConfig(Section):
 
     def _loss_rules(self) -> Rules:
         """Checks that what leaves out tokens, and advantages of single tokens, fit the loss."""
-        rejection, is_sequence = self.rejection, self.loss_traits.level == "sequence"
+        rejection = self.rejection
+        is_sequence = self.loss_traits.level == "sequence"
         if self.top_entropy_quantile < 1.0 and is_sequence:
             yield (
                 f"loss: {self.loss} has one ratio for a sequence, whose gradient reaches all its tokens: "
@@ -283,7 +286,8 @@ class AlgorithmConfig(Section):
 
     def _part_rules(self) -> Rules:
         """Checks that KL, reference, teacher, entropy control and advantage fit together."""
-        teacher, entropy = self.teacher, self.entropy_control
+        teacher = self.teacher
+        entropy = self.entropy_control
         if teacher.gamma and teacher.place == "loss":
             yield (
                 f"teacher.gamma ({teacher.gamma}) discounts rewards, and teacher.place is loss: take place: "
@@ -313,7 +317,8 @@ class AlgorithmConfig(Section):
 
     def _shaping_rules(self) -> Rules:
         """Checks that reward shaping fits the advantage."""
-        traits, has_length = self.advantage_traits, self.length_penalty.is_on
+        traits = self.advantage_traits
+        has_length = self.length_penalty.is_on
         for name, is_set in (
             ("overlong.penalty shapes the sum", self.overlong.penalty > 0),
             ("length_penalty shapes the sum", has_length),

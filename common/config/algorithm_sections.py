@@ -66,7 +66,8 @@ class RejectionConfig(Section):
                     "one number above 1, or two of which the first is in (0, 1] and the second at least 1"
                 )
             else:
-                is_right, wanted = isinstance(bound, float) and 0.0 < bound <= MAX_BOUND, "one number above 0"
+                is_right = isinstance(bound, float) and 0.0 < bound <= MAX_BOUND
+                wanted = "one number above 0"
             if not is_right:
                 raise ValueError(f"{name}: got {given[name]}, expected {wanted}, at most {MAX_BOUND:g}")
             bounds[name] = bound

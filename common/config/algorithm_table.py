@@ -93,4 +93,5 @@ if TYPE_CHECKING:
     Preset = str
     Correction = str
 else:
-    Preset, Correction = Literal[tuple(PRESETS)], Literal[tuple(CORRECTIONS)]
+    Preset = Literal[tuple(PRESETS)]
+    Correction = Literal[tuple(CORRECTIONS)]

@@ -53,7 +53,8 @@ def changed_fields(before: RunConfig, after: RunConfig) -> list[FieldChange]:
 
 def _compare(before: BaseModel, after: BaseModel, prefix: str = "") -> Iterator[FieldChange]:
     for name in type(before).model_fields:
-        old, new = getattr(before, name), getattr(after, name)
+        old = getattr(before, name)
+        new = getattr(after, name)
         if isinstance(old, BaseModel) and type(old) is type(new):
             yield from _compare(old, new, f"{prefix}{name}.")
         elif old != new:

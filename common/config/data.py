@@ -77,7 +77,9 @@ class CurriculumConfig(Section):
             yield f"hard ({self.hard}) must be below easy ({self.easy}): prompts between them are kept"
 
 
-FILE, FILES, SOURCES = "<file>", "<files>", "<sources>"
+FILE = "<file>"
+FILES = "<files>"
+SOURCES = "<sources>"
 """Tags of the forms that `data.train` can have."""
 
 

@@ -7,7 +7,9 @@ from pydantic import Field
 
 from tidemill.common.config.section import PathText, Rules, Section
 
-SINGLE_TURN, TOOLS, AGENT = "single_turn", "tools", "agent"
+SINGLE_TURN = "single_turn"
+TOOLS = "tools"
+AGENT = "agent"
 OPENENV = "openenv:"
 
 CallFormat = Literal["auto", "hermes", "llama3", "json"]

@@ -224,7 +224,8 @@ def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> 
         if reward.judge and not servers[wanted].model:
             yield f"servers.{wanted} needs the name of its model: the judge {name} asks it"
     for name, one in servers.items():
-        local, asking = one.local, config.asking(name)
+        local = one.local
+        asking = config.asking(name)
         if local is None or local.command:
             continue
         kinds = {(reward.kind, reward.model and reward.model.head) for reward in asking.values()}

@@ -197,14 +197,16 @@ class RunConfig(Section):
         return own | ({"trainer.group_size": self.trainer.group_size} if needs_common else {})
 
     def _size_rules(self) -> Rules:
-        prompt, completion = self.data.max_prompt_tokens, self.rollout.sampling.max_tokens
+        prompt = self.data.max_prompt_tokens
+        completion = self.rollout.sampling.max_tokens
         if self.generates and prompt + completion > self.model.max_model_len:
             yield (
                 f"data.max_prompt_tokens ({prompt}) + rollout.sampling.max_tokens ({completion}) = "
                 f"{prompt + completion} exceeds model.max_model_len ({self.model.max_model_len}); lower one "
                 "or raise the other"
             )
-        trainer, rollout = self.trainer, self.rollout
+        trainer = self.trainer
+        rollout = self.rollout
         if trainer.groups_per_step % trainer.mini_batches:
             yield (
                 f"trainer.mini_batches ({trainer.mini_batches}) must divide trainer.groups_per_step "
@@ -254,8 +256,10 @@ class RunConfig(Section):
                 )
 
     def _source_rules(self) -> Rules:
-        sources, limit = self.data.prompt_sources, self.rollout.sampling.max_tokens
-        names, sets = {source.name for source in sources}, self.data.eval
+        sources = self.data.prompt_sources
+        limit = self.rollout.sampling.max_tokens
+        names = {source.name for source in sources}
+        sets = self.data.eval
         if self.data.sources and self.trainer.epochs is not None:
             yield (
                 "trainer.epochs counts passes over one training set, and sources of data.train have `epochs` "
@@ -305,7 +309,8 @@ class RunConfig(Section):
         """Checks that settings fit demonstrations, of which each step has a fixed share."""
         if not self.data.demonstrations:
             return
-        trainer, temperature = self.trainer, self.rollout.sampling.temperature
+        trainer = self.trainer
+        temperature = self.rollout.sampling.temperature
         whose = f"the demonstrations of source {self.data.demonstrations[0].name!r}"
         if trainer.batch_order != "in_order":
             yield (
@@ -324,7 +329,8 @@ class RunConfig(Section):
             )
 
     def _environment_rules(self) -> Rules:
-        environment, algorithm = self.rollout.environment, self.trainer.algorithm
+        environment = self.rollout.environment
+        algorithm = self.trainer.algorithm
         own = [name for name, reward in self.reward.named.items() if reward.environment]
         if own and environment.is_single_turn:
             yield (
@@ -368,8 +374,10 @@ class RunConfig(Section):
             )
 
     def _teacher_rules(self) -> Rules:
-        teachers, algorithm = self.reward.teachers, self.trainer.algorithm
-        temperature, is_reward = self.rollout.sampling.temperature, algorithm.teacher.place == "reward"
+        teachers = self.reward.teachers
+        algorithm = self.trainer.algorithm
+        temperature = self.rollout.sampling.temperature
+        is_reward = algorithm.teacher.place == "reward"
         whose = f"the teacher reward.rewards.{_list(teachers)}"
         if teachers and temperature != 1.0:
             yield (
@@ -412,7 +420,8 @@ class RunConfig(Section):
         if self.rollout.sampling_masks:
             return
         rejecting = algorithm.rejection.of_sequences
-        level, mode = algorithm.importance.level, algorithm.importance_mode
+        level = algorithm.importance.level
+        mode = algorithm.importance_mode
         is_of_sequences = level == "sequence" or (level == "geometric" and mode == "mask")
         for is_wrong, field, effect in (
             (algorithm.old_logprobs == "rollout", "old_logprobs: rollout",

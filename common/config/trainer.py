@@ -200,7 +200,8 @@ class TrainerConfig(Section):
         yield from self._ratio_rules()
         if self.lora is None:
             return
-        algorithm, reference = self.algorithm, self.algorithm.reference
+        algorithm = self.algorithm
+        reference = self.algorithm.reference
         if is_simulated:
             yield "lora needs a model, and policy: simulated has none; take policy transformers"
         if algorithm.needs_values and algorithm.value.model == "own":
@@ -221,7 +222,8 @@ class TrainerConfig(Section):
 
     def _ratio_rules(self) -> Rules:
         """Checks that loss and corrections fit the number of updates in a step."""
-        algorithm, has_ratio = self.algorithm, self.algorithm.loss_traits.has_ratio
+        algorithm = self.algorithm
+        has_ratio = self.algorithm.loss_traits.has_ratio
         if algorithm.importance.normalise and self.updates_per_step > 1 and not has_ratio:
             yield (
                 "algorithm.importance.normalise needs weights that stay as they are during a step, and loss: "

@@ -65,10 +65,12 @@ class RecordedGroup:
     def take(self, entry: GroupEntry) -> list[GroupEntry]:
         """Keep the first trajectory of a key, and the first score of that trajectory's tokens. Returns what
         does not count: this entry, or a score that came before its trajectory and is of other tokens."""
-        message, index = entry.message, entry.message.index
+        message = entry.message
+        index = entry.message.index
         ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
         if isinstance(message, Score):
-            made, first = self.trajectories.get(index), self.scores.get(index)
+            made = self.trajectories.get(index)
+            first = self.scores.get(index)
             # A demonstration is complete without a score, and must not become complete twice.
             if self.is_demonstration or self.is_of_other_tokens(message):
                 return [entry]
@@ -119,7 +121,8 @@ class GroupCursor:
     ) -> None:
         """No group has more samples than `group_size`; at most `max_tickets` are outstanding; reading starts
         after the ids in `positions`."""
-        self.group_size, self.is_wanted = group_size, is_wanted
+        self.group_size = group_size
+        self.is_wanted = is_wanted
         self.most_open = 2 * max_tickets + SPARE_TICKETS
         self.open: dict[int, RecordedGroup] = {}
         self._closed: set[int] = set()

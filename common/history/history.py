@@ -65,7 +65,9 @@ class History:
     """The history of one run. `broker` is None where its Redis is gone: then the archive alone is read."""
 
     def __init__(self, run_id: str, run_dir: Path | None, broker: Broker | None) -> None:
-        self.run_id, self.run_dir, self.broker = run_id, run_dir, broker
+        self.run_id = run_id
+        self.run_dir = run_dir
+        self.broker = broker
         self.keys = Keys(run_id)
         self._threads = BoundedThreads("history", NUM_THREADS)
         self._checked: set[StreamName] = set()
@@ -74,7 +76,8 @@ class History:
         claims = ClaimStore(run_dir or Path(run_id))  # pointers to object stores need no folder
         if broker is not None:
             broker.claims = claims = broker.claims or claims
-        self.claims, self._is_patient = claims, broker is not None and broker.waits_for_claims
+        self.claims = claims
+        self._is_patient = broker is not None and broker.waits_for_claims
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -144,10 +147,14 @@ class History:
         segments = manifest.segments
         first: Record | None = None
         last: Record | None = None
-        in_redis = redis_bytes = beyond = 0
+        in_redis = 0
+        redis_bytes = 0
+        beyond = 0
         if self.broker is not None:
-            key, kind = stream.key(self.keys), stream.message_type
-            in_redis, redis_bytes = await length(self.broker, key), await memory_bytes(self.broker, key)
+            key = stream.key(self.keys)
+            kind = stream.message_type
+            in_redis = await length(self.broker, key)
+            redis_bytes = await memory_bytes(self.broker, key)
             first = next(iter(await read_range(self.broker, key, kind, count=1)), None)
             last = next(iter(await read_back(self.broker, key, kind, count=1)), None)
             beyond = in_redis if manifest.last_id == START else await self._num_after(key, manifest.last_id)
@@ -172,7 +179,8 @@ class History:
         assert self.broker is not None
         count = 0
         while entries := await read_raw(self.broker, key, id_after(last_id), count=1024):
-            count, last_id = count + len(entries), entries[-1][0]
+            count = count + len(entries)
+            last_id = entries[-1][0]
         return count
 
     async def _by_tickets(self, stream: StreamName, selection: Selection) -> Selection:
@@ -225,7 +233,8 @@ class History:
 
     async def _backwards(self, stream: StreamName, selection: Selection) -> AsyncIterator[Record]:
         """Redis, then the archive below what was found there."""
-        key, rest = stream.key(self.keys), selection
+        key = stream.key(self.keys)
+        rest = selection
         first = selection.beyond(self._manifest(stream).last_id).first_id
         while self.broker is not None:
             last = rest.last_id
@@ -263,7 +272,8 @@ class History:
         below, _ = id_order(id_before(min(end, id_after(selection.last_id), key=id_order)))
         if first >= below:
             return
-        num_missing, folder = below - first, self.run_dir or Path(self.run_id)
+        num_missing = below - first
+        folder = self.run_dir or Path(self.run_id)
         held = -1 if self.run_dir is None else await self._threads.run(newest_below, folder, below)
         starts = range(first, held + 1, JOURNAL_STEPS)
         for start in reversed(starts) if backwards else starts:
@@ -289,7 +299,9 @@ class History:
         """The next entries of Redis."""
         if self.broker is None:
             return []
-        key, first, last = stream.key(self.keys), selection.first_id, selection.last_id
+        key = stream.key(self.keys)
+        first = selection.first_id
+        last = selection.last_id
         size = self._sizes.setdefault(stream, ReadSize(self.broker.max_bytes))
         return await read_range(self.broker, key, stream.message_type, first, last, READ_COUNT, size)
 

@@ -65,7 +65,9 @@ def _place_of(file: BinaryIO, step: int) -> tuple[int, int]:
 
     A binary search: steps ascend.
     """
-    low, high, before = 0, os.fstat(file.fileno()).st_size, -1
+    low = 0
+    high = os.fstat(file.fileno()).st_size
+    before = -1
     while low < high:
         middle = (low + high) // 2
         begin = _next_line(file, middle)
@@ -74,7 +76,8 @@ def _place_of(file: BinaryIO, step: int) -> tuple[int, int]:
             high = middle
         else:
             # Any offset in this line: `_next_line` then finds the line after it.
-            low, before = begin + 1, found
+            low = begin + 1
+            before = found
     return _next_line(file, low), before
 
 

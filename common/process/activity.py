@@ -48,7 +48,8 @@ class Activity:
         self.detail = ""
         self.seconds: dict[str, float] = {}
         self._since = time.monotonic()
-        self._redis_s, self._redis_since_s = redis_s, redis_s()
+        self._redis_s = redis_s
+        self._redis_since_s = redis_s()
         self._recent: deque[tuple[float, str, float]] = deque()
         self._counters: dict[str, Counter] = {}
 
@@ -98,9 +99,12 @@ class Activity:
 
     def _settle(self) -> None:
         """Count the time since the last change for the current state, less the time of waiting for Redis."""
-        now, redis_s = time.monotonic(), self._redis_s()
-        length, self._since = now - self._since, now
-        waited, self._redis_since_s = redis_s - self._redis_since_s, redis_s
+        now = time.monotonic()
+        redis_s = self._redis_s()
+        length = now - self._since
+        self._since = now
+        waited = redis_s - self._redis_since_s
+        self._redis_since_s = redis_s
         if waited > 0 and (self.state.startswith(WAIT) or self.state == BOOKKEEPING):
             # Two clocks, read one after the other: no state may get negative time.
             waited = min(waited, length)

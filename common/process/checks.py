@@ -46,7 +46,8 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     Raises:
         ConfigError: one cannot be imported, or does not fit what it will be given.
     """
-    advantage, loss = algorithm.advantage, algorithm.loss
+    advantage = algorithm.advantage
+    loss = algorithm.loss
     if is_users_own(advantage) or is_users_own(loss):
         what = f"trainer.algorithm: advantage {advantage} or loss {loss}"
         _ask(Program.TRAINER_CHECK, algorithm.model_dump(mode="json"), what)

@@ -139,11 +139,15 @@ class GpuGate:
         *,
         stands_still: bool = False,
     ) -> None:
-        self._lock, self._wake, self._sleep, self._turn_s = lock, wake, sleep, turn_s
+        self._lock = lock
+        self._wake = wake
+        self._sleep = sleep
+        self._turn_s = turn_s
         self._stands_still = stands_still
         self._changed = asyncio.Condition()
         self._is_open = False
-        self._num_waiting, self._num_users = 0, 0
+        self._num_waiting = 0
+        self._num_users = 0
         self._keeper: asyncio.Task[None] | None = None
 
     @property
@@ -214,7 +218,8 @@ class GpuGate:
 
     async def _hold(self) -> None:
         """Stay open until the lock has to be handed over, then wait until no user is inside."""
-        self._is_open, opened = True, time.monotonic()
+        self._is_open = True
+        opened = time.monotonic()
         await self._notify()
         while True:
             await asyncio.sleep(POLL_S)

@@ -109,7 +109,9 @@ class TokenGate:
 
     def __init__(self, app: ASGIApp, token: str, variable: str) -> None:
         """`variable`, for messages, is the environment variable with the token."""
-        self._app, self._token, self._variable = app, token, variable
+        self._app = app
+        self._token = token
+        self._variable = variable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 or 403, or pass the request on."""

@@ -52,13 +52,19 @@ class LeaseKeeper:
 
     def __init__(self, connect: Callable[[], Broker], is_loading: Callable[[], bool] = lambda: False) -> None:
         """Loops that imports block while `is_loading()` are not reported."""
-        self._connect, self._leases, self._is_loading = connect, list[Leases](), is_loading
-        self._watched, self._turned_at = threading.get_ident(), time.monotonic()
+        self._connect = connect
+        self._leases = list[Leases]()
+        self._is_loading = is_loading
+        self._watched = threading.get_ident()
+        self._turned_at = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="lease-keeper")
         self._broker: Broker | None = None
-        self._is_blocked, self._num_blocked, self._longest_s = False, 0, 0.0
-        self._where, self._seen_at = "", float("-inf")
+        self._is_blocked = False
+        self._num_blocked = 0
+        self._longest_s = 0.0
+        self._where = ""
+        self._seen_at = float("-inf")
         self._is_starved = False
         self._num_starved = 0
         self._longest_starved_s = 0.0
@@ -117,7 +123,8 @@ class LeaseKeeper:
         """Note what the watched thread is doing while its loop is blocked; a loop that waits in `select` had
         nothing to do or gets no CPU to go on, which is the machine's affair and no code's."""
         if blocked_s < BLOCKED_S or self._is_loading():
-            self._is_blocked = self._is_starved = False
+            self._is_blocked = False
+            self._is_starved = False
             return
         if not self._is_blocked and is_waiting(self._watched):
             self._longest_starved_s = max(self._longest_starved_s, blocked_s)
@@ -131,7 +138,8 @@ class LeaseKeeper:
             self._longest_s = 0.0
         if not self._is_blocked or not self._where:
             self._where = _where(self._watched)
-        self._longest_s, self._seen_at = max(self._longest_s, blocked_s), time.monotonic()
+        self._longest_s = max(self._longest_s, blocked_s)
+        self._seen_at = time.monotonic()
         if not self._is_blocked:
             self._is_blocked = True
             self._num_blocked += 1

@@ -67,7 +67,8 @@ RUN_WAIT_VARIABLE = "TIDEMILL_RUN_WAIT_S"
 """Seconds for which a service waits for its run to appear in Redis: containers start in any order."""
 RUN_WAIT_S = 120.0
 """Default of it for workers. A trainer does not wait by default: no other process registers its run."""
-FIRST_RUN_PAUSE_S, LONGEST_RUN_PAUSE_S = 0.5, 10.0
+FIRST_RUN_PAUSE_S = 0.5
+LONGEST_RUN_PAUSE_S = 10.0
 WORKER_ROLES = ("rollout", "reward")
 """Roles that have nothing to do in a run that is finished."""
 LAG_PROBE_S = 0.25
@@ -317,7 +318,8 @@ async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.
 @contextlib.asynccontextmanager
 async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIterator[None]:
     beat = context.beat
-    beat.port, beat.address = endpoint.port, reachable_host(endpoint.host)
+    beat.port = endpoint.port
+    beat.address = reachable_host(endpoint.host)
     longest_lag_s = 0.0
 
     async def forever() -> None:
@@ -326,10 +328,13 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
             # Reporters add to it, so each beat starts from empty.
             beat.counts[BLOCKING] = 0
             beat.failures = []
-            beat.counts["loop_lag_ms"], longest_lag_s = round(1000 * longest_lag_s, 1), 0.0
+            beat.counts["loop_lag_ms"] = round(1000 * longest_lag_s, 1)
+            longest_lag_s = 0.0
             beat.counts["redis_ms"] = round(1000 * context.broker.round_trips.present_s, 2)
-            beat.state, beat.detail = context.activity.state, context.activity.detail
-            beat.shares, beat.idle_share = context.activity.shares(), context.activity.idle_share()
+            beat.state = context.activity.state
+            beat.detail = context.activity.detail
+            beat.shares = context.activity.shares()
+            beat.idle_share = context.activity.idle_share()
             for report in context.reporters:
                 report(beat)
             # Last: a service's own share of failed attempts is about its samples only.

@@ -71,10 +71,12 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        place, line = Path(frames[-1].filename).name, frames[-1].lineno
+        place = Path(frames[-1].filename).name
+        line = frames[-1].lineno
         said = str(error)[:500]
         if isinstance(error, SyntaxError):
-            place, line = Path(error.filename or origin).name, error.lineno
+            place = Path(error.filename or origin).name
+            line = error.lineno
             said = error.msg  # the text of the error names the place, too
         raise ConfigError(
             f"{where}: importing it failed: {type(error).__name__}: {said} "

@@ -24,7 +24,8 @@ from tidemill.common.errors import ConfigError
 LIBNUMA = "libnuma.so.1"
 OWN_LIBRARIES = Path(sys.prefix) / "libnuma"
 """Where the Makefile puts Debian's libnuma, without installing it."""
-SEARCH_PATH, NO_COMPILING = "LD_LIBRARY_PATH", "TORCH_COMPILE_DISABLE"
+SEARCH_PATH = "LD_LIBRARY_PATH"
+NO_COMPILING = "TORCH_COMPILE_DISABLE"
 TILES_PROGRAM = """
 import sys, torch
 sys.exit(3 if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx() else 0)

@@ -80,7 +80,8 @@ class WorkerProcess:
     @contextlib.contextmanager
     def request(self, frame: Frame) -> Iterator[tuple[int, Answer]]:
         """Send a request; yields its number and the future of its answer."""
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
         self.waiting[number] = answer
         try:
             self.send({"id": number, **frame})

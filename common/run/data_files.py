@@ -66,7 +66,8 @@ class JsonlFile(RowFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._begins, self._numbers = array("q"), array("q")
+        self._begins = array("q")
+        self._numbers = array("q")
         self._file = open(path, "rb")  # noqa: SIM115 (for as long as the run reads prompts)
         begin = 0
         for number, line in enumerate(self._file, 1):
@@ -85,7 +86,8 @@ class JsonlFile(RowFile):
         if self._when_written() != self._written:
             raise ConfigError(f"dataset {self.path} was changed while the run reads it; start the run again.")
         self._file.seek(self._begins[place])
-        line, number = self._file.readline(), self._numbers[place]
+        line = self._file.readline()
+        number = self._numbers[place]
         origin = f"{self.path} line {number}"
         return origin, _parse_line(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, origin)
 
@@ -203,7 +205,9 @@ def _open_hub_dataset(path: str) -> TableFile:
             f"dataset {path}: expected hub:OWNER/NAME, with /CONFIG and @SPLIT where they are wanted, such "
             "as hub:openai/gsm8k/main@train."
         )
-    name, config, split = found["name"], found["config"], found["split"] or "train"
+    name = found["name"]
+    config = found["config"]
+    split = found["split"] or "train"
 
     def load(datasets: Any) -> Any:
         with told_while_waiting(path):

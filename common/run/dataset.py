@@ -70,7 +70,8 @@ class StreamedRows(Sequence[Row]):
         parse: Callable[[Located, int], Row],
         max_rows: int | None = None,
     ) -> None:
-        self._files, self._parse = files, parse
+        self._files = files
+        self._parse = parse
         count = sum(len(file) for file in files)
         self._count = count if max_rows is None else min(count, max_rows)
 
@@ -161,7 +162,8 @@ def read_rows(
     files: list[RowFile] = []
     for path in files_of(paths):
         try:
-            opened, num_before = opener(path, is_streamed), len(rows)
+            opened = opener(path, is_streamed)
+            num_before = len(rows)
             if isinstance(opened, RowFile) and is_streamed:
                 files.append(opened)
                 is_empty = not len(opened)
@@ -198,7 +200,8 @@ def gsm8k_answer(answer: str) -> str | None:
 
 def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_truth: bool) -> Row:
     """Make a row from its columns. Raises ConfigError: it lacks something."""
-    origin, columns = located[0], _renamed(located[1], names, located[0])
+    origin = located[0]
+    columns = _renamed(located[1], names, located[0])
     _check_text(columns, origin)
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
@@ -208,7 +211,8 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
     if _is_gsm8k(columns, column):
         columns |= {"data_source": GSM8K_SOURCE, "ground_truth": _final_answer(columns["answer"], origin)}
         known.discard("question")
-    source, info = columns.get("data_source"), columns.get("extra_info")
+    source = columns.get("data_source")
+    info = columns.get("extra_info")
     if source is not None and not isinstance(source, str):
         raise _wrong(origin, "data_source", "text", source)
     if info is not None and not isinstance(info, dict):
@@ -235,7 +239,8 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
 def parse_demonstration(located: Located, number: int, names: Mapping[Any, str]) -> Row:
     """Make a demonstration from its columns: a chat that ends with the assistant, or a prompt and a
     completion, both as text or as messages, or ids. Raises ConfigError: it lacks something."""
-    origin, columns = located[0], _renamed(located[1], names, located[0])
+    origin = located[0]
+    columns = _renamed(located[1], names, located[0])
     _check_text(columns, origin)
     if not isinstance(source := columns.get("data_source") or "", str):
         raise _wrong(origin, "data_source", "text", source)
@@ -251,7 +256,8 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # The completion starts with the assistant's first message.
         first = next(place for place, message in enumerate(prompt) if message["role"] == "assistant")
-        prompt, completion = prompt[:first], prompt[first:]
+        completion = prompt[first:]
+        prompt = prompt[:first]
     else:
         what = f"column {COMPLETIONS[0]!r} (what is imitated; or an assistant's message at the end of a chat)"
         raise _missing(origin, what, columns, (*PROMPTS, *COMPLETIONS))

@@ -107,7 +107,8 @@ def freeze_rope(config: Any, max_model_len: int) -> Any:
             kind = str(parameters.get("rope_type"))
             if kind == "longrope":
                 is_long = max_model_len > (parameters.get(ORIGINAL) or context)
-                chosen, other = LENGTHS[is_long], LENGTHS[not is_long]
+                chosen = LENGTHS[is_long]
+                other = LENGTHS[not is_long]
                 for name in ("factor", "mscale"):
                     if f"{chosen}_{name}" in parameters:
                         parameters[f"{other}_{name}"] = parameters[f"{chosen}_{name}"]

@@ -47,14 +47,16 @@ RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
 AWAY_S = 30.0
 """Seconds for which trajectories go through the stream after the store refused one: a worker's slots must not
 wait for it one after the other."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 10.0
 """Pauses between attempts to use a store that is away."""
 LAST_PAUSE_S = 2.0
 """Longest pause between attempts to read a payload that cannot be read while others can."""
 MAX_OTHERS = 8
 NUM_THREADS = 16
 """Payloads that are read or written at once."""
-NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+NO_IDS = np.zeros(0, np.int32)
+NO_LOGPROBS = np.zeros(0, np.float32)
 
 
 class ClaimStore:
@@ -67,14 +69,17 @@ class ClaimStore:
         Raises:
             ConfigError: the store at `url` cannot be opened.
         """
-        self.folder, self.least_bytes, self.max_bytes = run_dir / CLAIMS_FOLDER, least_bytes, max_bytes
+        self.folder = run_dir / CLAIMS_FOLDER
+        self.least_bytes = least_bytes
+        self.max_bytes = max_bytes
         self.reads_choices = False
         """Whether `resolve` reads a trajectory's choices, too, by default."""
         self.url = f"{url.rstrip('/')}/{run_dir.name}/{CLAIMS_FOLDER}" if url else ""
         self.threads = BoundedThreads("claims", NUM_THREADS)
         """For calls of this store: while it is away, each takes up to a minute."""
         self._opened: dict[str, Objects] = {}
-        self._away_until, self._has_folder = 0.0, False
+        self._away_until = 0.0
+        self._has_folder = False
         if self.url:
             self._objects(self.url)
 
@@ -115,7 +120,8 @@ class ClaimStore:
         `check_in`."""
         if sample.choices is None:
             return sample
-        rows, digest = sample.choices.rows, sample.tokens_digest
+        rows = sample.choices.rows
+        digest = sample.tokens_digest
         of_sample = ChoiceRows(ticket=sample.ticket, index=sample.index, tokens_digest=digest, rows=rows)
         claim = self.put(sample.ticket, sample.index, codec.encode_payload(of_sample))
         return sample.model_copy(update={"choices": Choices(claim=claim)})

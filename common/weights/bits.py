@@ -85,7 +85,8 @@ def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterato
     With mode `r+` writes to them go to the file, with `c` to private memory. Raises WeightsError, as
     `find_tensors`."""
     with _faults_of(path):
-        places, data = find_tensors(path), np.memmap(path, np.uint8, mode)
+        places = find_tensors(path)
+        data = np.memmap(path, np.uint8, mode)
         for info, begin in places:
             yield info, data[begin : begin + info.num_bytes].view(info.bits_dtype)
 
@@ -122,9 +123,12 @@ def safetensors_layout(
     is that of safetensors: wide elements first, then by name."""
     ordered = sorted(infos, key=lambda info: (-WIDTHS[info.dtype], info.name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
-    offsets, end = {}, 0
+    offsets = {}
+    end = 0
     for info in ordered:
-        offsets[info.name], start, end = end, end, end + info.num_bytes
+        offsets[info.name] = end
+        start = end
+        end = end + info.num_bytes
         header[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     # Values begin at a multiple of 8, for readers that map them with their dtype.

@@ -128,7 +128,8 @@ class DeltaWriter:
         """Changed elements anywhere in a tensor: flat positions, strictly ascending, and their values."""
         if not len(positions):
             return
-        first, last = int(positions[0]) // WINDOW, int(positions[-1]) // WINDOW
+        first = int(positions[0]) // WINDOW
+        last = int(positions[-1]) // WINDOW
         bounds = np.searchsorted(positions, np.arange(first + 1, last + 1) * WINDOW)
         pairs = zip(np.split(positions, bounds), np.split(values, bounds), strict=True)
         for part, new in pairs:
@@ -151,7 +152,8 @@ class DeltaWriter:
         metadata = {"records": records, "checksum": _checksum(records)}
         infos = [TensorInfo(_name(i), "U8", (len(data),)) for i, data in enumerate(self._payloads)]
         head, _ = safetensors_layout(infos, metadata)
-        checksum, num_bytes = xxhash.xxh3_128(), 0
+        checksum = xxhash.xxh3_128()
+        num_bytes = 0
         with self.path.open("wb") as file:
             for data in (head, *self._payloads):
                 file.write(data)
@@ -211,9 +213,11 @@ def merge(deltas: Sequence[Sequence[Path]]) -> Iterator[Patch]:
 def _merged(patches: Sequence[Patch]) -> Patch:
     if len(patches) == 1:
         return patches[0]
-    info, first = patches[0].info, patches[0].start // WINDOW * WINDOW
+    info = patches[0].info
+    first = patches[0].start // WINDOW * WINDOW
     length = min(WINDOW, info.num_elements - first)
-    values, is_written = np.empty(length, info.bits_dtype), np.zeros(length, np.bool_)
+    values = np.empty(length, info.bits_dtype)
+    is_written = np.zeros(length, np.bool_)
     # Oldest delta first: the last value that was written stays.
     for patch in patches:
         patch.apply(values, first)

@@ -31,7 +31,8 @@ ROW = 1 << 16
 """Number of words in a row."""
 _LANES = 2
 _MASK = (1 << 64) - 1
-_CPU_ROWS, _GPU_ROWS = 4, 64
+_CPU_ROWS = 4
+_GPU_ROWS = 64
 """Rows that are summed at once: int64 copies of them must fit the cache of a core, or of a GPU (32 MiB)."""
 
 
@@ -91,7 +92,8 @@ class DigestSum:
         """Elements that changed: `positions` are int64, flat, ascending; `old` and `new` as in `add_run`."""
         if not len(positions):
             return
-        words, before = _as_words(new), _as_words(old)
+        words = _as_words(new)
+        before = _as_words(old)
         if _is_numpy(words) and not _is_numpy(positions):
             positions = positions.numpy()
         change = _as_int64(words) - _as_int64(before)
@@ -124,7 +126,8 @@ class DigestSum:
 
 def digest_of(tensors: Iterable[tuple[TensorInfo, Any]]) -> Digest:
     """The digest of whole tensors, each flat, in any order."""
-    headers, values = Digest(), DigestSum()
+    headers = Digest()
+    values = DigestSum()
     for info, bits in tensors:
         headers += header_digest(info)
         values.add_run(info, 0, bits)
@@ -135,11 +138,13 @@ def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_Keys") -> list[A
     """The sum of a run of elements in each lane."""
     sums: list[Any] = [0] * _LANES
     begin = first = start * max(1, WIDTHS[info.dtype] // 2)
-    end, at_once = first + len(words), _CPU_ROWS if _is_numpy(words) else _GPU_ROWS
+    end = first + len(words)
+    at_once = _CPU_ROWS if _is_numpy(words) else _GPU_ROWS
     while first < end:
         num_rows = min(at_once, (end - first) // ROW)
         if first % ROW or not num_rows:  # a ragged end of the run is a part of a row
-            num_rows, stop = 1, min(end, first - first % ROW + ROW)
+            num_rows = 1
+            stop = min(end, first - first % ROW + ROW)
         else:
             stop = first + num_rows * ROW
         block = _as_int64(words[first - begin : stop - begin]).reshape(num_rows, -1)
@@ -208,7 +213,8 @@ class _Keys:
         """Keys of the rows `numbers`, which ascend."""
         if not _is_numpy(numbers):
             return _mixed(_row_seed(name, lane), numbers)
-        first, last = int(numbers[0]), int(numbers[-1])  # few distinct rows, each many times
+        first = int(numbers[0])  # few distinct rows, each many times
+        last = int(numbers[-1])
         return self.rows(name, lane, first, last - first + 1)[numbers - first]
 
 

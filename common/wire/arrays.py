@@ -16,7 +16,8 @@ Bits = NDArray[np.bool_]
 
 MAX_TOKENS = 1 << 22
 """Longest array a message may hold, in elements; checked before anything is built from it."""
-_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
 
 
 def _as_array(value: Any, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
@@ -51,7 +52,8 @@ def unpack_bits(value: Any) -> Bits:
         data = bytes(value)
         if not data:
             return np.zeros(0, dtype=np.bool_)
-        padding, packed = data[0], np.frombuffer(data, dtype=np.uint8, offset=1)
+        padding = data[0]
+        packed = np.frombuffer(data, dtype=np.uint8, offset=1)
         if padding > 7 or padding > 8 * len(packed) or 8 * len(packed) > MAX_TOKENS:
             raise ValueError(f"a mask of {len(packed)} packed bytes cannot have {padding} padding bits")
         return np.unpackbits(packed, count=8 * len(packed) - padding).astype(np.bool_)

@@ -18,7 +18,8 @@ from pydantic import PlainSerializer, PlainValidator
 from tidemill.common.wire.arrays import Int32, is_same
 from tidemill.common.wire.segments import Segment
 
-KEPT, ROUTES = "kept", "routes"
+KEPT = "kept"
+ROUTES = "routes"
 ROUTES_FAULT = "its routes "
 """How the reason begins, if a sample has failed because of its routes."""
 VERSION = 1

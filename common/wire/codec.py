@@ -119,7 +119,8 @@ def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int 
         CodecError: fields are missing, the schema is of a newer major, the payload is too large, is not
             msgpack, needs what is not understood, or does not validate. The message says which, in one line.
     """
-    schema, payload = fields.get(VERSION_FIELD), fields.get(PAYLOAD_FIELD)
+    schema = fields.get(VERSION_FIELD)
+    payload = fields.get(PAYLOAD_FIELD)
     if schema is None or payload is None:
         raise CodecError(f"{message_type.kind}: expected fields v and p, got {sorted(fields)[:8]}")
     if schema != SCHEMA:

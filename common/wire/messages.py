@@ -48,7 +48,8 @@ class Message(BaseModel):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        mine, theirs = self.__dict__, other.__dict__
+        mine = self.__dict__
+        theirs = other.__dict__
         return all(is_same(mine[name], theirs[name]) for name in type(self).model_fields)
 
 

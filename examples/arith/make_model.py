@@ -111,7 +111,8 @@ def problem_key(op: str, a: int, b: int) -> tuple[str, int, int]:
 
 def draw_problem(rng: random.Random, form: str) -> Problem:
     op = rng.choice("+-")
-    a, b = rng.randint(1, MAX_OPERAND), rng.randint(1, MAX_OPERAND)
+    a = rng.randint(1, MAX_OPERAND)
+    b = rng.randint(1, MAX_OPERAND)
     if op == "-":
         a, b = max(a, b), min(a, b)
     if form == "digits":
@@ -209,7 +210,8 @@ def train_pass(
     """Train on fresh problems, never a held-out one. Digit and word rows go apart: no padding to share."""
     from small_models import fit
 
-    slips, odds = list(spec.slips), list(spec.slips.values())
+    slips = list(spec.slips)
+    odds = list(spec.slips.values())
 
     def batches() -> list[tuple[Tensor, Tensor]]:
         found = []

@@ -45,10 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(ARITH / "model")
     tokenizer = AutoTokenizer.from_pretrained(ARITH / "model")
-    held_out, problems = arith.read_problems("eval.jsonl"), arith.read_problems("train.jsonl")
+    held_out = arith.read_problems("eval.jsonl")
+    problems = arith.read_problems("train.jsonl")
     arith.report("before", model, tokenizer, held_out)
     # Digits and words go apart: no padding to share.
-    rng, forms = random.Random(args.seed), cycle(("digits", "words"))
+    rng = random.Random(args.seed)
+    forms = cycle(("digits", "words"))
 
     def batches() -> list[Any]:
         form = next(forms)

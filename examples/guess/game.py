@@ -12,7 +12,8 @@ class Guess:
 
     def reset(self, row: dict[str, Any]) -> None:
         """The row brings the number to be found."""
-        self.number, self.num_guesses = int(row["ground_truth"]), 0
+        self.number = int(row["ground_truth"])
+        self.num_guesses = 0
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """What the model hears, the reward of its guess, and whether the game is over."""

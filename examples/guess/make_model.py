@@ -70,7 +70,9 @@ CARELESS = 0.1
 def play_game(rng: random.Random, plays_well: bool) -> list[str]:
     """The words of one game; the player's turns end with EOS."""
     number = rng.choice(NUMBERS)
-    words, low, high = [PROMPT], NUMBERS[0], NUMBERS[-1]
+    words = [PROMPT]
+    low = NUMBERS[0]
+    high = NUMBERS[-1]
     for _ in range(GUESSES):
         guess = (low + high) // 2 if plays_well else rng.choice(NUMBERS)
         words += [str(guess), EOS]

@@ -13,12 +13,14 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-NUM_ROWS, MAX_TOKENS = 5, 48
+NUM_ROWS = 5
+MAX_TOKENS = 48
 
 
 def answers(folder: str, questions: list[list[dict[str, str]]]) -> list[str]:
     """What the model says where it takes the likeliest token each time."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     made = []
     for question in questions:
         ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")[

@@ -35,7 +35,9 @@ NAMES = """Anna Ben Carla David Elena Felix Greta Hugo Ida Jonas Karin Leo Maria
 Tara Victor Alice Bruno Clara Dora Emil Frida Gustav Hanna Ivan Julia Konrad Lena Marco Nora Oscar Petra"""
 CITIES = """Oslo Berlin Madrid Rome Lisbon Vienna Prague Dublin Athens Warsaw Paris London Helsinki Zurich
 Geneva Milan Hamburg Porto Seville Lyon"""
-NUM_HELD_OUT_NAMES, NUM_HELD_OUT_CITIES, HELD_OUT_AGES = 8, 5, range(60, 75)
+NUM_HELD_OUT_NAMES = 8
+NUM_HELD_OUT_CITIES = 5
+HELD_OUT_AGES = range(60, 75)
 FORMS = (
     (("name",), "The new colleague is called {name}."),
     (("name", "age"), "{name} is {age} years old."),
@@ -137,7 +139,8 @@ def write_rows(name: str, made: Iterable[Any]) -> None:
 
 def main() -> None:
     """Make what is not there yet."""
-    names, cities = NAMES.split(), CITIES.split()
+    names = NAMES.split()
+    cities = CITIES.split()
     held_out = names[:NUM_HELD_OUT_NAMES], HELD_OUT_AGES, cities[:NUM_HELD_OUT_CITIES]
     ages = range(18, HELD_OUT_AGES.start)
     trained = names[NUM_HELD_OUT_NAMES:], ages, cities[NUM_HELD_OUT_CITIES:]

@@ -5,7 +5,8 @@ import json
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
     """1 for the right object alone; for any JSON object half the share of its right fields; else 0."""
-    truth, decoder = json.loads(ground_truth), json.JSONDecoder()
+    truth = json.loads(ground_truth)
+    decoder = json.JSONDecoder()
     said = solution_str.strip()
     for place in (place for place, char in enumerate(said) if char == "{"):
         try:

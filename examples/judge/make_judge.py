@@ -84,10 +84,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]])
     Half of the answers repeat the reference. To foretell them, the model learns to look back at the digit to
     compare with, which the verdict alone teaches only slowly.
     """
-    rows, starts = [], []
+    rows = []
+    starts = []
     answer_id = tokenizer.convert_tokens_to_ids("Answer:")
     for prompt, verdict in pairs:
-        prompt_ids, verdict_ids = tokenizer(prompt)["input_ids"], tokenizer(verdict)["input_ids"]
+        prompt_ids = tokenizer(prompt)["input_ids"]
+        verdict_ids = tokenizer(verdict)["input_ids"]
         rows.append([*prompt_ids, *verdict_ids, tokenizer.eos_token_id])
         starts.append(prompt_ids.index(answer_id) + 1)
     return pad_rows(rows, starts, tokenizer.pad_token_id)

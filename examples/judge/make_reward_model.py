@@ -33,7 +33,9 @@ class Examples:
     """Draws problems of the training set with completions of the wanted form, and of others."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> None:
-        self._rng, self._pad_id, self._eos_id = rng, tokenizer.pad_token_id, tokenizer.eos_token_id
+        self._rng = rng
+        self._pad_id = tokenizer.pad_token_id
+        self._eos_id = tokenizer.eos_token_id
         lines = (ARITH / "train.jsonl").read_text().splitlines()
         self._prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
         self._mark = tokenizer(MARK)["input_ids"]
@@ -54,7 +56,8 @@ class Examples:
 
     def _bad(self) -> list[int]:
         """Mostly near misses: one token of a good completion is missing, doubled or another one."""
-        kind, ids = self._rng.random(), self._good()
+        kind = self._rng.random()
+        ids = self._good()
         if kind < 0.3:
             return [*self._rng.choices(self._any, k=self._rng.randint(0, 15)), self._eos_id]
         if kind < 0.5:

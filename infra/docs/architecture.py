@@ -45,10 +45,14 @@ TASKS = {
     "common": "shared by all services; imports neither torch nor vLLM",
 }
 
-WIDTH, MARGIN, GAP = 1040, 20, 20
+WIDTH = 1040
+MARGIN = 20
+GAP = 20
 COLUMN = {"trainer": (20, 400), "rollout": (440, 250), "reward": (710, 310)}
 """Left edge and width of each service's box."""
-TOP, CHIP, LINE = 20, 26, 20
+TOP = 20
+CHIP = 26
+LINE = 20
 BUS_LINE = 44
 STYLE = """
   text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1b1f24 }
@@ -99,11 +103,13 @@ def box(x: float, y: float, width: float, height: float, kind: str, radius: int 
 
 def chips(x: float, y: float, width: float, names: Sequence[str]) -> tuple[list[str], float]:
     """Rooms as small boxes, row by row; and the y at which they end."""
-    drawn, left = [], x
+    drawn = []
+    left = x
     for name in names:
         size = 16 + 7.7 * len(name)
         if left + size > x + width:
-            left, y = x, y + CHIP + 6
+            left = x
+            y = y + CHIP + 6
         drawn += [box(left, y, size, CHIP, "chip", 4), text(left + 8, y + 18, name)]
         left += size + 6
     return drawn, y + CHIP

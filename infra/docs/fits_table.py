@@ -14,7 +14,8 @@ from tidemill.services.trainer.policy.memory.sizes import read_model
 HEADING = "## Which models fit"
 MODELS = Path(__file__).parents[2] / "docs/operations/models"
 MAX_MODEL_LEN = 8192
-NUMBERS, GIB_EACH = (1, 8), 80
+NUMBERS = (1, 8)
+GIB_EACH = 80
 SHORT = {
     "trainer.num_ranks": "num_ranks",
     "trainer.context_ranks": "context_ranks",

@@ -73,7 +73,8 @@ def broken_links(pages: list[Page]) -> Iterator[str]:
     by_path = {page.path: page for page in pages}
     for page in pages:
         for link in page.links:
-            target, anchor = page.target(link), link.partition("#")[2]
+            target = page.target(link)
+            anchor = link.partition("#")[2]
             if not target.exists():
                 yield f"{page.name}: {link} leads to no file"
             elif target.is_dir():

@@ -140,7 +140,9 @@ def decode_dead(entry: Entry[DeadLetter] | Garbled, max_bytes: int) -> DeadEntry
     try:
         return replace(dead, message=codec.decode(dead.fields, kind, max_bytes))
     except CodecError as error:
-        problem, claims, payload = str(error), None, dead.fields.get(PAYLOAD_FIELD, b"")
+        problem = str(error)
+        claims = None
+        payload = dead.fields.get(PAYLOAD_FIELD, b"")
     with contextlib.suppress(CodecError):
         claims = codec.unpack(payload) if len(payload) <= max_bytes else None
     plain = {str(name): value for name, value in claims.items()} if isinstance(claims, dict) else {}
@@ -164,7 +166,8 @@ def dead_table(entries: Sequence[DeadEntry]) -> Node:
 
 def dead_tree(entry: DeadEntry, with_hex: bool = False) -> Node:
     """Everything that is known of an entry, then the message that died, or its bytes."""
-    content, group = entry.content, "groups" if entry.lane == "train" else "eval-groups"
+    content = entry.content
+    group = "groups" if entry.lane == "train" else "eval-groups"
     parts = [
         Node("died", entry.died_at, "time"),
         Node("stream", content.origin),
@@ -228,7 +231,8 @@ def show_dead(options: ShowDeadOptions) -> None:
     entries = chosen(options, read_run(options, read))
     if options.ids:
         (entry,) = entries
-        record, tree = _dead_json(entry, with_content=True), dead_tree(entry, options.with_hex)
+        record = _dead_json(entry, with_content=True)
+        tree = dead_tree(entry, options.with_hex)
         show(record, tree, options.as_json, json_indent=2)
         return
     shown = entries[-options.limit :] if options.limit else entries
@@ -347,8 +351,10 @@ class Requeuer:
     async def _hand_out_again(self, entry: DeadEntry) -> RequeueResult:
         """Make a ticket or a trajectory pending again, for the next worker that reclaims."""
         lane, (ticket, _), lease_s = entry.lane, entry.key, self.config.streams.lease_s
-        name, published = StreamName(entry.content.origin), dict[int, int]()
-        key, group = name.key(self.keys), name.group
+        name = StreamName(entry.content.origin)
+        published = dict[int, int]()
+        key = name.key(self.keys)
+        group = name.group
         if entry.stream == "prompts":  # what was published before it died must not be generated a second time
             published = await self._published(ticket, lane)
         if await group_status(self.broker, key, group) is None:

@@ -96,7 +96,8 @@ def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
         dataclass(frozen=True, kw_only=True)(kind)
 
         def run(**values: Any) -> None:
-            named, given = values.pop("run_option", None), values.get("run_id")
+            named = values.pop("run_option", None)
+            given = values.get("run_id")
             if named and given and named != given:
                 raise ConfigError(f"two runs are named, {given} and --run {named}; give one of them.")
             if named:
@@ -122,11 +123,13 @@ def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
 
 def _parameters(kind: type) -> Iterator[inspect.Parameter]:
     """The fields of a dataclass as typer reads them from a function's signature."""
-    keyword, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(kind)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(kind)
     hidden: Any = Annotated[str | None, typer.Option("--run", hidden=True, autocompletion=runs_here)]
     for item in (item for item in fields(kind) if item.init):
         default = inspect.Parameter.empty if item.default is MISSING else item.default
-        info, default = item.metadata["typer"], [] if item.default_factory is list else default
+        info = item.metadata["typer"]
+        default = [] if item.default_factory is list else default
         yield inspect.Parameter(
             item.name, keyword, default=default, annotation=Annotated[hints[item.name], info]
         )

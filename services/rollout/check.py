@@ -24,7 +24,8 @@ from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed, To
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import open_chat
 
-SAYS, TURNS = "ok", 3
+SAYS = "ok"
+TURNS = 3
 EXAMPLES = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}, "null": None}
 SHOWN = 200
 
@@ -107,13 +108,16 @@ class ScriptedChat:
     def __init__(self, inner: ChatFormat) -> None:
         self._num_said = 0
         self.has_template = inner.has_template
-        self.render, self.extend = inner.render, inner.extend
-        self.shorten, self.encode = inner.shorten, inner.encode
+        self.render = inner.render
+        self.extend = inner.extend
+        self.shorten = inner.shorten
+        self.encode = inner.encode
 
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
         """The next line of the script."""
         message: dict[str, Any] = {"role": "assistant", "content": SAYS}
-        place, self._num_said = self._num_said, self._num_said + 1
+        place = self._num_said
+        self._num_said = self._num_said + 1
         if place >= len(tools):
             return Parsed(message)
         function = tools[place]["function"]

@@ -75,12 +75,14 @@ async def _work(context: ServiceContext, engine: Engine, player: Player) -> None
 async def _watch_progress(context: ServiceContext, engine: Engine, workers: list[RolloutWorker]) -> None:
     """End the process when the engine has requests and finishes none for `rollout.stall_s`: it hangs."""
     stall_s = context.config.rollout.stall_s
-    done, since = -1, time.monotonic()
+    done = -1
+    since = time.monotonic()
     while True:
         await asyncio.sleep(stall_s / WATCHES_PER_STALL)
         finished = sum(worker.num_turns for worker in workers)
         if finished != done or not engine.num_running:
-            done, since = finished, time.monotonic()
+            done = finished
+            since = time.monotonic()
         elif time.monotonic() - since > stall_s:
             raise EngineError(
                 f"the engine has {engine.num_running} requests and finished none of them for {stall_s:g} s. "

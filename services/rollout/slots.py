@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from tidemill.services.rollout.engines.engine import EngineReport
 
-START, UNREPORTED = 16, 64
+START = 16
+UNREPORTED = 64
 """First limits: of an engine that reports its cache (or more), and of one that does not."""
 FULL = 0.8
 """Share of the KV cache above which the slots do not grow."""
@@ -45,7 +46,8 @@ class Slots:
         if self._usage is None and self.group_tokens:
             # Growing sessions have half of their final tokens on average, so this many fit at any time.
             self.limit = max(self.limit, min(UNREPORTED, 2 * report.num_tokens // self.group_tokens))
-        self._usage, self._queue = report.kv_usage, min(self._queue, report.num_waiting)
+        self._usage = report.kv_usage
+        self._queue = min(self._queue, report.num_waiting)
 
     def turn(self, num_had: int, num_cached: int) -> None:
         """Record a turn: `num_had` tokens of its history were once cached, and `num_cached` still are."""
@@ -63,4 +65,6 @@ class Slots:
         elif self._queue == 0 and held + 1 >= FULL * self.limit:
             # While the cache is empty, the limit doubles with one turnover of all groups.
             self.limit += max(0.0, 1.0 - usage / FULL) ** 2
-        self._queue, self._had, self._lost = math.inf, 0, 0
+        self._queue = math.inf
+        self._had = 0
+        self._lost = 0

@@ -64,7 +64,8 @@ log = structlog.get_logger(__name__)
 POLL_S = 3.0
 """New versions are read at once; this is how often a stream that has become shorter is noticed."""
 RETRY_S = 1.0
-SPREAD_S_PER_GROUP, LONGEST_SPREAD_S = 0.001, 1.0
+SPREAD_S_PER_GROUP = 0.001
+LONGEST_SPREAD_S = 1.0
 """All workers learn of a version at once. Each waits a random time of up to so long for each group of a step
 (there are hardly more workers than groups), so that a thousand do not read it in the same moment."""
 REPORT_AFTER = 3
@@ -91,7 +92,9 @@ class WeightFollower:
 
     def __init__(self, context: ServiceContext, engine: Engine) -> None:
         """Raises ConfigError: `weights.url` is of an unknown kind, or needs a library that is missing."""
-        self.context, self.engine, run_id = context, engine, context.keys.run_id
+        self.context = context
+        self.engine = engine
+        run_id = context.keys.run_id
         remote = open_remote(context.config.weights.url, run_id)
         self._versions = WeightDownload(remote, run_id) if remote else LocalVersions(context.run_dir)
         spread_s = SPREAD_S_PER_GROUP * context.config.trainer.groups_per_step
@@ -387,7 +390,8 @@ def find_route(
 
 def _digest_of(tensors: Iterable[tuple[TensorInfo, Bits]]) -> Digest:
     """The digest of all tensors, several at once: numpy computes without the interpreter's lock."""
-    total, waiting = Digest(), deque[Future[Digest]]()
+    total = Digest()
+    waiting = deque[Future[Digest]]()
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         for tensor in tensors:
             waiting.append(threads.submit(lambda each: digest_of([each]), tensor))

@@ -73,7 +73,9 @@ class RolloutWorker(LaneWorker[Ticket]):
         self, context: ServiceContext, lane: Lane, engine: Engine, follower: WeightFollower, player: Player
     ) -> None:
         super().__init__(context, lane, context.keys.prompts(lane), ROLLOUT_GROUP, Ticket)
-        self.engine, self.follower, self.player = engine, follower, player
+        self.engine = engine
+        self.follower = follower
+        self.player = player
         config = context.config
         max_groups = config.rollout.max_groups_in_flight
         self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
@@ -85,7 +87,9 @@ class RolloutWorker(LaneWorker[Ticket]):
             engine.on_report = self.slots.report
         self._count()
         self._published: Batched[tuple[int, int, float]] = Batched(partial(_count_published, lane))
-        self.num_turns = self.num_playing = self.faults_in_row = 0
+        self.num_turns = 0
+        self.num_playing = 0
+        self.faults_in_row = 0
         self._asked: set[str] = set()
 
     @property
@@ -221,7 +225,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         Raises:
             EnvironmentFaultError: it is not the last delivery, or too few samples would be left.
         """
-        ticket, config = delivery.message, self.context.config
+        ticket = delivery.message
+        config = self.context.config
         is_last = delivery.attempts >= config.streams.max_attempts
         if not is_last or ticket.group_size - len(faults) < config.reward.min_group_size:
             raise next(iter(faults.values()))
@@ -257,7 +262,8 @@ class RolloutWorker(LaneWorker[Ticket]):
                 # trainer has lost too never comes.
                 await asyncio.wait_for(self.follower.reach(started_version), self.consumer.lease_s)
             except TimeoutError:
-                was, what = started_version, "the version that a group began with is gone"
+                was = started_version
+                what = "the version that a group began with is gone"
                 log.warning(what, ticket=ticket.ticket, was=was)
                 await self.consumer.start_group(delivery, progress, self.engine.version, replaces=True)
         return {int(index) for index in fields}, parts
@@ -279,7 +285,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             await asyncio.wait_for(self.follower.reach(newest), self.consumer.lease_s)
         # Tokens of a lost history are not continued. The last part names the trainer process that its worker
         # followed; a later one may have other weights of the same version, except of 0, the starting model.
-        term, version = self.follower.term, self.engine.version
+        term = self.follower.term
+        version = self.engine.version
         for index, play in plays.items():
             if play.newest_version and (play.term != term or play.newest_version > version):
                 plays[index] = new_play(ticket.prompt_ids)
@@ -320,7 +327,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             # A new part resets the count of deliveries. With the same name, an engine that seeds by names
             # would draw the random numbers of the recorded tokens again.
             name += f"-p{len(play.parts)}"
-        numbers, is_greedy = count(1), self._is_greedy(index)
+        numbers = count(1)
+        is_greedy = self._is_greedy(index)
         before: tuple[Sequence[int], int, int] = ((), -1, 0)
 
         async def ask(
@@ -395,7 +403,9 @@ class RolloutWorker(LaneWorker[Ticket]):
         Raises:
             LeaseLostError: another worker has taken the ticket over.
         """
-        ticket, claims, max_bytes = delivery.message, self.context.broker.claims, self.consumer.max_bytes
+        ticket = delivery.message
+        claims = self.context.broker.claims
+        max_bytes = self.consumer.max_bytes
         payload = codec.encode_payload(part.model_copy(update={"term": self.follower.term}))
         if max_bytes is not None and len(payload) > max_bytes:
             return False

@@ -32,7 +32,8 @@ class Records(Sequence[T], Generic[T]):
     """A list of records, each of which is also a row of a table."""
 
     def __init__(self, records: Iterable[T], as_row: Callable[[T], Row]) -> None:
-        self._records, self._as_row = list(records), as_row
+        self._records = list(records)
+        self._as_row = as_row
 
     def __len__(self) -> int:
         return len(self._records)
@@ -185,7 +186,9 @@ def _sample_row(pair: tuple[GroupRecord, SampleRecord]) -> Row:
         pair,
         ("ticket", "issued_for", "trained_at", "data_source", "prompt", "ground_truth"),
     )
-    made, score, of_group = sample.trajectory, sample.score, _group_row(group)
+    made = sample.trajectory
+    score = sample.score
+    of_group = _group_row(group)
     row = {name: of_group[name] for name in kept}
     row |= {"index": sample.index, "reward": sample.reward, "advantage": sample.advantage}
     row |= {"left_out": sample.left_out}

@@ -183,7 +183,8 @@ class CallbackView(PlainView):
         try:
             self._is_stopping = callback(news.record) is False
         except Exception as error:  # the user's code: the run stops in order, then the caller sees it
-            self.error, self._is_stopping = error, True
+            self.error = error
+            self._is_stopping = True
         if self._is_stopping:
             self.stop()
 

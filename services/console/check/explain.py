@@ -57,7 +57,9 @@ class SectionFacts(NamedTuple):
 
 def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterator[SectionFacts]:
     """A section, then those inside it, depth first."""
-    own, inner, texts = [], [], _texts_of(model)
+    own = []
+    inner = []
+    texts = _texts_of(model)
     prefix = f"{name}." if name else ""
     for field, info in model.model_fields.items():
         section, has_names = _section_of(info.annotation)
@@ -203,7 +205,8 @@ def explain(findings: Findings, console: Console | None = None, with_preset: boo
 def describe(findings: Findings) -> list[tuple[str, str]]:
     """Lines of the summary: label and text."""
     config = findings.config
-    trainer, rollout = config.trainer, config.rollout
+    trainer = config.trainer
+    rollout = config.rollout
     sizes = {1 if one.is_imitated else config.group_size(one.name) for one in config.data.sources}
     sizes = sizes or {trainer.group_size}
     samples = trainer.groups_per_step * max(sizes)
@@ -245,7 +248,8 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
 
 
 def _model(findings: Findings) -> str:
-    model, config = findings.model, findings.config.model
+    model = findings.model
+    config = findings.config.model
     if model is None or model.is_remote:
         return f"{config.path}, {config.dtype}"
     context = f"context {model.context:,}, " if model.context else ""
@@ -256,15 +260,19 @@ def _model(findings: Findings) -> str:
 
 
 def _length(findings: Findings) -> str:
-    trainer, sources = findings.config.trainer, findings.config.data.sources
-    groups, total = trainer.steps * trainer.groups_per_step, sum(source.weight for source in sources)
+    trainer = findings.config.trainer
+    sources = findings.config.data.sources
+    groups = trainer.steps * trainer.groups_per_step
+    total = sum(source.weight for source in sources)
     shares = {f"train {source.name}": source.weight / total for source in sources} or {"train": 1.0}
     parts = []
     for name, share in shares.items():
-        rows, source = findings.rows.get(name, 0), name.removeprefix("train").replace(" ", " of ")
+        rows = findings.rows.get(name, 0)
+        source = name.removeprefix("train").replace(" ", " of ")
         parts.append(f"{groups * share / rows if rows else 0.0:.3g} epochs{source}")
     epochs = f"{trainer.epochs:g} epochs" if trainer.epochs else ", ".join(parts)
-    evaluation, every = trainer.evaluation, trainer.checkpoint_every
+    evaluation = trainer.evaluation
+    every = trainer.checkpoint_every
     moments = {
         "at the start": evaluation.at_start,
         f"every {evaluation.every} steps": evaluation.every > 0,
@@ -319,7 +327,8 @@ def _rewards(config: RewardConfig) -> str:
     return " + ".join(texts) + after
 
 
-BYTES_OF_A_SAMPLE, BYTES_OF_A_COMMIT = 16, 2000
+BYTES_OF_A_SAMPLE = 16
+BYTES_OF_A_COMMIT = 2000
 """Size of a step's entry in the commits stream: for each sample, and for the step."""
 BYTES_OF_A_TOKEN = 4
 BYTES_OF_AN_ENTRY = 500
@@ -331,7 +340,8 @@ BACKLOG = 1.5
 def redis_bytes(config: RunConfig) -> int:
     """Upper bound of the run's memory in Redis, with every completion of full length: entries in flight,
     entries not yet archived, and commits."""
-    trainer, streams = config.trainer, config.streams
+    trainer = config.trainer
+    streams = config.streams
     samples = trainer.groups_per_step * config.largest_group_size
     is_archived = streams.trim and streams.archive.enabled
     # Steps that Redis holds though they are trained: those since the oldest kept checkpoint.

@@ -220,14 +220,16 @@ def examine(
 
 
 def _read_rows(findings: Findings, rows: Rows) -> None:
-    data, evaluation = findings.config.data, findings.config.trainer.evaluation
+    data = findings.config.data
+    evaluation = findings.config.trainer.evaluation
     shown = {source.name for source in data.demonstrations}
     for name, trained in read_training_rows(data, opener_of=opener_of).items():
         findings.rows[f"train {name}".strip()] = len(trained)
         if name not in shown:  # what follows is about prompts
             rows[f"train {name}".strip()] = trained
     for name, found in read_evaluation_rows(data, evaluation.max_prompts).items():
-        rows[f"eval {name}"], findings.rows[f"eval {name}"] = found, len(found)
+        rows[f"eval {name}"] = found
+        findings.rows[f"eval {name}"] = len(found)
 
 
 def _count_steps(findings: Findings, rows: Rows) -> None:
@@ -274,7 +276,8 @@ def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> N
     if row is not None:
         findings.gets = describe_arguments(row)
     found = check_reward(findings.config, row, calls_reward and row is not None)
-    findings.rewards, findings.reads = found["called"], found["reads"]
+    findings.rewards = found["called"]
+    findings.reads = found["reads"]
     findings.notes += found["faults"]
 
 
@@ -330,7 +333,8 @@ def _check_lora(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    engine, package = config.rollout.engine, config.rollout.engine_traits.package
+    engine = config.rollout.engine
+    package = config.rollout.engine_traits.package
     if not package:
         return
     # Not imported: that takes seconds, and needs what only the engine's process has.

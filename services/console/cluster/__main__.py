@@ -134,7 +134,8 @@ def _specs(config: RunConfig, roles: list[str]) -> Iterator[ServiceSpec]:
     """This node's workers, under names of their own."""
     # Where it has GPUs, all of them generate: the trainer's are another node's.
     trainer = config.trainer.model_copy(update={"device": "cpu", "gpus": ()})
-    gpus, size = gpus_here(count_gpus()), config.rollout.vllm.tensor_parallel_size
+    gpus = gpus_here(count_gpus())
+    size = config.rollout.vllm.tensor_parallel_size
     num_engines = max(
         config.rollout.workers, len(gpus) // size if config.rollout.engine_traits.loads_model else 0
     )

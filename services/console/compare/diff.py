@@ -132,7 +132,8 @@ def _trajectories(a: Trajectory, b: Trajectory, tolerance: float) -> Iterator[Di
     described = (_described(a, len(turns_a)), _described(b, len(turns_b)))
     for number, (row_a, row_b) in enumerate(zip(a.segments, b.segments, strict=False)):
         where = f"fork {number}, " if number else ""
-        one, other = row_a.prompt_ids.tolist(), row_b.prompt_ids.tolist()
+        one = row_a.prompt_ids.tolist()
+        other = row_b.prompt_ids.tolist()
         if one != other:
             aspect, what = (Aspect.TOKENS, "its prompt") if number else (Aspect.PROMPTS, "prompt_ids")
             yield Difference(aspect, where + what, one, other)
@@ -163,7 +164,8 @@ def _segments(
 ) -> Iterator[Difference]:
     """Differences between two rows of the same sample; `described` sums up the whole samples."""
     if a.spans != b.spans:
-        one, other = list(map(list, a.spans)), list(map(list, b.spans))
+        one = list(map(list, a.spans))
+        other = list(map(list, b.spans))
         yield Difference(Aspect.VERSIONS, "version from token", one, other)
     length = min(len(a.completion_ids), len(b.completion_ids))
     unlike = np.flatnonzero(a.completion_ids[:length] != b.completion_ids[:length])
@@ -178,7 +180,8 @@ def _segments(
     if apart.any():
         is_rounding = bool(apart.max() <= tolerance)
         place = int(np.flatnonzero(apart if is_rounding else apart > tolerance)[0])
-        numbers, what = (float(a.logprobs[place]), float(b.logprobs[place])), f"of token {place}"
+        numbers = (float(a.logprobs[place]), float(b.logprobs[place]))
+        what = f"of token {place}"
         yield Difference(Aspect.LOGPROBS, _place(a, place) + what, *numbers, is_rounding=is_rounding)
 
 
@@ -193,7 +196,8 @@ def _place(row: Segment, token: int) -> str:
 
 def _scores(a: Score, b: Score, tolerance: float) -> Iterator[Difference]:
     for name in ("status", "value", "components"):
-        one, other = getattr(a, name), getattr(b, name)
+        one = getattr(a, name)
+        other = getattr(b, name)
         if one != other:
             is_rounding = name == "value" and _is_close(one, other, tolerance)
             one, other = (str(one), str(other)) if name == "status" else (one, other)
@@ -207,26 +211,31 @@ def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Differen
         yield Difference(Aspect.GROUPS, "trained here only", *only, min(only[0] + only[1]))
     drops = [{(t, i): [t, i, why] for t, i, why in commit.dropped} for commit in (a, b)]
     for key in sorted(drops[0].keys() | drops[1].keys()):
-        one, other = drops[0].get(key), drops[1].get(key)
+        one = drops[0].get(key)
+        other = drops[1].get(key)
         if one != other:
             yield Difference(Aspect.GROUPS, "dropped", one, other, *key)
     if a.mini_batches != b.mini_batches:
         yield _composition(a, b, has_same_groups=not any(only))
     for name in sorted(a.advantages.keys() & b.advantages.keys(), key=int):
-        were, became = a.advantages[name], b.advantages[name]
+        were = a.advantages[name]
+        became = b.advantages[name]
         if len(were) != len(became):
             yield Difference(Aspect.ADVANTAGES, "number of samples", len(were), len(became), int(name))
             continue
         for place, (was, is_now) in enumerate(zip(were, became, strict=True)):
             if was != is_now:
-                is_near, what = _is_close(was, is_now, tolerance), f"sample {place}"
+                is_near = _is_close(was, is_now, tolerance)
+                what = f"sample {place}"
                 yield Difference(Aspect.ADVANTAGES, what, was, is_now, int(name), is_rounding=is_near)
     for name in sorted(a.metrics.keys() & b.metrics.keys()):
-        was, is_now = a.metrics[name], b.metrics[name]
+        was = a.metrics[name]
+        is_now = b.metrics[name]
         if name.endswith(CLOCKS) or name.startswith(USE):
             continue
         if was != is_now and not (math.isnan(was) and math.isnan(is_now)):
-            is_gap, is_near = name.startswith(GAPS), abs(was - is_now) <= tolerance
+            is_gap = name.startswith(GAPS)
+            is_near = abs(was - is_now) <= tolerance
             is_rounding = is_near if is_gap else _is_close(was, is_now, tolerance)
             yield Difference(Aspect.METRICS, name, was, is_now, is_rounding=is_rounding)
     if a.digest != b.digest:
@@ -285,7 +294,8 @@ class DiffedRun(NamedTuple):
     config: RunConfig
 
     async def steps(self) -> AsyncGenerator["DiffedStep", None]:
-        history, trainer = self.history, self.config.trainer
+        history = self.history
+        trainer = self.config.trainer
         most = (2 + trainer.max_staleness) * trainer.groups_per_step
         async with GroupCursor(history, self.config.largest_group_size, most) as cursor:
             async for commit in history.messages(StreamName.COMMITS, Commit):
@@ -318,7 +328,8 @@ async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
     result = RunDiff(changes)
     async with aclosing(a.steps()) as steps_a, aclosing(b.steps()) as steps_b:
         while True:
-            step_a, step_b = await anext(steps_a, None), await anext(steps_b, None)
+            step_a = await anext(steps_a, None)
+            step_b = await anext(steps_b, None)
             if step_a is None or step_b is None:
                 result.longer = "a" if step_a else "b" if step_b else ""
                 return result
@@ -407,11 +418,14 @@ def _verdict(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
 
 def _difference_row(names: tuple[str, str], item: Difference) -> dict[str, Any]:
     more = f" (+{item.num_places - 1})" if item.num_places > 1 else ""
-    a, b = _short(item.a), _short(item.b)
+    a = _short(item.a)
+    b = _short(item.b)
     if item.aspect is Aspect.WEIGHTS:
-        a, b = str(item.a)[:12], str(item.b)[:12]
+        a = str(item.a)[:12]
+        b = str(item.b)[:12]
     elif isinstance(item.a, float) and isinstance(item.b, float) and f"{item.a:.7g}" != f"{item.b:.7g}":
-        a, b = f"{item.a:.7g}", f"{item.b:.7g}"
+        a = f"{item.a:.7g}"
+        b = f"{item.b:.7g}"
     return {
         "differs": f"{item.aspect}{more}{', rounding' if item.is_rounding else ''}",
         "first at": item.sample if item.ticket >= 0 else "",
@@ -433,7 +447,8 @@ def _remarks(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
         words = ", ".join(f"{item.aspect} since step {item.step}" for item in result.earlier)
         yield note(f"by rounding or in order alone: {words}", "dim")
     if result.unread_steps:
-        first, last = result.unread_steps[0], result.unread_steps[-1]
+        first = result.unread_steps[0]
+        last = result.unread_steps[-1]
         words = "not both runs have their records any more; their commits were compared"
         yield note(f"steps {first} to {last}: {words}", "yellow")
     if (cause := result.cause) is not None:

@@ -57,11 +57,14 @@ def _start_name(version: int) -> str:
 def result_tree(result: dict[str, Any], shows_all: bool = False) -> Node:
     num_different = sum(not row["equal"] for row in result["metrics"])
     what = f"{num_different} metrics differ" if num_different else "the advantages differ"
-    words, style = f"the same weights, but {what}", "yellow"
+    words = f"the same weights, but {what}"
+    style = "yellow"
     if result["equal"]:
-        words, style = "bit-identical", "bold green"
+        words = "bit-identical"
+        style = "bold green"
     elif not result["digest"]["equal"]:
-        words, style = "differs from what was recorded", "bold red"
+        words = "differs from what was recorded"
+        style = "bold red"
     verdict = note(f"step {result['step']}, which made version {result['version']}: {words}", style)
     remarks = (note(line, "dim") for line in _remarks(result, shows_all))
     return part("", verdict, table(_number_rows(result, shows_all)), remarks)

@@ -72,7 +72,8 @@ def convert(file: Path, overrides: list[str], project: Project | None) -> Draft:
 
 def run_convert(options: ConvertOptions) -> int:
     draft = convert(options.file, options.options, options.project)
-    text, console = draft.text(options.file.name), Console(highlight=False, stderr=options.output is None)
+    text = draft.text(options.file.name)
+    console = Console(highlight=False, stderr=options.output is None)
     if options.output is None:
         print(text, end="")
     else:

@@ -60,7 +60,8 @@ class Draft:
         """Renames old options; null, and a value known only when the file runs, count as not given."""
         for name, value in self.table.always.items():
             self.put(name, value, note=f"as {self.table.project} does")
-        given, self.given = self.given, {}
+        given = self.given
+        self.given = {}
         for name, value in given.items():
             row = self.table.find(option := self.table.renewed(name))
             if not isinstance(value, Unknown):
@@ -80,7 +81,8 @@ class Draft:
 
     def put(self, name: str, value: Any, option: str = "", note: str = "") -> None:
         """Set one of our fields; a comment beside it in the file names its origin."""
-        self.fields[name], self.origins[name] = value, (option, note)
+        self.fields[name] = value
+        self.origins[name] = (option, note)
 
     def drop(self, prefix: str, verdict: Verdict = "automatic", text: str = NO_EFFECT) -> None:
         """Remove the fields with this prefix, and list the options that were given for them."""
@@ -231,10 +233,8 @@ class Draft:
                 yield f"{indent}{name}:"
                 yield from self._lines(tree[name], f"{whole}.")
                 continue
-            line, comment = (
-                f"{indent}{name}: {plain(tree[name])}",
-                "; ".join(filter(None, self.origins[whole])),
-            )
+            line = f"{indent}{name}: {plain(tree[name])}"
+            comment = "; ".join(filter(None, self.origins[whole]))
             if comment and len(line) + len(comment) + 3 > WIDTH:
                 yield from _comment(comment, f"{indent}# ", f"{indent}# ")
                 comment = ""

@@ -5,8 +5,13 @@ import math
 from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
 from tidemill.services.console.convert.draft import Draft
 
-F, IMPORTANCE, EVALUATION = "trainer.algorithm.", "trainer.algorithm.importance.", "trainer.evaluation."
-ADVANTAGE, OLD, LOSS, DUAL = F + "advantage", F + "old_logprobs", F + "loss", F + "dual_clip"
+F = "trainer.algorithm."
+IMPORTANCE = "trainer.algorithm.importance."
+EVALUATION = "trainer.evaluation."
+ADVANTAGE = F + "advantage"
+OLD = F + "old_logprobs"
+LOSS = F + "loss"
+DUAL = F + "dual_clip"
 WARMUP = "trainer.optimizer.warmup_steps"
 HIGHEST_DUAL_CLIP = 1000.0
 """A bound above this has no effect."""
@@ -14,9 +19,12 @@ HIGHEST_DUAL_CLIP = 1000.0
 
 def put_warmup(draft: Draft, steps: str, ratio: str, per_step: int = 1) -> None:
     """Set the warm-up from their number of steps (`per_step` of them in one of ours), or a share of all."""
-    count, share, total = draft.take(steps) or 0, draft.take(ratio) or 0, draft.get("trainer.steps")
+    count = draft.take(steps) or 0
+    share = draft.take(ratio) or 0
+    total = draft.get("trainer.steps")
     if 0 < count < 1:
-        count, share = 0, count
+        share = count
+        count = 0
     if count > 0:
         draft.put(WARMUP, math.ceil(count / per_step), steps)
     elif share and total:

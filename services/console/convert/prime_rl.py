@@ -6,7 +6,8 @@ from typing import Any
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.fit import EVALUATION, WARMUP, F
 
-O, T = "orchestrator.", "trainer."  # noqa: E741
+O = "orchestrator."  # noqa: E741
+T = "trainer."
 PROMPT_TOKENS = 1024
 WRITTEN_BY_HAND = (
     "environments of verifiers: their rows as JSONL and their rubric as a reward function; those of several "
@@ -20,7 +21,8 @@ def convert_prime_rl(draft: Draft, _: str) -> None:
     _convert_lengths(draft)
     _convert_evaluation(draft)
     _convert_machine(draft)
-    warmup, kind = draft.take(T + "scheduler.warmup_steps"), draft.take(T + "scheduler.type")
+    warmup = draft.take(T + "scheduler.warmup_steps")
+    kind = draft.take(T + "scheduler.type")
     warmup = 10 if warmup is None and kind in ("linear", "cosine") else warmup
     if warmup:
         draft.put(WARMUP, warmup, T + "scheduler.warmup_steps")
@@ -42,7 +44,8 @@ def _named(draft: Draft, lane: str) -> dict[str, Mapping[str, Any]]:
 
 def _convert_sources(draft: Draft) -> None:
     """Environments have no counterpart as such: data and reward are named for the user to write."""
-    option, sources = O + "train.source", _named(draft, "train") or {"train": {}}
+    option = O + "train.source"
+    sources = _named(draft, "train") or {"train": {}}
     default = draft.take(O + "group_size")
     sizes = {name: source.get("group_size", default) for name, source in sources.items()}
     size = max(sizes.values())
@@ -88,7 +91,8 @@ def _convert_evaluation(draft: Draft) -> None:
     """One setting for all sets: the shortest interval, the largest group."""
     if not (sources := _named(draft, "eval")):
         return
-    option, files = O + "eval.source", {name: f"{name}.jsonl" for name in sources}
+    option = O + "eval.source"
+    files = {name: f"{name}.jsonl" for name in sources}
     draft.put("data.eval", files, option, "the rows of each: write them there")
     draft.say("lost", option, f"environments ({', '.join(sources)}): their rows as JSONL files")
     for field, name, choose in (("every", "interval", min), ("samples", "group_size", max)):
@@ -97,8 +101,10 @@ def _convert_evaluation(draft: Draft) -> None:
 
 
 def _convert_machine(draft: Draft) -> None:
-    nodes, per_node = draft.take("deployment.num_train_nodes"), draft.take("deployment.gpus_per_node")
-    gpus, infer_nodes = draft.take("deployment.num_infer_gpus"), draft.take("deployment.num_infer_nodes")
+    nodes = draft.take("deployment.num_train_nodes")
+    per_node = draft.take("deployment.gpus_per_node")
+    gpus = draft.take("deployment.num_infer_gpus")
+    infer_nodes = draft.take("deployment.num_infer_nodes")
     ranks = nodes * per_node if nodes else draft.take("deployment.num_train_gpus")
     gpus = infer_nodes * per_node if infer_nodes else gpus
     draft.put("trainer.num_ranks", ranks, note="deployment")

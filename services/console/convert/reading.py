@@ -48,7 +48,8 @@ def read_options(
     path: Path, overrides: Iterable[str], project: Project | None
 ) -> tuple[Project, dict[str, Any]]:
     """Which project a file is for, and its options by dotted name; overrides win."""
-    given, kind = list(overrides), path.suffix.lower()
+    given = list(overrides)
+    kind = path.suffix.lower()
     try:
         text = path.read_text(encoding="utf-8")
         if kind in SCRIPTS:
@@ -56,9 +57,11 @@ def read_options(
             given = [word for word in given if not _SCRIPT_VARIABLE.match(word)]
             found = _of_script(Script(variables).read(text), project)
         elif kind == ".py":
-            project, found = project or "trl", {"file": path.name, **_of_calls(text, path)}
+            project = project or "trl"
+            found = {"file": path.name, **_of_calls(text, path)}
         elif kind == ".toml":
-            project, found = project or "prime-rl", _flat(tomllib.loads(text))
+            project = project or "prime-rl"
+            found = _flat(tomllib.loads(text))
         elif kind in (".yaml", ".yml", ".json"):
             found = _flat(json.loads(text) if kind == ".json" else yaml.safe_load(text))
         else:
@@ -200,7 +203,8 @@ def _without_redirections(words: list[str]) -> list[str]:
 
 
 BREAKS = ";&|\n"
-OPENING, CLOSING = ("if", "case", "for", "while", "until", "{"), ("fi", "esac", "done", "}")
+OPENING = ("if", "case", "for", "while", "until", "{")
+CLOSING = ("fi", "esac", "done", "}")
 BETWEEN = ("then", "else", "elif", "do", "!", "export", "local", "declare", "readonly", "function")
 _INSIDE = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"
 """Text between parentheses, with up to three levels of parentheses in it."""
@@ -211,7 +215,8 @@ _NO_COMMAND = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 """A comment, or a text that a program reads up to a line with its mark; or what is quoted, which stays."""
-_PROGRAM, _SUM = re.compile(rf"\$\((?!\(){_INSIDE}\)"), re.compile(rf"\$\(\(({_INSIDE})\)\)")
+_PROGRAM = re.compile(rf"\$\((?!\(){_INSIDE}\)")
+_SUM = re.compile(rf"\$\(\(({_INSIDE})\)\)")
 _ARRAY = re.compile(rf"(?<=\w=)\({_INSIDE}\)|(?<=\+=)\({_INSIDE}\)")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$([A-Za-z_]\w*)|\$[@*\d]")
 _WHOLE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
@@ -239,7 +244,9 @@ class Script:
         text = _SUM.sub(lambda found: re.sub(r"\s", "", found[0]), text)  # one word each, as arrays are
         text = _ARRAY.sub(lambda found: shlex.quote(found[0]), _PROGRAM.sub("$<program>", text))
         lexer = shlex.shlex(f"{text}\n", posix=True, punctuation_chars=BREAKS)
-        lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+        lexer.whitespace = " \t\r"
+        lexer.commenters = ""
+        lexer.whitespace_split = True
         commands: list[list[str]] = []
         words: list[str] = []
         is_tied = False
@@ -249,7 +256,8 @@ class Script:
                 continue
             if command := self._do(words, is_tied):
                 commands.append(command)
-            words, is_tied = [], token.endswith(("&&", "||"))
+            words = []
+            is_tied = token.endswith(("&&", "||"))
         return commands
 
     def _do(self, words: list[str], is_tied: bool) -> list[str]:

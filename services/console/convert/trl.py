@@ -106,7 +106,8 @@ def _say_bound_of_cispo(draft: Draft) -> None:
 
 
 def _convert_lengths(draft: Draft) -> None:
-    completion, whole = draft.get("rollout.sampling.max_tokens"), draft.take("vllm_max_model_length")
+    completion = draft.get("rollout.sampling.max_tokens")
+    whole = draft.take("vllm_max_model_length")
     if prompt := draft.take("max_prompt_length"):
         draft.put("data.overlong_prompts", "left", "max_prompt_length")
     else:
@@ -180,11 +181,13 @@ def _rows(draft: Draft, option: str, value: Any, config: str | None, split: str)
     source = str(value)
     if Path(source).suffix in (".jsonl", ".json", ".parquet"):
         return source
-    name, rest = source, ""
+    name = source
+    rest = ""
     if call := _LOAD.match(source):
         name, own_config, options, rest = call.groups()
         named = _SPLIT.search(options)
-        config, split = own_config, named[1] if named else split
+        config = own_config
+        split = named[1] if named else split
     if rest:
         draft.say("approximated", option, f"what follows is not done to its rows: {rest}")
     if _HUB_NAME.fullmatch(name):
@@ -194,7 +197,8 @@ def _rows(draft: Draft, option: str, value: Any, config: str | None, split: str)
 
 
 def _convert_rewards(draft: Draft, file: str) -> None:
-    given, weights = draft.take("reward_funcs"), draft.take("reward_weights")
+    given = draft.take("reward_funcs")
+    weights = draft.take("reward_weights")
     names = [str(name) for name in ([given] if isinstance(given, str) else given or ())]
     if not names:
         draft.say("lost", "reward_funcs", "name one in reward.function; here it is the default, gsm8k")
@@ -231,7 +235,8 @@ def _convert_adapters(draft: Draft) -> None:
         return
 
     def value_of(argument: str, option: str) -> Any:
-        given, of_option = re.search(rf"\b{argument}=([\d.]+)", peft), draft.take(option)
+        given = re.search(rf"\b{argument}=([\d.]+)", peft)
+        of_option = draft.take(option)
         # The default of PEFT's LoraConfig differs from those of TRL's options.
         return given[1] if given else 8 if is_object else of_option
 

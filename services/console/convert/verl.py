@@ -8,8 +8,11 @@ from tidemill.common.config.algorithm_sections import Criterion
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.fit import OLD, F, put_warmup
 
-A, C = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
-W, ASYNC, V1 = "reward.", "async_training.", "trainer.v1."
+A = "actor_rollout_ref.actor."
+C = "algorithm.rollout_correction."
+W = "reward."
+ASYNC = "async_training."
+V1 = "trainer.v1."
 OF_TEST_SETS = ("test", "val", "validation", "valid", "eval")
 FORMER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
@@ -39,10 +42,12 @@ def convert_verl(draft: Draft, module: str) -> None:
 
 def _convert_batches(draft: Draft, mode: str) -> None:
     """Groups of a step, updates in it, and how old they may be."""
-    mini, groups = draft.take(A + "ppo_mini_batch_size"), draft.take("data.train_batch_size")
+    mini = draft.take(A + "ppo_mini_batch_size")
+    groups = draft.take("data.train_batch_size")
     sync, batches = (draft.take(ASYNC + name) for name in ("trigger_parameter_sync_step", "require_batches"))
     sync_v1 = draft.take(V1 + "separate_async.parameter_sync_step")
-    share, prompts = draft.take(ASYNC + "staleness_threshold"), draft.take("rollout.total_rollout_steps")
+    share = draft.take(ASYNC + "staleness_threshold")
+    prompts = draft.take("rollout.total_rollout_steps")
     spans = draft.take(V1 + "sampler.max_off_policy_threshold")
     if mode == "fully_async":
         is_v1 = V1 + "trainer_mode" in draft.given
@@ -75,10 +80,12 @@ def _convert_machine(draft: Draft, mode: str) -> None:
         text = "verl's engine shares these; the engine has GPUs of its own here, beside num_ranks"
         draft.say("approximated", "trainer.n_gpus_per_node", text)
     total = draft.get("rollout.sampling.max_tokens") + draft.get("data.max_prompt_tokens")
-    tokens, option = draft.take(A + "ppo_max_token_len_per_gpu"), A + "ppo_max_token_len_per_gpu"
+    tokens = draft.take(A + "ppo_max_token_len_per_gpu")
+    option = A + "ppo_max_token_len_per_gpu"
     rows = draft.take(A + "ppo_micro_batch_size_per_gpu") or draft.take(A + "ppo_micro_batch_size")
     if not draft.take(A + "use_dynamic_bsz") and rows:
-        tokens, option = rows * total, A + "ppo_micro_batch_size_per_gpu"
+        tokens = rows * total
+        option = A + "ppo_micro_batch_size_per_gpu"
     # Tokens of one GPU, which has only a part of a sequence with several context ranks.
     longest = -(-total // draft.get("trainer.context_ranks", 1))
     draft.put("trainer.micro_batch_tokens", max(tokens, longest), option)
@@ -86,7 +93,8 @@ def _convert_machine(draft: Draft, mode: str) -> None:
 
 def _convert_reward(draft: Draft) -> None:
     path, name = (draft.take(f"{W}custom_reward_function.{part}") for part in ("path", "name"))
-    model, option = draft.take(W + "reward_model.model_path"), W + "custom_reward_function.path"
+    model = draft.take(W + "reward_model.model_path")
+    option = W + "custom_reward_function.path"
     if draft.take(W + "reward_model.enable") and model:
         rewards: dict[str, Any] = {"reward_model": {"model": {"servers": "reward_model"}}}
         rewards |= {"function": {"function": f"{path}:{name}"}} if path else {}
@@ -109,12 +117,14 @@ def _convert_reward(draft: Draft) -> None:
 
 
 def _convert_algorithm(draft: Draft) -> None:
-    by_deviation, advantage = draft.take("algorithm.norm_adv_by_std_in_grpo"), draft.get(F + "advantage")
+    by_deviation = draft.take("algorithm.norm_adv_by_std_in_grpo")
+    advantage = draft.get(F + "advantage")
     if advantage == "grpo" and not by_deviation:
         draft.put(F + "advantage", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
     if advantage == "gae" and draft.given.get("critic.model.path") not in (None, draft.get("model.path")):
         draft.say("approximated", "critic.model.path", "the critic begins as a copy of the policy")
-    option, loss = A + "clip_ratio_c", draft.take(A + "policy_loss.loss_mode")
+    option = A + "clip_ratio_c"
+    loss = draft.take(A + "policy_loss.loss_mode")
     if loss not in ("vanilla", "dppo_tv", "dppo_kl") and option in draft.given:
         draft.say("approximated", option, "verl uses it with vanilla only; here gspo has dual_clip 3")
     if draft.take("algorithm.use_kl_in_reward") and draft.take(A + "use_kl_loss"):

@@ -74,19 +74,23 @@ class RunReading:
 
 async def read_run(snapshots: SnapshotReader) -> RunReading:
     """The run as it is now; an empty one while Redis does not know it."""
-    broker, keys = snapshots.broker, snapshots.keys
+    broker = snapshots.broker
+    keys = snapshots.keys
     roles: tuple[str, ...] = ROLES
     with contextlib.suppress(UnknownRunError):  # read each time: a resumed run may have more steps
         config = await read_config(broker, keys)
-        snapshots.steps, snapshots.max_staleness = config.trainer.steps, config.trainer.max_staleness
+        snapshots.steps = config.trainer.steps
+        snapshots.max_staleness = config.trainer.max_staleness
         roles = ROLES if config.generates else ROLES[:1]
-    snapshot, memory = await snapshots.read(), await broker.info("memory")
+    snapshot = await snapshots.read()
+    memory = await broker.info("memory")
     gauges: list[Reading] = [
         (metrics.REDIS_MEMORY_BYTES, (), int(memory["used_memory"])),
         (metrics.REDIS_MAX_MEMORY_BYTES, (), int(memory["maxmemory"])),
     ]
     for stream in StreamName:
-        key, where = stream.key(keys), (stream.value, stream.group)
+        key = stream.key(keys)
+        where = (stream.value, stream.group)
         gauges.append((metrics.STREAM_LENGTH, (stream.value,), await length(broker, key)))
         if not stream.group or roles != ROLES:  # without rollout and reward workers there are no groups
             continue
@@ -162,7 +166,8 @@ def as_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
 
 class Exporter:
     def __init__(self, keys: Keys, every_s: float = EVERY_S) -> None:
-        self.keys, self._every_s = keys, every_s
+        self.keys = keys
+        self._every_s = every_s
         self._lock = threading.Lock()
         """Held while gauges change: other threads answer scrapes."""
         self._reading = RunReading()

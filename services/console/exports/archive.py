@@ -46,7 +46,8 @@ def archive(options: ArchiveOptions) -> int:
 
     async def work() -> Path:
         async with open_history(folder) as access:
-            run_dir, broker = access.folder.path, access.history.broker
+            run_dir = access.folder.path
+            broker = access.history.broker
             if broker is None and is_whole(run_dir):
                 return run_dir
             if broker is None:
@@ -102,6 +103,7 @@ def _show(run_dir: Path, as_json: bool) -> None:
         | {titles.get(name, name): value for name, value in row.items() if name != "last_id"}
         for stream, row in rows.items()
     )
-    shown, folder = table(lines, {"size": "bytes", "of payload": "bytes"}), archive_folder(run_dir)
+    shown = table(lines, {"size": "bytes", "of payload": "bytes"})
+    folder = archive_folder(run_dir)
     tree = part("", shown, note(f"in {nearest(folder)}"))
     show({"folder": str(folder), "streams": rows}, tree, as_json)

@@ -37,7 +37,8 @@ from tidemill.services.console.options import ExportOptions
 from tidemill.services.console.run.folder import find_run, nearest
 from tidemill.services.console.text.tree import Node, note, part, show, table
 
-BEST, LAST = "best", "last"
+BEST = "best"
+LAST = "last"
 ORIGIN_FILE = "tidemill.json"
 """Beside the weights: run, version and digest."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -58,7 +59,8 @@ def export(options: ExportOptions) -> int:
             "runs with --runs-dir."
         )
     result = export_version(folder.path, config.model, options.version, options.output.resolve())
-    where, num_bytes = nearest(options.output.resolve()), result["num_bytes"]
+    where = nearest(options.output.resolve())
+    num_bytes = result["num_bytes"]
     Console(highlight=False).print(
         f"version {result['version']} of {folder.run_id} is in [bold]{where}[/] ({num_bytes:,} bytes)",
         soft_wrap=True,

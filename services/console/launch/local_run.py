@@ -96,8 +96,12 @@ class LocalRun:
         """
         self.is_finished = is_finished
         self.replaces = replaces
-        self.config, self.folder, self.specs = config, folder, specs
-        self.console, self.is_live, self.resume_command = console, is_live, resume_command
+        self.config = config
+        self.folder = folder
+        self.specs = specs
+        self.console = console
+        self.is_live = is_live
+        self.resume_command = resume_command
         self.keys = Keys(config.run_id)
         self.snapshot = RunSnapshot(config.run_id, config.trainer.steps, config.trainer.max_staleness)
         self._plain_view = view or PlainView(console)
@@ -109,7 +113,8 @@ class LocalRun:
         self.server: ForkServer | None = None
         """Processes that load torch are forked from it."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_stopping = self._is_ending_at_once = False
+        self._is_stopping = False
+        self._is_ending_at_once = False
         self._archiving: asyncio.Task[None] | None = None
         self._started = time.monotonic()
         self._ran_before_s = 0.0
@@ -319,7 +324,9 @@ class LocalRun:
             log.warning("the run's end is not written", error=str(error))
 
     async def _summarise(self, broker: Broker, ran_s: float) -> int:
-        folder, config, idle = self.folder, self.config, self._rollout_idle
+        folder = self.folder
+        config = self.config
+        idle = self._rollout_idle
         tree = await summarise(broker, self.keys, config, folder.path, wall_s=ran_s, rollout_idle=idle)
         verdict = self._verdict or self.snapshot.bottleneck
         tree["bottleneck"] = verdict.as_dict() if verdict else None

@@ -46,7 +46,10 @@ class RewardRun:
     ) -> None:
         """`url` is the Redis to use; None starts a private one. A sandbox needs a new run id, and does not
         become runs/latest."""
-        self.config, self.folder, self.url, self.on_event = config, folder, url, on_event
+        self.config = config
+        self.folder = folder
+        self.url = url
+        self.on_event = on_event
         self.is_sandbox = is_sandbox
         self.env: dict[str, str] = {}
         """Environment variables of its processes, once it is running."""
@@ -95,7 +98,8 @@ class RewardRun:
     async def final_heartbeats(self, broker: Broker) -> list[Heartbeat]:
         """The workers' heartbeats once everything is scored."""
         # By Redis's clock, by which heartbeats are dated.
-        asked_at, deadline = await broker.server_time_s(), time.monotonic() + GONE_AFTER_S
+        asked_at = await broker.server_time_s()
+        deadline = time.monotonic() + GONE_AFTER_S
         while True:
             beats = await read_heartbeats(broker, self.keys)
             if all(beat.at > asked_at for beat in beats) or time.monotonic() > deadline:

@@ -55,7 +55,8 @@ class LiveView:
     """Redraws the dashboard in place."""
 
     def __init__(self, console: Console, hint: str) -> None:
-        self.console, self.hint = console, hint
+        self.console = console
+        self.hint = hint
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._live = Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop")
         self._live.start()
@@ -99,7 +100,8 @@ def _news(snapshot: RunSnapshot) -> Iterator[News]:
         line = partial(step_line, snapshot, index)
         yield News((point.step + 1, 0), (STEP, point.step), line, point.record)
     for item in snapshot.evaluations:  # that of a version belongs after the step that made the version
-        version, name = int(item.get("version", 0)), item.get("set")
+        version = int(item.get("version", 0))
+        name = item.get("set")
         yield News((version, 1), (EVALUATION, version, name), partial(evaluation_line, item), item)
     for item in snapshot.state.get("warnings") or []:
         place = (item.get("check"), item.get("since_step"), item.get("until_step"))

@@ -29,7 +29,8 @@ class Forked:
     """The part of `asyncio.subprocess.Process` that the supervisor uses."""
 
     def __init__(self, pid: int, end: "asyncio.Future[int]") -> None:
-        self.pid, self._end = pid, end
+        self.pid = pid
+        self._end = end
 
     async def wait(self) -> int:
         return await asyncio.shield(self._end)

@@ -41,7 +41,8 @@ class ServiceSpec:
 def service_specs(config: RunConfig) -> list[ServiceSpec]:
     """The trainer, and as many rollout and reward workers, and servers of rewards, as the config wants: none
     where nothing is generated."""
-    rollout, reward = config.rollout, config.reward
+    rollout = config.rollout
+    reward = config.reward
     specs: list[ServiceSpec] = []
     with_torch = [Program.TRAINER] if config.trainer.policy == "transformers" else []
     if rollout.engine_traits.loads_model and not rollout.engine_traits.package:  # vLLM has its own processes
@@ -118,7 +119,8 @@ def _visible(gpus: Sequence[int]) -> dict[str, str]:
     return {VISIBLE: _list(gpus)} if gpus else {}
 
 
-TRAINER, ROLLOUT = "trainer.gpus", "rollout.gpus"
+TRAINER = "trainer.gpus"
+ROLLOUT = "rollout.gpus"
 TURNS = "trainer and rollout workers take turns on the trainer's GPUs: one computes, the other sleeps"
 
 
@@ -140,7 +142,8 @@ def named_gpus(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 def _wanted_gpus(config: RunConfig) -> dict[str, int]:
     """How many GPUs each of these fields should have, for processes that use any."""
-    trainer, rollout = config.trainer, config.rollout
+    trainer = config.trainer
+    rollout = config.rollout
     wanted: dict[str, int] = {}
     if trainer.policy == "transformers" and not trainer.device.startswith("cpu"):
         wanted[TRAINER] = trainer.num_ranks
@@ -170,7 +173,9 @@ def find_overlaps(config: RunConfig) -> list[str]:
 
 def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]:
     """The config with GPUs for every process, and lines that say which GPUs each has."""
-    wanted, named, rollout = _wanted_gpus(config), named_gpus(config), config.rollout
+    wanted = _wanted_gpus(config)
+    named = named_gpus(config)
+    rollout = config.rollout
     if config.trainer.gpus and len(config.trainer.gpus) < wanted.get(TRAINER, 0):
         raise ConfigError(
             f"trainer.gpus names {len(config.trainer.gpus)} GPUs for {config.trainer.num_ranks} ranks "
@@ -190,7 +195,8 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
     if not here or sum(missing.values()) > len(free):
         return config, _too_few(config, here, missing, len(free))
     for name, count in missing.items():
-        config, free = _with(config, name, tuple(free[:count])), free[count:]
+        config = _with(config, name, tuple(free[:count]))
+        free = free[count:]
     if config.rollout.trainer_gpus != "auto":
         config = _shared(config)
     given = [
@@ -224,7 +230,8 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[str, int], nu
 
 def _shared(config: RunConfig) -> RunConfig:
     """Rollout workers on the trainer's GPUs, dealt out in turn."""
-    rollout, gpus = config.rollout, config.trainer.gpus
+    rollout = config.rollout
+    gpus = config.trainer.gpus
     count = rollout.workers * rollout.vllm.tensor_parallel_size
     if rollout.gpus or not gpus:
         return config

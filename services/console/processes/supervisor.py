@@ -27,7 +27,8 @@ from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.processes.specs import ServiceSpec
 from tidemill.services.console.text.formats import printable
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
 HEALTHY_AFTER_S = 60.0
 """After a process has lived this long, the pause before its next start is the first one again."""
 MAX_EARLY_DEATHS = 10
@@ -37,7 +38,8 @@ SAME_WITHIN_S = 600.0
 take minutes. A process that a signal ended names none."""
 REAP_S = 5.0
 MAX_REASON_CHARACTERS = 300
-TAIL_BYTES, TAIL_LINES = 8192, 15
+TAIL_BYTES = 8192
+TAIL_LINES = 15
 
 
 class ServiceProcess:
@@ -55,9 +57,13 @@ class ServiceProcess:
         log_start: int,
         guard: Guard,
     ) -> None:
-        self.spec, self.log, self.pid = spec, log, process.pid
+        self.spec = spec
+        self.log = log
+        self.pid = process.pid
         self.started = time.monotonic()
-        self._process, self._log_start, self._guard = process, log_start, guard
+        self._process = process
+        self._log_start = log_start
+        self._guard = guard
 
     @classmethod
     async def start(
@@ -185,12 +191,16 @@ class Supervisor:
         on_event: gets a line about each start after the first, and about each process that is killed
         first_pause_s: before a process is started again; doubled at each further early death
         """
-        self.specs, self.logs, self.grace_s = specs, logs, grace_s
-        self.on_event, self.first_pause_s = on_event, first_pause_s
+        self.specs = specs
+        self.logs = logs
+        self.grace_s = grace_s
+        self.on_event = on_event
+        self.first_pause_s = first_pause_s
         self.statuses = {spec.name: ServiceStatus(spec.name, spec.role) for spec in specs}
         self._processes: dict[str, ServiceProcess] = {}
         self._outcome: RunOutcome | None = None
-        self._over, self._killed = asyncio.Event(), asyncio.Event()
+        self._over = asyncio.Event()
+        self._killed = asyncio.Event()
 
     async def run(
         self,
@@ -206,7 +216,10 @@ class Supervisor:
         `is_done` says whether workers have nothing left to do; it is asked when another one ends with 0,
         which is then not started again.
         """
-        self._env, self._guard, self._is_finished, self._server = env, guard, is_finished, server
+        self._env = env
+        self._guard = guard
+        self._is_finished = is_finished
+        self._server = server
         self._is_done = is_done
         keepers = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self.specs]
         try:
@@ -269,7 +282,9 @@ class Supervisor:
 
     async def _keep(self, spec: ServiceSpec) -> None:
         """Start one service again and again, until the run is over."""
-        status, early_deaths, log = self.statuses[spec.name], 0, self.logs / f"{spec.name}.log"
+        status = self.statuses[spec.name]
+        early_deaths = 0
+        log = self.logs / f"{spec.name}.log"
         causes = SameCauses()
         num_refused = 0
         while not self._over.is_set():
@@ -315,12 +330,14 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):  # unless the run ends first
                 await asyncio.wait_for(self._over.wait(), pause_s)
             status.restarts += 1
-        status.state, status.pid = "stopped", 0
+        status.state = "stopped"
+        status.pid = 0
 
     async def _watch(self, process: ServiceProcess, status: ServiceStatus) -> int:
         # Registered before `_over` is checked: a process that `_drain` does not find is ended by the check.
         self._processes[status.name] = process
-        status.state, status.pid = "running", process.pid
+        status.state = "running"
+        status.pid = process.pid
         if self._over.is_set():  # the run ended while it started
             process.terminate()
         try:

@@ -180,7 +180,8 @@ async def read_group(
 
 
 async def _read_samples_of(history: History, group: GroupRecord, places: KnownPlaces) -> list[SampleRecord]:
-    number, lane = group.number, group.lane
+    number = group.number
+    lane = group.lane
     made = await read_trajectories(history, number, lane, places.trajectories)
     scored: list[Score] = []
     if places.scores:
@@ -308,9 +309,13 @@ class SampleFacts:
     tokens_digest: str = ""
 
     def take(self, score: Score) -> None:
-        self.scorer, self.scored_at, self.latency_s = score.worker, score.scored_at, score.latency_s
-        self.attempts, self.tries = score.attempts, score.tries
-        self.reward, self.error = score.value, score.error
+        self.scorer = score.worker
+        self.scored_at = score.scored_at
+        self.latency_s = score.latency_s
+        self.attempts = score.attempts
+        self.tries = score.tries
+        self.reward = score.value
+        self.error = score.error
 
     @property
     def asked_at(self) -> float:
@@ -361,7 +366,8 @@ class StepRecord:
         """The micro-batches in the order in which they were trained."""
         for mini, micro, keys in micro_batches_of(self.commit):
             known = [self.samples[key] for key in keys if key in self.samples]
-            prompts, made = sum(s.num_prompt_tokens for s in known), sum(s.num_tokens for s in known)
+            prompts = sum(s.num_prompt_tokens for s in known)
+            made = sum(s.num_tokens for s in known)
             yield MicroBatchFacts(mini, micro, tuple(keys), prompts, made)
 
     def complete_at(self, ticket: int) -> float:

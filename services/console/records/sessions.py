@@ -56,7 +56,8 @@ def read_session(trajectory: Trajectory) -> SessionRecord:
     places = [(number, s, place) for number, s in segments for place in range(len(s.turns))]
     before, exchanges = _exchanges(trajectory.session.messages)
     if len(exchanges) != len(places):
-        before, exchanges = tuple(trajectory.session.messages), [(None, ())] * len(places)
+        before = tuple(trajectory.session.messages)
+        exchanges = [(None, ())] * len(places)
     pairs = enumerate(zip(places, exchanges, strict=True))
     return SessionRecord(tuple(_record(at, *place, *exchange) for at, (place, exchange) in pairs), before)
 

@@ -89,7 +89,8 @@ def batch_table(record: StepRecord, has_room: bool = False) -> Node:
 
 
 def _input_lines(record: StepRecord) -> Iterator[Node]:
-    commit, rewards = record.commit, record.rewards
+    commit = record.commit
+    rewards = record.rewards
     num_trained = len(set(commit.trained_keys))
     made = [sample.num_tokens for sample in record.samples.values()]
     yield Node("groups", f"{len(commit.groups)}, of which {num_trained:,} samples were trained on")
@@ -135,7 +136,8 @@ def _session_lines(sessions: Sequence[SessionFacts]) -> Iterator[Node]:
 
 def _staleness_words(commit: Commit) -> str:
     """Shares of tokens by staleness in steps, else its maximum and mean."""
-    metrics, found = commit.metrics, []
+    metrics = commit.metrics
+    found = []
     for age in range(64):
         if (share := metrics.get(f"staleness/share_{age}")) is None:
             break
@@ -274,7 +276,9 @@ def show_step(options: StepOptions) -> None:
 
 async def _request_profile(access: RunAccess, wanted: str) -> str:
     """Make the folder that the trainer looks for when it begins a step."""
-    broker, config, run_id = access.history.broker, access.config, access.run_id
+    broker = access.history.broker
+    config = access.config
+    run_id = access.run_id
     if broker is None or config is None or access.is_over:
         raise ConfigError(f"run {run_id} is not running: a profile is of a step to come. Resume it first.")
     if not access.folder.path.is_dir():

@@ -61,15 +61,18 @@ def _show_list(view: ViewOptions) -> None:
 async def _extent(history: History, summary: StreamSummary) -> dict[str, Any]:
     """One stream with its consumer group: `pending` are entries that a consumer holds, `lag` those that no
     consumer has been given, None where that is not known."""
-    key, group = summary.name.key(history.keys), summary.name.group
+    key = summary.name.key(history.keys)
+    group = summary.name.group
     status = await group_status(history.broker, key, group) if history.broker and group else None
-    pending = lag = None
+    pending = None
+    lag = None
     if status is None or history.broker is None:
         group = ""
     else:
         # A group that has read to the end lags behind by nothing, also where the server cannot count.
         is_at_end = status.last_delivered == await last_id(history.broker, key)
-        pending, lag = status.pending, 0 if is_at_end else status.lag
+        pending = status.pending
+        lag = 0 if is_at_end else status.lag
     numbers = asdict(summary)
     age_s = time.time() - summary.last_time if summary.last_time else None
     readers = {"group": group, "pending": pending, "lag": lag}
@@ -79,7 +82,8 @@ async def _extent(history: History, summary: StreamSummary) -> dict[str, Any]:
 def _extent_row(extent: dict[str, Any]) -> dict[str, Any]:
     amounts = {}
     for title, where in (("in Redis", "redis"), ("archived", "archived")):
-        entries, num_bytes = extent[f"{where}_entries"], extent[f"{where}_bytes"]
+        entries = extent[f"{where}_entries"]
+        num_bytes = extent[f"{where}_bytes"]
         amounts[title] = f"{entries:,} ({size(num_bytes)})" if entries else ""
     lag = "not known how many" if extent["lag"] is None else f"{extent['lag']:,}"
     return {
@@ -113,7 +117,8 @@ def show_tail(options: TailOptions) -> None:
             new = [r async for r in access.history.scan(name, Selection(id_after(last)))]
             if new:
                 # Read again with the selection, which may ask other streams; `last` moves on in any case.
-                last, wanted = new[-1].entry_id, replace(selection, first_id=new[0].entry_id)
+                last = new[-1].entry_id
+                wanted = replace(selection, first_id=new[0].entry_id)
                 found = selected_records(access.history, name, wanted)
                 _print_records(options, name, [record async for record in found])
 
@@ -149,7 +154,8 @@ def show_entries(options: EntryOptions) -> None:
             f"which entry of {options.stream}? Give its ID; "
             f"`{command_line('streams', 'tail', options.stream)}` shows the newest."
         )
-    name, what = parse_stream(options.stream, options.lane), options.entry
+    name = parse_stream(options.stream, options.lane)
+    what = options.entry
     selection = _wanted(name, what)
 
     async def read(access: RunAccess) -> list[Record]:
@@ -195,15 +201,19 @@ async def selected_records(
     history: History, stream: StreamName, selection: Selection, newest_first: bool = False
 ) -> AsyncIterator[Record]:
     """The selected records, as they are found; conditions on fields of another stream are looked up first."""
-    lane, kind = stream.lane, stream.message_type
+    lane = stream.lane
+    kind = stream.message_type
     near = Selection(tickets=selection.tickets, steps=selection.steps)
-    own, other = selection, None
+    own = selection
+    other = None
     if kind is Trajectory and selection.rewards:
         own = replace(selection, rewards=None)
-        other, near = StreamName.SCORES.of(lane), replace(near, rewards=selection.rewards)
+        other = StreamName.SCORES.of(lane)
+        near = replace(near, rewards=selection.rewards)
     elif kind is Score and selection.versions:
         own = replace(selection, versions=None)
-        other, near = StreamName.TRAJECTORIES.of(lane), replace(near, versions=selection.versions)
+        other = StreamName.TRAJECTORIES.of(lane)
+        near = replace(near, versions=selection.versions)
     elif kind is Score and selection.steps:
         # A step's tickets are no range: those that replaced others have later numbers.
         other = StreamName.PROMPTS.of(lane)
@@ -212,7 +222,8 @@ async def selected_records(
         allowed = {_key(r.message) async for r in history.scan(other, near) if isinstance(r, Entry)}
         if not allowed:
             return
-        first, last = min(allowed)[0], max(allowed)[0]
+        first = min(allowed)[0]
+        last = max(allowed)[0]
         low, high = own.tickets or (None, None)
         span = (first if low is None else max(first, low), last if high is None else min(last, high))
         own = replace(own, tickets=span)
@@ -308,7 +319,8 @@ def _texts(
 
 
 def _print_hit(view: ViewOptions, hit: Hit) -> None:
-    message, text = hit.entry.message, hit.text
+    message = hit.entry.message
+    text = hit.text
     if view.as_json:
         found = {
             "stream": hit.stream.value,
@@ -328,7 +340,8 @@ def _print_hit(view: ViewOptions, hit: Hit) -> None:
         notes = f"  {message.status.value}  {number(message.value)}  {printable(message.worker, 24)}"
     elif isinstance(message, Ticket | Commit):
         notes = f"  step {message.step}"
-    console, name = terminal(), _sample(message) if hasattr(message, "ticket") else hit.entry.entry_id
+    console = terminal()
+    name = _sample(message) if hasattr(message, "ticket") else hit.entry.entry_id
     head = Text.assemble((hit.stream.value, "dim"), "  ", (name, "bold"), "  ", (hit.field, "cyan"))
     console.print(head.append(notes, "dim"), soft_wrap=True)
     shown = hit.places if view.is_full else hit.places[:MOST_SHOWN]
@@ -401,7 +414,8 @@ def _sample(message: Message) -> str:
 
 
 def _trajectory_row(made: Trajectory) -> dict[str, Any]:
-    facts, num_tokens = session_facts(made), sum(num_completion_tokens(made))
+    facts = session_facts(made)
+    num_tokens = sum(num_completion_tokens(made))
     return {
         "sample": _sample(made),
         "step": made.step,

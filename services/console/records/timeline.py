@@ -83,9 +83,11 @@ async def read_stretch(history: History, first: int, last: int, max_staleness: i
 Event = dict[str, Any]
 Track = tuple[str, str]
 """A process, and the name of a track in it."""
-TICKETS, TO_SCORE = ("queue: tickets", "tickets"), ("queue: to be scored", "samples")
+TICKETS = ("queue: tickets", "tickets")
+TO_SCORE = ("queue: to be scored", "samples")
 TO_TRAIN = ("queue: to be trained", "groups")
-STEPS, GROUPS = ("trainer", "steps"), ("trainer", "groups")
+STEPS = ("trainer", "steps")
+GROUPS = ("trainer", "groups")
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -112,7 +114,8 @@ class Trace:
 
     def child(self, parent: Event, name: str, begin_s: float, end_s: float, **args: Any) -> None:
         """Add a part of a slice, cut to the parent and to the time after the part before it."""
-        parts, end_us = parent["parts"], parent["ts"] + parent["dur"]
+        parts = parent["parts"]
+        end_us = parent["ts"] + parent["dur"]
         least = parts[-1]["ts"] + parts[-1]["dur"] if parts else parent["ts"]
         begin_us = min(max(self.us(begin_s), least), end_us)
         parts.append(_complete(name, begin_us, min(max(self.us(end_s), begin_us), end_us), args))
@@ -129,7 +132,8 @@ class Trace:
             if not num_threads[pid]:
                 yield _metadata("process_name", pid, 0, {"name": process})
                 yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
-            items, tid = self.slices[process, track], num_threads[pid] + 1
+            items = self.slices[process, track]
+            tid = num_threads[pid] + 1
             num_lanes = _lay_out(items, pid, tid)
             num_threads[pid] += num_lanes
             for lane in range(num_lanes):
@@ -249,7 +253,8 @@ def _draw_turns(trace: Trace, made: Event, sample: SampleFacts) -> None:
 
 
 def _draw_step(trace: Trace, record: StepRecord) -> None:
-    commit, metrics = record.commit, record.commit.metrics
+    commit = record.commit
+    metrics = record.commit.metrics
     spent = {name: round(value, 6) for name, value in metrics.items() if name.startswith("time/")}
     numbers = {name: metrics[name] for name in ("reward", "loss", "grad_norm") if name in metrics}
     step = trace.slice(

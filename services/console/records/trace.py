@@ -74,7 +74,8 @@ def _ticket_lines(group: GroupRecord) -> Iterator[Node]:
 
 
 def _sample_row(group: GroupRecord, sample: SampleRecord) -> dict[str, Any]:
-    made, score = sample.trajectory, sample.score
+    made = sample.trajectory
+    score = sample.score
     facts = session_facts(made) if made else None
     is_scored = score is not None and score.value is not None
     return {
@@ -187,7 +188,8 @@ def _training_lines(group: GroupRecord, sample: SampleRecord) -> Iterator[Node]:
 def _outcome_lines(group: GroupRecord) -> Iterator[Node]:
     commit = group.commit
     if commit is not None and group.is_trained:
-        began, ended = when(commit.started_at), took(commit.finished_at - commit.started_at)
+        began = when(commit.started_at)
+        ended = took(commit.finished_at - commit.started_at)
         more = command_line("step", str(commit.step))
         words = f"{commit.step}, begun {began}, {ended}; more: {more}"
         yield Node("step", words, link=f"steps/{commit.step}")
@@ -212,7 +214,8 @@ STYLES = {"assistant": "bold", "tool": "cyan"}
 
 def session_parts(made: Trajectory) -> Iterator[Node]:
     """A session's numbers, its turns side by side, its forks, and what was said; none of a single turn."""
-    facts, record = session_facts(made), read_session(made)
+    facts = session_facts(made)
+    record = read_session(made)
     if facts is None:
         return
     turns = table(map(_turn_row, record.turns), {"engine": "s", "environment": "s"})
@@ -246,7 +249,8 @@ def _session_lines(made: Trajectory, facts: SessionFacts) -> Iterator[Node]:
     forks = f", {plural(len(made.forks), 'fork')}" if made.forks else ""
     yield Node("turns", f"{len(facts.turns)}{forks}, {end}")
     yield Node("tokens", f"{trained:,} of the model, {others:,} of the environment")
-    engine, environment = took(facts.engine_s), took(facts.environment_s)
+    engine = took(facts.engine_s)
+    environment = took(facts.environment_s)
     yield Node("time", f"{engine} in the engine, {environment} in the environment")
     if session.reward is not None:
         yield Node("reward", f"{number(session.reward)} from the environment")
@@ -283,7 +287,8 @@ def message_lines(message: Mapping[str, Any]) -> Iterator[Node]:
     role = str(message.get("role", "?"))
     name = f" {message['name']}" if message.get("name") else ""
     head = {"assistant": "model"}.get(role, role) + name
-    thought, said = text_of(message.get("reasoning_content")), text_of(message.get("content"))
+    thought = text_of(message.get("reasoning_content"))
+    said = text_of(message.get("content"))
     calls = calls_of(message)
     if thought:
         yield Node(f"{head} thinks", thought, "text", style="dim")

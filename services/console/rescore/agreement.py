@@ -70,9 +70,11 @@ def compare(before: Mapping[TrajectoryKey, Score], now: Mapping[TrajectoryKey, S
     if not both:
         return result
     old, new = (np.array([pair[side] for pair in both], dtype=np.float64) for side in (1, 2))
-    result.mean_before, result.mean_now = float(old.mean()), float(new.mean())
+    result.mean_before = float(old.mean())
+    result.mean_now = float(new.mean())
     result.equal_share = float((np.abs(old - new) <= CLOSE).mean())
-    result.pearson, result.spearman = correlation(old, new), rank_correlation(old, new)
+    result.pearson = correlation(old, new)
+    result.spearman = rank_correlation(old, new)
     result.farthest = _farthest([key for key, _, _ in both], old, new)
     _compare_groups(result, both)
     return result
@@ -105,12 +107,14 @@ def _compare_groups(result: Agreement, both: list[tuple[TrajectoryKey, float, fl
     rhos: list[float] = []
     for ticket, pairs in groups.items():
         before, now = (np.array(side, dtype=np.float64) for side in zip(*pairs, strict=True))
-        varies_before, varies_now = np.ptp(before) > CLOSE, np.ptp(now) > CLOSE
+        varies_before = np.ptp(before) > CLOSE
+        varies_now = np.ptp(now) > CLOSE
         result.groups_without_variance_before += not varies_before
         result.groups_without_variance_now += not varies_now
         if (rho := rank_correlation(before, now)) is not None:
             rhos.append(rho)
-        centred_old, centred_new = before - before.mean(), now - now.mean()
+        centred_old = before - before.mean()
+        centred_new = now - now.mean()
         opposite = (centred_old * centred_new < 0) & (np.abs(centred_old) > CLOSE)
         result.sign_flips += int((opposite & (np.abs(centred_new) > CLOSE)).sum())
         is_best = (before >= before.max() - CLOSE) & (now >= now.max() - CLOSE)
@@ -170,7 +174,8 @@ def _cost_lines(cost: dict[str, Any]) -> Iterator[Node]:
     yield Node("speed", f"{cost['scores_per_s']:,.0f}/s ({took(cost['wall_s'])} with starting and stopping)")
     yield Node("attempts", cost["attempts"])
     for label, name in (("time of one", "latency"), ("with waiting", "wait")):
-        middle, high = took(cost[f"{name}_p50_s"]), took(cost[f"{name}_p95_s"])
+        middle = took(cost[f"{name}_p50_s"])
+        high = took(cost[f"{name}_p95_s"])
         yield Node(label, f"median {middle}, 95% {high}")
     for name, tokens in cost["tokens"].items():
         yield Node(f"tokens of {name}", tokens)

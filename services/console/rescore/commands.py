@@ -48,7 +48,10 @@ def rescore(options: RescoreOptions) -> None:
 
 async def rescore_report(options: RescoreOptions, console: Console) -> tuple[dict[str, Any], Path]:
     """Score history with another reward; the report, and the file it was written into."""
-    started, lane, first, last = time.monotonic(), Lane(options.lane), options.first, options.last
+    started = time.monotonic()
+    lane = Lane(options.lane)
+    first = options.first
+    last = options.last
     if first is not None and last is not None and first > last:
         raise ConfigError(f"--from-step {first} is after --to-step {last}")
     selection = Selection() if first is last is None else Selection(steps=(first, last))

@@ -43,13 +43,20 @@ class Emission:
         lane: Lane = Lane.TRAIN,
         keeps_pace: bool = False,
     ) -> None:
-        self.broker, self.keys, self.history = broker, keys, history
-        self.selection, self.lane, self.keeps_pace = selection, lane, keeps_pace
-        self.emitted, self.is_complete, self.started_at = 0, False, time.time()
+        self.broker = broker
+        self.keys = keys
+        self.history = history
+        self.selection = selection
+        self.lane = lane
+        self.keeps_pace = keeps_pace
+        self.emitted = 0
+        self.is_complete = False
+        self.started_at = time.time()
         self.scores: dict[TrajectoryKey, Score] = {}
         self.waits_s: list[float] = []
         """Seconds from emission to score, in the order of the scores."""
-        self._first_taken_at, self._last_scored_at = float("inf"), 0.0
+        self._first_taken_at = float("inf")
+        self._last_scored_at = 0.0
         self._num_at_trim = 0
         self._waiting: dict[TrajectoryKey, tuple[str, float]] = {}
         """Entry id and time of emission of what has no score yet, oldest first."""
@@ -61,7 +68,8 @@ class Emission:
 
     async def run(self, on_progress: Callable[["Emission"], None]) -> None:
         """Emit everything and wait for all scores."""
-        self.started_at, key = time.time(), self.keys.scores(self.lane)
+        self.started_at = time.time()
+        key = self.keys.scores(self.lane)
         # The position is taken before anything is emitted: scores that were there are no answers.
         reader = OffsetReader(self.broker, key, Score, await last_id(self.broker, key))
         dead_key = self.keys.dead
@@ -147,7 +155,8 @@ class Emission:
             break
 
 
-EVERY_S, LINE_EVERY_S = 0.5, 10.0
+EVERY_S = 0.5
+LINE_EVERY_S = 10.0
 """Seconds between two updates on a terminal, and between two lines elsewhere."""
 
 
@@ -161,7 +170,8 @@ def shown(console: Console) -> Iterator[Callable[[Emission], None]]:
         nonlocal shown_at
         if time.monotonic() - shown_at < (EVERY_S if live else LINE_EVERY_S):
             return
-        shown_at, scored = time.monotonic(), len(emission.scores)
+        shown_at = time.monotonic()
+        scored = len(emission.scores)
         rate = scored / max(time.time() - emission.started_at, 1e-9)
         more = "" if emission.is_complete else " so far"
         text = f"{scored:,} of {emission.emitted:,}{more} scored, {rate:,.0f}/s"

@@ -143,7 +143,8 @@ def folder_of_runs(given: str | Path | None) -> Path:
 
 def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunFolder:
     """The run that the user means: by id, by its folder wherever it is, by the environment, or the latest."""
-    given, runs = str(run or os.environ.get(RUN_VARIABLE, "")), folder_of_runs(runs_dir)
+    given = str(run or os.environ.get(RUN_VARIABLE, ""))
+    runs = folder_of_runs(runs_dir)
     if given and "/" in given:
         folder = Path(given).resolve()  # runs/latest is a link
         return RunFolder(folder.parent if folder.is_dir() else runs, folder.name)

@@ -20,14 +20,16 @@ LISTEN_VARIABLE = "TIDEMILL_REDIS_LISTEN"
 """HOST:PORT at which a run's own Redis is reached from other machines. `redis.url` in the run's folder has
 the address with its password."""
 POLL_S = 0.5
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 10.0
 MAX_FAILED_STARTS = 5
 
 
 class LocalRedis:
     def __init__(self, data: Path, guard: Guard, listen: str = "") -> None:
         """`listen` is the HOST:PORT at which other machines reach it, with a password; empty: none do."""
-        self.server, self.guard = EmbeddedRedis(data, listen=listen), guard
+        self.server = EmbeddedRedis(data, listen=listen)
+        self.guard = guard
         self._pid = 0
         self._start: asyncio.Future[None] | None = None
 

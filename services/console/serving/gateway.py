@@ -46,10 +46,12 @@ MAX_WAITING = 1 << 16
 ANSWERED_AT_ONCE = 512
 """Most answers that are made without a turn of other requests."""
 BUSY_RETRY_S = 1.0
-READ_COUNT, BLOCK_S = 1024, 1.0
+READ_COUNT = 1024
+BLOCK_S = 1.0
 WATCH_S = 5.0
 """Seconds between two checks of whether Redis has lost entries, and what may be trimmed."""
-SERVED, RESERVED = "served", 4096
+SERVED = "served"
+RESERVED = 4096
 """Field of the run's state: tickets below this number may be in use; and how many are reserved at once."""
 GROUP_IS_DROPPED = "a sample of its group failed, and the config drops its group (on_failure: drop_group)"
 
@@ -79,14 +81,18 @@ class RewardGateway:
     """`score` may be called once `open` has returned; it is answered while `run` runs."""
 
     def __init__(self, run: RewardRun, broker: Broker) -> None:
-        self._run, self._broker, self._keys = run, broker, run.keys
-        self._reward, self._archive = run.config.reward, run.config.streams.archive
+        self._run = run
+        self._broker = broker
+        self._keys = run.keys
+        self._reward = run.config.reward
+        self._archive = run.config.streams.archive
         self._waiting: dict[Lane, dict[TrajectoryKey, _Waiting]] = {lane: {} for lane in Lane}
         self._tickets: dict[Lane, Counter[int]] = {lane: Counter() for lane in Lane}
         """By lane, the tickets of samples that wait, and how many of each."""
         self._num_coming = 0
         """Samples of requests that are let in, and do not wait yet."""
-        self._next_ticket = self._reserved = 0
+        self._next_ticket = 0
+        self._reserved = 0
         self._positions = dict.fromkeys([*map(self._keys.scores, Lane), self._keys.dead], START)
         """By stream, the entry id below which all has been read."""
         self._newest = dict.fromkeys(Lane, START)
@@ -233,9 +239,13 @@ class RewardGateway:
         return answers
 
     def _answer(self, score: Score, is_group_dropped: bool) -> ScoreOut:
-        status, value, error = score.status, score.value, score.error
+        status = score.status
+        value = score.value
+        error = score.error
         if is_group_dropped and value is not None:
-            status, value, error = ScoreStatus.FAILED, None, GROUP_IS_DROPPED
+            status = ScoreStatus.FAILED
+            value = None
+            error = GROUP_IS_DROPPED
         elif value is None and not score.on_failure:
             value = self._reward.failure_value
         return ScoreOut(
@@ -264,7 +274,8 @@ class RewardGateway:
             for entry in await reader.read(READ_COUNT, BLOCK_S):
                 if not isinstance(entry, Entry) or (lane := origins.get(entry.message.origin)) is None:
                     continue
-                letter, waiting = entry.message, self._waiting[lane]
+                letter = entry.message
+                waiting = self._waiting[lane]
                 # By its entry id where its key could not be decoded.
                 tickets = {key[0] for key, one in waiting.items() if one.entry_id == letter.entry_id}
                 tickets.add(letter.ticket)
@@ -292,7 +303,8 @@ class RewardGateway:
         """Append again the samples that a new or emptied Redis server does not have."""
         identity = (await self._broker.info("server"))["run_id"]
         is_emptied = not await self._broker.execute("EXISTS", self._keys.config)
-        before, self._server = self._server, identity
+        before = self._server
+        self._server = identity
         if before not in ("", identity) or is_emptied:
             await self._run.register(self._broker)
             await self._reserve()

@@ -10,7 +10,8 @@ from tidemill.common.process.heartbeats import FAILING_SHARE, Heartbeat
 
 RATE_STEPS = 10
 """Rates and shares are taken over this many last steps."""
-STALLED_S, STALLED_STEPS = 60.0, 3
+STALLED_S = 60.0
+STALLED_STEPS = 3
 """Without a commit for this long (seconds, and mean steps), the trainer is judged by its last minute."""
 IDLE_SHARE = 0.25
 """Where stages overlap, a trainer that waits for more than this share of its time is not the bottleneck."""
@@ -217,9 +218,11 @@ def find_bottleneck(evidence: Evidence) -> Bottleneck | None:
         role: step_s for role in WORKERS if (step_s := _step_with_one_more(evidence, blame, role)) is not None
     }
     if stage in WORKERS:
-        text, advice = _reasons_of_workers(evidence, stage), _advice_on_workers(evidence, stage, more)
+        text = _reasons_of_workers(evidence, stage)
+        advice = _advice_on_workers(evidence, stage, more)
     else:
-        text, advice = _reasons(evidence, stage), ADVICE[stage]
+        text = _reasons(evidence, stage)
+        advice = ADVICE[stage]
         if stage == "trainer" and evidence.max_staleness == 0:
             advice = (
                 "Let generation go on meanwhile: trainer.max_staleness 1. Else give the trainer more GPUs."
@@ -258,7 +261,8 @@ def _blame(evidence: Evidence) -> dict[str, float]:
 
 def _step_with_one_more(evidence: Evidence, blame: dict[str, float], role: str) -> float | None:
     """Seconds of a step: of the busiest stage where stages overlap, of all where they take turns."""
-    number, step_s = evidence.num_workers.get(role, 0), evidence.step_s
+    number = evidence.num_workers.get(role, 0)
+    step_s = evidence.step_s
     if not number or not step_s:
         return None
     if evidence.max_staleness == 0:
@@ -283,13 +287,15 @@ def _reasons(evidence: Evidence, stage: str) -> str:
         waited = sum(evidence.waits("trainer").values())
         return f"trainer is the bottleneck: {busy}{f', and waits {waited:.0%}' if waited else ''}"
     if stage == "weights":
-        writes, waits = share("trainer", stage), share("rollout", "wait:weights")
+        writes = share("trainer", stage)
+        waits = share("rollout", "wait:weights")
         return (
             f"handing over weights is the bottleneck: the trainer writes them {writes:.0%} of its time, "
             f"rollout waits for them {waits:.0%}"
         )
     if stage == "environment":
-        waits, idle = share("trainer", "wait:trajectories"), share("rollout", WAIT_ENVIRONMENT)
+        waits = share("trainer", "wait:trajectories")
+        idle = share("rollout", WAIT_ENVIRONMENT)
         return (
             f"environment is the bottleneck: the trainer waits {waits:.0%} of its time for trajectories; "
             f"rollout waits {idle:.0%} of its own for environments, with idle engines"
@@ -302,7 +308,8 @@ def _reasons_of_workers(evidence: Evidence, role: str) -> str:
     work, _, product = WORKERS[role]
     waited = evidence.share("trainer", f"{WAIT}{product}")
     text = f"{role} is the bottleneck: the trainer waits {waited:.0%} of its time for {product}"
-    number, busy = evidence.num_workers.get(role, 0), evidence.busy(role)
+    number = evidence.num_workers.get(role, 0)
+    busy = evidence.busy(role)
     if evidence.is_live and not number:
         return f"{text}, and no {role} worker is alive"
     who = f"{number} {role} worker{'s' if number != 1 else ''}" if number else f"the {role} workers"

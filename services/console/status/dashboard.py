@@ -73,7 +73,8 @@ def show_status(options: StatusOptions) -> int:
     if options.report:
         return show_report(options)
     log_nothing()
-    folder, console = find_run(options.run_id, options.runs_dir), Console(highlight=False)
+    folder = find_run(options.run_id, options.runs_dir)
+    console = Console(highlight=False)
     if options.watch and not console.is_terminal:
         raise ConfigError("--watch needs a terminal; leave it out, or take --json for programs.")
     report = read_report(folder)
@@ -153,7 +154,8 @@ async def _watch(folder: RunFolder, console: Console) -> None:
                 pending = pending or asyncio.create_task(reader.read())
                 done, _ = await asyncio.wait({pending}, timeout=REFRESH_S)
                 if done:
-                    snapshot, pending = pending.result(), None
+                    snapshot = pending.result()
+                    pending = None
                 silent_s = time.time() - snapshot.at
                 picture = dashboard(snapshot, hint=HINT, silent_s=silent_s, console=console)
                 live.update(picture, refresh=True)
@@ -185,10 +187,12 @@ def _sections(
     """The parts of the view from top to bottom."""
     status = snapshot.status
     in_full = command_line("status")
-    name, state = (snapshot.run_id, "bold cyan"), (status, STATUS_STYLES.get(status, ""))
+    name = (snapshot.run_id, "bold cyan")
+    state = (status, STATUS_STYLES.get(status, ""))
     head: list[RenderableType] = [Text.assemble(("tidemill ", "bold"), name, "  ", state)]
     if snapshot.memory.is_full:
-        used, allowed = size(snapshot.memory.used_bytes), size(snapshot.memory.max_bytes)
+        used = size(snapshot.memory.used_bytes)
+        allowed = size(snapshot.memory.max_bytes)
         head.append(Text(f"Redis is full ({used} of {allowed}). {FULL}", "bold red"))
     if snapshot.append_only_error:
         head.append(Text(f"Redis cannot write to its disk. {DISK_FULL}", "bold red"))
@@ -244,7 +248,8 @@ def _process_rows(rows: Sequence[Node]) -> RenderableType:
 
 
 def _progress(snapshot: RunSnapshot) -> RenderableType:
-    done, steps = snapshot.version, snapshot.steps
+    done = snapshot.version
+    steps = snapshot.steps
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(steps, done, width=40)
     row.add_row(Text(f"step {done}/{steps}", "bold"), bar, Text("  ".join(pace(snapshot))))
@@ -307,7 +312,8 @@ def _evaluation_lines(snapshot: RunSnapshot) -> Iterator[Node]:
 
 
 def _staleness_line(snapshot: RunSnapshot) -> Node:
-    seen, mean = snapshot.curve("staleness/max"), snapshot.metric("staleness/mean")
+    seen = snapshot.curve("staleness/max")
+    mean = snapshot.metric("staleness/mean")
     bound = f"(bound {snapshot.max_staleness})"
     if not seen:
         return Node("staleness", f"{NOTHING} {bound}")
@@ -378,7 +384,8 @@ def process_table(
     without: Collection[str] = (),
 ) -> Node:
     """A row for each process; of those in `without` the details are said elsewhere."""
-    services, is_full = services or {}, snapshot.memory.is_full
+    services = services or {}
+    is_full = snapshot.memory.is_full
     beats = {
         beat.name: replace(beat, detail="") if beat.name in without else beat for beat in snapshot.workers
     }
@@ -402,7 +409,8 @@ def _process_row(
     count = service.restarts if service else 0
     restarts = {0: "", 1: "restarted once"}.get(count, f"restarted {count} times")
     is_own = service is None or (beat is not None and beat.pid == service.pid)
-    state, style = "", "yellow"
+    state = ""
+    style = "yellow"
     if service is not None and service.state != "running":
         state = service.state
     elif beat is None or not is_own:
@@ -410,7 +418,8 @@ def _process_row(
     elif not beat.is_alive and is_redis_full:
         state = "cannot report: Redis is full"
     elif not beat.is_alive:
-        state, style = f"silent for {duration(max(0.0, beat.age_s))}", "bold red"
+        state = f"silent for {duration(max(0.0, beat.age_s))}"
+        style = "bold red"
     if state or beat is None:
         return {
             "state": Node("state", state, style=style),
@@ -488,7 +497,8 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
     for column in range(width):
         part = finite[column * len(finite) // width : (column + 1) * len(finite) // width]
         means.append(sum(part) / len(part))
-    low, span = min(means), max(means) - min(means)
+    low = min(means)
+    span = max(means) - min(means)
     return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5) if span else 0] for mean in means)
 
 
@@ -521,7 +531,8 @@ def evaluation_line(evaluation: Mapping[str, object]) -> str:
 
 def warning_line(warning: Mapping[str, object]) -> str:
     """One warning of the trainer's diagnostics as one line of plain text; or that it is over."""
-    until, metric = warning.get("until_step"), warning.get("metric")
+    until = warning.get("until_step")
+    metric = warning.get("metric")
     if isinstance(until, int):
         return f"healthy again since step {until + 1}: {metric}"
     since = warning.get("since_step")

@@ -157,14 +157,17 @@ async def summarise(
     """The tree of summary.json, from a run's commits, wherever they are, and its state. `wall_s` is how long
     `tidemill up` has run, 0 where nothing watched; `rollout_idle` the share that
     the rollout workers last reported."""
-    state, totals = await read_state(broker, keys), CommitTotals(keys.run_id, config.trainer.group_size)
+    state = await read_state(broker, keys)
+    totals = CommitTotals(keys.run_id, config.trainer.group_size)
     async for commit in History(keys.run_id, run_dir, broker).messages(StreamName.COMMITS, Commit):
         totals.add(commit)
     summary = totals.finish(int(state.get("tickets_issued", 0)))
-    summary.wall_s, summary.rollout_idle_share = round(wall_s, 3) or summary.wall_s, rollout_idle
+    summary.wall_s = round(wall_s, 3) or summary.wall_s
+    summary.rollout_idle_share = rollout_idle
     summary.trajectories_generated = int(state.get("trajectories_seen", 0))
     summary.evaluations = list(state.get("evaluations") or [])
-    summary.best, summary.warnings = state.get("best"), list(state.get("warnings") or [])
+    summary.best = state.get("best")
+    summary.warnings = list(state.get("warnings") or [])
     if summary.evaluations:
         first = summary.evaluations[0]["version"]
         last = summary.evaluations[-1]["version"]
@@ -179,16 +182,20 @@ class CommitTotals:
     """Adds commits up one by one into a summary, holding keys but not the commits."""
 
     def __init__(self, run_id: str, group_size: int) -> None:
-        self._summary, self._group_size = RunSummary(run_id), group_size
+        self._summary = RunSummary(run_id)
+        self._group_size = group_size
         self._trained: Counter[TrajectoryKey] = Counter()
         self._dropped: Counter[str] = Counter()
         self._outcomes = TicketOutcomes()
         self._sums: defaultdict[str, float] = defaultdict(float)
         """Sums of metrics over steps, and `session_steps`, the number of steps with metrics of sessions."""
-        self._began_at, self._ended_at = math.inf, 0.0
+        self._began_at = math.inf
+        self._ended_at = 0.0
 
     def add(self, commit: Commit) -> None:
-        summary, keys, metrics = self._summary, commit.trained_keys, commit.metrics
+        summary = self._summary
+        keys = commit.trained_keys
+        metrics = commit.metrics
         summary.steps += 1
         self._trained.update(keys)
         self._outcomes.add(commit)
@@ -214,14 +221,16 @@ class CommitTotals:
 
     def finish(self, tickets_issued: int) -> RunSummary:
         """Complete the summary and return it; called once, after the last commit."""
-        summary, seconds = self._summary, self._sums["step_time_s"]
+        summary = self._summary
+        seconds = self._sums["step_time_s"]
         summary.tokens_per_s = round(self._sums["completion_tokens"] / seconds, 3) if seconds else None
         summary.trajectories_trained = len(self._trained)
         summary.duplicated_in_training = sum(count > 1 for count in self._trained.values())
         missing = sum(ticket not in self._outcomes for ticket in range(tickets_issued))
         summary.lost += missing * self._group_size
         summary.wall_s = round(self._ended_at - self._began_at, 3) if summary.steps else 0.0
-        summary.dropped, summary.sessions = dict(self._dropped), self._sessions()
+        summary.dropped = dict(self._dropped)
+        summary.sessions = self._sessions()
         return summary
 
     def _sessions(self) -> dict[str, float]:
@@ -250,7 +259,8 @@ def mean_score(evaluations: Sequence[Mapping[str, Any]], version: int) -> float 
 
 def failures(summary: RunSummary, config: RunConfig) -> list[str]:
     """What the run should have done and did not, one line each."""
-    trainer, gain = config.trainer, config.expect.eval_gain
+    trainer = config.trainer
+    gain = config.expect.eval_gain
     found = []
     if summary.steps != trainer.steps:
         found.append(f"{summary.steps} of {trainer.steps} steps have a commit")
@@ -264,7 +274,8 @@ def failures(summary: RunSummary, config: RunConfig) -> list[str]:
             f"trainer.max_staleness is {trainer.max_staleness}"
         )
     if gain is not None:
-        before, after = summary.eval_before, summary.eval_after
+        before = summary.eval_before
+        after = summary.eval_after
         found += survivor_problems(summary, gain)
         if before is None or after is None:
             found.append(f"expect.eval_gain is {gain:g}, but no evaluation has a score")
@@ -302,8 +313,10 @@ def learning_of(summary: RunSummary) -> tuple[str, str]:
     if not curve or max(curve) == min(curve):
         return "", ""
     third = len(curve) // 3
-    first, last = curve[:third], curve[-third:]
-    before, after = statistics.fmean(first), statistics.fmean(last)
+    first = curve[:third]
+    last = curve[-third:]
+    before = statistics.fmean(first)
+    after = statistics.fmean(last)
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
     moved = f"from {before:.3f} in the first third of the steps to {after:.3f} in the last"
     if abs(after - before) <= NUM_ERRORS * error:
@@ -414,7 +427,8 @@ def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
     """The warnings of a run that is over, each once: when it held, and what to do about it next time."""
     found: dict[tuple[Any, Any], list[str]] = {}
     for warning in warnings:
-        until, worst = warning.get("until_step"), warning.get("worst")
+        until = warning.get("until_step")
+        worst = warning.get("worst")
         end = "the end" if until is None else str(until)  # steps are counted from 1 for people
         shown = f"{worst:.4g}" if worst is not None else "not a number"
         steps = f"steps {warning.get('since_step', 0) + 1} to {end}, at worst {shown}"
@@ -425,7 +439,9 @@ def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
 def show_report(options: StatusOptions) -> int:
     """Show the report from the streams; where Redis has them no longer, the one kept in the folder."""
     log_nothing()
-    folder, console, note = find_run(options.run_id, options.runs_dir), Console(highlight=False), ""
+    folder = find_run(options.run_id, options.runs_dir)
+    console = Console(highlight=False)
+    note = ""
     tree = run_main(_tree_of(folder))
     if tree is not None and not folder.path.is_dir():
         note = f"not kept: {folder.path} is not on this machine"
@@ -454,7 +470,8 @@ async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
             if (broker := access.history.broker) is None:
                 return None
             keys = Keys(folder.run_id)
-            config, state = await read_config(broker, keys), await read_state(broker, keys)
+            config = await read_config(broker, keys)
+            state = await read_state(broker, keys)
             if not await has_finished(broker, keys, config.trainer.steps):
                 raise ConfigError(
                     f"run {folder.run_id} has not finished ({state.get('version', 0)} of "

@@ -50,7 +50,8 @@ class Columns:
     def add(self, record: Mapping[str, Any]) -> None:
         is_step = record.get("kind") == STEP
         prefix = "" if is_step else f"{EVALUATION_PREFIX}{record.get('set', '')}/"
-        x, at = record.get("step" if is_step else "version"), record.get("time")
+        x = record.get("step" if is_step else "version")
+        at = record.get("time")
         if not (_is_finite(x) and _is_finite(at)):
             return
         self.began_at = min(self.began_at, at)
@@ -86,8 +87,10 @@ def smooth(y: Numbers, weight: float) -> Numbers:
     if weight <= 0 or not len(y):
         return y
     averages = np.empty_like(y)
-    average, rest = 0.0, 1.0
+    average = 0.0
+    rest = 1.0
     for place, value in enumerate(y.tolist()):
-        average, rest = weight * average + (1 - weight) * value, rest * weight
+        average = weight * average + (1 - weight) * value
+        rest = rest * weight
         averages[place] = average / (1 - rest)
     return averages

@@ -200,8 +200,10 @@ class SnapshotReader:
     """Takes snapshots of one run; reads each commit once."""
 
     def __init__(self, broker: Broker, keys: Keys, steps: int, max_staleness: int) -> None:
-        self.broker, self.keys = broker, keys
-        self.steps, self.max_staleness = steps, max_staleness
+        self.broker = broker
+        self.keys = keys
+        self.steps = steps
+        self.max_staleness = max_staleness
         self._points: deque[StepPoint] = deque(maxlen=MAX_POINTS)
         self._commits: OffsetReader[Commit] | None = None
 
@@ -218,7 +220,8 @@ class SnapshotReader:
 
     async def read(self) -> RunSnapshot:
         await self._follow_commits()
-        keys, broker = self.keys, self.broker
+        keys = self.keys
+        broker = self.broker
         names = (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES)
         queues = [await self._queue(name) for name in names]
         evaluated = [await self._queue(name.of(Lane.EVAL)) for name in names[:2]]

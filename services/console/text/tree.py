@@ -181,7 +181,8 @@ def lines_table(
     lines = name_table(indent=0 if grid else 2)
     if grid:
         lines.pad_edge = False
-        lines.columns[1].justify, lines.columns[1].no_wrap = grid, True
+        lines.columns[1].justify = grid
+        lines.columns[1].no_wrap = True
         lines.columns[1].overflow = "ellipsis"  # a number that lost its last digits is another number
     for node in nodes:
         lines.add_row(Text(printable(node.label, 32)), _text(node, is_full))

@@ -51,7 +51,8 @@ class CompareQuery:
         """The query of an address; what cannot be understood is left out."""
         runs = dict.fromkeys(name for name in values.getlist("run") if RUN_ID.fullmatch(name))
         metrics = dict.fromkeys(name[:MAX_NAME_CHARACTERS] for name in values.getlist("metric") if name)
-        smoothing, x = 0.0, values.get("x", "")
+        smoothing = 0.0
+        x = values.get("x", "")
         with contextlib.suppress(ValueError):
             smoothing = float(values.get("smooth", "0"))
         return cls(
@@ -78,7 +79,8 @@ class ComparedRuns:
 
 
 async def _read(site: Site, request: Request) -> ComparedRuns:
-    query, catalog = CompareQuery.parse(request.query_params), site.catalog
+    query = CompareQuery.parse(request.query_params)
+    catalog = site.catalog
     lines = await catalog.lines()
     known = {line.run_id for line in lines}
     wanted = query.runs
@@ -86,7 +88,8 @@ async def _read(site: Site, request: Request) -> ComparedRuns:
         wanted = tuple(line.run_id for line in lines[:FIRST_RUNS])
     runs = tuple([run for run in wanted if run in known or await catalog.exists(run)])
     columns = await asyncio.gather(*(_columns(site, run) for run in runs))
-    names, metrics = sorted({name for own in columns for name in own.numbers}), query.metrics
+    names = sorted({name for own in columns for name in own.numbers})
+    metrics = query.metrics
     if "metric" not in request.query_params:
         scores = [n for n in names if n.startswith(EVALUATION_PREFIX) and n.endswith("/score")][:1]
         first = (FIRST_METRICS[0], *scores, *FIRST_METRICS[1:])

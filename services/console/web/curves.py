@@ -108,7 +108,8 @@ SOURCE_CHARTS = (
     ("source_passes", "Pass rate by source", "pass_rate", "share"),
 )
 """Key, title, metric and unit of the charts with a line for each source."""
-MOST_SOURCES, MOST_EVALUATIONS = 8, 6
+MOST_SOURCES = 8
+MOST_EVALUATIONS = 6
 """Lines of these charts, and of that of evaluations."""
 
 
@@ -137,7 +138,8 @@ def chart_trees(
 
 def _with_idle(point: StepPoint) -> StepPoint:
     """The point with idle shares of workers, from the busy times that a step records."""
-    metrics, found = point.metrics, {}
+    metrics = point.metrics
+    found = {}
     for role in ("rollout", "reward"):
         capacity_s = metrics.get(f"stages/{role}_workers", 0.0) * metrics.get("step_time_s", 0.0)
         busy_s = metrics.get(f"stages/{role}_busy_s")

@@ -72,12 +72,14 @@ async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
 
 async def group(site: Site, run: WatchedRun, request: Request) -> Response:
     row, lane = _find_row(run, request)
-    problem, view = "", GroupRecord(row.ticket, lane)
+    problem = ""
+    view = GroupRecord(row.ticket, lane)
     try:
         view = await read_group(history_of(run), row.ticket, lane, row.places)
     except TidemillError as error:
         problem = str(error)
-    typed, first = request.query_params.get("sort", ""), number_of(request.query_params.get("first"))
+    typed = request.query_params.get("sort", "")
+    first = number_of(request.query_params.get("first"))
     sort = typed if typed in SAMPLE_SORTS else "index"
     shown = sorted(view.samples, key=SAMPLE_SORTS[sort])[first : first + MAX_SHOWN_SAMPLES]
     is_partial = row.state in UNFINISHED and run.may_change
@@ -107,12 +109,14 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
 
 async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
     """A part of a completion, or of one of its forks, token by token."""
-    trajectory, typed = await _trajectory(run, request), request.query_params
+    trajectory = await _trajectory(run, request)
+    typed = request.query_params
     count = min(MAX_PART_TOKENS, max(1, number_of(typed.get("count"), MAX_PART_TOKENS)))
     number = number_of(typed.get("segment"))
     if number >= len(trajectory.segments):
         raise HTTPException(404, f"Completion {trajectory.index} has {len(trajectory.forks)} forks.")
-    segment, first = trajectory.segments[number], number_of(typed.get("first"))
+    segment = trajectory.segments[number]
+    first = number_of(typed.get("first"))
     row, _ = _find_row(run, request)
     shown = list(shown_tokens(segment, await run.texts(), row.at_step, first, count))
     total = len(segment.completion_ids)
@@ -130,7 +134,8 @@ async def text(site: Site, run: WatchedRun, request: Request) -> Response:
 
 
 def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
-    lane, ticket = LANES.get(request.path_params["lane"]), request.path_params["ticket"]
+    lane = LANES.get(request.path_params["lane"])
+    ticket = request.path_params["ticket"]
     if lane is None:
         raise HTTPException(404)
     row = run.index.get(ticket, lane)
@@ -194,14 +199,17 @@ def shown_tokens(
     begins = {begin: version for version, begin in segment.spans}
     version = next((version for version, begin in reversed(segment.spans) if begin <= first), 0)
     for at in range(first, stop):
-        version, logprob = begins.get(at, version), float(segment.logprobs[at])
-        is_known, is_trained = math.isfinite(logprob), bool(segment.mask[at])
+        version = begins.get(at, version)
+        logprob = float(segment.logprobs[at])
+        is_known = math.isfinite(logprob)
+        is_trained = bool(segment.mask[at])
         probability = math.exp(logprob) if is_known else 1.0
         level = sum(probability < least for least in LIKELY)
         age = max(0, step - version) if step >= 0 else 0
         kinds = f"t l{level} v{min(OLDEST, age)} {'trained' if is_trained else 'untrained'}"
         if segment.turns and at not in turns:
-            kinds, made = f"{kinds} environment", "the environment's"
+            kinds = f"{kinds} environment"
+            made = "the environment's"
         else:
             likely = f"{logprob:.3f} ({100 * probability:.3g} %)".replace("-", "\u2212")
             made = f"turn {turns[at]} · " if segment.turns else ""
@@ -220,7 +228,8 @@ def shown_tokens(
 
 
 def _row_tree(row: GroupRow) -> dict[str, Any]:
-    rewards, lengths = row.rewards, row.lengths
+    rewards = row.rewards
+    lengths = row.lengths
     return {
         "ticket": row.ticket,
         "step": row.at_step,

@@ -64,7 +64,8 @@ class Spread:
         delta = value - self.mean
         self.mean += delta / self.count
         self._squares += delta * (value - self.mean)
-        self.least, self.most = min(self.least, value), max(self.most, value)
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
 
     @property
     def std(self) -> float:
@@ -130,7 +131,9 @@ class GroupRow:
         return KnownPlaces(self.trajectories, self.scores, step)
 
     def add_ticket(self, ticket: Ticket) -> None:
-        self.step, self.group_size, self.issued_at = ticket.step, ticket.group_size, ticket.issued_at
+        self.step = ticket.step
+        self.group_size = ticket.group_size
+        self.issued_at = ticket.issued_at
         self._describe(ticket)
 
     def add_trajectory(self, entry_id: str, trajectory: Trajectory) -> None:
@@ -139,7 +142,8 @@ class GroupRow:
         if self._generated & bit:
             return
         self._generated |= bit
-        self.step, self.group_size = trajectory.step, trajectory.group_size
+        self.step = trajectory.step
+        self.group_size = trajectory.group_size
         self.trajectories = (self.trajectories or (entry_id,))[0], entry_id
         self.lengths.add(sum(num_completion_tokens(trajectory)))
         self.num_cut += trajectory.finish == "length"
@@ -233,7 +237,8 @@ class GroupIndex:
                     self._row(ticket, Lane.TRAIN).trained_step = message.step
                 for ticket, reason in dropped_groups(message):
                     row = self._row(ticket, Lane.TRAIN)
-                    row.dropped_step, row.dropped = message.step, reason[:200]
+                    row.dropped_step = message.step
+                    row.dropped = reason[:200]
                     row.step = message.step if row.step < 0 else row.step
 
     def _row(self, ticket: int, lane: Lane) -> GroupRow:
@@ -334,7 +339,8 @@ class GroupQuery:
             has = RANGES[name](row)
             if has is None or (low is not None and has[1] < low) or (high is not None and has[0] > high):
                 return False
-        state, worker = self.typed.get("state", row.state), self.typed.get("worker", "")
+        state = self.typed.get("state", row.state)
+        worker = self.typed.get("worker", "")
         if state == "failed":
             is_in_state = row.num_failed > 0
         elif state == "flat":

@@ -180,7 +180,8 @@ async def step(site: Site, run: WatchedRun, request: Request) -> Response:
     row = run.index.steps.get(number)
     if row is None:
         raise _no_step(run, number)
-    problem, commit = "", None
+    problem = ""
+    commit = None
     try:
         commit = await history_of(run).commit(number)
     except TidemillError as error:
@@ -266,7 +267,8 @@ async def dead_one(site: Site, run: WatchedRun, request: Request) -> Response:
     found = next((entry for entry in await _read_dead(run) if entry.entry_id == wanted), None)
     if found is None:
         raise HTTPException(404, "There is no such dead letter: it may have been put back or dropped.")
-    tree, up = dead_tree(found), ("Dead letters", f"/run/{run.run_id}/dead", "")
+    tree = dead_tree(found)
+    up = ("Dead letters", f"/run/{run.run_id}/dead", "")
     return site.page(run, "dead", tree.label, tree, up=up)
 
 
@@ -276,7 +278,8 @@ async def _read_dead(run: WatchedRun) -> list[DeadEntry]:
 
 
 async def config(site: Site, run: WatchedRun, request: Request) -> Response:
-    text, fields = _typed_text(request), flatten(await _config_tree(run))
+    text = _typed_text(request)
+    fields = flatten(await _config_tree(run))
     shown = [(name, value) for name, value in fields.items() if _has(text, f"{name} {value}")]
     lines = (Node(n, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for n, v in shown)
     return site.page(
@@ -314,7 +317,9 @@ def _has(text: str, whole: str) -> bool:
 
 async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
     """The run's logs; of the one that is named, the newest lines or those before `end`."""
-    folder, name, shown = run.folder.logs, request.path_params.get("name"), None
+    folder = run.folder.logs
+    name = request.path_params.get("name")
+    shown = None
     found = await asyncio.to_thread(_listed, folder)
     # Only what was listed is opened: no name leads out of the folder.
     if name is not None and name not in dict(found):
@@ -323,7 +328,8 @@ async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
         kept_as = attached(f"{run.run_id}-{name}")
         return FileResponse(folder / name, media_type="text/plain", headers=kept_as)
     if name is not None:
-        end, text = number_of(request.query_params.get("end"), -1), _typed_text(request)
+        end = number_of(request.query_params.get("end"), -1)
+        text = _typed_text(request)
         shown = await asyncio.to_thread(_read_part, folder / name, text, end)
     return site.response("logs.html", run=run, here="logs", logs=found, log=shown)
 
@@ -348,7 +354,8 @@ def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
         file.seek(first)
         data = file.read(end - first)
     if first and (cut := data.find(b"\n") + 1):
-        first, data = first + cut, data[cut:]
+        first = first + cut
+        data = data[cut:]
     lines = data.decode("utf-8", "replace").removesuffix("\n").split("\n")
     kept = [line for line in lines if _has(text, line)]
     return {"name": path.name, "text": text, "first": first, "end": end, "size": size, "lines": kept}

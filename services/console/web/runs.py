@@ -151,7 +151,8 @@ class WatchedRun:
             self.opened_at = time.monotonic()
             try:
                 async with open_history(self.run_id, self.folder.runs) as access:
-                    self.config, self.source = access.config or self.config, access.source
+                    self.config = access.config or self.config
+                    self.source = access.source
                     await self._follow(access.history)
                 self.has_looked.clear()
                 continue

@@ -113,7 +113,8 @@ class Gate:
     """ASGI middleware that enforces the access rules, and adds `HEADERS` to every answer."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
-        self.app, self.access = app, access
+        self.app = app
+        self.access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -196,7 +197,8 @@ def serve(options: WebOptions) -> None:
 
 async def _serve(options: WebOptions) -> None:
     listener = listen(options.host, options.port)
-    catalog, path = Catalog(folder_of_runs(options.runs_dir)), ""
+    catalog = Catalog(folder_of_runs(options.runs_dir))
+    path = ""
     if options.run_id is not None:
         run_id = find_run(options.run_id, catalog.runs).run_id
         if await catalog.get(run_id) is None:
@@ -205,7 +207,8 @@ async def _serve(options: WebOptions) -> None:
                 "with --runs-dir."
             )
         path = f"run/{run_id}"
-    names, fixed = tuple(options.host_names), os.environ.get(TOKEN_VARIABLE, "").strip()
+    names = tuple(options.host_names)
+    fixed = os.environ.get(TOKEN_VARIABLE, "").strip()
     access = Access.of(options.host, names, fixed, asks_always=options.asks_token)
     name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
     shown = f"[{name}]" if ":" in name else name

@@ -115,7 +115,8 @@ def dots(rows: Iterable[Sequence[float]]) -> Iterator[str]:
     pile up to both sides of the line."""
     rows = [[value for value in row if math.isfinite(value)] for row in rows]
     every = [value for row in rows for value in row]
-    least, span = min(every, default=0.0), (max(every, default=0.0) - min(every, default=0.0)) or 1.0
+    least = min(every, default=0.0)
+    span = (max(every, default=0.0) - min(every, default=0.0)) or 1.0
     for row in rows:
         places = [round(4 + 82 * (value - least) / span) for value in row]
         levels = [places[:number].count(x) for number, x in enumerate(places)]

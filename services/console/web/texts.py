@@ -57,7 +57,8 @@ def visible(text: object, limit: int = 0) -> Markup:
     """Escaped text, cut off at `limit`, unseen characters in `<span class="ctl">`; neighbours share one."""
     whole = "" if text is None else str(text)
     shown = whole[:limit] if limit else whole
-    parts, position = [Markup()], 0
+    parts = [Markup()]
+    position = 0
     for match in UNSEEN.finditer(shown):
         marks = " ".join(MARKS.get(ord(char), f"U+{ord(char):04X}") for char in match[0])
         parts += [

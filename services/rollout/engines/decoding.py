@@ -178,7 +178,8 @@ class RouteRecorder:
                 f"rollout.record_routes: a {type(router).__name__} does not say which experts it chose; set "
                 "it to false"
             )
-        self._dtype, self._chosen[number] = np.uint8 if parts[0].shape[-1] <= 256 else np.uint16, parts[2]
+        self._dtype = np.uint8 if parts[0].shape[-1] <= 256 else np.uint16
+        self._chosen[number] = parts[2]
 
     def take(self, num_rows: int) -> Routes | None:
         """Experts of the last forward pass. Shape [rows, tokens, layers, experts of a token]."""
@@ -242,7 +243,8 @@ class _Batch:
     """The rows that are being decoded, with the model's state for them."""
 
     def __init__(self, model: Any, rows: Sequence[DecodingRow], recorder: RouteRecorder) -> None:
-        self.rows, self._recorder = list(rows), recorder
+        self.rows = list(rows)
+        self._recorder = recorder
         self._model = model
         self._is_recurrent = is_recurrent(model)
         self._cache_name = name_of_cache(model)
@@ -270,7 +272,8 @@ class _Batch:
                 row.routes.append(routes[position[prompt]][row.request.sampling.num_routed :])
         if self._is_recurrent or len(prompts) < len(self.rows):
             self._select(spread_B)
-            logits_UV, mask_UT = logits_UV[spread_B], mask_UT[spread_B]
+            logits_UV = logits_UV[spread_B]
+            mask_UT = mask_UT[spread_B]
         self._mask_BT = mask_UT
         self._next_position_B = mask_UT.sum(dim=-1)
         self._has_mask = not self._is_recurrent or has_keys(self._cache)
@@ -349,7 +352,8 @@ class _Batch:
         self._select(keep_B)
         self.sampling = self._sampling_params()
         self._keys_B = self._keys_B[keep]
-        self._mask_BT, self._next_position_B = self._mask_BT[keep_B], self._next_position_B[keep_B]
+        self._mask_BT = self._mask_BT[keep_B]
+        self._next_position_B = self._next_position_B[keep_B]
         return ids_B[keep_B]
 
     def _forward(self, ids_BT: Tensor, mask_BT: Tensor | None, position_ids_BT: Tensor) -> Tensor:

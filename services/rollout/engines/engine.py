@@ -192,7 +192,8 @@ class StopTexts:
     """Further tokens that are decoded before a text: decoders treat the very first one differently."""
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
-        self._texts, self._decode = tuple(texts), decode
+        self._texts = tuple(texts)
+        self._decode = decode
         # A token has at least a byte, so a text has no more tokens than bytes.
         longest = max((len(text.encode()) for text in texts), default=0)
         self._most_tokens = longest + self.MARGIN_TOKENS
@@ -230,7 +231,8 @@ def share_cores(rollout: RolloutConfig) -> int:
 
 def check_length(request: GenerationRequest, max_model_len: int) -> None:
     """Refuse an empty prompt, and one whose completion might not fit the context."""
-    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
+    num_prompt = len(request.prompt_ids)
+    max_tokens = request.sampling.max_tokens
     if num_prompt == 0:
         raise ValueError(f"request {request.request_id} has an empty prompt; give at least one token id")
     if num_prompt + max_tokens > max_model_len:

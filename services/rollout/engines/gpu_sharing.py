@@ -22,8 +22,10 @@ class GpuSharingEngine(Engine):
 
     def __init__(self, engine: Engine, turn_s: float, stall_s: float) -> None:
         """An engine that takes longer than `stall_s` to sleep or to wake fails: others wait for the GPU."""
-        self._engine, self._stall_s = engine, stall_s
-        lock, still = GpuLock(lock_files()), engine.stands_still
+        self._engine = engine
+        self._stall_s = stall_s
+        lock = GpuLock(lock_files())
+        still = engine.stands_still
         self._gate = GpuGate(lock, self.wake, self.sleep, turn_s, stands_still=still)
         self._is_started = False
         self._closing: asyncio.Task[None] | None = None

@@ -71,7 +71,8 @@ class Piece:
         """Which of the flat checkpoint positions (int64) are in this piece [bool], and where in `memory`
         those lie."""
         rest = positions - self.key.offset
-        inside, places = rest >= 0, torch.zeros_like(rest)
+        inside = rest >= 0
+        places = torch.zeros_like(rest)
         for axis in _by_stride(self.key):
             index = rest // self.key.strides[axis]
             inside &= index < self.key.sizes[axis]
@@ -125,7 +126,9 @@ class _Staging:
 
     def __init__(self, piece: Piece, total: DigestSum | None) -> None:
         """`total` adds up how digests change."""
-        self._piece, self._total, self._is_full = piece, total, False
+        self._piece = piece
+        self._total = total
+        self._is_full = False
         self._places: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -206,7 +209,8 @@ class HeldWeights:
             WeightsError: a delta is damaged, or of another model.
         """
         is_counted = {id(piece): place not in disowned for place, piece in enumerate(self)}
-        total, changes = DigestSum(), []
+        total = DigestSum()
+        changes = []
         for name, patches in groupby(merge(deltas), key=lambda patch: patch.info.name):
             pieces = self.pieces.get(name, [])
             parts = [_Staging(piece, total if is_counted[id(piece)] else None) for piece in pieces]
@@ -262,7 +266,8 @@ class StagedVersion:
         """Called on a stream of its own where the parameters are on a GPU."""
         self._parts: list[tuple[Piece, Tensor]] = []
         self._is_on_gpu = any(_is_on_gpu(piece.tensor) for piece in held)
-        starts, end = dict[int, int](), 0  # where each part begins, by the piece's identity
+        starts = dict[int, int]()  # where each part begins, by the piece's identity
+        end = 0
         for piece in held:
             starts[id(piece)] = end
             # Aligned, for a view of a wider dtype has to begin at a multiple of its size.
@@ -286,7 +291,8 @@ class StagedVersion:
                 yield piece.tensor.copy_(host)
             return
         device = self._parts[0][0].tensor.device
-        mine, copying = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        mine = torch.cuda.current_stream(device)
+        copying = torch.cuda.Stream(device)
         # The last batch of the old weights may still read what is written over now.
         copying.wait_stream(mine)
         arrivals = []
@@ -357,7 +363,8 @@ def _writes_go_to(record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """In this thread `copy_` calls `record(target, source)` and writes nothing, and so does a `fill_` with
     the `item` of a tensor without memory. vLLM's own patches take hold in the same place.
     """
-    mine, originals = threading.get_ident(), (torch.Tensor.copy_, torch.Tensor.fill_, torch.Tensor.item)
+    mine = threading.get_ident()
+    originals = (torch.Tensor.copy_, torch.Tensor.fill_, torch.Tensor.item)
     copy, fill, item = originals
 
     def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -381,7 +388,9 @@ def _writes_go_to(record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
 
     patched: Any = torch.Tensor
     # Patched for the whole process: copies by other threads are told apart by the thread's id.
-    patched.copy_, patched.fill_, patched.item = copy_, fill_, item_
+    patched.copy_ = copy_
+    patched.fill_ = fill_
+    patched.item = item_
     try:
         yield
     finally:

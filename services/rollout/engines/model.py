@@ -51,7 +51,8 @@ class ModelFolder:
             ValueError: the prompt is empty, holds ids outside the vocabulary, or leaves no room.
         """
         check_length(request, self.max_model_len)
-        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        lowest = min(request.prompt_ids)
+        highest = max(request.prompt_ids)
         if lowest < 0 or highest >= self.vocab_size:  # the model has no embedding: it would crash
             raise ValueError(
                 f"token ids must be between 0 and {self.vocab_size - 1}, got {lowest} to {highest}; "
@@ -231,7 +232,8 @@ def _rename(model: Any, tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
     """
     options = {"config": model.config, "dtype": model.dtype, "output_loading_info": True}
     loaded, info = type(model).from_pretrained(None, state_dict=dict(tensors), **options)
-    unknown, missing = sorted(info["unexpected_keys"]), sorted(info["missing_keys"])
+    unknown = sorted(info["unexpected_keys"])
+    missing = sorted(info["missing_keys"])
     if unknown or missing:
         raise WeightsError(
             f"the weight files do not fit the model: {len(unknown)} names unknown {unknown[:3]}, "
@@ -264,7 +266,8 @@ def pieces_of(model: Any, infos: Iterable[TensorInfo]) -> "HeldWeights":
     """
     from tidemill.services.rollout.engines.held_weights import HeldWeights, Key, Piece
 
-    state, pieces = model.state_dict(), []
+    state = model.state_dict()
+    pieces = []
     for info in infos:
         if info.name not in state or tuple(state[info.name].shape) != info.shape:
             raise ValueError(f"{info.name} has no parameter of that name and shape")

@@ -37,7 +37,8 @@ class SimulatedEngine(Engine):
     def __init__(self, config: RunConfig, worker: str = "") -> None:
         self._options = config.rollout.simulated
         self._max_model_len = config.model.max_model_len
-        self._seed, self._masks = config.seed, config.rollout.sampling_masks
+        self._seed = config.seed
+        self._masks = config.rollout.sampling_masks
         self._slots = asyncio.Semaphore(config.rollout.max_num_seqs)
         self._changes: list[tuple[float, int]] = []
         self.is_awake = True
@@ -80,7 +81,8 @@ class SimulatedEngine(Engine):
         """The first tokens of a request, which have been sampled since it started."""
         draws = uniforms(np.full(num_tokens, key, dtype=np.uint64), np.arange(num_tokens, dtype=np.uint64))
         num_kept = vocab_size = self._options.vocab_size
-        ids, choices = (draws * vocab_size).astype(np.int64), {}
+        ids = (draws * vocab_size).astype(np.int64)
+        choices = {}
         if self._masks and request.sampling.is_filtered:
             num_kept = 2
             choices[KEPT] = Rows.of_lists([(token, (token + 1) % vocab_size) for token in ids])

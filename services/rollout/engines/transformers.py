@@ -145,7 +145,8 @@ class TransformersEngine(ModelEngine):
 
     async def close(self) -> None:
         """End the running batch early and free the model. Waiting requests fail."""
-        runner, self._runner = self._runner, None
+        runner = self._runner
+        self._runner = None
         # Before anything is awaited: requests and updates that come from now on are refused.
         self._model = None
         if runner is not None:
@@ -161,7 +162,8 @@ class TransformersEngine(ModelEngine):
             await self._gather()
             async with self._model_in_use:
                 # Taken within the lock: what came during an update joins this batch.
-                batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
+                batch = self._queue[: self._batch_size]
+                self._queue = self._queue[self._batch_size :]
                 if not self._queue:
                     self._arrived.clear()
                 try:
@@ -186,7 +188,9 @@ class TransformersEngine(ModelEngine):
     async def _decode(self, batch: "list[DecodingRow]") -> None:
         from tidemill.services.rollout.engines.decoding import decode_batch
 
-        model, eos_ids, recorder = self._running_model(), frozenset(self.folder.eos_ids), self._recorder
+        model = self._running_model()
+        eos_ids = frozenset(self.folder.eos_ids)
+        recorder = self._recorder
         if rows := [row for row in batch if not row.done.done()]:
             one_length = self._one_length
             await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder, one_length))
@@ -196,7 +200,8 @@ class TransformersEngine(ModelEngine):
 
     def _so_far(self, row: "DecodingRow") -> Generation:
         # The batch holds the lock, so no load has changed the version since its first token.
-        spans, finish = ((self.version, 0),), row.finish or "length"
+        spans = ((self.version, 0),)
+        finish = row.finish or "length"
         return Generation([*row.token_ids], [*row.logprobs], spans, finish, choices=row.choices)
 
     def _stage(

@@ -56,14 +56,17 @@ class VllmEngine(ModelEngine):
     stands_still = True
 
     def __init__(self, config: RunConfig, worker: str = "") -> None:
-        self._config, self._worker = config, worker
+        self._config = config
+        self._worker = worker
         self._llm: AsyncLLM | None = None
         self._num_submitted = 0
         # Requests inside vLLM without a token so far, and whether an update has taken them back.
         self._unstarted: dict[str, bool] = {}
         self._updating = asyncio.Lock()  # held by an update, and while asleep
         self._digest: Digest | None = None
-        self._is_readable = self._is_patchable = self._moves = False
+        self._is_readable = False
+        self._is_patchable = False
+        self._moves = False
 
     @property
     def can_patch(self) -> bool:
@@ -91,7 +94,8 @@ class VllmEngine(ModelEngine):
         self.folder.check(request)
         self.num_running += 1
         try:
-            output, params = None, self._sampling_params(request)
+            output = None
+            params = self._sampling_params(request)
             priority = URGENT if request.is_urgent else request.ticket
             while output is None:
                 # A new one for each try: it remembers how many tokens it has looked at.
@@ -136,7 +140,8 @@ class VllmEngine(ModelEngine):
         is computed again for running requests after `wake`."""
         # Held until `wake`: an update would write to weights whose memory is not on the device.
         await self._updating.acquire()
-        llm, self._moves = self._running_llm(), not is_cpu()
+        llm = self._running_llm()
+        self._moves = not is_cpu()
         if self._moves:
             # Level 2 would drop the weights, and `wake` has to give the same ones back.
             await llm.sleep(level=1, mode="keep")
@@ -150,7 +155,8 @@ class VllmEngine(ModelEngine):
 
     async def close(self) -> None:
         # Taken out first: a failed update closes the engine, and the worker closes it once more.
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         if llm is None:
             return
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -193,7 +199,8 @@ class VllmEngine(ModelEngine):
         # No await between the version and the note below: an update would miss a request of its old key.
         prompt = tokens_input(list(request.prompt_ids), cache_salt=f"v{self.version}")
         self._unstarted[engine_id] = False
-        final, num_reported = None, 0
+        final = None
+        num_reported = 0
         # Only the last output has masks and routes, and tokens without them are of no use.
         reports = request.on_tokens is not None and not (self._records_routes or self._config.masked_sources)
         try:
@@ -241,7 +248,8 @@ class VllmEngine(ModelEngine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling, top_k = request.sampling, request.sampling.top_k
+        sampling = request.sampling
+        top_k = request.sampling.top_k
         if self._config.masked_sources:
             # vLLM then requires top-k and refuses temperature 0: top-k 1 samples the same.
             top_k = (top_k or self.folder.vocab_size) if sampling.temperature else 1

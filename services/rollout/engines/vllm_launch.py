@@ -84,7 +84,8 @@ def _reporting(report: Callable[[EngineReport], object]) -> "PerEngineStatLogger
 
         def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
-                usage, num_waiting = scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs
+                usage = scheduler_stats.kv_cache_usage
+                num_waiting = scheduler_stats.num_waiting_reqs
                 report(EngineReport(usage, num_waiting, self._cache.kv_cache_size_tokens or 0))
 
         def log_engine_initialized(self) -> None:

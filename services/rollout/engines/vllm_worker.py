@@ -61,7 +61,8 @@ def keep_parameters() -> None:
 
     # Both callers import the name when they run, so replacing the module's attribute reaches them.
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
-    pack, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+    pack = CPUUnquantizedExperts.process_weights_after_loading
+    compute = CPUUnquantizedExperts.apply
 
     def pack_beside(experts: Any, layer: Any) -> None:
         experts.tidemill_repack = lambda: _pack_beside(experts, layer, pack)
@@ -136,7 +137,9 @@ class WeightLoader:
 
 class RankWeights:
     def __init__(self, model: Any, vllm_config: Any, rank: int = 0) -> None:
-        self.model, self._config, self._rank = model, vllm_config, rank
+        self.model = model
+        self._config = vllm_config
+        self._rank = rank
         self.held = HeldWeights([])
         self._infos: list[TensorInfo] = []
         self._is_plain = False
@@ -165,7 +168,8 @@ class RankWeights:
         except AssertionError as error:
             unread = converted = f"a parameter was replaced: {error}"
         except (ValueError, KeyError, AttributeError) as error:
-            unread, converted = str(error), ""
+            unread = str(error)
+            converted = ""
         self._is_plain = not unread
         if converted and is_cpu():  # GPUs have the layerwise reload, which converts again
             return {"refuse": f"new weights would not reach what vLLM computes with on this CPU: {converted}"}
@@ -197,7 +201,9 @@ class RankWeights:
         """
         paths = [[Path(path) for path in delta] for delta in deltas]
         # What an earlier update staged, and never applied, must not be written with this one.
-        self._changes, self._full, self._version = [], None, None
+        self._changes = []
+        self._full = None
+        self._version = None
         if files:
             base = read_tensors([Path(file) for file in files])
             if self._is_copied(base):
@@ -236,9 +242,14 @@ class RankWeights:
         Raises:
             ValueError: the files lack a parameter of the model, which would have kept its old values.
         """
-        held, full, version, changes = self.held, self._full, self._version, self._changes
+        held = self.held
+        full = self._full
+        version = self._version
+        changes = self._changes
         # Taken out first: what fails half way is not applied a second time, and its memory is free after it.
-        self._changes, self._full, self._version = [], None, None
+        self._changes = []
+        self._full = None
+        self._version = None
         with torch.no_grad():
             if full is not None:
                 wrong = self._load(*full)
@@ -283,7 +294,8 @@ class RankWeights:
             return 0
         infos = [info for info, _ in base.values()]
         if infos != self._infos:  # names and dtypes may be others than those of the starting model
-            self._infos, self._disowned = infos, set()
+            self._infos = infos
+            self._disowned = set()
             self.held, _ = trace(self.model.load_weights, infos)
         self._no_patch = self.held.reason_not_to_patch()
         return self._num_wrong(checkpoint_tensors(base, deltas))

@@ -48,7 +48,8 @@ PROGRAM_ERROR = "program_error"
 """Metric of a session: 1 if an error of its program ended it."""
 NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
 """Clients read a slash or a colon in a model's name as the end of a provider's."""
-SESSION, WORKER = "TIDEMILL_SESSION", "TIDEMILL_WORKER"
+SESSION = "TIDEMILL_SESSION"
+WORKER = "TIDEMILL_WORKER"
 """Environment variables by which leftover processes are found."""
 
 
@@ -57,7 +58,8 @@ class AgentProgram:
     which is killed with all it started."""
 
     def __init__(self, agent: str, model: str = "model", placeholder_key: str = "none") -> None:
-        self._agent, self._spec = agent, {"agent": agent, "model": model, "placeholder_key": placeholder_key}
+        self._agent = agent
+        self._spec = {"agent": agent, "model": model, "placeholder_key": placeholder_key}
         self.is_heavy_to_start = agent.startswith(COMMAND)
         """Whether each session starts a new program, such as an interpreter."""
         self._folder: Path | None = None
@@ -171,7 +173,8 @@ class AgentPlayer(Player):
         self, config: RunConfig, decode: Decode, open_chat: OpenChat, read: Read | None = None
     ) -> None:
         super().__init__(config, decode, open_chat, read)
-        section, self._max_model_len = self.section, config.model.max_model_len
+        section = self.section
+        self._max_model_len = config.model.max_model_len
         # What agents call the model: the last part of its path.
         model = NOT_IN_ALIAS.sub("-", config.model.path.rstrip("/").rpartition("/")[2]).strip("-") or "model"
         self._gateway = Gateway(model, section.gateway_host, section.structured_output == "refuse")
@@ -289,7 +292,8 @@ class AgentPlayer(Player):
     def _ended_by(self, error: ProgramError, session: GatewaySession) -> Closing:
         """The result of a session whose program failed. Raises ProgramError: it is to be played again."""
         session.reached += session.reached[-1:]  # a limit that one branch met counts, even if others went on
-        value, is_cut = self.section.program_error_value, session.end != "done"
+        value = self.section.program_error_value
+        is_cut = session.end != "done"
         is_replayed = self.section.on_program_error == "fault"
         is_models = error.cause == "model" or (not is_replayed and error.cause == "unknown")
         if not session.histories.recorded or error.cause == "machine" or not (is_models or is_cut):
@@ -311,7 +315,8 @@ def end_leftovers(played: Container[str] = ()) -> int:
     They are those of dead workers, and those of this one that belong to none of the sessions `played`, which
     may change meanwhile: programs that left their group (`setsid`) before their session ended.
     """
-    num_ended, own = 0, _mark_of(psutil.Process())
+    num_ended = 0
+    own = _mark_of(psutil.Process())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             # Found by variables: a program that left its group and its parent has kept them.

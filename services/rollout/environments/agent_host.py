@@ -54,7 +54,8 @@ on disk, where other sessions would find them and not ask the model; or fail bec
 MAX_TRACE_CHARS = 4000
 LONGEST_VARIABLE = 100_000
 """Linux refuses to start a program with a longer one; a row is on stdin, too."""
-TAIL_BYTES, TAIL_CHARS = 16_384, 2_000
+TAIL_BYTES = 16_384
+TAIL_CHARS = 2_000
 PIPES_CLOSE_S = 1.0
 """Longest wait for a command's output to end: processes that it started may hold it open."""
 BACKLOG = 4096
@@ -247,7 +248,8 @@ def _serve(connection: socket.socket, program: Program, placeholder: Placeholder
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Before its pid is sent: the worker kills the group of that id.
     os.setsid()
-    send, leader = sender(connection), os.getpid()
+    send = sender(connection)
+    leader = os.getpid()
     send({"pid": leader})
     asked = read_frame(connection.makefile("rb"))
     if asked is not None:
@@ -262,7 +264,8 @@ def _serve(connection: socket.socket, program: Program, placeholder: Placeholder
                 signal.pause()
         end_with_parent(leader)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what it starts can be waited for
-        root, key = asked["root"], asked["key"]
+        root = asked["root"]
+        key = asked["key"]
         os.environ.update(variables_of(root, key, model) | asked["variables"])
         placeholder.route(root, key)
         urls = {"base_url": f"{root}/v1", "anthropic_base_url": root}
@@ -304,7 +307,8 @@ def _run_command(command: str, row: Mapping[str, Any]) -> dict[str, Any]:
             command, shell=True, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | short
         )
     assert process.stdin and process.stdout and process.stderr
-    output, errors = bytearray(), bytearray()
+    output = bytearray()
+    errors = bytearray()
     readers = [
         # Both pipes are read at once: a command that fills the other one would wait for ever.
         threading.Thread(target=_keep_tail, args=each, daemon=True)

@@ -140,7 +140,9 @@ class Design:
 
         `describe` is called late: schemas of tools need transformers, which only the worker imports.
         """
-        self._makers, self._describe, self.is_async = makers, describe, is_async
+        self._makers = makers
+        self._describe = describe
+        self.is_async = is_async
 
     @cached_property
     def kinds(self) -> dict[str, Kind]:

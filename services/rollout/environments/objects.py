@@ -171,7 +171,8 @@ class ObjectEnvironment(Environment):
 
     def __init__(self, make: Maker, name: str, takes_text: bool, row: Row) -> None:
         """With `takes_text` it has `step`; else its public methods are tools."""
-        self._name, self._takes_text = name, takes_text
+        self._name = name
+        self._takes_text = takes_text
         with contained(f"making {name}", "start"):
             self._object = make(row)
         self._is_resumable = _resumes(type(self._object)) == "restore"
@@ -252,7 +253,8 @@ def object_design(config: EnvironmentConfig) -> Design:
     factories = named if is_dict else {config.use.rpartition(":")[2]: named}
     classes = {str(name): _class_of(factory, config) for name, factory in factories.items()}
     takes_text = not is_dict and all(callable(getattr(found, "step", None)) for found in classes.values())
-    makers, methods = {}, []
+    makers = {}
+    methods = []
     for (name, found), factory in zip(classes.items(), factories.values(), strict=True):
         if takes_text:
             _check_step(found, name)

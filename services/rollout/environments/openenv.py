@@ -35,7 +35,8 @@ UNSENDABLE = "Unable to serialize unknown type"
 """The server's words where its answer has an object that is no JSON, which ends the session."""
 OTHER_FIELDS = {"missing", "extra_forbidden"}
 """Errors of an action that say that it has other fields than `action_field`."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
 """Pause before asking a full server again; doubles each time."""
 CONNECT_S = 10.0
 PING_S = 20.0
@@ -82,7 +83,8 @@ class OpenEnvStage:
         except ValidationError as error:
             raise ConfigError(f"rollout.environment.options of an OpenEnv server: {error}") from None
         self._url = "ws" + config.use.removeprefix(OPENENV).removeprefix("http").rstrip("/") + "/ws"
-        self._timeout_s, self._wait_s = config.call_timeout_s, config.session_timeout_s
+        self._timeout_s = config.call_timeout_s
+        self._wait_s = config.session_timeout_s
         function = {"name": self.options.tool, "description": self.options.description}
         tools: Sequence[Mapping[str, Any]] = ()
         if self.options.action_schema is not None:
@@ -149,8 +151,10 @@ class OpenEnvEnvironment(Environment):
     def __init__(
         self, connection: "ClientConnection", options: OpenEnvOptions, timeout_s: float, url: str
     ) -> None:
-        self._connection, self._options = connection, options
-        self._timeout_s, self._url = timeout_s, url
+        self._connection = connection
+        self._options = options
+        self._timeout_s = timeout_s
+        self._url = url
         self._opening = Opening()
 
     async def begin(self, row: Row) -> None:

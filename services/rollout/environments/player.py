@@ -122,8 +122,12 @@ class Play:
     def __init__(
         self, player: EnvironmentPlayer, kind: Kind, environment: Environment, deadline: float
     ) -> None:
-        self._player, self._kind, self._environment, self._deadline = player, kind, environment, deadline
-        self._section, self._chat = player.section, player.chat
+        self._player = player
+        self._kind = kind
+        self._environment = environment
+        self._deadline = deadline
+        self._section = player.section
+        self._chat = player.chat
         self._max_model_len = player.config.model.max_model_len
         self._messages: list[dict[str, Any]] = []
         self._answers: list[dict[str, Any]] = []
@@ -183,7 +187,8 @@ class Play:
     def _prompt_ids(self, ticket: Ticket, row: Row, opening: Opening) -> list[int]:
         """Ids of the first prompt: the ticket's, unless there are tools to describe or the environment adds
         something. Then the row's chat is rendered once more, with the run's system prompt and suffix."""
-        chat, data = self._chat, self._player.config.data
+        chat = self._chat
+        data = self._player.config.data
         ids: list[int] = ticket.prompt_ids.tolist()
         has_tools = bool(self._kind.tools) and chat.has_template
         if not opening.added and opening.messages is None and not has_tools:
@@ -207,7 +212,8 @@ class Play:
             room = self._room(recorder) - len(context)
             if room <= 0:
                 return "max_tokens"
-            sampling, begun = recorder.asking(ticket.sampling, len(recorder.completion_ids)), time.monotonic()
+            sampling = recorder.asking(ticket.sampling, len(recorder.completion_ids))
+            begun = time.monotonic()
             if sampling.max_tokens > room:
                 sampling = sampling.model_copy(update={"max_tokens": room})
             try:
@@ -234,7 +240,8 @@ class Play:
         self._messages.append(parsed.message)
         if is_cut and not self._kind.takes_text:
             return "max_tokens"  # a truncated call is not executed
-        begun, acts = time.monotonic(), list[Act]()
+        begun = time.monotonic()
+        acts = list[Act]()
         try:
             async with asyncio.timeout(self._left_s()):
                 acts = await self._answer(parsed)

@@ -32,7 +32,9 @@ class RecordedEnvironment(Environment):
     """Gives the recorded answers, then those of the environment, which it records."""
 
     def __init__(self, inner: Environment, recording: Recording, resumes: Resumes) -> None:
-        self._inner, self._recording, self._resumes = inner, recording, resumes
+        self._inner = inner
+        self._recording = recording
+        self._resumes = resumes
 
     async def reset(self, row: Row) -> Opening:
         return await self._answer(Opening, lambda: self._inner.reset(row))

@@ -109,7 +109,8 @@ class LocalStage:
     """Makes environments on the worker's loop, where a call that is late is cancelled."""
 
     def __init__(self, design: Design, call_timeout_s: float) -> None:
-        self._design, self._timeout_s = design, call_timeout_s
+        self._design = design
+        self._timeout_s = call_timeout_s
         self.kind_of = design.kind_of
 
     async def open(self, row: Row) -> Environment:
@@ -146,7 +147,8 @@ class ProcessStage:
     """Spreads sessions over at most `config.processes` processes."""
 
     def __init__(self, design: Design, config: EnvironmentConfig) -> None:
-        self.kind_of, self.config = design.kind_of, config
+        self.kind_of = design.kind_of
+        self.config = config
         self.spec = {"config": config.model_dump(mode="json")}
         self.session_numbers = count(1)
         self.num_sessions: dict[WorkerProcess, int] = {}
@@ -159,7 +161,8 @@ class ProcessStage:
 
     async def close(self) -> None:
         # Forgotten first: sessions that end while their processes do must not end these once more.
-        processes, self.num_sessions = list(self.num_sessions), {}
+        processes = list(self.num_sessions)
+        self.num_sessions = {}
         await asyncio.gather(*(process.end(GRACE_S) for process in processes))
 
     def enter(self) -> WorkerProcess:
@@ -194,12 +197,15 @@ class ProcessStage:
 class RemoteEnvironment(TimedEnvironment):
     def __init__(self, stage: ProcessStage, row: Row, is_stateless: bool) -> None:
         super().__init__(stage.config.call_timeout_s)
-        self._stage, self._row, self._is_stateless = stage, row, is_stateless
+        self._stage = stage
+        self._row = row
+        self._is_stateless = is_stateless
         self._process: WorkerProcess | None = None
         self._session = 0
 
     async def open(self) -> None:
-        self._process, self._session = self._stage.enter(), next(self._stage.session_numbers)
+        self._process = self._stage.enter()
+        self._session = next(self._stage.session_numbers)
         try:
             await self.operate(type(None), "open", dict(self._row))
         # Also where it was cancelled: a process with a session that is never left would never end.
@@ -215,7 +221,8 @@ class RemoteEnvironment(TimedEnvironment):
                 self._leave()
 
     async def operate(self, kind: type[T], op: str, *arguments: Any) -> T:
-        process, frame = self._process, {"session": self._session, "op": op, "arguments": list(arguments)}
+        process = self._process
+        frame = {"session": self._session, "op": op, "arguments": list(arguments)}
         if process is None:
             raise EnvironmentFaultError(f"{op}: the environment is gone", "died")
         try:
@@ -247,7 +254,8 @@ class RemoteEnvironment(TimedEnvironment):
         return self._is_stateless
 
     def _leave(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             self._stage.leave(process)
 
@@ -270,7 +278,8 @@ def check_machine(problem: str, number: int, is_ours: bool = False) -> None:
 def main(descriptor: int, parent: int) -> None:
     """Run sessions for the worker at the other end of the socket `descriptor`, until it closes that."""
     with become_child(descriptor, parent, may_outlive=True) as channel, channel.makefile("rb") as frames:
-        spec, send = read_frame(frames), sender(channel)
+        spec = read_frame(frames)
+        send = sender(channel)
         if spec is None:
             return
         try:
@@ -327,7 +336,8 @@ class SessionThread(threading.Thread):
     def __init__(self, design: Design, send: Send) -> None:
         super().__init__(daemon=True)
         self.frames: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._design, self._send = design, send
+        self._design = design
+        self._send = send
         self._environment: Environment | None = None
 
     def run(self) -> None:

@@ -203,7 +203,9 @@ def _responses_messages(body: Body) -> Located:
         return
     said: tuple[str, dict[str, Any]] | None = None  # the assistant's message, while calls may follow
     for number, item in enumerate(objects(body, "input")):
-        where, kind, role = f"input[{number}]", item.get("type") or "message", item.get("role")
+        where = f"input[{number}]"
+        kind = item.get("type") or "message"
+        role = item.get("role")
         # Left out: histories are compared without reasoning, which many clients drop.
         if kind == "reasoning":
             continue
@@ -260,7 +262,8 @@ def _response_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
         yield {"type": "response.output_item.added", **place, "item": begun}
         place |= {"item_id": item["id"]}
         if is_call:
-            kind, arguments = "response.function_call_arguments", item["arguments"]
+            kind = "response.function_call_arguments"
+            arguments = item["arguments"]
             yield {"type": f"{kind}.delta", **place, "delta": arguments}
             yield {"type": f"{kind}.done", **place, "arguments": arguments, "name": item["name"]}
         else:
@@ -334,13 +337,16 @@ def _anthropic_messages(body: Body) -> Located:
     if text := text_of(kept, "system"):
         yield "system", {"role": "system", "content": text}
     for number, message in enumerate(objects(body, "messages")):
-        where, role, content = f"messages[{number}]", message.get("role"), message.get("content")
+        where = f"messages[{number}]"
+        role = message.get("role")
+        content = message.get("content")
         if role not in ("user", "assistant", "system"):
             raise RequestError(f"{where} has role {role!r}; expected user or assistant")
         blocks = [{"text": content}] if isinstance(content, str) else objects(message, "content")
         results = [block for block in blocks if block.get("type") == "tool_result"]
         for result in results:
-            call_id, output = result.get("tool_use_id"), result.get("content")
+            call_id = result.get("tool_use_id")
+            output = result.get("content")
             yield where, {"role": "tool", "tool_call_id": call_id, "content": output}
         calls = [
             {"id": use.get("id"), "function": {"name": use.get("name"), "arguments": use.get("input")}}
@@ -366,10 +372,12 @@ def anthropic_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
     yield {"type": "ping"}
     for index, block in enumerate(_blocks(answer)):
         if block["type"] == "text":
-            begun, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            begun = block | {"text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
             arguments = json.dumps(block["input"])
-            begun, delta = block | {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+            begun = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": arguments}
         yield {"type": "content_block_start", "index": index, "content_block": begun}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
@@ -397,7 +405,8 @@ def _anthropic_usage(answer: Answer, num_output_tokens: int) -> dict[str, int]:
 def _blocks(answer: Answer) -> list[Event]:
     blocks: list[Event] = [{"type": "text", "text": answer.text}] if answer.text else []
     for call in answer.calls:
-        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        name = call["function"]["name"]
+        arguments = json.loads(call["function"]["arguments"])
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     return blocks
 

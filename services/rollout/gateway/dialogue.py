@@ -53,7 +53,9 @@ class RequestError(Exception):
 
     def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
-        self.message, self.code, self.status = message, code, status
+        self.message = message
+        self.code = code
+        self.status = status
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,14 @@ class RecordedHistory:
         if isinstance(question.prompt, str):
             self.text = question.prompt + answer.text
         if question.messages:
-            before, message = list(question.messages), answer.message
+            before = list(question.messages)
+            message = answer.message
             if question.prefill is not None:  # the model went on with it: one message, as clients keep it
                 message = message | {"content": question.prefill + answer.text}
                 before.pop()
             if not self.num_prompt_messages:
-                self.num_prompt_messages, self.prefill = len(before), question.prefill or ""
+                self.num_prompt_messages = len(before)
+                self.prefill = question.prefill or ""
             self.messages = [*before, message]
             self.identities = [*question.identities[: len(before)], identity(message)]
 
@@ -108,7 +110,8 @@ class Histories:
     """All segments of one session; `all` has them in the order in which they began."""
 
     def __init__(self, chat: ChatFormat, decode: Decode) -> None:
-        self._chat, self._decode = chat, decode
+        self._chat = chat
+        self._decode = decode
         self.all: list[RecordedHistory] = []
 
     @property
@@ -179,7 +182,8 @@ class Histories:
 
     def _realigned(self, history: RecordedHistory, question: Question) -> Continuation | None:
         """The continuation if only the text of the last answer differs, and begins as sampled; else None."""
-        asked, place = question.identities, len(history.identities) - 1
+        asked = question.identities
+        place = len(history.identities) - 1
         if len(asked) <= place or not _begins(asked, history.identities[:place]):
             return None
         (role, _, calls), (_, ours, made) = asked[place], history.identities[place]

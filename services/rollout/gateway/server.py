@@ -57,7 +57,9 @@ class Gateway:
     """
 
     def __init__(self, model: str, host: str = "127.0.0.1", refuses_wishes: bool = False) -> None:
-        self.model, self.host, self.root = model, host, ""
+        self.model = model
+        self.host = host
+        self.root = ""
         self._port = 0
         self.placeholder_key = secrets.token_urlsafe(24)
         """The key on connections that are claimed."""
@@ -93,7 +95,8 @@ class Gateway:
 
     async def close(self) -> None:
         # Without `force_exit` uvicorn would wait for requests under way, whose sessions are over.
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = True
+        self._server.force_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
 
@@ -253,7 +256,8 @@ def _plain_address(host: str) -> str:
 
 
 async def _body(request: Request, session: GatewaySession) -> Body:
-    content, num_bytes = bytearray(), 0
+    content = bytearray()
+    num_bytes = 0
     async for part in request.stream():
         num_bytes += len(part)
         # A body that is too long is read but not kept: a client that cannot send it all never reads why.

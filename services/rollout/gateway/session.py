@@ -68,7 +68,8 @@ class GatewaySession:
     ) -> None:
         """`limits` hold for all segments together; `max_tokens` 0 is no limit but the model's length."""
         # Two secrets: the token is a part of the address, which programs log.
-        self.token, self.key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self.token = secrets.token_urlsafe(24)
+        self.key = secrets.token_urlsafe(24)
         self.histories = Histories(chat, decode)
         self.counts: Counter[str] = Counter()
         self.num_turns = 0
@@ -77,9 +78,13 @@ class GatewaySession:
         """Done once its program has asked a question."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with the engine's error: the session cannot go on after that."""
-        self._chat, self._decode, self._ask = chat, decode, ask
+        self._chat = chat
+        self._decode = decode
+        self._ask = ask
         self._read: Read = read or (lambda ids, mask, prompt_ids: Reading(decode(ids)))
-        self._sampling, self._limits, self._max_model_len = sampling, limits, max_model_len
+        self._sampling = sampling
+        self._limits = limits
+        self._max_model_len = max_model_len
         self._given: dict[bytes, list[_Given]] = {}
         self._running: set[asyncio.Task[Answer]] = set()
         self._has_ended = asyncio.Event()
@@ -277,7 +282,8 @@ class GatewaySession:
     async def _room(self, found: Continuation, asked: int | None) -> int:
         """Tokens that the turn may have. If turns that run may use up the session's tokens, wait for their
         end: no turn is refused, or cut, for tokens that another one may leave unused."""
-        limit, num_prompt = self._limits.max_tokens, len(found.ids)
+        limit = self._limits.max_tokens
+        num_prompt = len(found.ids)
         room = min(self._sampling.max_tokens, self._max_model_len - num_prompt)
         if room < 1:
             raise self.too_long(f"{num_prompt} tokens", is_asked=True)
@@ -297,7 +303,8 @@ class GatewaySession:
 
     async def _say(self, found: Continuation, question: Question, max_tokens: int) -> Answer:
         started = time.monotonic()
-        ids, history = found.ids, found.history
+        ids = found.ids
+        history = found.history
         sampling = self._sampling.model_copy(update={"max_tokens": max_tokens, "stop": question.stop})
         try:
             whole = await self._ask(ids, history.recorder.asking(sampling, found.num_kept))

@@ -86,7 +86,8 @@ def read_play(
     fields: Mapping[bytes, bytes], index: int, prompt_ids: Int32, read_claim: Callable[[Claim], bytes]
 ) -> RecordedPlay:
     """The play of sample `index`, with the parts that can be read; a new one if there are none."""
-    name, parts = b"", list[Part]()
+    name = b""
+    parts = list[Part]()
     while (raw := fields.get(b"%d:%d" % (index, len(parts)))) is not None:
         name = name or raw[:PLAY_BYTES]
         if raw[:PLAY_BYTES] != name:
@@ -112,7 +113,8 @@ def joined(one: Generation, other: Generation) -> Generation:
     """`one` and `other`, which continued it, as one generation."""
     if not one.token_ids:
         return other
-    num_tokens, version = len(one.token_ids), one.spans[-1][0]
+    num_tokens = len(one.token_ids)
+    version = one.spans[-1][0]
     later = ((v, num_tokens + first) for v, first in other.spans if first or v != version)
     # If one of the two lacks rows, so does the whole, and its sample fails because of that.
     names = one.choices.keys() & other.choices.keys()
@@ -166,9 +168,12 @@ class Recording:
         keep: Keep | None = None,
     ) -> None:
         """Without `keep` nothing is recorded."""
-        self._ask, self._keep = ask, keep
-        self._name, self._parts = play.name, list(play.parts)
-        self._num_at_begin, self._is_kept = -1, True
+        self._ask = ask
+        self._keep = keep
+        self._name = play.name
+        self._parts = list(play.parts)
+        self._num_at_begin = -1
+        self._is_kept = True
         self._saver: asyncio.Task[None] | None = None
         self._rewind()
 
@@ -199,14 +204,16 @@ class Recording:
 
     def forget(self) -> None:
         """Begin a new play: what is recorded no longer counts."""
-        self._name, self._is_kept = self._name[: PLAY_BYTES // 2] + b"%08x" % random.getrandbits(32), True
+        self._name = self._name[: PLAY_BYTES // 2] + b"%08x" % random.getrandbits(32)
+        self._is_kept = True
         self._parts.clear()
         self._rewind()
 
     def _rewind(self) -> None:
         self._begun = time.monotonic()
         self._elapsed_s = self._parts[-1].elapsed_s if self._parts else 0.0
-        self._turns, self._open = list[Generation](), NOTHING
+        self._turns = list[Generation]()
+        self._open = NOTHING
         for part in self._parts:
             arrays = (part.token_ids.tolist(), part.logprobs.tolist())
             finish = part.finish or "length"
@@ -216,7 +223,8 @@ class Recording:
                 self._turns.append(self._open)
                 self._open = NOTHING
         self._answers = [answer for part in self._parts for answer in part.answers]
-        self._num_turns = self._num_answers = 0
+        self._num_turns = 0
+        self._num_answers = 0
         self._num_answers_kept = len(self._answers)
         self._note_kept(self._open)
 

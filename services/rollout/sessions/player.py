@@ -24,7 +24,8 @@ from tidemill.services.rollout.sessions.parts import Recording
 
 log = structlog.get_logger(__name__)
 
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
 """Longest pause before a session is played again, and its bound; doubles each time."""
 
 Ask = Callable[[Sequence[int], SamplingParams], Awaitable[Generation]]
@@ -88,8 +89,10 @@ class Player:
     def __init__(
         self, config: RunConfig, decode: Decode, open_chat: OpenChat, read: Read | None = None
     ) -> None:
-        self.config, self.section = config, config.rollout.environment
-        self.decode, self.open_chat = decode, open_chat
+        self.config = config
+        self.section = config.rollout.environment
+        self.decode = decode
+        self.open_chat = open_chat
         self.read: Read = read or (lambda ids, mask, prompt_ids: Reading(decode(ids)))
         self.num_faults: Counter[str] = Counter()
         """Faults of environments so far, by kind."""

@@ -30,8 +30,10 @@ MARK = "MODELSTURN"
 """Stands for what the model said. No template changes a plain word."""
 MOST_CHARS_PER_TOKEN = 16
 """Far more than text has."""
-THINK, THOUGHT = "<think>", "</think>"
-CALL, CALLED = "<tool_call>", "</tool_call>"
+THINK = "<think>"
+THOUGHT = "</think>"
+CALL = "<tool_call>"
+CALLED = "</tool_call>"
 
 
 class TemplateChat:
@@ -47,7 +49,8 @@ class TemplateChat:
     ) -> None:
         """`reader` makes text of a turn; without one, special tokens are hidden."""
         self._reader = reader
-        self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         template = getattr(tokenizer, "chat_template", None) if has_template else None
         if isinstance(template, dict):
@@ -131,7 +134,8 @@ class TemplateChat:
         ids = self.encode(text)
         if len(ids) <= max_tokens:
             return text
-        head, tail = (max_tokens + 1) // 2, max_tokens // 2
+        head = (max_tokens + 1) // 2
+        tail = max_tokens // 2
         first, last = (
             str(self._tokenizer.decode(part, clean_up_tokenization_spaces=False))
             for part in (ids[:head], ids[len(ids) - tail :])
