@@ -12,7 +12,7 @@ marked as rounding.
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -35,7 +35,7 @@ from tidemill.common.history import (
 from tidemill.common.history.groups import dropped_groups, micro_batches_of
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory
-from tidemill.common.wire.segments import Segment
+from tidemill.common.wire.segments import Segment, Turn
 from tidemill.services.console.options import DiffOptions
 from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.run.history import RunAccess, open_history
@@ -112,9 +112,10 @@ def compare_prompts(a: dict[int, Ticket], b: dict[int, Ticket]) -> Iterator[Diff
     """Tickets of the same number that ask for something else."""
     for ticket in sorted(a.keys() & b.keys()):
         for name in COMPARED_OF_PROMPTS:
-            one, other = (jsonable(getattr(tickets[ticket], name)) for tickets in (a, b))
-            if one != other:
-                yield Difference(Aspect.PROMPTS, name, one, other, ticket)
+            in_a = jsonable(getattr(a[ticket], name))
+            in_b = jsonable(getattr(b[ticket], name))
+            if in_a != in_b:
+                yield Difference(Aspect.PROMPTS, name, in_a, in_b, ticket)
                 break
 
 
@@ -128,28 +129,38 @@ def compare_groups(a: RecordedGroup, b: RecordedGroup, tolerance: float) -> Iter
 
 
 def _trajectories(a: Trajectory, b: Trajectory, tolerance: float) -> Iterator[Difference]:
-    turns_a, turns_b = ([turn for row in made.segments for turn in row.turns] for made in (a, b))
+    turns_a = [turn for row in a.segments for turn in row.turns]
+    turns_b = [turn for row in b.segments for turn in row.turns]
     described = (_described(a, len(turns_a)), _described(b, len(turns_b)))
     for number, (row_a, row_b) in enumerate(zip(a.segments, b.segments, strict=False)):
         where = f"fork {number}, " if number else ""
-        one = row_a.prompt_ids.tolist()
-        other = row_b.prompt_ids.tolist()
-        if one != other:
-            aspect, what = (Aspect.TOKENS, "its prompt") if number else (Aspect.PROMPTS, "prompt_ids")
-            yield Difference(aspect, where + what, one, other)
+        prompt_a = row_a.prompt_ids.tolist()
+        prompt_b = row_b.prompt_ids.tolist()
+        if prompt_a != prompt_b and number:
+            yield Difference(Aspect.TOKENS, where + "its prompt", prompt_a, prompt_b)
+        elif prompt_a != prompt_b:
+            yield Difference(Aspect.PROMPTS, where + "prompt_ids", prompt_a, prompt_b)
         for item in _segments(row_a, row_b, tolerance, described):
             yield replace(item, what=where + item.what)
     if len(a.forks) != len(b.forks):
         yield Difference(Aspect.TOKENS, "number of forks", len(a.forks), len(b.forks))
-    end_a, end_b = (made.session.end if made.session else made.finish for made in (a, b))
+    end_a = _end_of(a)
+    end_b = _end_of(b)
     if end_a != end_b:
         yield Difference(Aspect.TOKENS, "end", end_a, end_b)
-    given_a, given_b = (
-        {"session": made.session and made.session.reward, "turns": [turn.reward for turn in turns]}
-        for made, turns in ((a, turns_a), (b, turns_b))
-    )
-    if given_a != given_b:
-        yield Difference(Aspect.REWARDS, "the environment's", given_a, given_b)
+    rewards_a = _environment_rewards(a, turns_a)
+    rewards_b = _environment_rewards(b, turns_b)
+    if rewards_a != rewards_b:
+        yield Difference(Aspect.REWARDS, "the environment's", rewards_a, rewards_b)
+
+
+def _end_of(sample: Trajectory) -> str:
+    return sample.session.end if sample.session else sample.finish
+
+
+def _environment_rewards(sample: Trajectory, turns: Sequence[Turn]) -> dict[str, Any]:
+    of_session = sample.session and sample.session.reward
+    return {"session": of_session, "turns": [turn.reward for turn in turns]}
 
 
 def _described(sample: Trajectory, num_turns: int) -> dict[str, Any]:
@@ -164,25 +175,26 @@ def _segments(
 ) -> Iterator[Difference]:
     """Differences between two rows of the same sample; `described` sums up the whole samples."""
     if a.spans != b.spans:
-        one = list(map(list, a.spans))
-        other = list(map(list, b.spans))
-        yield Difference(Aspect.VERSIONS, "version from token", one, other)
+        spans_a = list(map(list, a.spans))
+        spans_b = list(map(list, b.spans))
+        yield Difference(Aspect.VERSIONS, "version from token", spans_a, spans_b)
     length = min(len(a.completion_ids), len(b.completion_ids))
     unlike = np.flatnonzero(a.completion_ids[:length] != b.completion_ids[:length])
     if len(unlike) or len(a.completion_ids) != len(b.completion_ids):
         length = int(unlike[0]) if len(unlike) else length
-        known_a, known_b = (
-            {"ids": row.completion_ids[length : length + 8].tolist(), **facts}
-            for row, facts in zip((a, b), described, strict=True)
-        )
-        yield Difference(Aspect.TOKENS, f"{_place(a, length)}from token {length} on", known_a, known_b)
+        ids_a = a.completion_ids[length : length + 8].tolist()
+        ids_b = b.completion_ids[length : length + 8].tolist()
+        facts_a = {"ids": ids_a, **described[0]}
+        facts_b = {"ids": ids_b, **described[1]}
+        yield Difference(Aspect.TOKENS, f"{_place(a, length)}from token {length} on", facts_a, facts_b)
     apart = np.abs(a.logprobs[:length].astype(np.float64) - b.logprobs[:length].astype(np.float64))
     if apart.any():
         is_rounding = bool(apart.max() <= tolerance)
-        place = int(np.flatnonzero(apart if is_rounding else apart > tolerance)[0])
-        numbers = (float(a.logprobs[place]), float(b.logprobs[place]))
-        what = f"of token {place}"
-        yield Difference(Aspect.LOGPROBS, _place(a, place) + what, *numbers, is_rounding=is_rounding)
+        token = int(np.flatnonzero(apart if is_rounding else apart > tolerance)[0])
+        logprob_a = float(a.logprobs[token])
+        logprob_b = float(b.logprobs[token])
+        where = f"{_place(a, token)}of token {token}"
+        yield Difference(Aspect.LOGPROBS, where, logprob_a, logprob_b, is_rounding=is_rounding)
 
 
 def _place(row: Segment, token: int) -> str:
@@ -196,38 +208,42 @@ def _place(row: Segment, token: int) -> str:
 
 def _scores(a: Score, b: Score, tolerance: float) -> Iterator[Difference]:
     for name in ("status", "value", "components"):
-        one = getattr(a, name)
-        other = getattr(b, name)
-        if one != other:
-            is_rounding = name == "value" and _is_close(one, other, tolerance)
-            one, other = (str(one), str(other)) if name == "status" else (one, other)
-            yield Difference(Aspect.REWARDS, name, one, other, is_rounding=is_rounding)
+        in_a = getattr(a, name)
+        in_b = getattr(b, name)
+        if in_a != in_b:
+            is_rounding = name == "value" and _is_close(in_a, in_b, tolerance)
+            if name == "status":
+                in_a = str(in_a)
+                in_b = str(in_b)
+            yield Difference(Aspect.REWARDS, name, in_a, in_b, is_rounding=is_rounding)
             break
 
 
 def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Difference]:
-    only = sorted(set(a.groups) - set(b.groups)), sorted(set(b.groups) - set(a.groups))
-    if any(only):
-        yield Difference(Aspect.GROUPS, "trained here only", *only, min(only[0] + only[1]))
-    drops = [{(t, i): [t, i, why] for t, i, why in commit.dropped} for commit in (a, b)]
-    for key in sorted(drops[0].keys() | drops[1].keys()):
-        one = drops[0].get(key)
-        other = drops[1].get(key)
-        if one != other:
-            yield Difference(Aspect.GROUPS, "dropped", one, other, *key)
+    only_a = sorted(set(a.groups) - set(b.groups))
+    only_b = sorted(set(b.groups) - set(a.groups))
+    if only_a or only_b:
+        yield Difference(Aspect.GROUPS, "trained here only", only_a, only_b, min(only_a + only_b))
+    drops_a = _drops_by_key(a)
+    drops_b = _drops_by_key(b)
+    for key in sorted(drops_a.keys() | drops_b.keys()):
+        drop_a = drops_a.get(key)
+        drop_b = drops_b.get(key)
+        if drop_a != drop_b:
+            yield Difference(Aspect.GROUPS, "dropped", drop_a, drop_b, *key)
     if a.mini_batches != b.mini_batches:
-        yield _composition(a, b, has_same_groups=not any(only))
+        yield _composition(a, b, has_same_groups=not only_a and not only_b)
     for name in sorted(a.advantages.keys() & b.advantages.keys(), key=int):
         were = a.advantages[name]
         became = b.advantages[name]
         if len(were) != len(became):
             yield Difference(Aspect.ADVANTAGES, "number of samples", len(were), len(became), int(name))
             continue
-        for place, (was, is_now) in enumerate(zip(were, became, strict=True)):
+        for number, (was, is_now) in enumerate(zip(were, became, strict=True)):
             if was != is_now:
                 is_near = _is_close(was, is_now, tolerance)
-                what = f"sample {place}"
-                yield Difference(Aspect.ADVANTAGES, what, was, is_now, int(name), is_rounding=is_near)
+                sample = f"sample {number}"
+                yield Difference(Aspect.ADVANTAGES, sample, was, is_now, int(name), is_rounding=is_near)
     for name in sorted(a.metrics.keys() & b.metrics.keys()):
         was = a.metrics[name]
         is_now = b.metrics[name]
@@ -242,23 +258,31 @@ def compare_commits(a: Commit, b: Commit, tolerance: float) -> Iterator[Differen
         yield Difference(Aspect.WEIGHTS, "digest", a.digest, b.digest, is_rounding=True)
 
 
+def _drops_by_key(commit: Commit) -> dict[tuple[int, int], list[Any]]:
+    return {(ticket, index): [ticket, index, why] for ticket, index, why in commit.dropped}
+
+
 def _composition(a: Commit, b: Commit, has_same_groups: bool) -> Difference:
     """The first micro-batch that differs."""
-    one, other = ([keys for *_, keys in micro_batches_of(commit)] for commit in (a, b))
-    place = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
-    a_keys, b_keys = (
-        [list(key) for keys in batches[place : place + 1] for key in keys] for batches in (one, other)
-    )
+    batches_a = [keys for *_, keys in micro_batches_of(a)]
+    batches_b = [keys for *_, keys in micro_batches_of(b)]
+    pairs = enumerate(zip(batches_a, batches_b, strict=False))
+    number = next((number for number, (keys_a, keys_b) in pairs if keys_a != keys_b), 0)
+    keys_a = [list(key) for keys in batches_a[number : number + 1] for key in keys]
+    keys_b = [list(key) for keys in batches_b[number : number + 1] for key in keys]
     # The same samples in another order: the sums of gradients differ in their last bits alone.
-    updates = [[sorted(itertools.chain(*mini)) for mini in commit.mini_batches] for commit in (a, b)]
-    is_rounding = has_same_groups and updates[0] == updates[1]
-    return Difference(Aspect.COMPOSITION, f"micro-batch {place}", a_keys, b_keys, is_rounding=is_rounding)
+    is_rounding = has_same_groups and _samples_of_updates(a) == _samples_of_updates(b)
+    return Difference(Aspect.COMPOSITION, f"micro-batch {number}", keys_a, keys_b, is_rounding=is_rounding)
 
 
-def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
-    if one is None or other is None:
+def _samples_of_updates(commit: Commit) -> list[list[Any]]:
+    return [sorted(itertools.chain(*mini_batch)) for mini_batch in commit.mini_batches]
+
+
+def _is_close(a: float | None, b: float | None, tolerance: float) -> bool:
+    if a is None or b is None:
         return False
-    return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
 
 
 @dataclass(slots=True)
@@ -300,8 +324,10 @@ class DiffedRun(NamedTuple):
         async with GroupCursor(history, self.config.largest_group_size, most) as cursor:
             async for commit in history.messages(StreamName.COMMITS, Commit):
                 near = Selection(tickets=(min(commit.groups, default=0), max(commit.groups, default=-1)))
-                found = history.messages(StreamName.PROMPTS, Ticket, near)
-                prompts = {ticket.ticket: ticket async for ticket in found if ticket.ticket in commit.groups}
+                tickets = history.messages(StreamName.PROMPTS, Ticket, near)
+                prompts = {
+                    ticket.ticket: ticket async for ticket in tickets if ticket.ticket in commit.groups
+                }
                 cursor.close(ticket for ticket, _ in dropped_groups(commit))
                 try:
                     records = await cursor.groups(commit.groups)
@@ -333,13 +359,13 @@ async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
             if step_a is None or step_b is None:
                 result.longer = "a" if step_a else "b" if step_b else ""
                 return result
-            found = _compare_steps(step_a, step_b, tolerance, result)
+            differences = _compare_steps(step_a, step_b, tolerance, result)
             result.num_steps += 1
-            if any(not item.is_rounding for item in found):
-                result.differences = found
+            if any(not item.is_rounding for item in differences):
+                result.differences = differences
                 return result
-            known = {item.aspect for item in result.earlier}
-            result.earlier += [item for item in found if item.aspect not in known]
+            aspects = {item.aspect for item in result.earlier}
+            result.earlier += [item for item in differences if item.aspect not in aspects]
 
 
 def _compare_steps(a: DiffedStep, b: DiffedStep, tolerance: float, result: RunDiff) -> list[Difference]:
@@ -351,22 +377,22 @@ def _compare_steps(a: DiffedStep, b: DiffedStep, tolerance: float, result: RunDi
         for ticket in sorted(a.records.keys() & b.records.keys()):
             items += compare_groups(a.records[ticket], b.records[ticket], tolerance)
     items += compare_commits(a.commit, b.commit, tolerance)
-    found: dict[Aspect, Difference] = {}
+    by_aspect: dict[Aspect, Difference] = {}
     for item in items:
-        first = found.get(item.aspect)
+        first = by_aspect.get(item.aspect)
         if first is None or (first.is_rounding and not item.is_rounding):
-            found[item.aspect] = item
-    if Aspect.WEIGHTS in found:
+            by_aspect[item.aspect] = item
+    if Aspect.WEIGHTS in by_aspect:
         # Other differences explain that of the weights; without any, the update itself differed.
-        others = [item for aspect, item in found.items() if aspect is not Aspect.WEIGHTS]
+        others = [item for aspect, item in by_aspect.items() if aspect is not Aspect.WEIGHTS]
         is_explained = bool(others or result.earlier or result.unread_steps)
         is_rounding = is_explained and all(item.is_rounding for item in others)
-        found[Aspect.WEIGHTS] = replace(found[Aspect.WEIGHTS], is_rounding=is_rounding)
+        by_aspect[Aspect.WEIGHTS] = replace(by_aspect[Aspect.WEIGHTS], is_rounding=is_rounding)
     counts = Counter(item.aspect for item in items)
     return [
-        replace(found[aspect], step=a.commit.step, num_places=counts[aspect])
+        replace(by_aspect[aspect], step=a.commit.step, num_places=counts[aspect])
         for aspect in Aspect
-        if aspect in found
+        if aspect in by_aspect
     ]
 
 

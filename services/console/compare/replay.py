@@ -42,8 +42,8 @@ def _start_progress(steps: list[int], is_quiet: bool) -> tuple[Progress, Callabl
     def take(event: dict[str, Any]) -> None:
         if event["kind"] == "start":
             version = event["version"]
-            what = f"replaying from {_start_name(version)}"
-            bar.reset(task, total=steps[-1] + 1 - version, description=what)
+            label = f"replaying from {_start_name(version)}"
+            bar.reset(task, total=steps[-1] + 1 - version, description=label)
         elif event["kind"] == "step":
             bar.advance(task)
 
@@ -56,8 +56,8 @@ def _start_name(version: int) -> str:
 
 def result_tree(result: dict[str, Any], shows_all: bool = False) -> Node:
     num_different = sum(not row["equal"] for row in result["metrics"])
-    what = f"{num_different} metrics differ" if num_different else "the advantages differ"
-    words = f"the same weights, but {what}"
+    difference = f"{num_different} metrics differ" if num_different else "the advantages differ"
+    words = f"the same weights, but {difference}"
     style = "yellow"
     if result["equal"]:
         words = "bit-identical"
@@ -76,13 +76,18 @@ def _number_rows(result: dict[str, Any], shows_all: bool) -> Iterator[dict[str, 
     for name in dict.fromkeys((*HEADLINES, *rows)):
         row = rows.get(name)
         if row and (shows_all or name in HEADLINES or not row["equal"]):
-            numbers = (row["recorded"], row["replayed"])
-            recorded, replayed = (f"{n:.{FEW_DIGITS}g}" if row["equal"] else repr(n) for n in numbers)
+            in_words = _in_few_digits if row["equal"] else repr
+            recorded = in_words(row["recorded"])
+            replayed = in_words(row["replayed"])
             outcome = _outcome(row["equal"], f" by {row['difference']:.3g}")
             yield {"metric": name, "recorded": recorded, "replayed": replayed, "outcome": outcome}
     digest = result["digest"]
     short = {name: digest[name][:12] for name in ("recorded", "replayed")}
     yield {"metric": "digest", **short, "outcome": _outcome(digest["equal"])}
+
+
+def _in_few_digits(number: float) -> str:
+    return f"{number:.{FEW_DIGITS}g}"
 
 
 def _outcome(is_equal: bool, by: str = "") -> Node:
@@ -128,13 +133,13 @@ def replay_steps(options: ReplayOptions) -> int:
 
 def listed_steps(text: str) -> list[int]:
     """`7`, `3,17` or `10..14`, ascending and without repeats."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for item in text.split(","):
         first, last = parse_steps(item)
         if last - first >= MAX_STEPS:
             raise ConfigError(f"{item.strip()!r} are more than {MAX_STEPS:,} steps.")
-        found.update(range(first, last + 1))
-    return sorted(found)
+        numbers.update(range(first, last + 1))
+    return sorted(numbers)
 
 
 async def _replay(access: RunAccess, options: ReplayOptions, steps: list[int]) -> list[dict[str, Any]]:
@@ -152,7 +157,8 @@ async def _replay(access: RunAccess, options: ReplayOptions, steps: list[int]) -
             take(event)
         if len(results) < len(steps):
             messages.seek(0)
-            *_, last = ["it said nothing", *messages.read().decode(errors="replace").strip().splitlines()]
+            lines = messages.read().decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else "it said nothing"
             raise TidemillError(f"the replay ended before its last step: {last}")
     return results
 

@@ -23,9 +23,9 @@ from tidemill.services.console.options import ConvertOptions
 
 def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:
     """The config that trains as these options do; options that are not given have that project's defaults."""
-    given = dict(options)
-    source = str(given.pop("module", "") or given.pop("file", ""))
-    draft = Draft(table_of(project), given)
+    values = dict(options)
+    source = str(values.pop("module", "") or values.pop("file", ""))
+    draft = Draft(table_of(project), values)
     {"verl": convert_verl, "trl": convert_trl, "prime-rl": convert_prime_rl}[project](draft, source)
     fit(draft)
     draft.list_the_rest()
@@ -41,10 +41,10 @@ def _check_is_recognised(file: Path, table: OptionTable, options: Mapping[str, A
     names = [table.renewed(name) for name in options if name not in ("module", "file")]
     if table.project == "prime-rl":
         unknown = [name for name in names if table.find(name) is None]
-        for part in PARTS:
-            whole = [f"{part}{name}" for name in unknown if table.names(f"{part}{name}")]
+        for prefix in PARTS:
+            whole = [f"{prefix}{name}" for name in unknown if table.names(f"{prefix}{name}")]
             if whole:
-                name = whole[0].removeprefix(part)
+                name = whole[0].removeprefix(prefix)
                 raise ConfigError(
                     f"{file} is one of prime-rl's part files: {name} is {whole[0]} in the run's rl.toml. "
                     "Without the other parts most of the run would become defaults. "

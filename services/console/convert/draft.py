@@ -49,23 +49,24 @@ class Draft:
     """Options go in, fields and findings come out."""
 
     table: OptionTable
-    given: dict[str, Any]
+    options: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The option that each field comes from, and a note."""
-    taken: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Renames old options; null, and a value known only when the file runs, count as not given."""
         for name, value in self.table.always.items():
             self.put(name, value, note=f"as {self.table.project} does")
-        given = self.given
-        self.given = {}
-        for name, value in given.items():
-            row = self.table.find(option := self.table.renewed(name))
+        options = self.options
+        self.options = {}
+        for name, value in options.items():
+            option = self.table.renewed(name)
+            row = self.table.find(option)
             if not isinstance(value, Unknown):
-                self.given |= {option: value} if value is not None else {}
+                self.options |= {option: value} if value is not None else {}
             elif row is None or not row.is_automatic:
                 text = f"{value} is known only when the file runs: give {option}=VALUE after the file"
                 self.findings.append(Finding("lost", option, None, text))
@@ -73,8 +74,8 @@ class Draft:
     def take(self, option: str) -> Any:
         """The value of an option, or the project's default; marks the option as handled."""
         assert self.table.find(option) is not None, f"{option} is in no row of {self.table.project}"
-        self.taken.add(option)
-        return self.given.get(option, self.table.default(option))
+        self.used.add(option)
+        return self.options.get(option, self.table.default(option))
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.fields.get(name, default)
@@ -87,14 +88,15 @@ class Draft:
     def drop(self, prefix: str, verdict: Verdict = "automatic", text: str = NO_EFFECT) -> None:
         """Remove the fields with this prefix, and list the options that were given for them."""
         for name in [name for name in self.fields if name.startswith(prefix)]:
-            value, (option, _) = self.fields.pop(name), self.origins[name]
-            if option in self.given and value not in OFF:
+            value = self.fields.pop(name)
+            option, _ = self.origins[name]
+            if option in self.options and value not in OFF:
                 self.say(verdict, option, text)
 
     def say(self, verdict: Verdict, option: str, text: str) -> None:
         """Put an option into the list, and mark it as handled."""
-        self.taken.add(option)
-        finding = Finding(verdict, option, self.given.get(option, self.table.default(option)), text)
+        self.used.add(option)
+        finding = Finding(verdict, option, self.options.get(option, self.table.default(option)), text)
         if finding not in self.findings:
             self.findings.append(finding)
 
@@ -107,7 +109,7 @@ class Draft:
         """The steps that a number of updates makes, rounded up; says so where they are no whole number."""
         per_step = self.updates_per_step
         steps = math.ceil(updates / per_step)
-        if updates % per_step and option in self.given:
+        if updates % per_step and option in self.options:
             self.say("approximated", option, f"updates there, {per_step} of them in a step: {steps} steps")
         return steps
 
@@ -120,21 +122,21 @@ class Draft:
                 self._copy(row)
                 continue
             prefix = row.option.removesuffix("*")
-            for option in [name for name in self.given if name.startswith(prefix)]:
+            for option in [name for name in self.options if name.startswith(prefix)]:
                 self.put(row.to.replace("*", option.removeprefix(prefix)), self.take(option), option)
 
     def _holds(self, condition: str) -> bool:
         name, has_value, wanted = condition.partition("=")
         if name.endswith("*"):
-            return any(option.startswith(name[:-1]) for option in self.given)
-        value = self.given.get(name, self.get(name, self.table.default(name)))
+            return any(option.startswith(name[:-1]) for option in self.options)
+        value = self.options.get(name, self.get(name, self.table.default(name)))
         return str(value) in wanted.split("|") if has_value else bool(value)
 
     def _copy(self, row: OptionRow) -> None:
-        options = [*row.options, *([row.fallback] if row.fallback else ())]
-        option = next((name for name in options if name in self.given), options[-1])
-        value = self.given.get(option, row.default)
-        if row.by == "list" and option in self.given:
+        names = [*row.options, *([row.fallback] if row.fallback else ())]
+        option = next((name for name in names if name in self.options), names[-1])
+        value = self.options.get(option, row.default)
+        if row.by == "list" and option in self.options:
             value = [self.take(name) for name in row.options]
         elif row.by == "updates" and value and value > 0:
             value = self.steps_of(option, value)
@@ -162,7 +164,7 @@ class Draft:
         several = ours if is_several else {row.targets[0]: ours}
         new = {name: it for name, it in several.items() if name not in self.fields}
         if new or all(self.fields[name] == it for name, it in several.items()):
-            self.taken.update(row.options)
+            self.used.update(row.options)
         for name, it in new.items():
             if it is not None or is_several:
                 self.put(name, it, option, "" if row.values else row.note)
@@ -178,9 +180,9 @@ class Draft:
 
     def list_the_rest(self) -> None:
         """List the given options that became no field."""
-        for option, value in self.given.items():
+        for option, value in self.options.items():
             row = self.table.find(option)
-            if option in self.taken or value in OFF:
+            if option in self.used or value in OFF:
                 continue
             if row is None:
                 self.say("lost", option, "no counterpart is known")

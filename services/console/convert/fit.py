@@ -43,8 +43,10 @@ def fit(draft: Draft) -> None:
         total = draft.get("data.max_prompt_tokens") + draft.get("rollout.sampling.max_tokens")
         draft.put("model.max_model_len", total, note="prompt and completion")
     train = draft.get("data.train")
-    own = [row["group_size"] for row in train if isinstance(row, dict)] if isinstance(train, list) else []
-    if 1 in (draft.get("trainer.group_size"), *own):
+    source_sizes = (
+        [row["group_size"] for row in train if isinstance(row, dict)] if isinstance(train, list) else []
+    )
+    if 1 in (draft.get("trainer.group_size"), *source_sizes):
         draft.put("reward.min_group_size", 1, note="groups of one")
     _fit_ratio(draft)
     _fit_weights(draft)
@@ -61,7 +63,8 @@ def fit(draft: Draft) -> None:
 
 def _fit_ratio(draft: Draft) -> None:
     """Make the loss agree with the logprobs that its ratio compares with."""
-    traits, (option, _) = LOSSES[draft.get(LOSS)], draft.origins[LOSS]
+    traits = LOSSES[draft.get(LOSS)]
+    option, _ = draft.origins[LOSS]
     neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
     is_filtered = any(draft.get(f"rollout.sampling.{name}", off) != off for name, off in neutral.items())
     if is_filtered and OLD in draft.fields:
@@ -108,7 +111,8 @@ def _fit_dual_clip(draft: Draft) -> None:
 
 def _fit_advantage(draft: Draft) -> None:
     """Replace an advantage that compares siblings or rewards if there is only one; drop a KL of weight 0."""
-    name, (option, _) = draft.get(ADVANTAGE), draft.origins[ADVANTAGE]
+    name = draft.get(ADVANTAGE)
+    option, _ = draft.origins[ADVANTAGE]
     if ADVANTAGES[name].compares_rewards and len(draft.get("reward.rewards", ())) < 2:
         draft.say("approximated", option, f"{name} compares rewards: name several in reward.rewards")
         draft.put(ADVANTAGE, "grpo", option)

@@ -34,11 +34,11 @@ def convert_prime_rl(draft: Draft, _: str) -> None:
 
 def _named(draft: Draft, lane: str) -> dict[str, Mapping[str, Any]]:
     """The environments of a lane by name."""
-    found = [source for source in draft.take(f"{O}{lane}.source") or () if isinstance(source, dict)]
-    tasks = [(source.get("env") or {}).get("taskset") or {} for source in found]
+    sources = [source for source in draft.take(f"{O}{lane}.source") or () if isinstance(source, dict)]
+    tasks = [(source.get("env") or {}).get("taskset") or {} for source in sources]
     return {
         str(source.get("name") or task.get("id") or source.get("id") or lane): source
-        for source, task in zip(found, tasks, strict=True)
+        for source, task in zip(sources, tasks, strict=True)
     }
 
 
@@ -74,7 +74,7 @@ def _convert_sources(draft: Draft) -> None:
 def _convert_lengths(draft: Draft) -> None:
     names = ("seq_len", O + "seq_len", T + "model.seq_len", "inference.vllm.max_model_len")
     total = min(
-        [int(draft.take(name)) for name in names if name in draft.given], default=draft.take("seq_len")
+        [int(draft.take(name)) for name in names if name in draft.options], default=draft.take("seq_len")
     )
     completion = draft.take(O + "train.sampling.max_completion_tokens")
     fits = completion and completion < total
@@ -96,8 +96,8 @@ def _convert_evaluation(draft: Draft) -> None:
     draft.put("data.eval", files, option, "the rows of each: write them there")
     draft.say("lost", option, f"environments ({', '.join(sources)}): their rows as JSONL files")
     for field, name, choose in (("every", "interval", min), ("samples", "group_size", max)):
-        own = [source[name] for source in sources.values() if name in source]
-        draft.put(EVALUATION + field, choose([draft.get(EVALUATION + field), *own]), f"{O}eval.{name}")
+        set_values = [source[name] for source in sources.values() if name in source]
+        draft.put(EVALUATION + field, choose([draft.get(EVALUATION + field), *set_values]), f"{O}eval.{name}")
 
 
 def _convert_machine(draft: Draft) -> None:
@@ -111,5 +111,5 @@ def _convert_machine(draft: Draft) -> None:
     workers = max(gpus // draft.get("rollout.vllm.tensor_parallel_size", 1), 1)
     draft.put("rollout.workers", workers, note="GPUs of the engines / tensor_parallel_size")
     draft.put("trainer.gradient_checkpointing", draft.take(T + "model.ac") is not False, T + "model.ac")
-    if any(name.startswith(("monitors.wandb.", "wandb.")) for name in draft.given):
+    if any(name.startswith(("monitors.wandb.", "wandb.")) for name in draft.options):
         draft.put("trainer.loggers", ["wandb"], note="monitors.wandb")

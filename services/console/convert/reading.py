@@ -48,36 +48,36 @@ def read_options(
     path: Path, overrides: Iterable[str], project: Project | None
 ) -> tuple[Project, dict[str, Any]]:
     """Which project a file is for, and its options by dotted name; overrides win."""
-    given = list(overrides)
+    words = list(overrides)
     kind = path.suffix.lower()
     try:
         text = path.read_text(encoding="utf-8")
         if kind in SCRIPTS:
-            variables = dict(word.split("=", 1) for word in given if _SCRIPT_VARIABLE.match(word))
-            given = [word for word in given if not _SCRIPT_VARIABLE.match(word)]
-            found = _of_script(Script(variables).read(text), project)
+            variables = dict(word.split("=", 1) for word in words if _SCRIPT_VARIABLE.match(word))
+            words = [word for word in words if not _SCRIPT_VARIABLE.match(word)]
+            options = _of_script(Script(variables).read(text), project)
         elif kind == ".py":
             project = project or "trl"
-            found = {"file": path.name, **_of_calls(text, path)}
+            options = {"file": path.name, **_of_calls(text, path)}
         elif kind == ".toml":
             project = project or "prime-rl"
-            found = _flat(tomllib.loads(text))
+            options = _flat(tomllib.loads(text))
         elif kind in (".yaml", ".yml", ".json"):
-            found = _flat(json.loads(text) if kind == ".json" else yaml.safe_load(text))
+            options = _flat(json.loads(text) if kind == ".json" else yaml.safe_load(text))
         else:
             raise ConfigError(f"{path} ends in {kind or 'nothing'}; expected .yaml, .json, .toml, .sh or .py")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (SyntaxError, *UNREADABLE) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    of_script = [name for name in found if not name.startswith(LAUNCHER)]
+    of_script = [name for name in options if not name.startswith(LAUNCHER)]
     is_verl = any(
         "." in name if kind in SCRIPTS else name.startswith("actor_rollout_ref.") for name in of_script
     )
-    found = _resolved(found | dict(_of_words(given)))
-    if not found:
+    options = _resolved(options | dict(_of_words(words)))
+    if not options:
         raise ConfigError(f"{path} holds no options of verl, TRL or prime-rl")
-    return project or ("verl" if is_verl else "trl"), found
+    return project or ("verl" if is_verl else "trl"), options
 
 
 def _flat(tree: Any) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
     resolved = {}
     for name, value in options.items():
         for _ in range(8):
-            if isinstance(value, str) and (found := _REFERENCE.match(value)):
-                value = options.get(found[1], "${}")
+            if isinstance(value, str) and (reference := _REFERENCE.match(value)):
+                value = options.get(reference[1], "${}")
         is_open = isinstance(value, str) and value.startswith("${") and not isinstance(value, Unknown)
         if not is_open and value != "???":
             resolved[name] = value
@@ -101,16 +101,16 @@ def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_words(words: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Options of a command line: `key=value`, Hydra's `+key=value`, `--key value`, `--key=value`, `--key`."""
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         name, equals, raw = word.removeprefix("--").lstrip("+").partition("=")
         if equals:
             yield name, Unknown(raw) if isinstance(word, Unknown) else _value(raw)
         elif word.startswith("--"):
             values = []
-            while rest and not rest[0].startswith("--"):
-                values.append(_value(rest.pop(0)))
+            while remaining and not remaining[0].startswith("--"):
+                values.append(_value(remaining.pop(0)))
             yield name, True if not values else values[0] if len(values) == 1 else values
         elif isinstance(word, Unknown):
             yield word, word
@@ -132,15 +132,15 @@ def _of_script(commands: list[list[str]], project: Project | None) -> dict[str, 
     for words in reversed(commands if project != "trl" else []):
         if any(map(_HYDRA.match, words)):
             return _of_hydra(_without_redirections(words))
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for words in commands:
-        found |= _num_processes(words)
+        values |= _num_processes(words)
     for words in reversed(commands):
         for at, word in enumerate(words):
             if word == "grpo" or word.endswith(".py"):
                 options = _without_redirections(words[at + 1 :])
-                return found | _of_launcher(words[:at]) | dict(_of_words(options))
-    return found
+                return values | _of_launcher(words[:at]) | dict(_of_words(options))
+    return values
 
 
 def _of_hydra(words: list[str]) -> dict[str, Any]:
@@ -226,11 +226,11 @@ _OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.
 
 
 class Script:
-    """The commands of a shell script. Assignments set `variables` as it is read; those in `given` win."""
+    """The commands of a shell script. Assignments set `variables` as it is read; those in `overrides` win."""
 
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self.given = given
-        self.variables: dict[str, str | list[str]] = {"HOME": "~", **given}
+    def __init__(self, overrides: Mapping[str, str]) -> None:
+        self.overrides = overrides
+        self.variables: dict[str, str | list[str]] = {"HOME": "~", **overrides}
         self.depth = 0
         """Number of blocks (if, for, ...) around the command."""
 
@@ -241,8 +241,8 @@ class Script:
             ValueError: a quotation does not end.
         """
         text = _NO_COMMAND.sub(r"\1\4", text).replace("\\\n", " ")
-        text = _SUM.sub(lambda found: re.sub(r"\s", "", found[0]), text)  # one word each, as arrays are
-        text = _ARRAY.sub(lambda found: shlex.quote(found[0]), _PROGRAM.sub("$<program>", text))
+        text = _SUM.sub(lambda match: re.sub(r"\s", "", match[0]), text)  # one word each, as arrays are
+        text = _ARRAY.sub(lambda match: shlex.quote(match[0]), _PROGRAM.sub("$<program>", text))
         lexer = shlex.shlex(f"{text}\n", posix=True, punctuation_chars=BREAKS)
         lexer.whitespace = " \t\r"
         lexer.commenters = ""
@@ -265,13 +265,13 @@ class Script:
         while words and (words[0] in (*OPENING, *CLOSING, *BETWEEN) or re.fullmatch(r"[^=]*\)", words[0])):
             self.depth += (words[0] in OPENING) - (words[0] in CLOSING)
             words = words[1:]
-        while words and (found := _ASSIGNMENT.fullmatch(words[0])):
-            self._assign(found[1], bool(found[2]), found[3], self.depth > 0 or is_tied)
+        while words and (assignment := _ASSIGNMENT.fullmatch(words[0])):
+            self._assign(assignment[1], bool(assignment[2]), assignment[3], self.depth > 0 or is_tied)
             words = words[1:]
         return [it for word in words for it in self._expanded(word)]
 
     def _assign(self, name: str, appends: bool, text: str, is_conditional: bool) -> None:
-        if name in self.given:
+        if name in self.overrides:
             return
         before = self.variables.get(name)
         new: str | list[str] = self._filled(text)
@@ -286,9 +286,9 @@ class Script:
         """The words that one word becomes: several for an array, or a variable with spaces."""
         if word in ("$@", "$*"):
             return []
-        if (found := _WHOLE.fullmatch(word)) is None:
+        if (variable := _WHOLE.fullmatch(word)) is None:
             return [self._filled(word)]
-        value = self.variables.get(found[1], Unknown(word))
+        value = self.variables.get(variable[1], Unknown(word))
         is_one = isinstance(value, Unknown)
         return value if isinstance(value, list) else [Unknown(word)] if is_one else shlex.split(value)
 
@@ -298,16 +298,16 @@ class Script:
         try:
             for _ in range(4):  # defaults may hold variables
                 text = _VARIABLE.sub(self._value, text)
-            text = _SUM.sub(lambda found: str(self._computed(ast.parse(found[1], mode="eval").body)), text)
+            text = _SUM.sub(lambda match: str(self._computed(ast.parse(match[1], mode="eval").body)), text)
         except (KeyError, ValueError, SyntaxError, ZeroDivisionError):
             return Unknown(word)
         return Unknown(word) if _OPEN.search(text) else text
 
-    def _value(self, found: re.Match[str]) -> str:
+    def _value(self, match: re.Match[str]) -> str:
         """The value of a variable. Raises KeyError, ValueError: it is not known."""
-        if not (name := found[1] or found[3]):
+        if not (name := match[1] or match[3]):
             return ""
-        value = self.variables.get(name) or found[2]
+        value = self.variables.get(name) or match[2]
         value = self.variables[name] if value is None else value
         if isinstance(value, Unknown):
             raise ValueError(value)

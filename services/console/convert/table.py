@@ -79,9 +79,13 @@ class OptionTable(BaseModel):
 
     def find(self, option: str) -> OptionRow | None:
         """The row about an option: one that names it before one with a pattern."""
-        exact = (row for row in self.rows if option in row.options)
-        near = (row for row in self.rows if any(fnmatchcase(option, name) for name in row.options))
-        return next(exact, None) or next(near, None)
+        for row in self.rows:
+            if option in row.options:
+                return row
+        for row in self.rows:
+            if any(fnmatchcase(option, name) for name in row.options):
+                return row
+        return None
 
     def names(self, option: str) -> bool:
         """Whether a row names the option itself, rather than by a pattern."""
@@ -104,11 +108,11 @@ class OptionTable(BaseModel):
 def table_of(project: Project) -> OptionTable:
     tree = yaml.safe_load(Path(__file__).with_name(FILES[project]).read_text(encoding="utf-8"))
     rows: list[OptionRow] = []
-    for option, given in tree.pop("fields").items():
-        rows += [OptionRow(option=option, **row) for row in (given if isinstance(given, list) else [given])]
+    for option, entry in tree.pop("fields").items():
+        rows += [OptionRow(option=option, **row) for row in (entry if isinstance(entry, list) else [entry])]
     for kind in ("missing", "automatic"):
-        for option, given in tree.pop(kind).items():
-            row = given if isinstance(given, dict) else {"note": given}
+        for option, entry in tree.pop(kind).items():
+            row = entry if isinstance(entry, dict) else {"note": entry}
             rows.append(OptionRow(option=option, is_automatic=kind == "automatic", **row))
     return OptionTable(rows=rows, **tree)
 

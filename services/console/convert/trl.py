@@ -79,24 +79,24 @@ def _resolve_shares(draft: Draft) -> set[str]:
     shares, because the number of updates follows from the rows."""
     unresolved = set()
     for option in ("save_steps", "eval_steps", "logging_steps"):
-        share = draft.given.get(option)
+        share = draft.options.get(option)
         if not isinstance(share, float) or not 0.0 < share < 1.0:
             continue
-        all_updates = draft.given.get("max_steps") or 0
+        all_updates = draft.options.get("max_steps") or 0
         if all_updates > 0:
-            draft.given[option] = math.ceil(all_updates * share)
+            draft.options[option] = math.ceil(all_updates * share)
             continue
         unresolved.add(option)
         if option in FIELDS_OF_INTERVALS:
             text = "a share of the run, whose length follows from the rows: set {} to it"
             draft.say("lost", option, text.format(FIELDS_OF_INTERVALS[option]))
-        del draft.given[option]
+        del draft.options[option]
     return unresolved
 
 
 def _say_bound_of_cispo(draft: Draft) -> None:
     """cispo's epsilon_high bounds the ratio itself; here the bound is 1 + clip_high, so at least 1."""
-    bound = draft.given.get("epsilon_high", draft.take("epsilon"))
+    bound = draft.options.get("epsilon_high", draft.take("epsilon"))
     if draft.take("loss_type") == "cispo" and bound < 1:
         text = (
             f"of cispo it bounds the ratio itself: no weight is above {bound} there, and the loss is about "
@@ -162,7 +162,7 @@ def _convert_evaluation(draft: Draft, strategy: str, has_no_interval: set[str]) 
         draft.say("approximated", "eval_strategy", text)
     elif option not in has_no_interval:
         draft.put(EVALUATION + "every", draft.steps_of(option, draft.take(option)), option)
-        draft.taken.add("eval_strategy")
+        draft.used.add("eval_strategy")
     elif option == "logging_steps":
         text = "every logging_steps, a share of the run: set trainer.evaluation.every to it"
         draft.say("lost", "eval_strategy", text)
@@ -182,14 +182,14 @@ def _rows(draft: Draft, option: str, value: Any, config: str | None, split: str)
     if Path(source).suffix in (".jsonl", ".json", ".parquet"):
         return source
     name = source
-    rest = ""
+    trailing = ""
     if call := _LOAD.match(source):
-        name, own_config, options, rest = call.groups()
+        name, own_config, options, trailing = call.groups()
         named = _SPLIT.search(options)
         config = own_config
         split = named[1] if named else split
-    if rest:
-        draft.say("approximated", option, f"what follows is not done to its rows: {rest}")
+    if trailing:
+        draft.say("approximated", option, f"what follows is not done to its rows: {trailing}")
     if _HUB_NAME.fullmatch(name):
         return f"hub:{name}{f'/{config}' if config else ''}@{split}"
     draft.say("lost", option, "data are files or sets of the hub here: save it with to_json or to_parquet")
@@ -197,9 +197,9 @@ def _rows(draft: Draft, option: str, value: Any, config: str | None, split: str)
 
 
 def _convert_rewards(draft: Draft, file: str) -> None:
-    given = draft.take("reward_funcs")
+    functions = draft.take("reward_funcs")
     weights = draft.take("reward_weights")
-    names = [str(name) for name in ([given] if isinstance(given, str) else given or ())]
+    names = [str(name) for name in ([functions] if isinstance(functions, str) else functions or ())]
     if not names:
         draft.say("lost", "reward_funcs", "name one in reward.function; here it is the default, gsm8k")
     elif len(names) == 1 and "/" not in names[0] and (not weights or weights[0] == 1):
@@ -235,10 +235,10 @@ def _convert_adapters(draft: Draft) -> None:
         return
 
     def value_of(argument: str, option: str) -> Any:
-        given = re.search(rf"\b{argument}=([\d.]+)", peft)
+        match = re.search(rf"\b{argument}=([\d.]+)", peft)
         of_option = draft.take(option)
         # The default of PEFT's LoraConfig differs from those of TRL's options.
-        return given[1] if given else 8 if is_object else of_option
+        return match[1] if match else 8 if is_object else of_option
 
     # ModelConfig's default is 0.05, LoraConfig's 0.
     of_object = re.search(r"\blora_dropout=([\d.]+)", peft)

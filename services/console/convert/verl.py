@@ -22,7 +22,7 @@ def convert_verl(draft: Draft, module: str) -> None:
     is_apart = draft.take("actor_rollout_ref.hybrid_engine") is False
     trainer = {"colocate_async": "one_step", "separate_async": "fully_async"}
     mode = trainer.get(str(draft.take(V1 + "trainer_mode")), "sync")
-    if any(name.startswith(ASYNC) for name in draft.given) or "fully_async" in module:
+    if any(name.startswith(ASYNC) for name in draft.options) or "fully_async" in module:
         mode = "fully_async"
     elif "one_step_off" in module or is_apart:
         mode = "one_step"
@@ -44,13 +44,14 @@ def _convert_batches(draft: Draft, mode: str) -> None:
     """Groups of a step, updates in it, and how old they may be."""
     mini = draft.take(A + "ppo_mini_batch_size")
     groups = draft.take("data.train_batch_size")
-    sync, batches = (draft.take(ASYNC + name) for name in ("trigger_parameter_sync_step", "require_batches"))
+    sync = draft.take(ASYNC + "trigger_parameter_sync_step")
+    batches = draft.take(ASYNC + "require_batches")
     sync_v1 = draft.take(V1 + "separate_async.parameter_sync_step")
     share = draft.take(ASYNC + "staleness_threshold")
     prompts = draft.take("rollout.total_rollout_steps")
     spans = draft.take(V1 + "sampler.max_off_policy_threshold")
     if mode == "fully_async":
-        is_v1 = V1 + "trainer_mode" in draft.given
+        is_v1 = V1 + "trainer_mode" in draft.options
         updates = (sync_v1 or sync) if is_v1 else sync * batches
         groups = updates * mini
         draft.put("trainer.max_staleness", int(spans or math.ceil(share)), ASYNC + "staleness_threshold")
@@ -73,7 +74,7 @@ def _convert_machine(draft: Draft, mode: str) -> None:
     ranks = draft.take("trainer.n_gpus_per_node") * draft.take("trainer.nnodes")
     draft.put("trainer.num_ranks", ranks, "trainer.n_gpus_per_node", "their product")
     gpus = draft.take("rollout.n_gpus_per_node") * draft.take("rollout.nnodes")
-    if mode == "fully_async" or "rollout.n_gpus_per_node" in draft.given:
+    if mode == "fully_async" or "rollout.n_gpus_per_node" in draft.options:
         workers = max(gpus // draft.get("rollout.vllm.tensor_parallel_size"), 1)
         draft.put("rollout.workers", workers, note="GPUs of the engines / tensor_model_parallel_size")
     elif ranks > 1:
@@ -92,7 +93,8 @@ def _convert_machine(draft: Draft, mode: str) -> None:
 
 
 def _convert_reward(draft: Draft) -> None:
-    path, name = (draft.take(f"{W}custom_reward_function.{part}") for part in ("path", "name"))
+    path = draft.take(W + "custom_reward_function.path")
+    name = draft.take(W + "custom_reward_function.name")
     model = draft.take(W + "reward_model.model_path")
     option = W + "custom_reward_function.path"
     if draft.take(W + "reward_model.enable") and model:
@@ -108,7 +110,8 @@ def _convert_reward(draft: Draft) -> None:
         draft.put("reward.function", guess, "data.train_files", "guessed; verl chooses by data_source")
         text = f"verl scores by data_source: here all rows are scored by {guess}, with 0 or 1 (some of verl's"
         draft.say("approximated", option, f"{text} give -1 or 1: advantages are the same, plots are not)")
-    length, limit = (draft.take(f"{W}reward_kwargs.{n}") for n in ("overlong_buffer_cfg.len", "max_resp_len"))
+    length = draft.take(W + "reward_kwargs.overlong_buffer_cfg.len")
+    limit = draft.take(W + "reward_kwargs.max_resp_len")
     if F + "overlong.penalty" in draft.fields and length:
         share = round(min(length / (limit or draft.get("rollout.sampling.max_tokens")), 1.0), 6)
         draft.put(F + "overlong.buffer_share", share, W + "reward_kwargs.overlong_buffer_cfg.len")
@@ -121,11 +124,11 @@ def _convert_algorithm(draft: Draft) -> None:
     advantage = draft.get(F + "advantage")
     if advantage == "grpo" and not by_deviation:
         draft.put(F + "advantage", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
-    if advantage == "gae" and draft.given.get("critic.model.path") not in (None, draft.get("model.path")):
+    if advantage == "gae" and draft.options.get("critic.model.path") not in (None, draft.get("model.path")):
         draft.say("approximated", "critic.model.path", "the critic begins as a copy of the policy")
     option = A + "clip_ratio_c"
     loss = draft.take(A + "policy_loss.loss_mode")
-    if loss not in ("vanilla", "dppo_tv", "dppo_kl") and option in draft.given:
+    if loss not in ("vanilla", "dppo_tv", "dppo_kl") and option in draft.options:
         draft.say("approximated", option, "verl uses it with vanilla only; here gspo has dual_clip 3")
     if draft.take("algorithm.use_kl_in_reward") and draft.take(A + "use_kl_loss"):
         draft.say("lost", "algorithm.use_kl_in_reward", "the penalty has one place, and is in the loss")
@@ -149,5 +152,5 @@ def _convert_correction(draft: Draft) -> None:
 def _name(file: str, files: list[str]) -> str:
     path = Path(file)
     name = path.parent.name if path.stem in OF_TEST_SETS and path.parent.name else path.stem
-    unique = sum(Path(other).stem == path.stem for other in files) == 1 or path.parent.name
+    unique = sum(Path(file).stem == path.stem for file in files) == 1 or path.parent.name
     return name if unique else f"{name}-{files.index(file)}"
