@@ -84,11 +84,14 @@ class LiveView:
 
 
 class News(NamedTuple):
-    """An item of a snapshot that is shown once."""
+    """An item of a snapshot that is shown once.
 
-    place: tuple[float, int]
+    Example: of step 3: `identity` ("step", 3), and a `line` that is made only where it is printed.
+    """
+
+    position: tuple[float, int]
     """Sort key."""
-    what: tuple[object, ...]
+    identity: tuple[object, ...]
     """Its identity; its kind comes first."""
     line: Callable[[], str]
     record: dict[str, Any] | None = None
@@ -104,9 +107,9 @@ def _news(snapshot: RunSnapshot) -> Iterator[News]:
         name = item.get("set")
         yield News((version, 1), (EVALUATION, version, name), partial(evaluation_line, item), item)
     for item in snapshot.state.get("warnings") or []:
-        place = (item.get("check"), item.get("since_step"), item.get("until_step"))
-        begun = "warning: " if place[-1] is None else ""
-        yield News((math.inf, 0), ("warning", *place), partial("{}{}".format, begun, warning_line(item)))
+        position = (item.get("check"), item.get("since_step"), item.get("until_step"))
+        begun = "warning: " if position[-1] is None else ""
+        yield News((math.inf, 0), ("warning", *position), partial("{}{}".format, begun, warning_line(item)))
     for name, detail in snapshot.blocked.items():
         line = partial("warning: {}: {}".format, name, detail)
         # By its cause: how long a loop was blocked changes with every heartbeat.
@@ -210,13 +213,13 @@ class PlainView:
 
     def show(self, snapshot: RunSnapshot, services: Mapping[str, ServiceStatus], silent_s: float) -> None:
         """Report what is new since the last call; what a resumed run did before is not new."""
-        news = sorted(_news(snapshot), key=lambda item: item.place)
+        news = sorted(_news(snapshot), key=lambda item: item.position)
         if self._shown is None:
             # What troubles processes troubles them now: it is printed after a resume, too.
-            self._shown = {item.what for item in news if item.what[0] not in PRESENT}
+            self._shown = {item.identity for item in news if item.identity[0] not in PRESENT}
         for item in news:
-            if item.what not in self._shown:
-                self._shown.add(item.what)
+            if item.identity not in self._shown:
+                self._shown.add(item.identity)
                 self.report(item)
         for line in self._troubles.lines(_troubles(snapshot, services, silent_s), time.monotonic()):
             self.event(line)

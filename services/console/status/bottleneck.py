@@ -1,6 +1,6 @@
 """Where the time of a run goes, as its commits and its processes say, and which stage makes it slow."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,13 +80,13 @@ class Evidence:
         if role == "reward" and self.score_use is not None:
             return self.score_use
         shares = self.shares.get(role)
-        return sum(part for state, part in shares.items() if not state.startswith(WAIT)) if shares else None
+        return sum(share for state, share in shares.items() if not state.startswith(WAIT)) if shares else None
 
     def waits(self, role: str) -> dict[str, float]:
         """Idle time of a role by cause, the longest first."""
         shares = self.shares.get(role, {})
-        waits = {state: part for state, part in shares.items() if state.startswith(WAIT) and part}
-        return {state.removeprefix(WAIT): part for state, part in _largest_first(waits)}
+        waits = {state: share for state, share in shares.items() if state.startswith(WAIT) and share}
+        return {state.removeprefix(WAIT): share for state, share in _largest_first(waits)}
 
 
 def _largest_first(shares: Shares) -> list[tuple[str, float]]:
@@ -119,8 +119,13 @@ def gather_evidence(
         beats = [beat for beat in alive if beat.role == role and beat.shares]
         if beats and role not in by_steps:
             states = sorted({state for beat in beats for state in beat.shares})
-            shares[role] = {s: sum(beat.shares.get(s, 0.0) for beat in beats) / len(beats) for s in states}
-    num_workers = {role: sum(beat.role == role for beat in alive) for role in ROLES}
+            means = {}
+            for state in states:
+                of_beats = [beat.shares.get(state, 0.0) for beat in beats]
+                means[state] = sum(of_beats) / len(of_beats)
+            shares[role] = means
+    num_alive = Counter(beat.role for beat in alive)
+    num_workers = {role: num_alive[role] for role in ROLES}
     if not alive:
         num_workers = {role: round(_mean(recent, f"stages/{role}_workers")) for role in WORKERS}
     redis_ms = [beat.counts["redis_ms"] for beat in alive if "redis_ms" in beat.counts]
@@ -176,6 +181,12 @@ def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
+    """What a run waits for.
+
+    Example: `stage` "rollout", `blame` {"rollout": 0.7, "trainer": 0.3}, `step_with_one_more_s` {"rollout":
+    6.1}: seven tenths of a step are waits for rollout workers, and with one more a step would take 6.1 s.
+    """
+
     stage: str
     """trainer, rollout, reward, redis, weights, environment, checkpoint, evaluation or disk."""
     blame: dict[str, float]
@@ -214,9 +225,11 @@ def find_bottleneck(evidence: Evidence) -> Bottleneck | None:
     # Where stages overlap, a trainer that waits for another stage is not what the run waits for.
     if evidence.max_staleness and sum(evidence.waits("trainer").values()) > IDLE_SHARE and others:
         stage = others[0]
-    more = {
-        role: step_s for role in WORKERS if (step_s := _step_with_one_more(evidence, blame, role)) is not None
-    }
+    more = {}
+    for role in WORKERS:
+        step_s = _step_with_one_more(evidence, blame, role)
+        if step_s is not None:
+            more[role] = step_s
     if stage in WORKERS:
         text = _reasons_of_workers(evidence, stage)
         advice = _advice_on_workers(evidence, stage, more)
@@ -228,7 +241,7 @@ def find_bottleneck(evidence: Evidence) -> Bottleneck | None:
                 "Let generation go on meanwhile: trainer.max_staleness 1. Else give the trainer more GPUs."
             )
     if blame[stage] < (IDLE_SHARE if evidence.max_staleness else CLEAR_SHARE):
-        parts = ", ".join(f"{name} {part:.0%}" for name, part in list(blame.items())[:3])
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in list(blame.items())[:3])
         largest = text.replace(" is the bottleneck: ", ": ", 1)
         beside = "" if stage == next(iter(blame)) else " beside the trainer"
         text = f"no stage stands out: of a step's time, {parts}. The largest{beside}, {largest}"
@@ -241,22 +254,22 @@ def _blame(evidence: Evidence) -> dict[str, float]:
     Time that the trainer waits for a stream is divided by what the workers that write it do in that time.
     """
     makers = {f"{WAIT}{product}": role for role, (_, _, product) in WORKERS.items()}
-    found: defaultdict[str, float] = defaultdict(float)
+    blame: defaultdict[str, float] = defaultdict(float)
     for state, share in evidence.shares.get("trainer", {}).items():
         if (role := makers.get(state)) is not None:
             parts: defaultdict[str, float] = defaultdict(float)
-            for own, part in evidence.shares.get(role, {}).items():
+            for own_state, fraction in evidence.shares.get(role, {}).items():
                 # A maker without work waits for the trainer itself: that time says nothing of the cause.
-                if own not in (WORKERS[role][1], WAIT_START):
-                    parts[BLAMED_STATES.get(own, role)] += part
+                if own_state not in (WORKERS[role][1], WAIT_START):
+                    parts[BLAMED_STATES.get(own_state, role)] += fraction
             if not any(parts.values()):
                 parts[role] = 1.0
-            for stage, part in parts.items():
-                found[stage] += share * part / sum(parts.values())
+            for stage, fraction in parts.items():
+                blame[stage] += share * fraction / sum(parts.values())
         elif state in BLAMED_STATES or not state.startswith(WAIT):
-            found[BLAMED_STATES.get(state, "trainer")] += share
-    total = sum(found.values())
-    return {stage: part / total for stage, part in _largest_first(found)} if total > 0 else {}
+            blame[BLAMED_STATES.get(state, "trainer")] += share
+    total = sum(blame.values())
+    return {stage: amount / total for stage, amount in _largest_first(blame)} if total > 0 else {}
 
 
 def _step_with_one_more(evidence: Evidence, blame: dict[str, float], role: str) -> float | None:
@@ -277,7 +290,9 @@ def _step_with_one_more(evidence: Evidence, blame: dict[str, float], role: str) 
 def _reasons(evidence: Evidence, stage: str) -> str:
     share = evidence.share
     if stage == "redis":
-        felt = [f"{role} {part:.0%}" for role in ROLES if (part := share(role, WAIT_REDIS)) > NEGLIGIBLE]
+        felt = [
+            f"{role} {share(role, WAIT_REDIS):.0%}" for role in ROLES if share(role, WAIT_REDIS) > NEGLIGIBLE
+        ]
         takes = f"; a command takes {1000 * evidence.redis_s:.3g} ms" if evidence.redis_s else ""
         return f"Redis is the bottleneck: of their time, processes wait for it: {', '.join(felt)}{takes}"
     if stage == "trainer":

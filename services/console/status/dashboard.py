@@ -302,8 +302,8 @@ def _evaluation_lines(snapshot: RunSnapshot) -> Iterator[Node]:
     if not by_set:
         yield Node("evaluation")
     for name, items in by_set.items():
-        found = [item.get("score") for item in items]
-        scores = [score for score in found if isinstance(score, int | float) and score == score]
+        values = [item.get("score") for item in items]
+        scores = [score for score in values if isinstance(score, int | float) and score == score]
         more = f"  first {scores[0]:.3f}, best {max(scores):.3f}" if len(scores) > 1 else ""
         # Without its reason, which is too long for a column: `failure_lines` has it.
         newest = score_text({**items[-1], REASON: ""})
@@ -317,9 +317,9 @@ def _staleness_line(snapshot: RunSnapshot) -> Node:
     bound = f"(bound {snapshot.max_staleness})"
     if not seen:
         return Node("staleness", f"{NOTHING} {bound}")
-    shown = "" if mean is None else f"  mean {mean:.2f}"
+    mean_words = "" if mean is None else f"  mean {mean:.2f}"
     style = "" if max(seen) <= snapshot.max_staleness else "bold red"
-    return Node("staleness", f"max {max(seen):.0f}{shown}  {bound}", style=style)
+    return Node("staleness", f"max {max(seen):.0f}{mean_words}  {bound}", style=style)
 
 
 def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
@@ -333,7 +333,7 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
             yield Node(waiting, f"{queue.waiting:,}")
         yield Node(f"  {held} now", f"{queue.held:,}")
     for label, name in (("groups outstanding", "outstanding"), ("groups ready to train", "complete")):
-        if counts := [own[name] for own in alive if name in own]:
+        if counts := [gauges[name] for gauges in alive if name in gauges]:
             yield Node(label, f"{sum(counts):,.0f}")
     if snapshot.status in OVER and not snapshot.queues:  # read from the run's folder: its Redis is gone
         return
@@ -344,9 +344,11 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
     )
     for queue_name, states in snapshot.jobs.items():
         words = {"queued": "waiting", "started": "busy", "failed": "failed"}
-        shown = ", ".join(f"{states[state]:,} {word}" for state, word in words.items() if state in states)
+        counts_text = ", ".join(
+            f"{states[state]:,} {word}" for state, word in words.items() if state in states
+        )
         style = "bold red" if "failed" in states else ""
-        yield Node(f"jobs, {queue_name}", shown, style=style)
+        yield Node(f"jobs, {queue_name}", counts_text, style=style)
     failures: dict[str, float] = {}
     for name, count in ((name, count) for beat in snapshot.workers for name, count in beat.counts.items()):
         if name.startswith(FAILURES):
@@ -363,18 +365,18 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
 
 def _weights_lines(alive: Sequence[Mapping[str, float]]) -> Iterator[Node]:
     """What the newest version and checkpoint took to write, and the slowest engine to take in the version."""
-    for own in alive:
-        if "weights_bytes" in own:
-            changed = own.get("weights_changed", -1.0)
+    for gauges in alive:
+        if "weights_bytes" in gauges:
+            changed = gauges.get("weights_changed", -1.0)
             share = f", {changed:.1%} changed" if changed >= 0.0 else ""
-            yield Node("weights written", f"{size(own['weights_bytes'])}{share}")
-            yield Node("  beside training", own.get("weights_encode_s", 0.0), "s")
-        if "checkpoint_copy_s" in own:
-            yield Node("checkpoint copied in", own["checkpoint_copy_s"], "s")
-            yield Node("  after a wait of", own.get("checkpoint_wait_s"), "s")
-            yield Node("  written beside in", own.get("checkpoint_write_s"), "s")
+            yield Node("weights written", f"{size(gauges['weights_bytes'])}{share}")
+            yield Node("  beside training", gauges.get("weights_encode_s", 0.0), "s")
+        if "checkpoint_copy_s" in gauges:
+            yield Node("checkpoint copied in", gauges["checkpoint_copy_s"], "s")
+            yield Node("  after a wait of", gauges.get("checkpoint_wait_s"), "s")
+            yield Node("  written beside in", gauges.get("checkpoint_write_s"), "s")
     for name, label in (("weights_load_s", "weights staged in"), ("weights_pause_s", "  engine's pause")):
-        if seconds := [own[name] for own in alive if name in own]:
+        if seconds := [gauges[name] for gauges in alive if name in gauges]:
             yield Node(label, max(seconds), "s")
 
 
@@ -495,8 +497,8 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
     width = min(width, len(finite))
     means = []
     for column in range(width):
-        part = finite[column * len(finite) // width : (column + 1) * len(finite) // width]
-        means.append(sum(part) / len(part))
+        chunk = finite[column * len(finite) // width : (column + 1) * len(finite) // width]
+        means.append(sum(chunk) / len(chunk))
     low = min(means)
     span = max(means) - min(means)
     return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5) if span else 0] for mean in means)
@@ -525,8 +527,8 @@ def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
 
 
 def evaluation_line(evaluation: Mapping[str, object]) -> str:
-    shown = score_text(evaluation)
-    return f"evaluation of version {evaluation.get('version')} on {evaluation.get('set')}: {shown}"
+    scores = score_text(evaluation)
+    return f"evaluation of version {evaluation.get('version')} on {evaluation.get('set')}: {scores}"
 
 
 def warning_line(warning: Mapping[str, object]) -> str:

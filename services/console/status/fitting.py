@@ -14,7 +14,11 @@ from rich.text import Text
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the view: items that can be left out one by one, the last of them first."""
+    """A part of the view: items that can be left out one by one, the last of them first.
+
+    Example: `name` "workers", eight `items`, on a screen with five lines for them: four are drawn, and a line
+    says that four workers are left out.
+    """
 
     name: str
     """What its items are, for the line that names how many are left out."""

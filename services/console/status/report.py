@@ -253,35 +253,39 @@ class CommitTotals:
 def mean_score(evaluations: Sequence[Mapping[str, Any]], version: int) -> float | None:
     """Mean score of one version over its datasets; None where no sample of it was scored."""
     scores = [e.get("score") for e in evaluations if e["version"] == version]
-    known = [score for score in scores if score is not None and score == score]
-    return sum(known) / len(known) if known else None
+    numbers = [score for score in scores if score is not None and score == score]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def failures(summary: RunSummary, config: RunConfig) -> list[str]:
     """What the run should have done and did not, one line each."""
     trainer = config.trainer
     gain = config.expect.eval_gain
-    found = []
+    problems = []
     if summary.steps != trainer.steps:
-        found.append(f"{summary.steps} of {trainer.steps} steps have a commit")
+        problems.append(f"{summary.steps} of {trainer.steps} steps have a commit")
     if summary.lost:
-        found.append(f"{summary.lost} trajectories were issued and never accounted for; expected 0")
+        problems.append(f"{summary.lost} trajectories were issued and never accounted for; expected 0")
     if summary.duplicated_in_training:
-        found.append(f"{summary.duplicated_in_training} trajectories were trained more than once; expected 0")
+        problems.append(
+            f"{summary.duplicated_in_training} trajectories were trained more than once; expected 0"
+        )
     if summary.max_staleness_seen > trainer.max_staleness:
-        found.append(
+        problems.append(
             f"a token of staleness {summary.max_staleness_seen} was trained on; "
             f"trainer.max_staleness is {trainer.max_staleness}"
         )
     if gain is not None:
         before = summary.eval_before
         after = summary.eval_after
-        found += survivor_problems(summary, gain)
+        problems += survivor_problems(summary, gain)
         if before is None or after is None:
-            found.append(f"expect.eval_gain is {gain:g}, but no evaluation has a score")
+            problems.append(f"expect.eval_gain is {gain:g}, but no evaluation has a score")
         elif after - before < gain - ROUNDING:
-            found.append(f"the evaluation went from {before:.3f} to {after:.3f}; expected a gain of {gain:g}")
-    return found
+            problems.append(
+                f"the evaluation went from {before:.3f} to {after:.3f}; expected a gain of {gain:g}"
+            )
+    return problems
 
 
 def survivor_problems(summary: RunSummary, gain: float) -> list[str]:
@@ -296,7 +300,8 @@ def survivor_problems(summary: RunSummary, gain: float) -> list[str]:
 
 
 def summary_tree(summary: RunSummary, config: RunConfig) -> dict[str, Any]:
-    problems, (verdict, text) = failures(summary, config), learning_of(summary)
+    problems = failures(summary, config)
+    verdict, text = learning_of(summary)
     learning = {"verdict": verdict, "text": text}
     expected = {name: value for name, value in config.expect.model_dump().items() if value is not None}
     ends = {"ok": not problems, "failures": problems, "learning": learning, "expected": expected}
@@ -396,8 +401,8 @@ def verdict_lines(tree: Mapping[str, Any]) -> Iterator[Node]:
     """What made the run slow, what it warned of, what failed, and whether it learned."""
     if verdict := tree.get("bottleneck"):
         is_known = tree.get("steps", 0) >= FEW_STEPS
-        found = f"{verdict['text']}. {verdict.get('advice', '')}"
-        text = found if is_known else f"too short to tell: fewer than {FEW_STEPS} steps"
+        words = f"{verdict['text']}. {verdict.get('advice', '')}"
+        text = words if is_known else f"too short to tell: fewer than {FEW_STEPS} steps"
         yield Node("slowest", text, "text", style="magenta")
     for line in spell_lines(tree.get("warnings") or []):
         yield Node("warning", line, "text", style="yellow")
@@ -425,15 +430,15 @@ def print_report(console: Console, folder: RunFolder, tree: Mapping[str, Any]) -
 
 def spell_lines(warnings: Iterable[Mapping[str, Any]]) -> list[str]:
     """The warnings of a run that is over, each once: when it held, and what to do about it next time."""
-    found: dict[tuple[Any, Any], list[str]] = {}
+    spells: dict[tuple[Any, Any], list[str]] = {}
     for warning in warnings:
         until = warning.get("until_step")
         worst = warning.get("worst")
         end = "the end" if until is None else str(until)  # steps are counted from 1 for people
-        shown = f"{worst:.4g}" if worst is not None else "not a number"
-        steps = f"steps {warning.get('since_step', 0) + 1} to {end}, at worst {shown}"
-        found.setdefault((warning.get("text"), warning.get("advice")), []).append(steps)
-    return [f"{text} ({'; '.join(steps)}). {advice}" for (text, advice), steps in found.items()]
+        worst_text = f"{worst:.4g}" if worst is not None else "not a number"
+        steps = f"steps {warning.get('since_step', 0) + 1} to {end}, at worst {worst_text}"
+        spells.setdefault((warning.get("text"), warning.get("advice")), []).append(steps)
+    return [f"{text} ({'; '.join(steps)}). {advice}" for (text, advice), steps in spells.items()]
 
 
 def show_report(options: StatusOptions) -> int:

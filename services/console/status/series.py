@@ -23,11 +23,17 @@ NO_METRICS = frozenset({"kind", "step", "version", "set", "time"})
 
 
 class Series(NamedTuple):
-    """One number of a run: `x` are steps, or versions of an evaluation; `time` is in seconds."""
+    """One number of a run: `x` are steps, or versions of an evaluation; `time` is in seconds.
+
+    Example: the reward of three steps: `x` [0, 1, 2], `y` [0.1, 0.3, 0.4], `time` [12.0, 20.5, 29.0].
+    """
 
     x: Numbers
+    """[N]"""
     y: Numbers
+    """[N]"""
     time: Numbers
+    """[N]"""
 
     @property
     def last(self) -> tuple[float, float, float] | None:
@@ -36,6 +42,11 @@ class Series(NamedTuple):
 
 @dataclass(slots=True)
 class Columns:
+    """All numbers of a run's steps and evaluations, compact.
+
+    Example: `numbers["reward"]` is [0, 0.1, t0, 1, 0.3, t1]: steps 0 and 1, their rewards and times.
+    """
+
     began_at: float = math.inf
     numbers: dict[str, "array[float]"] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     """By name: x, y and time of each record, in one flat array."""
@@ -88,9 +99,9 @@ def smooth(y: Numbers, weight: float) -> Numbers:
         return y
     averages = np.empty_like(y)
     average = 0.0
-    rest = 1.0
-    for place, value in enumerate(y.tolist()):
+    weight_left = 1.0
+    for index, value in enumerate(y.tolist()):
         average = weight * average + (1 - weight) * value
-        rest = rest * weight
-        averages[place] = average / (1 - rest)
+        weight_left = weight_left * weight
+        averages[index] = average / (1 - weight_left)
     return averages

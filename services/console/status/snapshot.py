@@ -54,6 +54,11 @@ SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
+    """A committed step, without its samples.
+
+    Example: `step` 3, `metrics` {"reward": 0.4, "loss": 0.02}, `groups` (12, 14), `num_dropped` 1.
+    """
+
     step: int
     metrics: dict[str, float]
     finished_at: float = 0.0
@@ -83,6 +88,12 @@ class QueueDepth:
 
 @dataclass(slots=True)
 class RunSnapshot:
+    """A run at one moment, as its Redis or its folder has it.
+
+    Example: `steps` 200, three `points` so far, `queues` with 4 tickets waiting and 12 held, the heartbeats
+    of four `workers`: step 3 of 200 is under way, and `version` is 3.
+    """
+
     run_id: str
     steps: int
     max_staleness: int
@@ -115,8 +126,8 @@ class RunSnapshot:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        found = self.state.get("evaluations") or []
-        return sorted(found, key=lambda item: (item.get("version", 0), str(item.get("set", ""))))
+        evaluations = self.state.get("evaluations") or []
+        return sorted(evaluations, key=lambda item: (item.get("version", 0), str(item.get("set", ""))))
 
     @property
     def blocked(self) -> dict[str, str]:
@@ -246,13 +257,13 @@ class SnapshotReader:
 
     async def _jobs(self) -> dict[str, dict[str, int]]:
         """Numbers of jobs by queue and state; empty where this Redis user may not read RQ's keys."""
-        found: dict[str, int] = {}
+        jobs: dict[str, int] = {}
         with contextlib.suppress(BrokerError):
             for state, key in RQ_STATES.items():
                 command = "LLEN" if state == QUEUED else "ZCARD"
                 if count := int(await self.broker.execute(command, key.format(self.keys.sandbox_queue))):
-                    found[state] = count
-        return {JOB_QUEUE: found} if found else {}
+                    jobs[state] = count
+        return {JOB_QUEUE: jobs} if jobs else {}
 
     async def _follow_commits(self) -> None:
         if self._commits is None:
@@ -308,10 +319,10 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
 
 def points_of(records: Iterable[Mapping[str, Any]]) -> list[StepPoint]:
     """All steps of metrics.jsonl. A resumed run may have written one twice: the last line counts."""
-    found: dict[int, StepPoint] = {}
+    points: dict[int, StepPoint] = {}
     for record in records:
         if record["kind"] == STEP:
             items = ((name, value) for name, value in record.items() if name not in NO_METRICS)
             numbers = {name: float(value) for name, value in items if isinstance(value, int | float)}
-            found[int(record["step"])] = StepPoint(int(record["step"]), numbers, record.get("time", 0.0))
-    return [found[step] for step in sorted(found)]
+            points[int(record["step"])] = StepPoint(int(record["step"]), numbers, record.get("time", 0.0))
+    return [points[step] for step in sorted(points)]

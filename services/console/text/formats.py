@@ -19,9 +19,9 @@ def printable(value: str, limit: int = 0) -> str:
 
 def printable_block(value: str, limit: int = 0) -> str:
     """Like `printable`, with line breaks kept; a last line counts what is cut off at `limit` characters."""
-    shown = value[:limit] if limit else value
-    lines = "\n".join("".join(map(_visible, line)) for line in shown.split("\n"))
-    left_out = len(value) - len(shown)
+    head = value[:limit] if limit else value
+    lines = "\n".join("".join(map(_visible, line)) for line in head.split("\n"))
+    left_out = len(value) - len(head)
     return f"{lines}\n… {left_out:,} more characters; --full shows all" if left_out else lines
 
 
@@ -65,10 +65,10 @@ def sample_name(ticket: int, index: int) -> str:
 def when(seconds: float | None) -> str:
     """Local date and time; a dash for what is no time."""
     try:
-        shown = time.localtime(seconds) if seconds and seconds > 0 else None
+        local_time = time.localtime(seconds) if seconds and seconds > 0 else None
     except (OverflowError, OSError, ValueError):
-        shown = None
-    return time.strftime("%Y-%m-%d %H:%M:%S", shown) if shown else NOTHING
+        local_time = None
+    return time.strftime("%Y-%m-%d %H:%M:%S", local_time) if local_time else NOTHING
 
 
 def took(seconds: float | None) -> str:
@@ -84,9 +84,9 @@ def took(seconds: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """Whole seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min."""
-    whole, rest = divmod(round(seconds), 60)
+    whole, remainder = divmod(round(seconds), 60)
     if whole < 60:
-        return f"{whole} min {rest:02} s" if whole else f"{rest} s"
+        return f"{whole} min {remainder:02} s" if whole else f"{remainder} s"
     return f"{whole // 60} h {whole % 60:02} min"
 
 

@@ -49,6 +49,8 @@ class Node:
     Units: `s`, `time` (seconds since 1970), `share`, `bytes`; `text` keeps its line breaks; `note` is a line
     of its own without a label; `table` has a child for each row, whose children are its cells. No unit: a
     number, an array, or text in one line.
+
+    Example: `Node("latency", 2.5, "s")` is the line `latency  2.5 s`, and the field `2.5` of JSON.
     """
 
     label: str
@@ -69,10 +71,10 @@ class Node:
 
 def part(label: str, *children: Node | Iterable[Node]) -> Node:
     """A node with the given children, or with those of the given iterables."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     for child in children:
-        found += [child] if isinstance(child, Node) else child
-    return Node(label, children=tuple(found))
+        nodes += [child] if isinstance(child, Node) else child
+    return Node(label, children=tuple(nodes))
 
 
 def note(text: str, style: str = "") -> Node:
@@ -86,10 +88,14 @@ def table(rows: Iterable[Mapping[str, Any]], units: Mapping[str, str] | None = N
     def cell(title: str, value: Any) -> Node:
         return value if isinstance(value, Node) else Node(title, value, (units or {}).get(title, ""))
 
-    found = [[cell(title, value) for title, value in row.items()] for row in rows]
-    kept = {cell.label for cells in found for cell in cells if cell.value not in (None, "")}
-    lines = (tuple(cell for cell in cells if cell.label in kept) for cells in found)
-    return Node("", unit="table", children=tuple(Node("", children=cells) for cells in lines))
+    cells_by_row = []
+    for row in rows:
+        cells_by_row.append([cell(title, value) for title, value in row.items()])
+    kept = {cell.label for cells in cells_by_row for cell in cells if cell.value not in (None, "")}
+    lines = []
+    for cells in cells_by_row:
+        lines.append(Node("", children=tuple(cell for cell in cells if cell.label in kept)))
+    return Node("", unit="table", children=tuple(lines))
 
 
 def shown(value: Any, unit: str = "", is_full: bool = False) -> str:
@@ -192,23 +198,25 @@ def lines_table(
 def rows_table(node: Node, is_full: bool = False, has_edges: bool = True) -> Table:
     """A table whose cells have one line each, except in the last column; a missing cell is empty. `has_edges`
     puts an empty line before and after it."""
-    rows = [{cell.label: cell for cell in row.children} for row in node.children]
+    rows = []
+    for line in node.children:
+        rows.append({cell.label: cell for cell in line.children})
     titles = list(dict.fromkeys(title for row in rows for title in row))
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_header=any(titles))
-    found.show_edge = has_edges
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_header=any(titles))
+    grid.show_edge = has_edges
     for title in titles:
         cells = [row[title] for row in rows if title in row]
         is_number = all(cell.unit in NUMBERS or isinstance(cell.value, int | float | None) for cell in cells)
         is_last = title == titles[-1]
-        found.add_column(
+        grid.add_column(
             title,
             justify="right" if is_number else "left",
             no_wrap=not is_last,
             overflow="fold" if is_last else "ellipsis",
         )
     for row in rows:
-        found.add_row(*(_text(row[title], is_full, "cell") if title in row else "" for title in titles))
-    return found
+        grid.add_row(*(_text(row[title], is_full, "cell") if title in row else "" for title in titles))
+    return grid
 
 
 def jsonable(value: Any) -> Any:
