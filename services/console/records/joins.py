@@ -36,7 +36,10 @@ STAGES = ("queued", "generated", "waited for reward", "scored", "waited for trai
 
 @dataclass(frozen=True, slots=True)
 class KnownPlaces:
-    """Where a group's entries are, for callers that know it: nothing else is searched."""
+    """Where a group's entries are, for callers that know it: nothing else is searched.
+
+    Example: `trajectories` ("1727000000000-0", "1727000004000-3"), `scores` the same way, `step` 3.
+    """
 
     trajectories: tuple[str, str] | None = None
     """First and last entry id; None for none."""
@@ -68,15 +71,19 @@ class Place:
     position: int
 
 
-def _is_reversed(found: Iterable[tuple[float | None, float | None]]) -> bool:
+def _is_reversed(values: Iterable[tuple[float | None, float | None]]) -> bool:
     """Whether advantages fall where rewards rise, which only shaped rewards and `gdpo` can do."""
-    pairs = [pair for pair in found if None not in pair]
+    pairs = [pair for pair in values if None not in pair]
     return len(pairs) > 1 and bool(np.cov(np.array(pairs, dtype=np.float64).T)[0, 1] < 0)
 
 
 @dataclass(slots=True)
 class SampleRecord:
-    """One sample of a group, with its messages."""
+    """One sample of a group, with its messages.
+
+    Example: `index` 3, its trajectory and score, `advantage` 0.7, `places` [Place(0, 1, 0)]: trained as the
+    first of the second micro-batch.
+    """
 
     index: int
     trajectory: Trajectory | None = None
@@ -106,7 +113,10 @@ class SampleRecord:
 
 @dataclass(slots=True)
 class GroupRecord:
-    """A ticket and its group."""
+    """A ticket and its group.
+
+    Example: `number` 12, its `ticket`, four `samples`, and the `commit` of step 3, which trained them.
+    """
 
     number: int
     lane: Lane
@@ -143,8 +153,8 @@ class GroupRecord:
     @property
     def is_whole(self) -> bool:
         """Whether every sample and every score was found."""
-        found = sum(s.trajectory is not None and s.score is not None for s in self.samples)
-        return found >= self.group_size
+        num_whole = sum(s.trajectory is not None and s.score is not None for s in self.samples)
+        return num_whole >= self.group_size
 
     @property
     def is_reversed(self) -> bool:
@@ -153,16 +163,16 @@ class GroupRecord:
 
 
 async def read_group(
-    history: History, number: int, lane: Lane = Lane.TRAIN, known: KnownPlaces | None = None
+    history: History, number: int, lane: Lane = Lane.TRAIN, known_places: KnownPlaces | None = None
 ) -> GroupRecord:
     """Gather what the streams have about a ticket."""
     group = GroupRecord(number, lane, await history.ticket(number, lane))
     group.letters = await _letters(history, number, lane)
-    if lane is Lane.TRAIN and known is None:
+    if lane is Lane.TRAIN and known_places is None:
         group.commit = await history.commit_of_ticket(number)
-    elif lane is Lane.TRAIN and known and known.step >= 0:
-        group.commit = await history.commit(known.step)
-    if known is None:
+    elif lane is Lane.TRAIN and known_places and known_places.step >= 0:
+        group.commit = await history.commit(known_places.step)
+    if known_places is None:
         # After the commit was found: its time is where the reading may stop.
         near = await near_tickets(history, number, number, lane, group.commit)
         ids = (near.first_id, near.last_id)
@@ -171,10 +181,10 @@ async def read_group(
         if not group.is_whole:
             group.samples = await _read_samples_of(history, group, EVERYWHERE)
     else:
-        group.samples = await _read_samples_of(history, group, known)
+        group.samples = await _read_samples_of(history, group, known_places)
     if group.is_trained and group.commit:
         group.manifest = await history.manifest(group.commit.version)
-    elif known is None and group.ticket and (group.dropped_as or group.letters):
+    elif known_places is None and group.ticket and (group.dropped_as or group.letters):
         group.replaced_by = await _replacement(history, group.ticket)
     return group
 
@@ -182,12 +192,12 @@ async def read_group(
 async def _read_samples_of(history: History, group: GroupRecord, places: KnownPlaces) -> list[SampleRecord]:
     number = group.number
     lane = group.lane
-    made = await read_trajectories(history, number, lane, places.trajectories)
+    trajectories = await read_trajectories(history, number, lane, places.trajectories)
     scored: list[Score] = []
     if places.scores:
         wanted = Selection(*places.scores, tickets=(number, number))
         scored = [m async for m in history.messages(StreamName.SCORES.of(lane), Score, wanted)]
-    return samples_of(made, scored, group.commit, number)
+    return samples_of(trajectories, scored, group.commit, number)
 
 
 async def read_groups(
@@ -196,23 +206,25 @@ async def read_groups(
     """The groups whose tickets were issued for these steps, by number; every stream is read once, and all of
     it held in memory. Dead letters and replacements are left to `read_group`."""
     wanted = Selection(steps=steps)
-    made: dict[int, list[Trajectory]] = defaultdict(list)
+    trajectories: dict[int, list[Trajectory]] = defaultdict(list)
     scored: dict[int, list[Score]] = defaultdict(list)
     commits: dict[int, Commit] = {}
     issued = {m.ticket: m async for m in history.messages(StreamName.PROMPTS.of(lane), Ticket, wanted)}
     async for trajectory in history.messages(StreamName.TRAJECTORIES.of(lane), Trajectory, wanted):
-        made[trajectory.ticket].append(trajectory)
+        trajectories[trajectory.ticket].append(trajectory)
     if lane is Lane.TRAIN:
         async for commit in history.messages(StreamName.COMMITS, Commit):
             dropped = [ticket for ticket, _ in dropped_groups(commit)]
             commits |= dict.fromkeys([*commit.groups, *dropped], commit)
-    if numbers := sorted({*issued, *made}):
+    if numbers := sorted({*issued, *trajectories}):
         # Selected by tickets: a score has no step.
         near = Selection(tickets=(numbers[0], numbers[-1]))
         async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
             scored[score.ticket].append(score)
     return [
-        GroupRecord(n, lane, issued.get(n), samples_of(made[n], scored[n], commits.get(n), n), commits.get(n))
+        GroupRecord(
+            n, lane, issued.get(n), samples_of(trajectories[n], scored[n], commits.get(n), n), commits.get(n)
+        )
         for n in numbers
     ]
 
@@ -228,21 +240,21 @@ async def read_trajectories(
 
 
 async def _letters(history: History, number: int, lane: Lane) -> list[tuple[str, DeadLetter]]:
-    found: list[tuple[str, DeadLetter]] = []
+    letters: list[tuple[str, DeadLetter]] = []
     async for record in history.scan(StreamName.DEAD, Selection(tickets=(number, number))):
         if not isinstance(record, Entry) or not isinstance(letter := record.message, DeadLetter):
             continue
-        if letter.origin.endswith(":eval") == (lane is Lane.EVAL) and len(found) < MAX_LETTERS:
-            found.append((record.entry_id, letter))
-    return found
+        if letter.origin.endswith(":eval") == (lane is Lane.EVAL) and len(letters) < MAX_LETTERS:
+            letters.append((record.entry_id, letter))
+    return letters
 
 
 def samples_of(
-    made: Iterable[Trajectory], scored: Iterable[Score], commit: Commit | None, number: int
+    trajectories: Iterable[Trajectory], scored: Iterable[Score], commit: Commit | None, number: int
 ) -> list[SampleRecord]:
     """The samples of a group, by index, from its messages and the commit that names it."""
     samples: dict[int, SampleRecord] = {}
-    for trajectory in made:
+    for trajectory in trajectories:
         sample = samples.setdefault(trajectory.index, SampleRecord(trajectory.index))
         if sample.trajectory is None:
             sample.trajectory = trajectory
@@ -340,6 +352,11 @@ class MicroBatchFacts:
 
 @dataclass(slots=True)
 class StepRecord:
+    """A committed step, with what the streams still have of its samples.
+
+    Example: the `commit` of step 3, `samples` {(12, 0): ..., (12, 1): ...}, and the `manifest` of version 4.
+    """
+
     commit: Commit
     samples: dict[TrajectoryKey, SampleFacts] = field(default_factory=dict)
     """Samples of the groups that were trained, also those left out of training."""
@@ -348,10 +365,10 @@ class StepRecord:
     @property
     def rewards(self) -> list[float]:
         """Rewards of the trained samples that have one in the streams."""
-        found = [
+        rewards = [
             self.samples[key].reward for key in dict.fromkeys(self.commit.trained_keys) if key in self.samples
         ]
-        return [value for value in found if value is not None]
+        return [value for value in rewards if value is not None]
 
     @property
     def num_lost(self) -> int:
@@ -365,10 +382,10 @@ class StepRecord:
     def micro_batches(self) -> Iterator[MicroBatchFacts]:
         """The micro-batches in the order in which they were trained."""
         for mini, micro, keys in micro_batches_of(self.commit):
-            known = [self.samples[key] for key in keys if key in self.samples]
-            prompts = sum(s.num_prompt_tokens for s in known)
-            made = sum(s.num_tokens for s in known)
-            yield MicroBatchFacts(mini, micro, tuple(keys), prompts, made)
+            samples = [self.samples[key] for key in keys if key in self.samples]
+            prompts = sum(s.num_prompt_tokens for s in samples)
+            completions = sum(s.num_tokens for s in samples)
+            yield MicroBatchFacts(mini, micro, tuple(keys), prompts, completions)
 
     def complete_at(self, ticket: int) -> float:
         """When the last score of a group was there; 0 where that is not known."""
@@ -377,12 +394,12 @@ class StepRecord:
     @property
     def reversed_groups(self) -> list[int]:
         """Tickets whose advantages fall where their rewards rise."""
-        given = {ticket: advantages_of(self.commit, ticket) for ticket in self.commit.groups}
-        return [
-            ticket
-            for ticket, own in given.items()
-            if _is_reversed((s.reward, own.get(s.key[1])) for s in self.group(ticket))
-        ]
+        advantages = {ticket: advantages_of(self.commit, ticket) for ticket in self.commit.groups}
+        tickets = []
+        for ticket, by_index in advantages.items():
+            if _is_reversed((s.reward, by_index.get(s.key[1])) for s in self.group(ticket)):
+                tickets.append(ticket)
+        return tickets
 
 
 async def read_step(history: History, step: int) -> StepRecord | None:
@@ -395,8 +412,8 @@ async def read_step(history: History, step: int) -> StepRecord | None:
         near = await near_tickets(history, min(wanted), max(wanted), commit=commit)
         # Near the tickets first, and the whole streams only where samples are missing there.
         for selection in (near, Selection(tickets=near.tickets)):
-            found = await read_samples(history, selection)
-            record.samples = {key: sample for key, sample in found.items() if key[0] in wanted}
+            samples = await read_samples(history, selection)
+            record.samples = {key: sample for key, sample in samples.items() if key[0] in wanted}
             if not record.num_lost:
                 break
     return record
@@ -406,34 +423,34 @@ async def read_samples(
     history: History, near: Selection, lane: Lane = Lane.TRAIN
 ) -> dict[TrajectoryKey, SampleFacts]:
     """The selected trajectories with their tickets and scores, the first entry of each, by key."""
-    found: dict[TrajectoryKey, SampleFacts] = {}
-    async for made in history.messages(StreamName.TRAJECTORIES.of(lane), Trajectory, near):
-        found.setdefault(made.key, _generated(made))
-    if not found:
+    samples: dict[TrajectoryKey, SampleFacts] = {}
+    async for trajectory in history.messages(StreamName.TRAJECTORIES.of(lane), Trajectory, near):
+        samples.setdefault(trajectory.key, _generated(trajectory))
+    if not samples:
         return {}
-    near = Selection(tickets=(min(found)[0], max(found)[0]))
+    near = Selection(tickets=(min(samples)[0], max(samples)[0]))
     tickets = history.messages(StreamName.PROMPTS.of(lane), Ticket, near)
-    issued = {one.ticket: one.issued_at async for one in tickets}
-    for (ticket, _), facts in found.items():
+    issued = {ticket.ticket: ticket.issued_at async for ticket in tickets}
+    for (ticket, _), facts in samples.items():
         facts.issued_at = issued.get(ticket, 0.0)
     scored: set[TrajectoryKey] = set()
     async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
-        sample = found.get(score.key)
+        sample = samples.get(score.key)
         if sample and score.key not in scored and score.is_of(sample.tokens_digest):
             scored.add(score.key)
             sample.take(score)
-    return found
+    return samples
 
 
-def _generated(made: Trajectory) -> SampleFacts:
+def _generated(trajectory: Trajectory) -> SampleFacts:
     return SampleFacts(
-        made.key,
-        sum(len(segment.prompt_ids) for segment in made.segments),
-        sum(num_completion_tokens(made)),
-        (made.min_version, made.max_version),
-        made.worker,
-        made.started_at,
-        made.finished_at,
-        session=session_facts(made),
-        tokens_digest=made.tokens_digest,
+        trajectory.key,
+        sum(len(segment.prompt_ids) for segment in trajectory.segments),
+        sum(num_completion_tokens(trajectory)),
+        (trajectory.min_version, trajectory.max_version),
+        trajectory.worker,
+        trajectory.started_at,
+        trajectory.finished_at,
+        session=session_facts(trajectory),
+        tokens_digest=trajectory.tokens_digest,
     )

@@ -46,15 +46,17 @@ def selection_of(options: SelectionOptions, *streams: StreamName) -> Selection:
 def _range(name: str, text: str, parse: Callable[[str], float], is_open: bool = False) -> Range | None:
     """The range that an option gives; None of an empty text. `is_open`: `A` alone means `A..`."""
     try:
-        found = parse_range(text, parse, is_open)
+        limits = parse_range(text, parse, is_open)
     except ValueError:
         expected = _A_TIME if name == "time" else _A_RANGE
         raise ConfigError(f"--{name} {text!r} is not understood. Give {expected}.") from None
-    low, high = found or (None, None)
+    if limits is None:
+        return None
+    low, high = limits
     if low is not None and high is not None and low > high:
         first, _, last = text.partition("..")
         raise ConfigError(f"--{name} {text} holds nothing: {first.strip()} is greater than {last.strip()}.")
-    return found
+    return limits
 
 
 def parse_range(text: str, parse: Callable[[str], float] = float, is_open: bool = False) -> Range | None:
@@ -63,7 +65,7 @@ def parse_range(text: str, parse: Callable[[str], float] = float, is_open: bool 
     Raises:
         ValueError: an end cannot be parsed.
     """
-    first, dots, last = (part.strip() for part in text.partition(".."))
+    first, dots, last = map(str.strip, text.partition(".."))
     low = parse(first) if first else None
     high = low if not (dots or is_open) else parse(last) if last else None
     return None if low is None and high is None else (low, high)
@@ -72,14 +74,14 @@ def parse_range(text: str, parse: Callable[[str], float] = float, is_open: bool 
 def parse_stream(text: str, lane: str | None = None) -> StreamName:
     """A stream by its name, `trajectories:eval` or `trajectories` with the lane."""
     try:
-        found = StreamName(text.strip().lower())
+        stream = StreamName(text.strip().lower())
     except ValueError:
         raise ConfigError(f"there is no stream {text!r}. There are {', '.join(StreamName)}.") from None
-    if lane == Lane.EVAL and found in (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES):
-        return found.of(Lane.EVAL)
-    if lane == Lane.TRAIN and found.lane is Lane.EVAL:
-        raise ConfigError(f"the stream {found} is of the lane eval, but --lane train was given.")
-    return found
+    if lane == Lane.EVAL and stream in (StreamName.PROMPTS, StreamName.TRAJECTORIES, StreamName.SCORES):
+        return stream.of(Lane.EVAL)
+    if lane == Lane.TRAIN and stream.lane is Lane.EVAL:
+        raise ConfigError(f"the stream {stream} is of the lane eval, but --lane train was given.")
+    return stream
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -92,20 +94,21 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 def parse_sample(text: str) -> tuple[int, int | None]:
     """`TICKET` or `TICKET.INDEX`."""
-    found = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?", text)
-    if found is None:
+    match = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?", text)
+    if match is None:
         raise ConfigError(
             f"{text!r} is no ticket: give its number, such as 412, or that of one of its samples, as 412.3."
         )
-    return int(found[1]), int(found[2]) if found[2] else None
+    return int(match[1]), int(match[2]) if match[2] else None
 
 
 async def span_of(history: History, stream: StreamName, number: str) -> str:
     """The first and last number of a stream whose entry ids are numbers, in words; `number` names them."""
-    (found,) = await history.summary([stream])
-    if not found.entries:
+    (summary,) = await history.summary([stream])
+    if not summary.entries:
         return f"{stream} is empty"
-    first, last = (id_order(entry_id)[0] - 1 for entry_id in (found.first_id, found.last_id))
+    first = id_order(summary.first_id)[0] - 1
+    last = id_order(summary.last_id)[0] - 1
     return f"{stream} has {number}s {first} to {last}"
 
 

@@ -53,13 +53,15 @@ def read_session(trajectory: Trajectory) -> SessionRecord:
     if trajectory.session is None:
         return SessionRecord(())
     segments = enumerate(trajectory.segments)
-    places = [(number, s, place) for number, s in segments for place in range(len(s.turns))]
+    places = [(number, s, turn_index) for number, s in segments for turn_index in range(len(s.turns))]
     before, exchanges = _exchanges(trajectory.session.messages)
     if len(exchanges) != len(places):
         before = tuple(trajectory.session.messages)
         exchanges = [(None, ())] * len(places)
-    pairs = enumerate(zip(places, exchanges, strict=True))
-    return SessionRecord(tuple(_record(at, *place, *exchange) for at, (place, exchange) in pairs), before)
+    turns = []
+    for at, (location, exchange) in enumerate(zip(places, exchanges, strict=True)):
+        turns.append(_record(at, *location, *exchange))
+    return SessionRecord(tuple(turns), before)
 
 
 def num_completion_tokens(trajectory: Trajectory) -> tuple[int, int]:
@@ -114,14 +116,14 @@ LATE = {
 def calls_of(said: Said | None) -> list[tuple[str, str]]:
     """The calls of tools in a message of the model: names with their arguments as text."""
     calls = said.get("tool_calls") if said else None
-    found = []
+    named_calls = []
     for call in calls if isinstance(calls, list | tuple) else ():
         function = call.get("function", call) if isinstance(call, Mapping) else call
         if isinstance(function, Mapping):
-            found.append((str(function.get("name", "?")), text_of(function.get("arguments", ""))))
+            named_calls.append((str(function.get("name", "?")), text_of(function.get("arguments", ""))))
         else:
-            found.append(("?", text_of(call)))
-    return found
+            named_calls.append(("?", text_of(call)))
+    return named_calls
 
 
 def text_of(value: Any) -> str:
@@ -129,7 +131,7 @@ def text_of(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list | tuple):
-        return "\n".join(text_of(part) for part in value)
+        return "\n".join(text_of(item) for item in value)
     if isinstance(value, Mapping) and isinstance(value.get("text"), str):
         return str(value["text"])
     return repr(value)
@@ -147,11 +149,11 @@ def _exchanges(
 
 
 def _record(
-    at: int, number: int, segment: Segment, place: int, said: Said | None, answers: tuple[Said, ...]
+    at: int, number: int, segment: Segment, turn_index: int, said: Said | None, answers: tuple[Said, ...]
 ) -> TurnRecord:
-    turn = segment.turns[place]
-    is_last = place + 1 == len(segment.turns)
-    following = len(segment.completion_ids) if is_last else segment.turns[place + 1].first
+    turn = segment.turns[turn_index]
+    is_last = turn_index + 1 == len(segment.turns)
+    following = len(segment.completion_ids) if is_last else segment.turns[turn_index + 1].first
     lasts = [first for _, first in segment.spans[1:]] + [len(segment.completion_ids)]
     versions = [
         version

@@ -41,8 +41,8 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
     commit = record.commit
     took_s = commit.finished_at - commit.started_at
     against = f"its advantages fall where its rewards rise; see {command_line('trace')}"
-    shown = commit.groups if is_full else commit.groups[:MAX_GROUPS]
-    more = len(commit.groups) - len(shown)
+    tickets = commit.groups if is_full else commit.groups[:MAX_GROUPS]
+    more = len(commit.groups) - len(tickets)
     passes = f", {commit.passes} times over" if commit.passes > 1 else ""
     return part(
         f"step {commit.step}  version {commit.step} → {commit.version}",
@@ -50,7 +50,7 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
         part(
             "what went in",
             _input_lines(record),
-            table(_group_row(record, ticket) for ticket in shown),
+            table(_group_row(record, ticket) for ticket in tickets),
             (note(f"ticket {t}: {against} {t}", "bold red") for t in record.reversed_groups),
             [note(f"… {more:,} more groups; --full shows all", "dim")] if more else [],
         ),
@@ -74,30 +74,33 @@ def step_tree(record: StepRecord, is_full: bool = False) -> Node:
 def batch_table(record: StepRecord, has_room: bool = False) -> Node:
     """The micro-batches of a step, with their samples where there is room; tokens are counted where the
     samples are known."""
-    return table(
-        {
+    rows = []
+    for batch in record.micro_batches():
+        tickets = {ticket for ticket, _ in batch.keys}
+        names = " ".join(sample_name(*key) for key in batch.keys)
+        row = {
             "mini-batch": batch.mini_batch,
             "micro-batch": batch.micro_batch,
-            "groups": len({ticket for ticket, _ in batch.keys}),
+            "groups": len(tickets),
             "prompt tokens": batch.num_prompt_tokens or None,
             "completion tokens": batch.num_tokens or None,
             "samples": len(batch.keys),
-            "": " ".join(sample_name(*key) for key in batch.keys) if has_room else None,
+            "": names if has_room else None,
         }
-        for batch in record.micro_batches()
-    )
+        rows.append(row)
+    return table(rows)
 
 
 def _input_lines(record: StepRecord) -> Iterator[Node]:
     commit = record.commit
     rewards = record.rewards
     num_trained = len(set(commit.trained_keys))
-    made = [sample.num_tokens for sample in record.samples.values()]
+    lengths = [sample.num_tokens for sample in record.samples.values()]
     yield Node("groups", f"{len(commit.groups)}, of which {num_trained:,} samples were trained on")
     if record.num_lost:
         yield Node("gone", f"{record.num_lost:,} of them: the streams have their trajectories no more")
-    if made:
-        yield Node("tokens", f"{sum(made):,} of completions, {min(made)} to {max(made)} each")
+    if lengths:
+        yield Node("tokens", f"{sum(lengths):,} of completions, {min(lengths)} to {max(lengths)} each")
     yield from _session_lines([sample.session for sample in record.samples.values() if sample.session])
     if rewards:
         spread = f"{np.mean(rewards):.4g} ± {np.std(rewards):.4g}, {min(rewards):.4g} to {max(rewards):.4g}"
@@ -107,8 +110,8 @@ def _input_lines(record: StepRecord) -> Iterator[Node]:
     samples = [(sample_name(ticket, index), reason) for ticket, index, reason in left_out(commit)]
     for label, noun, drops in (("dropped", "group", dropped_groups(commit)), ("left out", "sample", samples)):
         by_reason: dict[str, list[str]] = {}
-        for what, reason in drops:
-            by_reason.setdefault(reason, []).append(str(what))
+        for subject, reason in drops:
+            by_reason.setdefault(reason, []).append(str(subject))
         for reason, names in by_reason.items():
             listed = ", ".join(names[:MAX_DROPPED]) + (", …" if len(names) > MAX_DROPPED else "")
             yield Node(label, f"{reason}: {plural(len(names), noun)} ({listed})")
@@ -121,9 +124,10 @@ def _session_lines(sessions: Sequence[SessionFacts]) -> Iterator[Node]:
     turns = [len(session.turns) for session in sessions]
     yield Node("turns", f"mean {np.mean(turns):.3g}, {min(turns)} to {max(turns)} a session")
     answered = sum(session.num_environment_tokens for session in sessions)
-    made = sum(turn.num_tokens for session in sessions for turn in session.turns)
-    yield Node("origin", f"{made:,} tokens of the model, {answered:,} of the environment")
-    engine, environment = (took(sum(getattr(s, n) for s in sessions)) for n in ("engine_s", "environment_s"))
+    generated = sum(turn.num_tokens for session in sessions for turn in session.turns)
+    yield Node("origin", f"{generated:,} tokens of the model, {answered:,} of the environment")
+    engine = took(sum(session.engine_s for session in sessions))
+    environment = took(sum(session.environment_s for session in sessions))
     yield Node("waited", f"{engine} for the engine, {environment} for the environment, all sessions")
     ends = Counter(session.end for session in sessions if session.end != "done")
     if ends:
@@ -137,15 +141,15 @@ def _session_lines(sessions: Sequence[SessionFacts]) -> Iterator[Node]:
 def _staleness_words(commit: Commit) -> str:
     """Shares of tokens by staleness in steps, else its maximum and mean."""
     metrics = commit.metrics
-    found = []
+    shares = []
     for age in range(64):
         if (share := metrics.get(f"staleness/share_{age}")) is None:
             break
         if share:
-            found.append(f"{age}: {share:.0%}")
-    if not found and (most := metrics.get("staleness/max")) is not None:
+            shares.append(f"{age}: {share:.0%}")
+    if not shares and (most := metrics.get("staleness/max")) is not None:
         return f"at most {most:g}, mean {metrics.get('staleness/mean', 0.0):.2g}"
-    return f"of tokens, in steps  {'  '.join(found)}" if found else ""
+    return f"of tokens, in steps  {'  '.join(shares)}" if shares else ""
 
 
 def _group_row(record: StepRecord, ticket: int) -> dict[str, Any]:
@@ -195,7 +199,7 @@ def time_table(metrics: Mapping[str, float]) -> Node:
 def _stage_rows(record: StepRecord) -> Iterator[dict[str, Any]]:
     stages = {key: sample.stages_s(record.commit.finished_at) for key, sample in record.samples.items()}
     for stage in STAGES:
-        spent = {key: found[stage] for key, found in stages.items() if stage in found}
+        spent = {key: durations[stage] for key, durations in stages.items() if stage in durations}
         if spent:
             longest = max(spent, key=lambda key: spent[key])
             middle, high = np.percentile(list(spent.values()), [50, 90])
@@ -231,18 +235,19 @@ def outcome_lines(metrics: Mapping[str, float]) -> Iterator[Node]:
 
 def step_json(record: StepRecord) -> dict[str, Any]:
     commit = record.commit
-    groups = [
-        {
+    groups = []
+    for ticket in commit.groups:
+        samples = [
+            jsonable(sample) | {"stages_s": sample.stages_s(commit.finished_at)}
+            for sample in record.group(ticket)
+        ]
+        group = {
             "ticket": ticket,
             "complete_at": record.complete_at(ticket),
             "advantages": advantages_of(commit, ticket),
-            "samples": [
-                jsonable(sample) | {"stages_s": sample.stages_s(commit.finished_at)}
-                for sample in record.group(ticket)
-            ],
+            "samples": samples,
         }
-        for ticket in commit.groups
-    ]
+        groups.append(group)
     return {
         "commit": commit,
         "groups": groups,

@@ -51,7 +51,7 @@ def _show_list(view: ViewOptions) -> None:
     """Every stream of the run: how much there is and where, and how far its readers are."""
 
     async def read(access: RunAccess) -> tuple[list[dict[str, Any]], Node]:
-        extents = [await _extent(access.history, one) for one in await access.history.summary()]
+        extents = [await _extent(access.history, summary) for summary in await access.history.summary()]
         source = note(f"run {access.run_id}, read from {access.source}", "dim")
         return extents, part("", table(map(_extent_row, extents)), source)
 
@@ -119,20 +119,20 @@ def show_tail(options: TailOptions) -> None:
                 # Read again with the selection, which may ask other streams; `last` moves on in any case.
                 last = new[-1].entry_id
                 wanted = replace(selection, first_id=new[0].entry_id)
-                found = selected_records(access.history, name, wanted)
-                _print_records(options, name, [record async for record in found])
+                selected = selected_records(access.history, name, wanted)
+                _print_records(options, name, [record async for record in selected])
 
     with contextlib.suppress(KeyboardInterrupt):
         read_run(options, look)
 
 
 async def _taken(records: AsyncIterator[Record], limit: int) -> list[Record]:
-    found: list[Record] = []
+    first_records: list[Record] = []
     async for record in records:
-        found.append(record)
-        if len(found) == limit:
+        first_records.append(record)
+        if len(first_records) == limit:
             break
-    return found
+    return first_records
 
 
 def _print_records(view: ViewOptions, stream: StreamName, records: list[Record]) -> None:
@@ -141,8 +141,8 @@ def _print_records(view: ViewOptions, stream: StreamName, records: list[Record])
             print(json.dumps(_record_json(stream, record)), flush=True)
     else:
         rows = table(map(_row, records), UNITS)
-        found = rows if records else note(f"nothing of {stream} is selected", "dim")
-        print_tree(terminal(), part("", found), view.is_full)
+        body = rows if records else note(f"nothing of {stream} is selected", "dim")
+        print_tree(terminal(), part("", body), view.is_full)
 
 
 def show_entries(options: EntryOptions) -> None:
@@ -155,21 +155,21 @@ def show_entries(options: EntryOptions) -> None:
             f"`{command_line('streams', 'tail', options.stream)}` shows the newest."
         )
     name = parse_stream(options.stream, options.lane)
-    what = options.entry
-    selection = _wanted(name, what)
+    entry = options.entry
+    selection = _wanted(name, entry)
 
     async def read(access: RunAccess) -> list[Record]:
         near = selection
         if selection.tickets is not None:
-            first, last = (int(end or 0) for end in selection.tickets)
-            near = await near_tickets(access.history, first, last, name.lane)
+            first, last = selection.tickets
+            near = await near_tickets(access.history, int(first or 0), int(last or 0), name.lane)
             near = replace(near, index=selection.index)
         records = [record async for record in access.history.scan(name, near)]
         if not records and near != selection:
             records = [record async for record in access.history.scan(name, selection)]
         if not records:
             raise ConfigError(
-                f"run {access.run_id} has no entry {what} in {name} (read from {access.source}). "
+                f"run {access.run_id} has no entry {entry} in {name} (read from {access.source}). "
                 f"`{command_line('streams', 'show')}` says from where to where each stream goes."
             )
         return records
@@ -181,19 +181,19 @@ def show_entries(options: EntryOptions) -> None:
             print_tree(terminal(), _record_tree(name, record), options.is_full)
 
 
-def _wanted(stream: StreamName, what: str) -> Selection:
+def _wanted(stream: StreamName, entry: str) -> Selection:
     """The selection behind an id, a number or a sample."""
-    first, dash, rest = what.partition("-")
-    entry_id = what if dash and first.isdecimal() and rest.isdecimal() else ""
+    first, dash, sequence = entry.partition("-")
+    entry_id = entry if dash and first.isdecimal() and sequence.isdecimal() else ""
     if not entry_id and (name := NUMBERED.get(stream.message_type)):
-        if not what.isdecimal():
+        if not entry.isdecimal():
             raise ConfigError(
-                f"{what!r} is no entry of {stream}: give an id such as 13-0, or a {name} such as 12."
+                f"{entry!r} is no entry of {stream}: give an id such as 13-0, or a {name} such as 12."
             )
-        entry_id = entry_id_of(int(what))
+        entry_id = entry_id_of(int(entry))
     if entry_id:
         return Selection(first_id=entry_id, last_id=entry_id)
-    ticket, index = parse_sample(what)
+    ticket, index = parse_sample(entry)
     return Selection(tickets=(ticket, ticket), index=index)
 
 
@@ -204,31 +204,33 @@ async def selected_records(
     lane = stream.lane
     kind = stream.message_type
     near = Selection(tickets=selection.tickets, steps=selection.steps)
-    own = selection
-    other = None
+    own_selection = selection
+    other_stream = None
     if kind is Trajectory and selection.rewards:
-        own = replace(selection, rewards=None)
-        other = StreamName.SCORES.of(lane)
+        own_selection = replace(selection, rewards=None)
+        other_stream = StreamName.SCORES.of(lane)
         near = replace(near, rewards=selection.rewards)
     elif kind is Score and selection.versions:
-        own = replace(selection, versions=None)
-        other = StreamName.TRAJECTORIES.of(lane)
+        own_selection = replace(selection, versions=None)
+        other_stream = StreamName.TRAJECTORIES.of(lane)
         near = replace(near, versions=selection.versions)
     elif kind is Score and selection.steps:
         # A step's tickets are no range: those that replaced others have later numbers.
-        other = StreamName.PROMPTS.of(lane)
+        other_stream = StreamName.PROMPTS.of(lane)
     allowed: set[tuple[int, int]] = set()
-    if other is not None:
-        allowed = {_key(r.message) async for r in history.scan(other, near) if isinstance(r, Entry)}
+    if other_stream is not None:
+        allowed = {_key(r.message) async for r in history.scan(other_stream, near) if isinstance(r, Entry)}
         if not allowed:
             return
-        first = min(allowed)[0]
-        last = max(allowed)[0]
-        low, high = own.tickets or (None, None)
-        span = (first if low is None else max(first, low), last if high is None else min(last, high))
-        own = replace(own, tickets=span)
-    async for record in history.scan(stream, own, newest_first):
-        if other is None:
+        first: float = min(allowed)[0]
+        last: float = max(allowed)[0]
+        if own_selection.tickets is not None:
+            low, high = own_selection.tickets
+            first = first if low is None else max(first, low)
+            last = last if high is None else min(last, high)
+        own_selection = replace(own_selection, tickets=(first, last))
+    async for record in history.scan(stream, own_selection, newest_first):
+        if other_stream is None:
             yield record
         elif isinstance(record, Entry):
             ticket, index = _key(record.message)
@@ -322,7 +324,7 @@ def _print_hit(view: ViewOptions, hit: Hit) -> None:
     message = hit.entry.message
     text = hit.text
     if view.as_json:
-        found = {
+        record = {
             "stream": hit.stream.value,
             "id": hit.entry.entry_id,
             "ticket": getattr(message, "ticket", None),
@@ -331,7 +333,7 @@ def _print_hit(view: ViewOptions, hit: Hit) -> None:
             "matches": [{"start": a, "end": b, "text": text[a:b]} for a, b in hit.places],
             "text": text,
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(record), flush=True)
         return
     notes = ""
     if isinstance(message, Trajectory):
@@ -344,22 +346,22 @@ def _print_hit(view: ViewOptions, hit: Hit) -> None:
     name = _sample(message) if hasattr(message, "ticket") else hit.entry.entry_id
     head = Text.assemble((hit.stream.value, "dim"), "  ", (name, "bold"), "  ", (hit.field, "cyan"))
     console.print(head.append(notes, "dim"), soft_wrap=True)
-    shown = hit.places if view.is_full else hit.places[:MOST_SHOWN]
-    for place in shown:
-        console.print(_snippet(text, *place), soft_wrap=True)
-    if len(shown) < len(hit.places):
-        console.print(Text(f"    and {len(hit.places) - len(shown):,} more; --full shows all", "dim"))
+    places = hit.places if view.is_full else hit.places[:MOST_SHOWN]
+    for span in places:
+        console.print(_snippet(text, *span), soft_wrap=True)
+    if len(places) < len(hit.places):
+        console.print(Text(f"    and {len(hit.places) - len(places):,} more; --full shows all", "dim"))
 
 
 def _snippet(text: str, first: int, last: int) -> Text:
-    found = text[first:last]
-    if len(found) > 4 * AROUND:
-        found = found[: 2 * AROUND] + "…" + found[-2 * AROUND :]
+    matched = text[first:last]
+    if len(matched) > 4 * AROUND:
+        matched = matched[: 2 * AROUND] + "…" + matched[-2 * AROUND :]
     return Text.assemble(
         "    ",
         "…" if first > AROUND else "",
         printable(text[max(0, first - AROUND) : first]),
-        (printable(found) or "·", "bold red"),
+        (printable(matched) or "·", "bold red"),
         printable(text[last : last + AROUND]),
         "…" if last + AROUND < len(text) else "",
     )
@@ -392,8 +394,8 @@ def _record_tree(stream: StreamName, record: Record) -> Node:
     if isinstance(message, Trajectory) and not message.thought:
         del values["thought"]
     texts = [(name, values.pop(name)) for name in TEXTS if values.get(name)]
-    shown = (part(name.replace("_", " "), Node("", text, "text")) for name, text in texts)
-    return part(name, (Node(name, value) for name, value in values.items()), session, shown)
+    sections = (part(name.replace("_", " "), Node("", text, "text")) for name, text in texts)
+    return part(name, (Node(name, value) for name, value in values.items()), session, sections)
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -405,7 +407,10 @@ def _row(record: Record) -> dict[str, Any]:
 
 def _versions(trajectory: Trajectory) -> str:
     """The versions that produced its tokens: `12`, or `12 → 13`; those of forks after `|`."""
-    rows = [" → ".join(str(version) for version, _ in segment.spans) for segment in trajectory.segments]
+    rows = []
+    for segment in trajectory.segments:
+        versions = [str(version) for version, _ in segment.spans]
+        rows.append(" → ".join(versions))
     return " | ".join(dict.fromkeys(rows))
 
 
@@ -413,19 +418,19 @@ def _sample(message: Message) -> str:
     return sample_name(*_key(message))
 
 
-def _trajectory_row(made: Trajectory) -> dict[str, Any]:
-    facts = session_facts(made)
-    num_tokens = sum(num_completion_tokens(made))
+def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
+    facts = session_facts(trajectory)
+    num_tokens = sum(num_completion_tokens(trajectory))
     return {
-        "sample": _sample(made),
-        "step": made.step,
-        "versions": _versions(made),
+        "sample": _sample(trajectory),
+        "step": trajectory.step,
+        "versions": _versions(trajectory),
         "tokens": f"{num_tokens}, {plural(len(facts.turns), 'turn')}" if facts else num_tokens,
-        "end": facts.end if facts else made.finish,
-        "worker": made.worker,
-        "finished": made.finished_at,
-        "took": made.finished_at - made.started_at,
-        "completion": made.text,
+        "end": facts.end if facts else trajectory.finish,
+        "worker": trajectory.worker,
+        "finished": trajectory.finished_at,
+        "took": trajectory.finished_at - trajectory.started_at,
+        "completion": trajectory.text,
     }
 
 

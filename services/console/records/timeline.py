@@ -141,8 +141,8 @@ class Trace:
                 yield _metadata("thread_name", pid, tid + lane, {"name": name})
             for item in items:
                 where = {"pid": pid, "tid": item["tid"]}
-                for one in (item, *item["parts"]):
-                    yield {name: value for name, value in one.items() if name != "parts"} | where
+                for slice_event in (item, *item["parts"]):
+                    yield {name: value for name, value in slice_event.items() if name != "parts"} | where
             if (process, track) == STEPS:
                 yield from (event | {"pid": pid, "tid": tid} for event in self.moments)
         for number, (name, items) in enumerate(self.paths.items(), 1):
@@ -179,8 +179,8 @@ def _arrows(number: int, name: str, items: list[Event]) -> Iterator[Event]:
         at_us = max(item["ts"], points[-1]["ts"] if points else 0)
         if at_us <= item["ts"] + item["dur"]:
             points.append({"pid": item["pid"], "tid": item["tid"], "ts": at_us})
-    for place, point in enumerate(points if len(points) > 1 else ()):
-        phase = "s" if not place else "f" if place == len(points) - 1 else "t"
+    for position, point in enumerate(points if len(points) > 1 else ()):
+        phase = "s" if not position else "f" if position == len(points) - 1 else "t"
         end = {"bp": "e"} if phase == "f" else {}
         yield {"ph": phase, "name": name, "cat": "sample", "id": number} | point | end
 
@@ -210,24 +210,24 @@ def build(stretch: Stretch) -> Trace:
     return trace
 
 
-def _draw_sample(trace: Trace, sample: SampleFacts, what: str = "") -> Iterator[Event]:
+def _draw_sample(trace: Trace, sample: SampleFacts, prefix: str = "") -> Iterator[Event]:
     """A sample through generation, waiting and reward; yields the slices."""
-    name = what + sample_name(*sample.key)
+    name = prefix + sample_name(*sample.key)
     if sample.started_at:
         oldest, newest = sample.versions
         version = str(newest) if oldest == newest else f"{oldest} to {newest}"
-        place = (f"rollout {sample.worker or '(no name)'}", "samples")
-        made = trace.slice(
-            place, name, sample.started_at, sample.finished_at, version=version, tokens=sample.num_tokens
+        track = (f"rollout {sample.worker or '(no name)'}", "samples")
+        generation = trace.slice(
+            track, name, sample.started_at, sample.finished_at, version=version, tokens=sample.num_tokens
         )
-        _draw_turns(trace, made, sample)
-        yield made
+        _draw_turns(trace, generation, sample)
+        yield generation
     if not sample.scored_at:
         return
     yield trace.slice(TO_SCORE, name, sample.finished_at or sample.asked_at, sample.asked_at)
-    place = (f"reward {sample.scorer or '(no name)'}", "samples")
+    track = (f"reward {sample.scorer or '(no name)'}", "samples")
     outcome = {"reward": sample.reward} if sample.reward is not None else {"error": sample.error}
-    scored = trace.slice(place, name, sample.asked_at, sample.scored_at, attempts=sample.attempts, **outcome)
+    scored = trace.slice(track, name, sample.asked_at, sample.scored_at, attempts=sample.attempts, **outcome)
     if len({reward for reward, *_ in sample.tries}) == 1:  # attempts of several rewards run side by side
         at_s = sample.asked_at
         for number, (reward, took_s, paused_s, error) in enumerate(sample.tries, 1):
@@ -237,18 +237,18 @@ def _draw_sample(trace: Trace, sample: SampleFacts, what: str = "") -> Iterator[
     yield scored
 
 
-def _draw_turns(trace: Trace, made: Event, sample: SampleFacts) -> None:
+def _draw_turns(trace: Trace, generation: Event, sample: SampleFacts) -> None:
     """Generation and environment in turn. A turn has lengths and no time of day, so they are drawn one after
     the other from the session's beginning: what lay between them is missing at the end."""
     at_s = sample.started_at
     for number, turn in enumerate(sample.session.turns if sample.session else ()):
         trace.child(
-            made, f"turn {number}: generation", at_s, at_s + turn.engine_s,
+            generation, f"turn {number}: generation", at_s, at_s + turn.engine_s,
             tokens=turn.num_tokens, prompt_tokens=turn.num_prompt_tokens, calls=turn.num_calls,
         )  # fmt: skip
         at_s += turn.engine_s
         if turn.environment_s:
-            trace.child(made, f"turn {number}: environment", at_s, at_s + turn.environment_s)
+            trace.child(generation, f"turn {number}: environment", at_s, at_s + turn.environment_s)
             at_s += turn.environment_s
 
 
@@ -262,9 +262,9 @@ def _draw_step(trace: Trace, record: StepRecord) -> None:
         groups=len(commit.groups), version=commit.version, digest=commit.digest, **numbers, **spent,
     )  # fmt: skip
     complete = {ticket: record.complete_at(ticket) for ticket in commit.groups}
-    known = [at for at in complete.values() if at]
-    if known and min(known) > commit.started_at:
-        trace.child(step, "waits for the first group", commit.started_at, min(known))
+    completed_at = [at for at in complete.values() if at]
+    if completed_at and min(completed_at) > commit.started_at:
+        trace.child(step, "waits for the first group", commit.started_at, min(completed_at))
     if weights_s := metrics.get("time/weights_s", 0.0):
         trace.child(step, "writes the weights", commit.finished_at - weights_s, commit.finished_at)
     trained = set(commit.trained_keys)

@@ -69,7 +69,8 @@ def compare(before: Mapping[TrajectoryKey, Score], now: Mapping[TrajectoryKey, S
     result.compared = len(both)
     if not both:
         return result
-    old, new = (np.array([pair[side] for pair in both], dtype=np.float64) for side in (1, 2))
+    old = np.array([value for _, value, _ in both], dtype=np.float64)
+    new = np.array([value for _, _, value in both], dtype=np.float64)
     result.mean_before = float(old.mean())
     result.mean_now = float(new.mean())
     result.equal_share = float((np.abs(old - new) <= CLOSE).mean())
@@ -80,16 +81,16 @@ def compare(before: Mapping[TrajectoryKey, Score], now: Mapping[TrajectoryKey, S
     return result
 
 
-def correlation(one: Floats, other: Floats) -> float | None:
+def correlation(first: Floats, second: Floats) -> float | None:
     """Pearson's r; None where one of them does not vary."""
-    if len(one) < 2 or np.ptp(one) <= CLOSE or np.ptp(other) <= CLOSE:
+    if len(first) < 2 or np.ptp(first) <= CLOSE or np.ptp(second) <= CLOSE:
         return None
-    return float(np.clip(np.corrcoef(one, other)[0, 1], -1.0, 1.0))
+    return float(np.clip(np.corrcoef(first, second)[0, 1], -1.0, 1.0))
 
 
-def rank_correlation(one: Floats, other: Floats) -> float | None:
+def rank_correlation(first: Floats, second: Floats) -> float | None:
     """Spearman's rho: Pearson's r of the ranks, ties at their mean rank. None where one does not vary."""
-    return correlation(ranks(one), ranks(other))
+    return correlation(ranks(first), ranks(second))
 
 
 def ranks(values: Floats) -> Floats:
@@ -106,7 +107,8 @@ def _compare_groups(result: Agreement, both: list[tuple[TrajectoryKey, float, fl
         groups[ticket].append((old, new))
     rhos: list[float] = []
     for ticket, pairs in groups.items():
-        before, now = (np.array(side, dtype=np.float64) for side in zip(*pairs, strict=True))
+        before = np.array([old for old, _ in pairs], dtype=np.float64)
+        now = np.array([new for _, new in pairs], dtype=np.float64)
         varies_before = np.ptp(before) > CLOSE
         varies_now = np.ptp(now) > CLOSE
         result.groups_without_variance_before += not varies_before
@@ -135,36 +137,36 @@ MAX_TICKETS = 12
 
 
 def rescore_tree(report: dict[str, Any]) -> Node:
-    found = report["agreement"]
+    agreement = report["agreement"]
     parts = [part("cost", _cost_lines(report["cost"]))]
-    if found["failures_now"]:
-        failures = [{"times": count, "error": error} for error, count in found["failures_now"].items()]
+    if agreement["failures_now"]:
+        failures = [{"times": count, "error": error} for error, count in agreement["failures_now"].items()]
         parts.append(part("failures now", table(failures)))
-    if found["farthest"]:
+    if agreement["farthest"]:
         rows = [
             {"trajectory": f"{ticket}.{index}", "score before": before, "score now": now}
-            for ticket, index, before, now in found["farthest"]
+            for ticket, index, before, now in agreement["farthest"]
         ]
         parts.append(part(f"farthest in rank; see `{command_line('trace')}`", table(rows)))
     head = f"{report['run']} scored again by {', '.join(report['reward'])}"
-    return part(head, _agreement_lines(found), parts)
+    return part(head, _agreement_lines(agreement), parts)
 
 
-def _agreement_lines(found: dict[str, Any]) -> Iterator[Node]:
-    flipped = found["groups_with_another_best"]
+def _agreement_lines(agreement: dict[str, Any]) -> Iterator[Node]:
+    flipped = agreement["groups_with_another_best"]
     named = ", ".join(map(str, flipped[:MAX_TICKETS])) + (", ..." if len(flipped) > MAX_TICKETS else "")
 
     def both(name: str, form: str = ",") -> str:
-        return f"{found[f'{name}_before']:{form}} before, {found[f'{name}_now']:{form}} now"
+        return f"{agreement[f'{name}_before']:{form}} before, {agreement[f'{name}_now']:{form}} now"
 
-    yield Node("compared", f"{found['compared']:,} trajectories in {found['groups']:,} groups")
+    yield Node("compared", f"{agreement['compared']:,} trajectories in {agreement['groups']:,} groups")
     yield Node("failed", both("failed"))
     yield Node("mean", both("mean", ".4f"))
-    yield Node("same score", found["equal_share"], "share")
-    yield Node("correlation (Pearson)", found["pearson"])
-    yield Node("rank correlation (Spearman)", found["spearman"])
-    yield Node("rank correlation within groups", found["spearman_within_groups"])
-    yield Node("advantages that change sign", found["sign_flips"])
+    yield Node("same score", agreement["equal_share"], "share")
+    yield Node("correlation (Pearson)", agreement["pearson"])
+    yield Node("rank correlation (Spearman)", agreement["spearman"])
+    yield Node("rank correlation within groups", agreement["spearman_within_groups"])
+    yield Node("advantages that change sign", agreement["sign_flips"])
     yield Node("groups with another best", f"{len(flipped):,}" + (f": tickets {named}" if flipped else ""))
     yield Node("groups without variance", both("groups_without_variance"))
 

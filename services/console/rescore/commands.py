@@ -138,8 +138,8 @@ def _cost_of(emission: Emission, beats: list[Heartbeat], wall_s: float) -> dict[
     tokens: Counter[str] = Counter()
     for beat in beats:
         for name, count in beat.counts.items():
-            reward, _, what = name.rpartition("/")
-            if what == "tokens" and beat.role == "reward":
+            reward, _, quantity = name.rpartition("/")
+            if quantity == "tokens" and beat.role == "reward":
                 tokens[reward] += int(count)
     return {
         "trajectories": len(scores),
