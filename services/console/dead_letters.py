@@ -63,6 +63,13 @@ GONE = "the dead letter is gone: somebody has put it back or dropped it meanwhil
 
 @dataclass(frozen=True, slots=True)
 class DeadEntry:
+    """An entry of the stream of dead letters, read as far as it can be.
+
+    Example: `entry_id` "1727000000000-0", `content` with the origin "trajectories" and the error, and the
+    `message` itself: `key` is (12, 3). Of bytes that nobody can decode, `message` is None and `problem` says
+    why.
+    """
+
     entry_id: str
     content: DeadLetter
     message: Message | None = None
@@ -111,7 +118,7 @@ async def read_dead(
 ) -> list[DeadEntry]:
     """The entries that the filter takes, in their order; at most `limit`, 0: all."""
     max_bytes = (config.streams if config else StreamsConfig()).max_message_mb << 20
-    found: list[DeadEntry] = []
+    dead_entries: list[DeadEntry] = []
     async for entry in entries:
         dead = decode_dead(entry, max_bytes)
         if (
@@ -120,10 +127,10 @@ async def read_dead(
             and wanted.error.lower() in dead.content.error.lower()
             and wanted.worker in dead.content.worker
         ):
-            found.append(dead)
-        if limit and len(found) >= limit:
+            dead_entries.append(dead)
+        if limit and len(dead_entries) >= limit:
             break
-    return found
+    return dead_entries
 
 
 def decode_dead(entry: Entry[DeadLetter] | Garbled, max_bytes: int) -> DeadEntry:
@@ -193,19 +200,19 @@ def dead_tree(entry: DeadEntry, with_hex: bool = False) -> Node:
 
 
 def _hex(data: bytes, limit: int | None) -> Iterator[Node]:
-    shown = data[:limit]
-    for start in range(0, len(shown), HEX_ROW_BYTES):
-        row = shown[start : start + HEX_ROW_BYTES]
+    head = data[:limit]
+    for start in range(0, len(head), HEX_ROW_BYTES):
+        row = head[start : start + HEX_ROW_BYTES]
         characters = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
         yield note(f"  {start:08x}  {row.hex(' '):<{3 * HEX_ROW_BYTES}} {characters}")
-    if len(shown) < len(data):
-        yield note(f"  ... {len(data) - len(shown):,} more bytes; --hex shows all", "dim")
+    if len(head) < len(data):
+        yield note(f"  ... {len(data) - len(head):,} more bytes; --hex shows all", "dim")
 
 
 def _dead_json(entry: DeadEntry, with_content: bool = False) -> dict[str, Any]:
     """An entry for programs; `with_content` adds the bytes and the decoded message."""
     ticket, index = entry.key
-    found = {
+    record = {
         "id": entry.entry_id,
         "died_at": entry.died_at,
         "stream": entry.content.origin,
@@ -215,9 +222,9 @@ def _dead_json(entry: DeadEntry, with_content: bool = False) -> dict[str, Any]:
         **entry.content.model_dump(include={"entry_id", "error", "attempts", "worker"}),
     }
     if with_content:
-        found["fields_hex"] = {name: value.hex() for name, value in entry.content.fields.items()}
-        found |= {"message": entry.message, "problem": entry.problem, "unvalidated": entry.claims}
-    return found
+        record["fields_hex"] = {name: value.hex() for name, value in entry.content.fields.items()}
+        record |= {"message": entry.message, "problem": entry.problem, "unvalidated": entry.claims}
+    return record
 
 
 def show_dead(options: ShowDeadOptions) -> None:
@@ -235,15 +242,15 @@ def show_dead(options: ShowDeadOptions) -> None:
         tree = dead_tree(entry, options.with_hex)
         show(record, tree, options.as_json, json_indent=2)
         return
-    shown = entries[-options.limit :] if options.limit else entries
+    newest = entries[-options.limit :] if options.limit else entries
     counts = Counter(entry.content.origin[:40] for entry in entries)
-    left_out = len(entries) - len(shown)
+    left_out = len(entries) - len(newest)
     older = [note(f"... and {left_out:,} older ones; --limit 0 shows all", "dim")] if left_out else []
     total = ", ".join(f"{count:,} from {origin}" for origin, count in sorted(counts.items()))
-    tree = part("", dead_table(shown), older, note(total, "dim"))
+    tree = part("", dead_table(newest), older, note(total, "dim"))
     if not entries:
         tree = part("", note("no dead letters" + (" that fit" if options.is_narrow else "")))
-    show([_dead_json(entry) for entry in shown], tree, options.as_json, json_indent=2)
+    show([_dead_json(entry) for entry in newest], tree, options.as_json, json_indent=2)
 
 
 def chosen(choice: DeadChoice, entries: Sequence[DeadEntry]) -> list[DeadEntry]:
@@ -332,16 +339,16 @@ class Requeuer:
 
     def _end_of(self, ticket: int, lane: Lane, version: int | None = None) -> str:
         """Why nothing waits for a ticket any more, in words; empty where something still does."""
-        known = self.outcomes
+        outcomes = self.outcomes
         if lane is Lane.EVAL:
             if version is not None and version in self.evaluated:
                 return f"the evaluation of version {version} is on record, without this sample"
-        elif ticket in known.trained:
-            return f"ticket {ticket} was trained at step {known.trained[ticket]}, which is committed"
-        elif ticket in known.replaced_by:
-            return f"ticket {ticket} was replaced by ticket {known.replaced_by[ticket]}"
-        elif ticket in known.dropped:
-            return f"ticket {ticket} was replaced; the commit of step {known.dropped[ticket]} tells of it"
+        elif ticket in outcomes.trained:
+            return f"ticket {ticket} was trained at step {outcomes.trained[ticket]}, which is committed"
+        elif ticket in outcomes.replaced_by:
+            return f"ticket {ticket} was replaced by ticket {outcomes.replaced_by[ticket]}"
+        elif ticket in outcomes.dropped:
+            return f"ticket {ticket} was replaced; the commit of step {outcomes.dropped[ticket]} tells of it"
         return "the run is finished" if self.is_finished else ""
 
     async def _is_trimmed(self, ticket: int, lane: Lane) -> bool:
@@ -350,7 +357,9 @@ class Requeuer:
 
     async def _hand_out_again(self, entry: DeadEntry) -> RequeueResult:
         """Make a ticket or a trajectory pending again, for the next worker that reclaims."""
-        lane, (ticket, _), lease_s = entry.lane, entry.key, self.config.streams.lease_s
+        lane = entry.lane
+        ticket, _ = entry.key
+        lease_s = self.config.streams.lease_s
         name = StreamName(entry.content.origin)
         published = dict[int, int]()
         key = name.key(self.keys)
@@ -387,7 +396,9 @@ class Requeuer:
 
 def change_entries(choice: DeadChoice) -> int:
     """Puts the chosen messages back, or drops them; returns 1 where one that was named could not be."""
-    verb, done = ("drop", "dropped") if isinstance(choice, DropOptions) else ("requeue", "put back")
+    drops = isinstance(choice, DropOptions)
+    verb = "drop" if drops else "requeue"
+    done = "dropped" if drops else "put back"
     if bool(choice.ids) == choice.has_all:
         raise ConfigError(
             f"`{command_line('dead', verb)}` takes the ids of dead letters, or --all; "
@@ -402,8 +413,8 @@ def change_entries(choice: DeadChoice) -> int:
         async with connected(folder) as broker:
             keys = Keys(folder.run_id)
             config = await read_config(broker, keys)
-            found = scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH)
-            entries = chosen(choice, await read_dead(found, choice, config))
+            letters = scan(broker, keys.dead, DeadLetter, batch=SCAN_BATCH)
+            entries = chosen(choice, await read_dead(letters, choice, config))
             if isinstance(choice, DropOptions) and entries and not choice.is_sure:
                 _ask(entries)
             # Read after the question: the trainer may have replaced a group before it was answered.

@@ -97,9 +97,9 @@ def command(name: str, function: str, *examples: str) -> Callable[[Kind], Kind]:
 
         def run(**values: Any) -> None:
             named = values.pop("run_option", None)
-            given = values.get("run_id")
-            if named and given and named != given:
-                raise ConfigError(f"two runs are named, {given} and --run {named}; give one of them.")
+            run_id = values.get("run_id")
+            if named and run_id and named != run_id:
+                raise ConfigError(f"two runs are named, {run_id} and --run {named}; give one of them.")
             if named:
                 values["run_id"] = named
             module, _, attribute = function.partition(":")

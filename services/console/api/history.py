@@ -59,7 +59,10 @@ class Records(Sequence[T], Generic[T]):
 
         rows = self.rows()
         names = list(dict.fromkeys(name for row in rows for name in row))
-        return pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
+        columns = {}
+        for name in names:
+            columns[name] = _column([row.get(name) for row in rows])
+        return pyarrow.table(columns)
 
     def to_pandas(self) -> "pandas.DataFrame":
         """A data frame.
@@ -102,9 +105,9 @@ class History:
         async def read(access: RunAccess) -> RunConfig | None:
             return access.config
 
-        if (found := self._read(read)) is None:
+        if (config := self._read(read)) is None:
             raise ConfigError(f"the config of run {self.run_id} is neither in Redis nor in its folder.")
-        return found
+        return config
 
     def steps(self, steps: Steps = None) -> Records[Commit]:
         """The committed steps, oldest first: what was trained, and the metrics. A row has the metrics."""
@@ -150,8 +153,8 @@ def metrics(
     folder = find_run(run, runs_dir)
     if not folder.path.is_dir():
         raise ConfigError(f"there is no run {folder.run_id} in {folder.runs}; give its folder with runs_dir.")
-    found = read_records(folder.path / METRICS_FILE)
-    return Records([record for record in found if record["kind"] == kind], dict)
+    records = read_records(folder.path / METRICS_FILE)
+    return Records([record for record in records if record["kind"] == kind], dict)
 
 
 def _range_of(steps: Steps) -> Range | None:
@@ -182,21 +185,23 @@ def _group_row(group: GroupRecord) -> Row:
 
 
 def _sample_row(pair: tuple[GroupRecord, SampleRecord]) -> Row:
-    (group, sample), kept = (
-        pair,
-        ("ticket", "issued_for", "trained_at", "data_source", "prompt", "ground_truth"),
-    )
-    made = sample.trajectory
+    group, sample = pair
+    kept = ("ticket", "issued_for", "trained_at", "data_source", "prompt", "ground_truth")
+    trajectory = sample.trajectory
     score = sample.score
     of_group = _group_row(group)
     row = {name: of_group[name] for name in kept}
     row |= {"index": sample.index, "reward": sample.reward, "advantage": sample.advantage}
     row |= {"left_out": sample.left_out}
-    if made is not None:
-        row |= {"completion": made.text, "num_tokens": made.num_tokens, "finish": made.finish}
-        row |= {} if made.thought is None else {"thought": made.thought}
-        row |= {"version": made.min_version, "rollout_worker": made.worker}
-        row |= {"started_at": made.started_at, "finished_at": made.finished_at}
+    if trajectory is not None:
+        row |= {
+            "completion": trajectory.text,
+            "num_tokens": trajectory.num_tokens,
+            "finish": trajectory.finish,
+        }
+        row |= {} if trajectory.thought is None else {"thought": trajectory.thought}
+        row |= {"version": trajectory.min_version, "rollout_worker": trajectory.worker}
+        row |= {"started_at": trajectory.started_at, "finished_at": trajectory.finished_at}
     if score is not None:
         row |= {"status": score.status.value, "error": score.error, "attempts": score.attempts}
         row |= {"latency_s": score.latency_s, "reward_worker": score.worker}

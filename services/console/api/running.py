@@ -177,7 +177,7 @@ class CallbackView(PlainView):
     def report(self, news: News) -> None:
         """Print, and call back."""
         super().report(news)
-        callback = self._callbacks.get(str(news.what[0]))
+        callback = self._callbacks.get(str(news.identity[0]))
         if callback is None or news.record is None or self._is_stopping:
             return
         try:
@@ -195,8 +195,8 @@ class CallbackView(PlainView):
 
 
 async def _go(config: Config, options: UpOptions, view: CallbackView) -> RunResult:
-    given = None if isinstance(config, str | Path) else load_config(config)
-    local = await asyncio.to_thread(prepare, options, view.console, config=given, view=view)
+    loaded = None if isinstance(config, str | Path) else load_config(config)
+    local = await asyncio.to_thread(prepare, options, view.console, config=loaded, view=view)
     view.run = local
     logging = structlog.get_config()
     try:
@@ -217,8 +217,8 @@ def _options(
     if isinstance(config, str | Path):
         path = Path(config)
     else:
-        own = config.run_id if isinstance(config, RunConfig) else str(config.get("run_id", ""))
-        run_id = run_id or own or f"run-{time.strftime('%Y%m%d-%H%M%S')}"
+        config_run_id = config.run_id if isinstance(config, RunConfig) else str(config.get("run_id", ""))
+        run_id = run_id or config_run_id or f"run-{time.strftime('%Y%m%d-%H%M%S')}"
         path = folder_of_runs(runs) / run_id / CONFIG_FILE
     words = _words(overrides)
     return UpOptions(config=path, overrides=words, run_id=run_id, resume=resume, live=False, runs_dir=runs)
@@ -227,5 +227,5 @@ def _options(
 def _words(overrides: Overrides) -> list[str]:
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    given = cast(Mapping[str, Any], overrides)
-    return [f"{name}={it if isinstance(it, str) else json.dumps(it)}" for name, it in given.items()]
+    values = cast(Mapping[str, Any], overrides)
+    return [f"{name}={it if isinstance(it, str) else json.dumps(it)}" for name, it in values.items()]

@@ -76,7 +76,8 @@ def _rows_of(reward: NamedRewardConfig, rows: Mapping[str, Sequence[Row]]) -> It
 
 def _send(stream: IO[str], rows: Iterator[Row | None], name: str, num_rows: int) -> int:
     """Write the rows as lines of JSON. Returns how many rows were left out for lack of time."""
-    started = reported = time.monotonic()
+    started = time.monotonic()
+    reported = started
     for number, row in enumerate(rows):
         now = time.monotonic()
         if now > started + LONGEST_S:

@@ -57,7 +57,7 @@ class SectionFacts(NamedTuple):
 
 def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterator[SectionFacts]:
     """A section, then those inside it, depth first."""
-    own = []
+    fields = []
     inner = []
     texts = _texts_of(model)
     prefix = f"{name}." if name else ""
@@ -66,11 +66,13 @@ def read_sections(model: type[BaseModel] = RunConfig, name: str = "") -> Iterato
         default = ... if info.is_required() else info.get_default(call_default_factory=True)
         if section is None or has_names or default is None:
             text = " ".join((info.description or texts.get(field, "")).split())
-            shown = "required" if default is ... else f"default {_shown(default)}"
-            own.append(FieldFacts(prefix + field, _kind(info.annotation), shown, _bounds(info), text))
+            default_text = "required" if default is ... else f"default {_shown(default)}"
+            fields.append(
+                FieldFacts(prefix + field, _kind(info.annotation), default_text, _bounds(info), text)
+            )
         if section is not None:
             inner.append((section, f"{prefix}{field}.{ANY_NAME}" if has_names else prefix + field))
-    yield SectionFacts(name, " ".join((model.__doc__ or "").strip().partition("\n\n")[0].split()), own)
+    yield SectionFacts(name, " ".join((model.__doc__ or "").strip().partition("\n\n")[0].split()), fields)
     for section, path in inner:
         yield from read_sections(section, path)
 
@@ -105,7 +107,7 @@ def print_fields(wanted: str, console: Console | None = None) -> None:
         console.print(Text.assemble((section.name or "top of the file", "bold cyan"), f"  {section.text}"))
         table = name_table("bold")
         for field in section.fields:
-            details = ", ".join(part for part in (field.kind, field.bounds) if part)
+            details = ", ".join(word for word in (field.kind, field.bounds) if word)
             table.add_row(field.name, Text.assemble((f"{details}; {field.default}\n", "dim"), field.text))
         console.print(table)
 
@@ -118,8 +120,8 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
         return _section_of(get_args(annotation)[0])
     if get_origin(annotation) in (dict, list):
         return _section_of(get_args(annotation)[-1])[0], True
-    found = [_section_of(part) for part in get_args(annotation) if _is_union(annotation)]
-    sections = [part for part in found if part[0] is not None]
+    candidates = [_section_of(argument) for argument in get_args(annotation) if _is_union(annotation)]
+    sections = [candidate for candidate in candidates if candidate[0] is not None]
     return sections[0] if len(sections) == 1 else (None, False)
 
 
@@ -135,22 +137,22 @@ def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " | ".join(str(value) for value in get_args(annotation))
     if _is_union(annotation):
-        return " | ".join(_kind(part) for part in get_args(annotation))
-    if arguments := [part for part in get_args(annotation) if part is not Ellipsis]:
-        return f"{get_origin(annotation).__name__}[{', '.join(_kind(part) for part in arguments)}]"
+        return " | ".join(_kind(argument) for argument in get_args(annotation))
+    if arguments := [argument for argument in get_args(annotation) if argument is not Ellipsis]:
+        return f"{get_origin(annotation).__name__}[{', '.join(_kind(argument) for argument in arguments)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     return str(getattr(annotation, "__name__", annotation))
 
 
 def _bounds(info: FieldInfo) -> str:
-    found = []
+    bounds = []
     for constraint in info.metadata:
         limits = [(sign, getattr(constraint, name, None)) for name, sign in SIGNS]
-        found += [f"{sign} {limit:.15g}" for sign, limit in limits if limit is not None]
+        bounds += [f"{sign} {limit:.15g}" for sign, limit in limits if limit is not None]
         if pattern := getattr(constraint, "pattern", None):
-            found.append(f"matches {pattern}")
-    return ", ".join(found)
+            bounds.append(f"matches {pattern}")
+    return ", ".join(bounds)
 
 
 def _shown(value: Any) -> str:
@@ -207,7 +209,7 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
     config = findings.config
     trainer = config.trainer
     rollout = config.rollout
-    sizes = {1 if one.is_imitated else config.group_size(one.name) for one in config.data.sources}
+    sizes = {1 if source.is_imitated else config.group_size(source.name) for source in config.data.sources}
     sizes = sizes or {trainer.group_size}
     samples = trainer.groups_per_step * max(sizes)
     step = (
@@ -306,10 +308,10 @@ def preset_lines(algorithm: AlgorithmConfig) -> Iterator[str]:
         return
     yield f"preset {algorithm.preset} sets (docs/algorithms.md says why)"
     for name, value in PRESETS[algorithm.preset].items():
-        for part, preset in value.items() if isinstance(value, dict) else [("", value)]:
+        for section, preset in value.items() if isinstance(value, dict) else [("", value)]:
             used = getattr(algorithm, name)
-            used = getattr(used, part) if part else used
-            field = f"{name}.{part}" if part else name
+            used = getattr(used, section) if section else used
+            field = f"{name}.{section}" if section else name
             yield f"  {field}: {preset}" + ("" if used == preset else f", but {used} is given")
 
 
@@ -317,11 +319,11 @@ def _rewards(config: RewardConfig) -> str:
     """Each reward with its limits, and how rewards are combined."""
     texts = []
     for name, reward in config.named.items():
-        what = name if reward.function in (None, name) else f"{name} = {reward.function}"
+        description = name if reward.function in (None, name) else f"{name} = {reward.function}"
         weight = f"{reward.weight:g} x " if config.rewards else ""
         texts.append(
-            f"{weight}{what} ({reward.kind}, {reward.timeout_s:g} s and {reward.max_attempts} attempts each; "
-            f"then {reward.on_failure})"
+            f"{weight}{description} ({reward.kind}, {reward.timeout_s:g} s and {reward.max_attempts} "
+            f"attempts each; then {reward.on_failure})"
         )
     after = f", then {config.group} over each group" if config.group else ""
     return " + ".join(texts) + after

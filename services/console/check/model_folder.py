@@ -67,9 +67,8 @@ def inspect_model(model: ModelConfig, needs_weights: bool = True) -> ModelFacts:
     tree = overridden(read_json(folder / "config.json"), model.overrides)
     # Models of text and images keep the context one level down.
     inner = tree.get("text_config")
-    lengths = [
-        part.get("max_position_embeddings") for part in (inner if isinstance(inner, dict) else {}, tree)
-    ]
+    levels = (inner if isinstance(inner, dict) else {}, tree)
+    lengths = [level.get("max_position_embeddings") for level in levels]
     weights = {file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)}
     if needs_weights and not weights:
         raise ConfigError(
@@ -119,16 +118,16 @@ def check_lengths(
             f"the tokenizer of {model.path} writes its end token behind every text (add_eos_token); prompts "
             "are without it, because the model continues them"
         )
-    for name, found in rows.items():
+    for name, prompts in rows.items():
         try:
-            overlong = list(ruler.overlong(found))
+            overlong = list(ruler.overlong(prompts))
         except RenderError as error:
             notes.append(f"{name}: {error}: {CHECKED_AT_START}")
             continue
         if overlong:
-            becomes = fate_of_overlong(overlong, len(found), data)
+            becomes = fate_of_overlong(overlong, len(prompts), data)
             notes.append(
-                f"{name}: {len(overlong):,} of {len(found):,} prompts are too long and will be {becomes}"
+                f"{name}: {len(overlong):,} of {len(prompts):,} prompts are too long and will be {becomes}"
             )
 
 
@@ -181,19 +180,19 @@ def check_teachers(config: RunConfig) -> None:
     """Compare vocabularies of policy and teachers, where the folders of both are on this machine.
 
     A teacher gets token ids: with another tokenizer they would mean another text."""
-    own = _vocabulary(config.model.path)
+    ours = _vocabulary(config.model.path)
     for name, reward in config.reward.named.items():
         served = config.servers[reward.servers] if reward.teacher else None
-        if served is None or served.local is None or not own or not (theirs := _vocabulary(served.model)):
+        if served is None or served.local is None or not ours or not (theirs := _vocabulary(served.model)):
             continue
         # A teacher may know more tokens: the policy never samples those.
-        if wrong := [(number, token) for token, number in own.items() if theirs.get(token) != number]:
+        if wrong := [(number, token) for token, number in ours.items() if theirs.get(token) != number]:
             number, token = min(wrong)
             there = f"is {theirs[token]}" if token in theirs else "does not exist"
             raise ConfigError(
                 f"reward.rewards.{name}: the teacher {served.model} has another tokenizer than model.path, "
                 f"{config.model.path}: token {token!r} is {number} in the policy's and {there} in the "
-                f"teacher's; {len(wrong):,} of {len(own):,} differ. A teacher scores token ids: take one of "
+                f"teacher's; {len(wrong):,} of {len(ours):,} differ. A teacher scores token ids: take one of "
                 "the policy's family"
             )
 
@@ -205,5 +204,5 @@ def _vocabulary(model: str) -> dict[str, int]:
         return {}
     tree = read_json(file)
     vocabulary = (tree.get("model") or {}).get("vocab")
-    known = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    return known | {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}
+    tokens = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    return tokens | {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}

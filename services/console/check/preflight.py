@@ -40,6 +40,12 @@ from tidemill.services.console.check.model_folder import (
 from tidemill.services.console.processes.specs import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
+
+def _losses_with(options: str) -> str:
+    return " or ".join(name for name, row in LOSSES.items() if row.options == options)
+
+
+_LOSS_OPTIONS = sorted({row.options for row in LOSSES.values()} - {""})
 IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     (
         "streams: claim_check_url",
@@ -69,9 +75,9 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
             f"trainer.algorithm: {options}",
             # Bound as a default argument: a closure would see the loop's last value.
             lambda s, options=options: s.loss_traits.options == options,
-            f"loss is {' or '.join(name for name, row in LOSSES.items() if row.options == options)}",
+            f"loss is {_losses_with(options)}",
         )
-        for options in sorted({row.options for row in LOSSES.values()} - {""})
+        for options in _LOSS_OPTIONS
     ),
     ("rollout.environment: tools", lambda s: s.use == TOOLS, "use is tools"),
     ("rollout.environment: agent", lambda s: s.use == AGENT, "use is agent"),
@@ -117,18 +123,18 @@ def _sections(root: Any, names: list[str], where: str = "") -> Iterator[tuple[st
     if root is None or not names:
         yield from [(where, root)] if root is not None else []
         return
-    first, *rest = names
+    first, *others = names
     inner = root if isinstance(root, Mapping) else {first: getattr(root, first)}
     for name, section in inner.items():
-        yield from _sections(section, rest, f"{where}.{name}".lstrip("."))
+        yield from _sections(section, others, f"{where}.{name}".lstrip("."))
 
 
 def _value(section: Any, name: str) -> tuple[Any, Any]:
     """The value of a field, and its default."""
-    first, _, rest = name.partition(".")
+    first, _, inner_name = name.partition(".")
     default = type(section).model_fields[first].get_default(call_default_factory=True)
     value = getattr(section, first)
-    return (value, default) if not rest else (getattr(value, rest), getattr(default, rest))
+    return (value, default) if not inner_name else (getattr(value, inner_name), getattr(default, inner_name))
 
 
 SANDBOX_TIMEOUT_S = 120.0
@@ -141,7 +147,10 @@ Rows = dict[str, Sequence[Row]]
 
 @dataclass(slots=True)
 class Findings:
-    """What the checks saw, for the summary that people read."""
+    """What the checks saw, for the summary that people read.
+
+    Example: `rows` {"train": 7473, "eval gsm8k": 256}, `redis` "7.4.1".
+    """
 
     config: RunConfig
     rows: dict[str, int] = field(default_factory=dict)
@@ -165,7 +174,7 @@ class Findings:
 
 
 def examine(
-    given: Path | RunConfig,
+    config_or_path: Path | RunConfig,
     overrides: Iterable[str] = (),
     calls_reward: bool = False,
     machine: Machine | None = None,
@@ -173,14 +182,18 @@ def examine(
     """Check a run's config, or the file that holds it, and all it refers to; with a machine, also whether the
     run fits into its memory."""
     findings = Findings(
-        load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
+        load_config(config_or_path, overrides)
+        if isinstance(config_or_path, Path)
+        else override_config(config_or_path, overrides)
     )
     findings.notes += [*idle_settings(findings.config), *cost_of_choices(findings.config)]
     rows: Rows = {}
 
     def first_row() -> Row | None:
         """The first row of the training set, or of its first source."""
-        return next((found[0] for name, found in rows.items() if name.startswith("train") and found), None)
+        return next(
+            (examples[0] for name, examples in rows.items() if name.startswith("train") and examples), None
+        )
 
     # Checks of generation and scoring, which a run on demonstrations alone does not have.
     sampling: list[Callable[[], None]] = [
@@ -215,21 +228,24 @@ def examine(
             problems.append(str(error))
     if problems:
         many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
-        raise ConfigError(f"{given if isinstance(given, Path) else 'config'}: {many}" + "\n\n".join(problems))
+        raise ConfigError(
+            f"{config_or_path if isinstance(config_or_path, Path) else 'config'}: {many}"
+            + "\n\n".join(problems)
+        )
     return findings
 
 
 def _read_rows(findings: Findings, rows: Rows) -> None:
     data = findings.config.data
     evaluation = findings.config.trainer.evaluation
-    shown = {source.name for source in data.demonstrations}
+    demonstrations = {source.name for source in data.demonstrations}
     for name, trained in read_training_rows(data, opener_of=opener_of).items():
         findings.rows[f"train {name}".strip()] = len(trained)
-        if name not in shown:  # what follows is about prompts
+        if name not in demonstrations:  # what follows is about prompts
             rows[f"train {name}".strip()] = trained
-    for name, found in read_evaluation_rows(data, evaluation.max_prompts).items():
-        rows[f"eval {name}"] = found
-        findings.rows[f"eval {name}"] = len(found)
+    for name, prompts in read_evaluation_rows(data, evaluation.max_prompts).items():
+        rows[f"eval {name}"] = prompts
+        findings.rows[f"eval {name}"] = len(prompts)
 
 
 def _count_steps(findings: Findings, rows: Rows) -> None:
@@ -275,10 +291,10 @@ def _describe_reading(findings: Findings) -> None:
 def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> None:
     if row is not None:
         findings.gets = describe_arguments(row)
-    found = check_reward(findings.config, row, calls_reward and row is not None)
-    findings.rewards = found["called"]
-    findings.reads = found["reads"]
-    findings.notes += found["faults"]
+    answer = check_reward(findings.config, row, calls_reward and row is not None)
+    findings.rewards = answer["called"]
+    findings.reads = answer["reads"]
+    findings.notes += answer["faults"]
 
 
 def _check_environment(findings: Findings, row: Row | None) -> None:
@@ -299,11 +315,11 @@ def _check_gpus(config: RunConfig) -> None:
     if not any(named.values()) or (count := count_gpus()) is None:
         return
     there = "1, which is 0" if count == 1 else f"{count}, 0 to {count - 1}" if count else "none"
-    wrong = [
-        f"{field} names GPU {min(missing)}; this machine has {there}"
-        for field, gpus in named.items()
-        if (missing := [gpu for gpu in gpus if gpu >= count])
-    ]
+    wrong = []
+    for setting, gpus in named.items():
+        missing = [gpu for gpu in gpus if gpu >= count]
+        if missing:
+            wrong.append(f"{setting} names GPU {min(missing)}; this machine has {there}")
     if wrong:
         raise ConfigError("; ".join(wrong) + ". Name GPUs that are there, or leave gpus out.")
 

@@ -141,7 +141,7 @@ def _specs(config: RunConfig, roles: list[str]) -> Iterator[ServiceSpec]:
     )
     rollout = config.rollout.model_copy(update={"workers": max(1, num_engines)})
     reward = config.reward.model_copy(update={"workers": max(1, config.reward.workers)})
-    servers = {name: one.model_copy(update={"local": None}) for name, one in config.servers.items()}
+    servers = {name: server.model_copy(update={"local": None}) for name, server in config.servers.items()}
     sections = {"trainer": trainer, "rollout": rollout, "reward": reward, "servers": servers}
     placed, _ = place(config.model_copy(update=sections), gpus)
     node = f"{socket.gethostname()}-{os.environ.get('SLURMD_NODENAME', os.getpid())}"

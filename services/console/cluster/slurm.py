@@ -91,8 +91,8 @@ def write_scripts(options: SlurmOptions) -> None:
         return _write(options, {f"{run_id}.sky.yaml": _sky(options, run_id, words)}, "sky jobs launch")
     texts = {f"{run_id}.sbatch": _script(options, run_id, runs, words, is_join=False)}
     if options.cpu_nodes:
-        own = [*words[:-2], "--node", "-1", "--roles", "reward"]
-        texts[f"{run_id}.rewards.sbatch"] = _script(options, run_id, runs, own, is_join=True)
+        reward_command = [*words[:-2], "--node", "-1", "--roles", "reward"]
+        texts[f"{run_id}.rewards.sbatch"] = _script(options, run_id, runs, reward_command, is_join=True)
     runs.mkdir(parents=True, exist_ok=True)
     _write(options, texts, "sbatch")
     print(f"then: {command_line('status', run_id, '--watch')}", file=sys.stderr)

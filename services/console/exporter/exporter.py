@@ -94,13 +94,13 @@ async def read_run(snapshots: SnapshotReader) -> RunReading:
         gauges.append((metrics.STREAM_LENGTH, (stream.value,), await length(broker, key)))
         if not stream.group or roles != ROLES:  # without rollout and reward workers there are no groups
             continue
-        found: Backlog[Message] = await backlog(broker, key, stream.group, stream.message_type)
+        stream_backlog: Backlog[Message] = await backlog(broker, key, stream.group, stream.message_type)
         gauges += [
-            (metrics.STREAM_LAG, where, found.lag),
-            (metrics.STREAM_PENDING, where, found.pending),
-            (metrics.STREAM_CONSUMERS, where, found.consumers),
-            (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "waiting"), _age_s(found.oldest_waiting)),
-            (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "held"), _age_s(found.oldest_held)),
+            (metrics.STREAM_LAG, where, stream_backlog.lag),
+            (metrics.STREAM_PENDING, where, stream_backlog.pending),
+            (metrics.STREAM_CONSUMERS, where, stream_backlog.consumers),
+            (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "waiting"), _age_s(stream_backlog.oldest_waiting)),
+            (metrics.STREAM_OLDEST_AGE_SECONDS, (*where, "held"), _age_s(stream_backlog.oldest_held)),
         ]
     return RunReading(snapshot, gauges, roles)
 
@@ -152,15 +152,21 @@ def as_json(run_id: str, reading: RunReading, own_address: str) -> bytes:
     Labels: the run, the service, and the worker's name, which stays the same over restarts that change the
     port. The exporter has no `worker`: its metrics have that label themselves.
     """
-    found: list[tuple[str, dict[str, str]]] = [(own_address, {"service": "exporter"})] if own_address else []
+    addresses: list[tuple[str, dict[str, str]]] = (
+        [(own_address, {"service": "exporter"})] if own_address else []
+    )
     alive = [beat for beat in reading.snapshot.workers if beat.is_alive]
     for beat in alive:
         if beat.metrics_target:
-            found.append((beat.metrics_target, {"service": beat.role, "worker": beat.name}))
+            addresses.append((beat.metrics_target, {"service": beat.role, "worker": beat.name}))
     for beat in alive:
         if is_address(beat.url):
-            found.append((urlsplit(beat.url).netloc, {"service": "reward-server", "worker": beat.servers}))
-    targets = [{"targets": [address], "labels": {"run_id": run_id, **labels}} for address, labels in found]
+            addresses.append(
+                (urlsplit(beat.url).netloc, {"service": "reward-server", "worker": beat.servers})
+            )
+    targets = [
+        {"targets": [address], "labels": {"run_id": run_id, **labels}} for address, labels in addresses
+    ]
     return json.dumps(targets).encode()
 
 

@@ -98,12 +98,11 @@ def _show(run_dir: Path, as_json: bool) -> None:
                 "last_id": manifest.last_id,
             }
     titles = {"bytes": "size", "payload_bytes": "of payload"}
-    lines = (
-        {"stream": stream}
-        | {titles.get(name, name): value for name, value in row.items() if name != "last_id"}
-        for stream, row in rows.items()
-    )
-    shown = table(lines, {"size": "bytes", "of payload": "bytes"})
+    lines = []
+    for name_of_stream, row in rows.items():
+        cells = {titles.get(name, name): value for name, value in row.items() if name != "last_id"}
+        lines.append({"stream": name_of_stream} | cells)
+    listing = table(lines, {"size": "bytes", "of payload": "bytes"})
     folder = archive_folder(run_dir)
-    tree = part("", shown, note(f"in {nearest(folder)}"))
+    tree = part("", listing, note(f"in {nearest(folder)}"))
     show({"folder": str(folder), "streams": rows}, tree, as_json)

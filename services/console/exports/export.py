@@ -83,7 +83,9 @@ def export_version(run: Path, model: ModelConfig, version: str, target: Path) ->
     manifest = read_manifest(run, number)
     if manifest is None:
         raise ConfigError(f"version {number} of {run.name} has no weights on the disk. {_known(run)}")
-    base, *deltas = [verified_files(run, part) for part in read_chain(run, manifest)]
+    chain = [verified_files(run, link) for link in read_chain(run, manifest)]
+    base = chain[0]
+    deltas = chain[1:]
     source = _model_folder(model.path)
     with aside_folder(target, f"the export of version {number}") as aside:
         _copy_model_files(source, aside)
@@ -208,13 +210,13 @@ def _verify(run: Path, manifest: WeightManifest) -> None:
             for record in read_delta(path):
                 record.patch()
     elif is_additive(manifest.digest):
-        found = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
-        if found != manifest.digest:
-            raise WeightsError(f"its files have digest {found}, the manifest says {manifest.digest}.")
+        digest = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
+        if digest != manifest.digest:
+            raise WeightsError(f"its files have digest {digest}, the manifest says {manifest.digest}.")
 
 
 def _tree(rows: list[dict[str, Any]], verify: bool) -> Node:
-    shown = (
+    version_rows = (
         {
             "version": row["version"],
             "kind": row["kind"],
@@ -228,6 +230,6 @@ def _tree(rows: list[dict[str, Any]], verify: bool) -> Node:
         }
         for row in rows
     )
-    versions = table(shown, {"size": "bytes", "of full": "share", "changed": "share", "encode": "s"})
+    versions = table(version_rows, {"size": "bytes", "of full": "share", "changed": "share", "encode": "s"})
     problems = (note(f"version {row['version']}: {row['problem']}", "red") for row in rows if row["problem"])
     return part("", versions, problems)

@@ -38,12 +38,12 @@ class Forked:
 
 class ForkServer:
     def __init__(self) -> None:
-        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        with other:
+        with child_end:
             self.process = subprocess.Popen(
-                run_own(Program.FORK_SERVER, str(other.fileno())),
-                pass_fds=[other.fileno()],
+                run_own(Program.FORK_SERVER, str(child_end.fileno())),
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -77,14 +77,14 @@ def main() -> None:
     watched: dict[int, str] = {}
     folders: list[str] = []
     for line in sys.stdin:
-        verb, _, rest = line.rstrip("\n").partition(" ")
+        verb, _, arguments = line.rstrip("\n").partition(" ")
         if verb == "watch":
-            pid, _, kind = rest.partition(" ")
+            pid, _, kind = arguments.partition(" ")
             watched[int(pid)] = kind
         elif verb == "forget":
-            watched.pop(int(rest), None)
+            watched.pop(int(arguments), None)
         elif verb == "remove":
-            folders.append(rest)
+            folders.append(arguments)
     for wanted in ("service", "redis"):  # services need Redis to hand back what they hold
         _stop([pid for pid, kind in watched.items() if kind == wanted])
     # With nothing left to watch the console has ended in order, and removed them itself.

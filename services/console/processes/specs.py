@@ -26,7 +26,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """How to start one process of a run."""
+    """How to start one process of a run.
+
+    Example: `name` "rollout-0", `role` "rollout", `command` (python, "-m", "tidemill.services.rollout",
+    "--run", "a"), `env` {"CUDA_VISIBLE_DEVICES": "1"}.
+    """
 
     name: str
     role: str
@@ -136,8 +140,8 @@ def gpus_here(count: int | None) -> list[int]:
 
 def named_gpus(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """GPUs of each field that can name some."""
-    own = {f"servers.{name}.local.gpus": local.gpus for name, local in _local_servers(config).items()}
-    return {TRAINER: config.trainer.gpus, ROLLOUT: config.rollout.gpus, **own}
+    of_servers = {f"servers.{name}.local.gpus": local.gpus for name, local in _local_servers(config).items()}
+    return {TRAINER: config.trainer.gpus, ROLLOUT: config.rollout.gpus, **of_servers}
 
 
 def _wanted_gpus(config: RunConfig) -> dict[str, int]:
@@ -191,7 +195,8 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
     if config.rollout.trainer_gpus != "auto":
         wanted.pop(ROLLOUT, None)
     missing = {name: count for name, count in wanted.items() if count and not named.get(name)}
-    free = [gpu for gpu in here if not any(gpu in gpus for gpus in named.values())]
+    in_use = {gpu for gpus in named.values() for gpu in gpus}
+    free = [gpu for gpu in here if gpu not in in_use]
     if not here or sum(missing.values()) > len(free):
         return config, _too_few(config, here, missing, len(free))
     for name, count in missing.items():
@@ -199,12 +204,12 @@ def place(config: RunConfig, here: Sequence[int]) -> tuple[RunConfig, list[str]]
         free = free[count:]
     if config.rollout.trainer_gpus != "auto":
         config = _shared(config)
-    given = [
+    assignments = [
         f"{name.removesuffix('.gpus')} {_list(gpus)}" for name, gpus in named_gpus(config).items() if gpus
     ]
     unused = [f"{_list(free)} unused"] if free else []
     turns = [TURNS] if config.rollout.trainer_gpus == "turns" else []
-    return config, [f"GPUs: {', '.join([*given, *unused])}", *turns] if given else []
+    return config, [f"GPUs: {', '.join([*assignments, *unused])}", *turns] if assignments else []
 
 
 def _too_few(config: RunConfig, here: Sequence[int], missing: dict[str, int], num_free: int) -> list[str]:
@@ -223,9 +228,11 @@ def _too_few(config: RunConfig, here: Sequence[int], missing: dict[str, int], nu
         others = ", ".join(name for name in counts if name != "trainer")
         return [f"one GPU: {TURNS}; {others} on it at once with either"]
     share = config.rollout.vllm.gpu_memory_utilization
-    left = f"; rollout.vllm.gpu_memory_utilization leaves {1.0 - share:.0%} of its memory to the others"
+    share_words = (
+        f"; rollout.vllm.gpu_memory_utilization leaves {1.0 - share:.0%} of its memory to the others"
+    )
     text = f"one GPU: all processes are on GPU {here[0]} at once"
-    return [text + (left if config.rollout.engine_traits.reserves_gpu_memory else "")]
+    return [text + (share_words if config.rollout.engine_traits.reserves_gpu_memory else "")]
 
 
 def _shared(config: RunConfig) -> RunConfig:
@@ -244,11 +251,11 @@ def _shared(config: RunConfig) -> RunConfig:
     return shared
 
 
-def _with(section: Any, path: str, given: Any) -> Any:
+def _with(section: Any, path: str, new_value: Any) -> Any:
     """A copy with one field changed; sections within mappings are found by their keys."""
-    name, _, rest = path.partition(".")
+    name, _, inner_path = path.partition(".")
     before = section[name] if isinstance(section, dict) else getattr(section, name)
-    value = _with(before, rest, given) if rest else given
+    value = _with(before, inner_path, new_value) if inner_path else new_value
     return {**section, name: value} if isinstance(section, dict) else section.model_copy(update={name: value})
 
 

@@ -129,7 +129,11 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How it ended; all but `ending` are those of a failure."""
+    """How it ended; all but `ending` are those of a failure.
+
+    Example: of a trainer that refuses its config: `exit_code` 2, `summary` "trainer cannot do this run (exit
+    code 2)", `error` "model.path /m/x does not exist".
+    """
 
     ending: Ending
     reason: str = ""
@@ -144,7 +148,10 @@ class RunOutcome:
 
 @dataclass(slots=True)
 class ServiceStatus:
-    """What the live view shows of a process besides its heartbeat."""
+    """What the live view shows of a process besides its heartbeat.
+
+    Example: `name` "rollout-0", `state` "running", `pid` 4711, `restarts` 1.
+    """
 
     name: str
     role: str

@@ -38,7 +38,10 @@ PICTURE_FILE = "reward.png"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """`<runs>/<run_id>`; nothing is created before `create`."""
+    """`<runs>/<run_id>`; nothing is created before `create`.
+
+    Example: `RunFolder(Path("runs"), "a")` is `runs/a`, with `config.yaml`, `logs/` and `weights/` in it.
+    """
 
     runs: Path
     run_id: str
@@ -136,20 +139,20 @@ class RunFolder:
             return os.environ.get(URL_VARIABLE) or None
 
 
-def folder_of_runs(given: str | Path | None) -> Path:
+def folder_of_runs(folder: str | Path | None) -> Path:
     """The folder of all runs: what the user gave, else the environment's, else ./runs."""
-    return Path(given).resolve() if given else runs_dir()
+    return Path(folder).resolve() if folder else runs_dir()
 
 
 def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunFolder:
     """The run that the user means: by id, by its folder wherever it is, by the environment, or the latest."""
-    given = str(run or os.environ.get(RUN_VARIABLE, ""))
+    run_name = str(run or os.environ.get(RUN_VARIABLE, ""))
     runs = folder_of_runs(runs_dir)
-    if given and "/" in given:
-        folder = Path(given).resolve()  # runs/latest is a link
+    if run_name and "/" in run_name:
+        folder = Path(run_name).resolve()  # runs/latest is a link
         return RunFolder(folder.parent if folder.is_dir() else runs, folder.name)
-    if given and (given != LATEST or not (runs / LATEST).is_symlink()):
-        return RunFolder(runs, given)
+    if run_name and (run_name != LATEST or not (runs / LATEST).is_symlink()):
+        return RunFolder(runs, run_name)
     try:
         return RunFolder(runs, os.readlink(runs / LATEST).rstrip("/").rpartition("/")[2])
     except OSError:

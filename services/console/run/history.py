@@ -41,6 +41,11 @@ class MissingHistoryError(ConfigError):
 
 @dataclass(frozen=True)
 class RunAccess:
+    """A run that is read, from wherever its streams are.
+
+    Example: `source` LIVE, `address` "redis://127.0.0.1:6379/0".
+    """
+
     folder: RunFolder
     history: History
     source: str

@@ -103,10 +103,10 @@ async def open_redis(
         async with connected(url) as broker:
             yield url, broker
         return
-    own = LocalRedis(folder.redis_data, guard, os.environ.get(LISTEN_VARIABLE, ""))
-    async with own.running() as url:
+    server = LocalRedis(folder.redis_data, guard, os.environ.get(LISTEN_VARIABLE, ""))
+    async with server.running() as url:
         folder.write_address(url)
-        keeper = asyncio.create_task(own.keep(on_event, on_failure), name="redis")
+        keeper = asyncio.create_task(server.keep(on_event, on_failure), name="redis")
         try:
             async with connected(url) as broker:
                 yield url, broker

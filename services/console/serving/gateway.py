@@ -175,9 +175,9 @@ class RewardGateway:
         """A gateway that continues the ticket numbers of an earlier process. It reads from the ends of the
         streams on: older scores are for requests to that process."""
         gateway = cls(run, broker)
-        gateway._next_ticket = gateway._reserved = int(
-            await broker.execute("HGET", run.keys.state, SERVED) or 0
-        )
+        num_served = int(await broker.execute("HGET", run.keys.state, SERVED) or 0)
+        gateway._next_ticket = num_served
+        gateway._reserved = num_served
         for key in gateway._positions:
             gateway._positions[key] = await last_id(broker, key)
         return gateway
@@ -277,7 +277,7 @@ class RewardGateway:
                 letter = entry.message
                 waiting = self._waiting[lane]
                 # By its entry id where its key could not be decoded.
-                tickets = {key[0] for key, one in waiting.items() if one.entry_id == letter.entry_id}
+                tickets = {key[0] for key, request in waiting.items() if request.entry_id == letter.entry_id}
                 tickets.add(letter.ticket)
                 for ticket, index in [key for key in waiting if key[0] in tickets]:
                     failed = Score(ticket=ticket, index=index, status=ScoreStatus.FAILED, error=letter.error)
@@ -308,16 +308,17 @@ class RewardGateway:
         if before not in ("", identity) or is_emptied:
             await self._run.register(self._broker)
             await self._reserve()
-            self._maybe_lost = [one for waiting in self._waiting.values() for one in waiting.values()]
-        left = [one for one in self._maybe_lost if not one.score.done()]
+            self._maybe_lost = [request for waiting in self._waiting.values() for request in waiting.values()]
+        unanswered = [request for request in self._maybe_lost if not request.score.done()]
         # Samples that are just being appended are checked the next time: a part of them may be lost.
-        self._maybe_lost = [one for one in left if not one.entry_id]
-        sent = [one for one in left if one.entry_id]
+        self._maybe_lost = [request for request in unanswered if not request.entry_id]
+        sent = [request for request in unanswered if request.entry_id]
         looks = [
-            ("XRANGE", self._keys.trajectories(one.sample.lane), one.entry_id, one.entry_id) for one in sent
+            ("XRANGE", self._keys.trajectories(request.sample.lane), request.entry_id, request.entry_id)
+            for request in sent
         ]
-        found = await self._broker.pipeline(looks) if looks else []
-        if lost := [one for one, entries in zip(sent, found, strict=True) if not entries]:
+        replies = await self._broker.pipeline(looks) if looks else []
+        if lost := [request for request, entries in zip(sent, replies, strict=True) if not entries]:
             log.warning("Redis has lost samples: appended again", count=len(lost))
             await self._append(lost)
 
@@ -326,7 +327,7 @@ class RewardGateway:
         below: dict[StreamName, str] = {}
         for lane, waiting in self._waiting.items():
             appended = await last_id(self._broker, self._keys.trajectories(lane))
-            unscored = [one.entry_id or one.after for one in waiting.values()]
+            unscored = [request.entry_id or request.after for request in waiting.values()]
             oldest = min(unscored, key=id_order) if unscored else id_after(appended)
             if oldest == START:  # the first of all are just being appended
                 return

@@ -117,8 +117,8 @@ class RequestReader:
         try:
             async with asyncio.timeout(PARSE_S):
                 for begin in range(0, len(body), PART_BYTES):
-                    part = bytes(memoryview(body)[begin : begin + PART_BYTES])
-                    process.send({"begin": begin, "part": part})
+                    chunk = bytes(memoryview(body)[begin : begin + PART_BYTES])
+                    process.send({"begin": begin, "part": chunk})
                     await process.drain()
         except TimeoutError:
             raise await self._unavailable(LATE) from None

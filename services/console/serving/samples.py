@@ -131,5 +131,5 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the text of its parts as content, where it has parts."""
     if not isinstance(parts := message.get("content"), list):
         return message
-    texts = (str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    texts = (str(block.get("text", "")) for block in parts if isinstance(block, dict))
     return {**message, "content": "".join(texts)}

@@ -153,9 +153,9 @@ async def _json_of(scores: Sequence[ScoreOut]) -> str:
     """The answer, made in parts: other requests are answered meanwhile."""
     parts = []
     for begin in range(0, len(scores), WRITTEN_AT_ONCE):
-        part = scores[begin : begin + WRITTEN_AT_ONCE]
+        batch = scores[begin : begin + WRITTEN_AT_ONCE]
         # Pydantic writes numbers that are not finite as null.
-        parts.append(",".join(score.model_dump_json() for score in part))
+        parts.append(",".join(score.model_dump_json() for score in batch))
         await asyncio.sleep(0)
     return f'{{"scores":[{",".join(parts)}]}}'
 

@@ -82,19 +82,21 @@ async def _read(site: Site, request: Request) -> ComparedRuns:
     query = CompareQuery.parse(request.query_params)
     catalog = site.catalog
     lines = await catalog.lines()
-    known = {line.run_id for line in lines}
+    run_ids = {line.run_id for line in lines}
     wanted = query.runs
     if "run" not in request.query_params:
         wanted = tuple(line.run_id for line in lines[:FIRST_RUNS])
-    runs = tuple([run for run in wanted if run in known or await catalog.exists(run)])
+    runs = tuple([run for run in wanted if run in run_ids or await catalog.exists(run)])
     columns = await asyncio.gather(*(_columns(site, run) for run in runs))
-    names = sorted({name for own in columns for name in own.numbers})
+    names = sorted({name for of_run in columns for name in of_run.numbers})
     metrics = query.metrics
     if "metric" not in request.query_params:
         scores = [n for n in names if n.startswith(EVALUATION_PREFIX) and n.endswith("/score")][:1]
         first = (FIRST_METRICS[0], *scores, *FIRST_METRICS[1:])
         metrics = tuple(name for name in first if name in names)
-    series = [{name: own.series(name) for name in metrics} for own in columns]
+    series = []
+    for of_run in columns:
+        series.append({name: of_run.series(name) for name in metrics})
     query = replace(query, runs=runs, metrics=metrics)
     absent = tuple(run for run in wanted if run not in runs)
     return ComparedRuns(query, lines, absent, dict(zip(runs, series, strict=True)), names)
@@ -102,8 +104,8 @@ async def _read(site: Site, request: Request) -> ComparedRuns:
 
 async def _columns(site: Site, run: str) -> Columns:
     """Numbers of a run, from its folder, or from its streams where it has none here."""
-    if (found := await asyncio.to_thread(columns_in, site.catalog.runs / run)).numbers:
-        return found
+    if (columns := await asyncio.to_thread(columns_in, site.catalog.runs / run)).numbers:
+        return columns
     watched = await site.catalog.get(run)
     return columns_of(watched.index.steps.values() if watched else ())
 
@@ -123,23 +125,27 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]
     An unknown (empty) config differs in nothing.
     """
     fields = dict.fromkeys(name for config in configs for name in config if name != "run_id")
-    rows = [(name, [config.get(name, ABSENT) for config in configs]) for name in fields]
-    known = [place for place, config in enumerate(configs) if config]
-    return [(name, values) for name, values in rows if any(values[at] != values[known[0]] for at in known)]
+    readable = [index for index, config in enumerate(configs) if config]
+    rows = []
+    for name in fields:
+        values = [config.get(name, ABSENT) for config in configs]
+        if any(values[index] != values[readable[0]] for index in readable):
+            rows.append((name, values))
+    return rows
 
 
 async def page(site: Site, request: Request) -> Response:
     """The page: what can be chosen, the plots' places, and both tables."""
-    found = await _read(site, request)
-    configs = [await _config(site, run) for run in found.series]
-    chosen = found.query.metrics
+    comparison = await _read(site, request)
+    configs = [await _config(site, run) for run in comparison.series]
+    chosen = comparison.query.metrics
     return site.response(
         "compare.html",
         here="compare",
-        found=found,
-        query=found.query,
+        found=comparison,
+        query=comparison.query,
         address=request.url.query,
-        listed=[*chosen, *(name for name in found.names if name not in chosen)],
+        listed=[*chosen, *(name for name in comparison.names if name not in chosen)],
         differences=differing(configs) if len(configs) > 1 else [],
         most_runs=MAX_RUNS,
         most_metrics=MAX_METRICS,
@@ -149,38 +155,43 @@ async def page(site: Site, request: Request) -> Response:
 
 async def curves(site: Site, request: Request) -> Response:
     """The plots' points, thinned to what a screen can show."""
-    found = await _read(site, request)
-    query = found.query
-    lasts = [one.last for series in found.series.values() for one in series.values()]
+    comparison = await _read(site, request)
+    query = comparison.query
+    lasts = [curve.last for series in comparison.series.values() for curve in series.values()]
     longest_s = max((last[2] for last in lasts if last), default=0.0)
-    unit, unit_s = ("hour", 3600.0) if longest_s > LEAST_HOURS * 3600 else ("minute", 60.0)
+    has_hours = longest_s > LEAST_HOURS * 3600
+    unit = "hour" if has_hours else "minute"
+    unit_s = 3600.0 if has_hours else 60.0
     is_timed = query.x == "time"
 
     def trees() -> list[dict[str, Any]]:
-        return [
-            {
+        charts = []
+        for metric in query.metrics:
+            by_number = "version" if metric.startswith(EVALUATION_PREFIX) else "step"
+            lines = [
+                line_of(run, series[metric], query.smoothing, unit_s if is_timed else 0.0)
+                for run, series in comparison.series.items()
+            ]
+            chart = {
                 "key": sendable(metric),
                 "title": sendable(metric),
                 "unit": "",
-                "x": unit if is_timed else "version" if metric.startswith(EVALUATION_PREFIX) else "step",
-                "lines": [
-                    line_of(run, series[metric], query.smoothing, unit_s if is_timed else 0.0)
-                    for run, series in found.series.items()
-                ],
+                "x": unit if is_timed else by_number,
+                "lines": lines,
             }
-            for metric in query.metrics
-        ]
+            charts.append(chart)
+        return charts
 
-    is_live = any(line.status == "running" for line in found.lines if line.run_id in found.series)
+    is_live = any(line.status == "running" for line in comparison.lines if line.run_id in comparison.series)
     return JSONResponse({"live": is_live, "charts": await asyncio.to_thread(trees)})
 
 
 async def table(site: Site, request: Request) -> Response:
     """All values of the chosen numbers, neither smoothed nor thinned."""
-    found = await _read(site, request)
+    comparison = await _read(site, request)
 
     def rows() -> Iterator[Sequence[Any]]:
-        for run, numbers in found.series.items():
+        for run, numbers in comparison.series.items():
             for metric, series in numbers.items():
                 for x, y, time in zip(*(column.tolist() for column in series), strict=True):
                     yield run, metric, int(x), round(time, 3), y

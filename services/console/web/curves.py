@@ -27,10 +27,10 @@ def columns_in(run_dir: Path) -> Columns:
     """The numbers that a run's folder has; its file is read again when it has changed."""
     path = run_dir / METRICS_FILE
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return Columns()
-    return _read_columns(path, found.st_ino, found.st_mtime_ns, found.st_size)
+    return _read_columns(path, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=MAX_KEPT_FILES)
@@ -51,8 +51,8 @@ def thin(y: Numbers, most: int = MAX_POINTS) -> NDArray[np.intp]:
     edges = np.linspace(0, count, (most - 2) // 2 + 1).astype(int)
     places = {0, count - 1}
     for first, last in pairwise(edges):
-        part = y[first:last]
-        places |= {int(first + part.argmin()), int(first + part.argmax())}
+        window = y[first:last]
+        places |= {int(first + window.argmin()), int(first + window.argmax())}
     return np.array(sorted(places))
 
 
@@ -123,26 +123,26 @@ def chart_trees(
     sets = list(dict.fromkeys(str(item.get("set", "")) for item in evaluations))[:MOST_EVALUATIONS]
     scores = {name[:60]: f"{EVALUATION_PREFIX}{name}/score" for name in sets}
     sources = sorted({name.split("/")[1] for name in columns.numbers if name.startswith("source/")})
-    by_source = (
-        Chart(key, title, {name: f"source/{name}/{metric}" for name in sources[:MOST_SOURCES]}, unit)
-        for key, title, metric, unit in SOURCE_CHARTS
-    )
+    by_source = []
+    for key, title, metric, unit in SOURCE_CHARTS:
+        lines_of_sources = {name: f"source/{name}/{metric}" for name in sources[:MOST_SOURCES]}
+        by_source.append(Chart(key, title, lines_of_sources, unit))
     evaluation = Chart("evaluation", "Evaluation", scores, x="version")
     trees = []
     for chart in (CHARTS[0], evaluation, *CHARTS[1:], *by_source):
         lines = [line_of(label, columns.series(name)) for label, name in chart.lines.items()]
-        if shown := [line for line in lines if line["points"]]:
-            trees.append({**chart._asdict(), "lines": shown})
+        if drawn := [line for line in lines if line["points"]]:
+            trees.append({**chart._asdict(), "lines": drawn})
     return trees
 
 
 def _with_idle(point: StepPoint) -> StepPoint:
     """The point with idle shares of workers, from the busy times that a step records."""
     metrics = point.metrics
-    found = {}
+    idle = {}
     for role in ("rollout", "reward"):
         capacity_s = metrics.get(f"stages/{role}_workers", 0.0) * metrics.get("step_time_s", 0.0)
         busy_s = metrics.get(f"stages/{role}_busy_s")
         if busy_s is not None and capacity_s > 0:
-            found[f"idle/{role}"] = max(0.0, 1.0 - busy_s / capacity_s)
-    return replace(point, metrics={**metrics, **found})
+            idle[f"idle/{role}"] = max(0.0, 1.0 - busy_s / capacity_s)
+    return replace(point, metrics={**metrics, **idle})

@@ -52,16 +52,16 @@ SAMPLE_SORTS: dict[str, Any] = {
 
 async def browser(site: Site, run: WatchedRun, request: Request) -> Response:
     query = GroupQuery.parse(request.query_params)
-    found = query.select(run.index)
-    num_pages = max(1, -(-len(found) // PAGE_ROWS))
+    rows = query.select(run.index)
+    num_pages = max(1, -(-len(rows) // PAGE_ROWS))
     page = min(query.page, num_pages)
     return site.response(
         "groups.html",
         run=run,
         here="groups",
         query=query,
-        rows=found[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
-        num_found=len(found),
+        rows=rows[(page - 1) * PAGE_ROWS : page * PAGE_ROWS],
+        num_found=len(rows),
         num_all=len(run.index.groups[query.lane]),
         page=page,
         num_pages=num_pages,
@@ -81,7 +81,7 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
     typed = request.query_params.get("sort", "")
     first = number_of(request.query_params.get("first"))
     sort = typed if typed in SAMPLE_SORTS else "index"
-    shown = sorted(view.samples, key=SAMPLE_SORTS[sort])[first : first + MAX_SHOWN_SAMPLES]
+    samples = sorted(view.samples, key=SAMPLE_SORTS[sort])[first : first + MAX_SHOWN_SAMPLES]
     is_partial = row.state in UNFINISHED and run.may_change
     messages = prompt_messages(view.prompt_source) if view.prompt_source else []
     return site.response(
@@ -95,8 +95,8 @@ async def group(site: Site, run: WatchedRun, request: Request) -> Response:
         problem=problem,
         is_partial=is_partial,
         chat=part("", *(message_lines(message) for message in messages)),
-        shown=[(sample, part("", sample_parts(view, sample, with_text=False))) for sample in shown],
-        has_sessions=any(sample.trajectory and sample.trajectory.session for sample in shown),
+        shown=[(sample, part("", sample_parts(view, sample, with_text=False))) for sample in samples],
+        has_sessions=any(sample.trajectory and sample.trajectory.session for sample in samples),
         first=first,
         most=MAX_SHOWN_SAMPLES,
         sort=sort,
@@ -118,9 +118,9 @@ async def tokens(site: Site, run: WatchedRun, request: Request) -> Response:
     segment = trajectory.segments[number]
     first = number_of(typed.get("first"))
     row, _ = _find_row(run, request)
-    shown = list(shown_tokens(segment, await run.texts(), row.at_step, first, count))
+    pieces = list(shown_tokens(segment, await run.texts(), row.at_step, first, count))
     total = len(segment.completion_ids)
-    return site.response("part.html", tokens=shown, text="", next=first + len(shown), total=total)
+    return site.response("part.html", tokens=pieces, text="", next=first + len(pieces), total=total)
 
 
 async def text(site: Site, run: WatchedRun, request: Request) -> Response:
@@ -129,8 +129,8 @@ async def text(site: Site, run: WatchedRun, request: Request) -> Response:
     if trajectory.thought:
         whole = f"{trajectory.thought}\n\n[answer]\n{whole}"
     first = number_of(request.query_params.get("first"))
-    part = whole[first : first + MAX_TEXT_PART_CHARACTERS]
-    return site.response("part.html", tokens=(), text=part, next=first + len(part), total=len(whole))
+    chunk = whole[first : first + MAX_TEXT_PART_CHARACTERS]
+    return site.response("part.html", tokens=(), text=chunk, next=first + len(chunk), total=len(whole))
 
 
 def _find_row(run: WatchedRun, request: Request) -> tuple[GroupRow, Lane]:
@@ -171,9 +171,9 @@ def _no_row(run: WatchedRun, ticket: int, lane: Lane) -> HTTPException:
 
 async def _trajectory(run: WatchedRun, request: Request) -> Trajectory:
     row, lane = _find_row(run, request)
-    for made in await read_trajectories(history_of(run), row.ticket, lane, row.trajectories):
-        if made.index == request.path_params["index"]:
-            return made
+    for trajectory in await read_trajectories(history_of(run), row.ticket, lane, row.trajectories):
+        if trajectory.index == request.path_params["index"]:
+            return trajectory
     raise HTTPException(404, f"Ticket {row.ticket} has no completion {request.path_params['index']}.")
 
 
@@ -209,21 +209,21 @@ def shown_tokens(
         kinds = f"t l{level} v{min(OLDEST, age)} {'trained' if is_trained else 'untrained'}"
         if segment.turns and at not in turns:
             kinds = f"{kinds} environment"
-            made = "the environment's"
+            origin = "the environment's"
         else:
             likely = f"{logprob:.3f} ({100 * probability:.3g} %)".replace("-", "\u2212")
-            made = f"turn {turns[at]} · " if segment.turns else ""
-            made += f"logprob {likely if is_known else 'unknown'} · version {version}"
-            made += f", {plural(age, 'step')} old" if step >= 0 else ""
+            origin = f"turn {turns[at]} · " if segment.turns else ""
+            origin += f"logprob {likely if is_known else 'unknown'} · version {version}"
+            origin += f", {plural(age, 'step')} old" if step >= 0 else ""
         piece = pieces[at - first] if pieces is not None else str(ids[at])
         if not piece:
-            made += " · a part of the character that a later token ends"
-        shown = visible(piece) if piece else Markup("\u2060")  # no width, but it can be pointed at
+            origin += " · a part of the character that a later token ends"
+        markup = visible(piece) if piece else Markup("\u2060")  # no width, but it can be pointed at
         yield ShownToken(
-            shown.replace("\n", Markup('<span class="nl">⏎</span>\n')),
+            markup.replace("\n", Markup('<span class="nl">⏎</span>\n')),
             kinds if pieces is not None else f"{kinds} id",
             str(version) if at == first == 0 or at in begins else "",
-            f"token {at} · id {ids[at]} · {made}{'' if is_trained else ' · not trained'}",
+            f"token {at} · id {ids[at]} · {origin}{'' if is_trained else ' · not trained'}",
         )
 
 
@@ -260,9 +260,9 @@ async def groups_file(site: Site, run: WatchedRun, request: Request) -> Response
 async def whole_group(site: Site, run: WatchedRun, request: Request) -> Response:
     """Everything that is recorded of a group, as `tidemill trace --json` prints it."""
     row, lane = _find_row(run, request)
-    found = await read_group(history_of(run), row.ticket, lane, row.places)
+    record = await read_group(history_of(run), row.ticket, lane, row.places)
     kind = "eval-group" if lane is Lane.EVAL else "group"
-    return json_file(f"{run.run_id}-{kind}-{row.ticket}", group_json(found))
+    return json_file(f"{run.run_id}-{kind}-{row.ticket}", group_json(record))
 
 
 ROUTES: dict[str, Page] = {

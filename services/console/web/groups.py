@@ -328,11 +328,15 @@ class GroupQuery:
         return "?" + urlencode({name: value for name, value in changed.items() if value is not None})
 
     def select(self, index: GroupIndex) -> list[GroupRow]:
-        ranges = {name: wanted for name in RANGES if (wanted := range_of(self.typed.get(name, "")))}
-        found = [row for row in index.groups[self.lane].values() if self._fits(row, ranges)]
+        ranges = {}
+        for name in RANGES:
+            wanted = range_of(self.typed.get(name, ""))
+            if wanted:
+                ranges[name] = wanted
+        rows = [row for row in index.groups[self.lane].values() if self._fits(row, ranges)]
         key = SORTS[self.sort]
-        found.sort(key=lambda row: (key(row), row.ticket), reverse=not self.is_ascending)
-        return found
+        rows.sort(key=lambda row: (key(row), row.ticket), reverse=not self.is_ascending)
+        return rows
 
     def _fits(self, row: GroupRow, ranges: Mapping[str, Range]) -> bool:
         for name, (low, high) in ranges.items():

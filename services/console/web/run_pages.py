@@ -165,12 +165,12 @@ async def steps(site: Site, run: WatchedRun, request: Request) -> Response:
     numbers = sorted(run.index.steps, reverse=True)
     num_pages = max(1, -(-len(numbers) // PAGE_STEPS))
     page = min(max(1, number_of(request.query_params.get("page"), 1)), num_pages)
-    shown = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
-    rows = table(_step_row(run.index.steps[number]) for number in shown)
+    step_numbers = numbers[(page - 1) * PAGE_STEPS : page * PAGE_STEPS]
+    rows = table(_step_row(run.index.steps[number]) for number in step_numbers)
     pages = {"page": page, "num_pages": num_pages}
     empty = "No step is committed yet." if run.may_change else "No step was committed."
     waits = run.may_change and not numbers
-    tree = part("", [rows] if shown else [])
+    tree = part("", [rows] if step_numbers else [])
     return site.page(run, "steps", "Steps", tree, empty=empty, waits=waits, **pages)
 
 
@@ -243,31 +243,31 @@ def _batches(commit: Commit) -> Node:
 
 async def dead(site: Site, run: WatchedRun, request: Request) -> Response:
     text = _typed_text(request)
-    found = [
+    entries = [
         entry
         for entry in await _read_dead(run)
         if _has(text, f"{entry.content.error}\n{entry.content.worker}\n{entry.content.origin}")
     ]
-    more = f", the newest {PAGE_DEAD} are shown" if len(found) > PAGE_DEAD else ""
+    more = f", the newest {PAGE_DEAD} are shown" if len(entries) > PAGE_DEAD else ""
     return site.page(
         run,
         "dead",
         "Dead letters",
-        part("", [dead_table(found[:PAGE_DEAD])] if found else []),
+        part("", [dead_table(entries[:PAGE_DEAD])] if entries else []),
         note=f"Messages that nobody could process. `{command_line('dead')}` puts them back or drops them.",
         text=text,
         searched="Error, worker or stream",
-        count=plural(len(found), "dead letter") + more,
+        count=plural(len(entries), "dead letter") + more,
         empty="No dead letter fits." if text else "There are none: every message could be processed.",
     )
 
 
 async def dead_one(site: Site, run: WatchedRun, request: Request) -> Response:
     wanted = request.path_params["entry"]
-    found = next((entry for entry in await _read_dead(run) if entry.entry_id == wanted), None)
-    if found is None:
+    letter = next((entry for entry in await _read_dead(run) if entry.entry_id == wanted), None)
+    if letter is None:
         raise HTTPException(404, "There is no such dead letter: it may have been put back or dropped.")
-    tree = dead_tree(found)
+    tree = dead_tree(letter)
     up = ("Dead letters", f"/run/{run.run_id}/dead", "")
     return site.page(run, "dead", tree.label, tree, up=up)
 
@@ -280,8 +280,8 @@ async def _read_dead(run: WatchedRun) -> list[DeadEntry]:
 async def config(site: Site, run: WatchedRun, request: Request) -> Response:
     text = _typed_text(request)
     fields = flatten(await _config_tree(run))
-    shown = [(name, value) for name, value in fields.items() if _has(text, f"{name} {value}")]
-    lines = (Node(n, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for n, v in shown)
+    matching = [(name, value) for name, value in fields.items() if _has(text, f"{name} {value}")]
+    lines = (Node(n, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for n, v in matching)
     return site.page(
         run,
         "config",
@@ -290,7 +290,7 @@ async def config(site: Site, run: WatchedRun, request: Request) -> Response:
         files=[("as YAML", f"/run/{run.run_id}/config.yaml")],
         text=text,
         searched="Field or value",
-        count=f"{len(shown)} of {plural(len(fields), 'field')}",
+        count=f"{len(matching)} of {plural(len(fields), 'field')}",
         empty="No field fits.",
     )
 
@@ -301,10 +301,10 @@ async def config_file(site: Site, run: WatchedRun, request: Request) -> Response
 
 
 async def _config_tree(run: WatchedRun) -> dict[str, Any]:
-    known = run.config or await asyncio.to_thread(run.folder.config)
-    if known is None:
+    run_config = run.config or await asyncio.to_thread(run.folder.config)
+    if run_config is None:
         raise HTTPException(404, "Neither the run's folder nor its Redis has a config.")
-    return known.model_dump(mode="json")
+    return run_config.model_dump(mode="json")
 
 
 def _typed_text(request: Request) -> str:
@@ -319,10 +319,10 @@ async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
     """The run's logs; of the one that is named, the newest lines or those before `end`."""
     folder = run.folder.logs
     name = request.path_params.get("name")
-    shown = None
-    found = await asyncio.to_thread(_listed, folder)
+    log = None
+    files = await asyncio.to_thread(_listed, folder)
     # Only what was listed is opened: no name leads out of the folder.
-    if name is not None and name not in dict(found):
+    if name is not None and name not in dict(files):
         raise HTTPException(404, "The run has no such log.")
     if name is not None and request.query_params.get("file"):
         kept_as = attached(f"{run.run_id}-{name}")
@@ -330,18 +330,18 @@ async def logs(site: Site, run: WatchedRun, request: Request) -> Response:
     if name is not None:
         end = number_of(request.query_params.get("end"), -1)
         text = _typed_text(request)
-        shown = await asyncio.to_thread(_read_part, folder / name, text, end)
-    return site.response("logs.html", run=run, here="logs", logs=found, log=shown)
+        log = await asyncio.to_thread(_read_part, folder / name, text, end)
+    return site.response("logs.html", run=run, here="logs", logs=files, log=log)
 
 
 def _listed(folder: Path) -> list[tuple[str, int]]:
     """Names and sizes of plain files with names of logs; links, which may lead elsewhere, are left out."""
     try:
         with os.scandir(folder) as entries:
-            found = [(e.name, e.stat(follow_symlinks=False)) for e in entries if LOG_NAME.fullmatch(e.name)]
+            files = [(e.name, e.stat(follow_symlinks=False)) for e in entries if LOG_NAME.fullmatch(e.name)]
     except OSError:
         return []
-    return sorted((name, known.st_size) for name, known in found if stat.S_ISREG(known.st_mode))
+    return sorted((name, status.st_size) for name, status in files if stat.S_ISREG(status.st_mode))
 
 
 def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
@@ -369,8 +369,12 @@ async def metrics_file(site: Site, run: WatchedRun, request: Request) -> Respons
         tree = {"run": run.run_id, "steps": steps, "evaluations": evaluations}
         return json_file(f"{run.run_id}-metrics", tree)
     names = dict.fromkeys(["step", "time", *(name for step in steps for name in step if name != "kind")])
-    rows = ([step.get(name, "") for name in names] for step in steps)
-    return csv_file(f"{run.run_id}-metrics", tuple(names), rows)
+
+    def rows() -> Iterator[list[Any]]:
+        for step in steps:
+            yield [step.get(name, "") for name in names]
+
+    return csv_file(f"{run.run_id}-metrics", tuple(names), rows())
 
 
 ROUTES: dict[str, Page] = {

@@ -79,8 +79,8 @@ class Access:
             )
         is_here = is_loopback(host.strip("[]"))
         token = fixed_token or ("" if is_here and not asks_always else secrets.token_urlsafe(32))
-        own = () if is_here else (socket.gethostname(), socket.getfqdn())
-        return cls(token, frozenset(name.lower() for name in (host, *own, *host_names)))
+        own_names = () if is_here else (socket.gethostname(), socket.getfqdn())
+        return cls(token, frozenset(name.lower() for name in (host, *own_names, *host_names)))
 
     def knows_host(self, header: str) -> bool:
         """Whether a Host header is one that a visitor would type.
@@ -97,16 +97,18 @@ class Access:
 
     def admits(self, authorization: str) -> bool:
         """Whether this header has the token: `Bearer TOKEN`, or `Basic` with the token as the password."""
-        scheme, _, given = authorization.partition(" ")
+        scheme, _, password = authorization.partition(" ")
         if scheme.lower() == "basic":
             try:
-                given = base64.b64decode(given, validate=True).decode("utf-8", "replace").partition(":")[2]
+                password = (
+                    base64.b64decode(password, validate=True).decode("utf-8", "replace").partition(":")[2]
+                )
             except (binascii.Error, ValueError):
                 return False
         elif scheme.lower() != "bearer":
             return False
         # In constant time: how long a comparison takes tells nothing of the token.
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+        return hmac.compare_digest(password.encode("utf-8", "replace"), self.token.encode())
 
 
 class Gate:
@@ -160,10 +162,10 @@ def create_app(catalog: Catalog, access: Access) -> Starlette:
     async def missing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         is_plain = error.detail == "Not Found"
-        what = "There is nothing at this address." if is_plain else error.detail
+        text = "There is nothing at this address." if is_plain else error.detail
         waits = isinstance(error, NotYet)
         run = catalog.opened(request.path_params.get("run", ""))
-        return site.response("missing.html", error.status_code, run=run, what=what, waits=waits)
+        return site.response("missing.html", error.status_code, run=run, what=text, waits=waits)
 
     async def away(request: Request, error: Exception) -> Response:
         run = catalog.opened(request.path_params.get("run", ""))
@@ -211,8 +213,8 @@ async def _serve(options: WebOptions) -> None:
     fixed = os.environ.get(TOKEN_VARIABLE, "").strip()
     access = Access.of(options.host, names, fixed, asks_always=options.asks_token)
     name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
-    shown = f"[{name}]" if ":" in name else name
-    print(f"Pages to look at: http://{shown}:{listener.getsockname()[1]}/{path}")
+    url_host = f"[{name}]" if ":" in name else name
+    print(f"Pages to look at: http://{url_host}:{listener.getsockname()[1]}/{path}")
     if access.token and not fixed:
         print(f"Browsers ask for a name and a password: any name, and this token: {access.token}")
     if not is_loopback(options.host.strip("[]")):

@@ -80,11 +80,11 @@ class Site:
         page = self._templates.get_template(template).render(**{"run": None, "here": ""} | values)
         return HTMLResponse(sendable(page), status)
 
-    def page(self, run: WatchedRun, here: str, title: str, shown: Node, **values: Any) -> Response:
+    def page(self, run: WatchedRun, here: str, title: str, tree: Node, **values: Any) -> Response:
         """A page of a run that is a list or a record; without `text`, nothing can be searched on it."""
         plain = {"up": None, "files": (), "note": "", "text": None, "empty": "", "page": 1, "num_pages": 1}
         plain["waits"] = False
-        return self.response("page.html", run=run, here=here, title=title, shown=shown, **plain | values)
+        return self.response("page.html", run=run, here=here, title=title, shown=tree, **plain | values)
 
     async def run_of(self, request: Request) -> WatchedRun:
         run = await self.catalog.get(request.path_params["run"])
@@ -113,11 +113,13 @@ def history_of(run: WatchedRun) -> History:
 def dots(rows: Iterable[Sequence[float]]) -> Iterator[str]:
     """The numbers of each row as dots on a line, as a path of SVG. All rows share one scale; equal numbers
     pile up to both sides of the line."""
-    rows = [[value for value in row if math.isfinite(value)] for row in rows]
-    every = [value for row in rows for value in row]
+    finite_rows = []
+    for row in rows:
+        finite_rows.append([value for value in row if math.isfinite(value)])
+    every = [value for row in finite_rows for value in row]
     least = min(every, default=0.0)
     span = (max(every, default=0.0) - min(every, default=0.0)) or 1.0
-    for row in rows:
+    for row in finite_rows:
         places = [round(4 + 82 * (value - least) / span) for value in row]
         levels = [places[:number].count(x) for number, x in enumerate(places)]
         heights = [9 + min(7, (level + 1) // 2) * (-1 if level % 2 else 1) for level in levels]

@@ -56,18 +56,18 @@ COUNTED_LIMIT = 600
 def visible(text: object, limit: int = 0) -> Markup:
     """Escaped text, cut off at `limit`, unseen characters in `<span class="ctl">`; neighbours share one."""
     whole = "" if text is None else str(text)
-    shown = whole[:limit] if limit else whole
+    head = whole[:limit] if limit else whole
     parts = [Markup()]
     position = 0
-    for match in UNSEEN.finditer(shown):
+    for match in UNSEEN.finditer(head):
         marks = " ".join(MARKS.get(ord(char), f"U+{ord(char):04X}") for char in match[0])
         parts += [
-            escape(shown[position : match.start()]),
+            escape(head[position : match.start()]),
             Markup('<span class="ctl">{}</span>').format(marks),
         ]
         position = match.end()
-    parts.append(escape(shown[position:]))
-    if left_out := len(whole) - len(shown):
+    parts.append(escape(head[position:]))
+    if left_out := len(whole) - len(head):
         parts.append(escape("…"))
         if limit >= COUNTED_LIMIT:
             parts.append(Markup('<span class="hint">{}</span>').format(f" {left_out:,} more characters"))
