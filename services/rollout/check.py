@@ -116,11 +116,11 @@ class ScriptedChat:
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
         """The next line of the script."""
         message: dict[str, Any] = {"role": "assistant", "content": SAYS}
-        place = self._num_said
+        index = self._num_said
         self._num_said = self._num_said + 1
-        if place >= len(tools):
+        if index >= len(tools):
             return Parsed(message)
-        function = tools[place]["function"]
+        function = tools[index]["function"]
         schema = function.get("parameters") or {}
         properties = schema.get("properties") or {}
         arguments = {name: _example(properties.get(name) or {}) for name in schema.get("required") or ()}

@@ -274,8 +274,8 @@ class WeightDownload(LocalVersions):
         Raises:
             WeightsError: the remote side does not answer, or sends something else.
         """
-        if (known := super().manifest(version)) is not None:
-            return known
+        if (manifest := super().manifest(version)) is not None:
+            return manifest
         path = f"{WEIGHTS_FOLDER}/{version_name(version)}/{MANIFEST_FILE}"
         try:
             return WeightManifest.model_validate_json(self._remote.read_all(path))
@@ -375,9 +375,10 @@ def find_route(
         WeightsError: a part of the chain is missing, incomplete, or of another history.
     """
     chain = find_chain(wanted, versions.manifest, held)
+    files_of_chain = [versions.files(manifest) for manifest in chain]
     if chain[0].is_delta:
-        return [], [versions.files(each) for each in chain]
-    files, *deltas = [versions.files(each) for each in chain]
+        return [], files_of_chain
+    files, *deltas = files_of_chain
     if is_additive(wanted.digest):
         digest = _digest_of(patched_tensors(read_tensors(files), deltas))
         if digest != Digest.parse(wanted.digest):

@@ -10,6 +10,29 @@ sample was generated under a lease that still held when it was published. A samp
 does not stop the others: these are published, and it is played again at the ticket's next delivery. After the
 last delivery it is published as failed, if enough others are left to train on. A ticket for which this
 machine cannot start something is handed back without counting the delivery.
+
+Tasks of one lane; a process has two lanes, on one engine (`service.py`). Right of each wait: who ends it.
+
+    run                           one; `lane_worker.py`
+     | waits for a free slot        a group that ends (`_ended`)
+     | waits for a ticket           Redis, or the time limit of a read, after which it reads again
+     | waits out a shortage         a start on this machine that works (`context.shortage`)
+     | drains once it is to stop    the groups it still has, or `streams.drain_s`, which cancels them
+     |
+     +-- _work                    one for each ticket that it holds; cancelled when the lease is lost
+          | waits for a version     the weight follower, when the engine holds `min_version`
+          | waits for its samples   the last of them
+          |
+          +-- _generate_sample    one for each missing sample
+               | waits for tokens   the engine, once for each turn
+               | waits for a reply  the environment, or its time limit
+               |
+               +-- _save          at most one (`sessions/parts.py`): keeps the tokens of a turn as it grows
+                    | waits for     Redis, or the store of large payloads; the turn's end waits for it
+
+Beside the lanes the process has one weight follower (reads `weights`, has the engine load, wakes who waits
+for a version), one watchdog (ends a process whose engine finishes nothing), one recorder of activity, the
+heartbeat, and a thread that renews leases.
 """
 
 import asyncio
@@ -170,10 +193,10 @@ class RolloutWorker(LaneWorker[Ticket]):
         section = self.context.config.rollout.environment
         self.faults_in_row += 1
         if 0 < section.max_faults <= self.faults_in_row:
-            what = f"the environment {section.agent or section.use} failed"
+            failure = f"the environment {section.agent or section.use} failed"
             how_often = f"for {self.faults_in_row} tickets in a row, {section.attempts} times each"
             cure = "None was scored. Repair the environment, or its server, and resume the run"
-            problem = f"{what} {how_often} (rollout.environment.max_faults). The last: {fault}. {cure}"
+            problem = f"{failure} {how_often} (rollout.environment.max_faults). The last: {fault}. {cure}"
             self.context.fail(ConfigError(problem))
             return
         if delivery.attempts >= self.context.config.streams.max_attempts:
@@ -248,8 +271,9 @@ class RolloutWorker(LaneWorker[Ticket]):
         ticket = delivery.message
         progress = self.context.keys.progress(ticket.ticket, self.lane)
         keys = (progress, self.context.keys.parts(progress))
-        replies = await self.context.broker.pipeline([("HGETALL", key) for key in keys])
-        fields, parts = (dict(zip(raw[::2], raw[1::2], strict=True)) for raw in replies)
+        raw_fields, raw_parts = await self.context.broker.pipeline([("HGETALL", key) for key in keys])
+        fields = dict(zip(raw_fields[::2], raw_fields[1::2], strict=True))
+        parts = dict(zip(raw_parts[::2], raw_parts[1::2], strict=True))
         started_version = int(fields.pop(STARTED_FIELD.encode(), -1))
         # Before any token is sampled: the staleness bound depends on this wait.
         version = await self.follower.reach(ticket.min_version)
@@ -262,9 +286,9 @@ class RolloutWorker(LaneWorker[Ticket]):
                 # trainer has lost too never comes.
                 await asyncio.wait_for(self.follower.reach(started_version), self.consumer.lease_s)
             except TimeoutError:
-                was = started_version
-                what = "the version that a group began with is gone"
-                log.warning(what, ticket=ticket.ticket, was=was)
+                log.warning(
+                    "the version that a group began with is gone", ticket=ticket.ticket, was=started_version
+                )
                 await self.consumer.start_group(delivery, progress, self.engine.version, replaces=True)
         return {int(index) for index in fields}, parts
 
@@ -303,8 +327,8 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     def _of_ticket(self, ticket: Ticket, index: int) -> dict[str, Any]:
         """The fields of a trajectory that are known before it is generated."""
-        known = {name: getattr(ticket, name) for name in OF_THE_TICKET}
-        return known | {"index": index, "is_greedy": self._is_greedy(index), "worker": self.context.name}
+        fields = {name: getattr(ticket, name) for name in OF_THE_TICKET}
+        return fields | {"index": index, "is_greedy": self._is_greedy(index), "worker": self.context.name}
 
     def _is_greedy(self, index: int) -> bool:
         """Whether the sample is decoded greedily, as the baseline of its group."""
@@ -350,11 +374,11 @@ class RolloutWorker(LaneWorker[Ticket]):
             before = (ids, generation.spans[0][0], max(num_had, generation.num_cached_tokens))
             return generation
 
-        async def keep(play_name: bytes, number: int, part: Part) -> bool:
+        async def keep(play_name: bytes, number: int, play_part: Part) -> bool:
             # Else a sample that is dropped below would be continued.
             if self.follower.is_lost(history):
                 return False
-            return await self._keep_part(delivery, index, play_name, number, part)
+            return await self._keep_part(delivery, index, play_name, number, play_part)
 
         self.num_playing += 1
         try:
@@ -396,7 +420,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         self._published.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
 
     async def _keep_part(
-        self, delivery: Delivery[Ticket], index: int, name: bytes, number: int, part: Part
+        self, delivery: Delivery[Ticket], index: int, name: bytes, number: int, play_part: Part
     ) -> bool:
         """Append a part of a sample, or a claim to it; returns whether it is kept.
 
@@ -406,15 +430,15 @@ class RolloutWorker(LaneWorker[Ticket]):
         ticket = delivery.message
         claims = self.context.broker.claims
         max_bytes = self.consumer.max_bytes
-        payload = codec.encode_payload(part.model_copy(update={"term": self.follower.term}))
+        payload = codec.encode_payload(play_part.model_copy(update={"term": self.follower.term}))
         if max_bytes is not None and len(payload) > max_bytes:
             return False
-        if claims is not None and self.lane is Lane.TRAIN and (part.choices or claims.is_large(payload)):
+        if claims is not None and self.lane is Lane.TRAIN and (play_part.choices or claims.is_large(payload)):
             try:
                 claim = await claims.threads.run(claims.put, ticket.ticket, index, payload)
                 payload = codec.encode_payload(Part(claim=claim))
             except (StorageError, StoreError):
-                if part.choices:  # which never go into Redis
+                if play_part.choices:  # which never go into Redis
                     return False
         _, progress = self._keys_of(ticket)
         return await self.consumer.append_part(delivery, progress, index, number, name + payload)
@@ -437,7 +461,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         self, ticket: int, name: str, ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None
     ) -> Generation:
         """One generation. Requests of a lost delivery may still run, so ids are made unique."""
-        request_id = next(i for i in chain([name], (f"{name}-{n}" for n in count(2))) if i not in self._asked)
+        candidates = chain([name], (f"{name}-{number}" for number in count(2)))
+        request_id = next(candidate for candidate in candidates if candidate not in self._asked)
         is_urgent = self.lane is Lane.EVAL
         request = GenerationRequest(request_id, ids, sampling, is_urgent, on_tokens, ticket)
         self._asked.add(request_id)

@@ -21,14 +21,14 @@ def read_tensors(files: Sequence[Path]) -> dict[str, tuple[TensorInfo, Bits]]:
     Raises:
         WeightsError: a file is missing or incomplete, or two of them have the same tensor.
     """
-    found: dict[str, tuple[TensorInfo, Bits]] = {}
+    tensors: dict[str, tuple[TensorInfo, Bits]] = {}
     for file in files:
         # Copy on write: torch wants memory that it may write, and the file must stay as it is.
         for info, bits in read_safetensors(file, "c"):
-            if info.name in found:
+            if info.name in tensors:
                 raise WeightsError(f"{file}: {info.name} is in another file of the version too.")
-            found[info.name] = (info, bits)
-    return found
+            tensors[info.name] = (info, bits)
+    return tensors
 
 
 def patched_tensors(

@@ -266,7 +266,8 @@ class _Batch:
         position = {prompt: index for index, prompt in enumerate(prompts)}
         spread_B = torch.tensor([position[prompt] for prompt in prompt_of_row], device=self._device)
         _, mask_UT = pad_left(prompts, self._device)
-        logits_UV, routes = self._prefill_recurrent(prompts) if self._is_recurrent else self._prefill(prompts)
+        prefill = self._prefill_recurrent if self._is_recurrent else self._prefill
+        logits_UV, routes = prefill(prompts)
         if routes:
             for row, prompt in zip(self.rows, prompt_of_row, strict=True):
                 row.routes.append(routes[position[prompt]][row.request.sampling.num_routed :])
@@ -324,7 +325,9 @@ class _Batch:
         if all(row.kept is None for row in self.rows):
             return [None] * len(self.rows)
         # For all rows at once: one call of torch for each row takes as long as a layer.
-        rows_K, ids_K = (each.int().cpu().numpy() for each in processed_BV.isfinite().nonzero(as_tuple=True))
+        rows, ids = processed_BV.isfinite().nonzero(as_tuple=True)
+        rows_K = rows.int().cpu().numpy()
+        ids_K = ids.int().cpu().numpy()
         ends_B = np.searchsorted(rows_K, np.arange(len(self.rows)), side="right").tolist()
         return [ids_K[first:end] for first, end in pairwise([0, *ends_B])]
 
@@ -335,9 +338,9 @@ class _Batch:
         logits_BV = self._forward(ids_B[:, None], mask_BT, self._next_position_B[:, None])
         self._next_position_B += 1
         if (routes_B1 := self._recorder.take(len(self.rows))) is not None:
-            for row, own in zip(self.rows, routes_B1, strict=True):
+            for row, row_routes in zip(self.rows, routes_B1, strict=True):
                 if row.finish is None:
-                    row.routes.append(own)
+                    row.routes.append(row_routes)
         return logits_BV
 
     def drop_finished(self, ids_B: Tensor) -> Tensor:

@@ -25,7 +25,11 @@ from tidemill.common.wire.segments import Finish, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One completion to generate. Prompt and completion are token ids, never text."""
+    """One completion to generate. Prompt and completion are token ids, never text.
+
+    Example: `request_id` "train-12-3-1" (sample 3 of ticket 12, first delivery), `prompt_ids` [32, 10, 32,
+    28], `ticket` 12.
+    """
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -43,10 +47,15 @@ class Generation:
     """One finished completion: `token_ids` and `logprobs` have the same length T.
 
     The stop token, where the model produced one, is the last of `token_ids`; it is trained on too.
+
+    Example: `token_ids` [17, 42, 2], `logprobs` [-0.1, -1.2, -0.01], `spans` ((7, 0), (8, 2)), `finish`
+    "stop": version 7 sampled two tokens, then version 8 was loaded and sampled the stop token, 2.
     """
 
     token_ids: list[int]
+    """[T]"""
     logprobs: list[float]
+    """[T] of the distribution that was sampled from."""
     spans: tuple[VersionSpan, ...]
     finish: Finish
     num_cached_tokens: int = -1
@@ -75,7 +84,11 @@ PART_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """How long one update took, in seconds: generation stood still for `paused_s`."""
+    """How long one update took, in seconds: generation stood still for `paused_s`.
+
+    Example: `version` 8, `load_s` 2.1, `paused_s` 0.2: read and checked beside generation, written in the
+    pause.
+    """
 
     version: int
     load_s: float
@@ -84,7 +97,11 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """How full the engine is, after one of its steps."""
+    """How full the engine is, after one of its steps.
+
+    Example: `kv_usage` 0.75, `num_waiting` 3, `num_tokens` 200,000: three requests wait, though a quarter is
+    free.
+    """
 
     kv_usage: float
     """Share of the KV cache that running requests hold, 0 to 1."""

@@ -23,7 +23,9 @@ from tidemill.common.weights.bits import TORCH_NAMES, Bits, TensorInfo
 from tidemill.common.weights.delta import Patch, merge
 from tidemill.common.weights.digest import Digest, DigestSum
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()
+}
 """Name in safetensors -> dtype."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,15 +72,15 @@ class Piece:
     def local(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the flat checkpoint positions (int64) are in this piece [bool], and where in `memory`
         those lie."""
-        rest = positions - self.key.offset
-        inside = rest >= 0
-        places = torch.zeros_like(rest)
+        remaining = positions - self.key.offset
+        inside = remaining >= 0
+        places = torch.zeros_like(remaining)
         for axis in _by_stride(self.key):
-            index = rest // self.key.strides[axis]
+            index = remaining // self.key.strides[axis]
             inside &= index < self.key.sizes[axis]
-            rest = rest - index * self.key.strides[axis]
+            remaining = remaining - index * self.key.strides[axis]
             places += index * self.tensor.stride(axis)
-        inside &= rest == 0
+        inside &= remaining == 0
         return inside, places[inside]
 
     def memory(self) -> Tensor:
@@ -93,7 +95,8 @@ class Piece:
 
     def part(self, whole: Tensor) -> Tensor:
         """The piece of the checkpoint's tensor, a view where that is contiguous."""
-        whole, (_, offset, sizes, strides) = whole.contiguous(), self.key
+        whole = whole.contiguous()
+        _, offset, sizes, strides = self.key
         return whole.as_strided(sizes, strides, whole.storage_offset() + offset)
 
     def num_wrong(self, whole: Tensor) -> int:
@@ -159,7 +162,7 @@ class _Staging:
         return _to_host(tensor) if self._is_full else tensor
 
     def _together(self, parts: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat([self._placed(part) for part in parts])
+        whole = torch.cat([self._placed(piece) for piece in parts])
         is_far = self._is_full and self._piece.tensor.is_cuda
         return whole.pin_memory() if is_far else whole  # so that writing need not wait for its copy
 
@@ -208,16 +211,16 @@ class HeldWeights:
         Raises:
             WeightsError: a delta is damaged, or of another model.
         """
-        is_counted = {id(piece): place not in disowned for place, piece in enumerate(self)}
+        is_counted = {id(piece): index not in disowned for index, piece in enumerate(self)}
         total = DigestSum()
         changes = []
         for name, patches in groupby(merge(deltas), key=lambda patch: patch.info.name):
             pieces = self.pieces.get(name, [])
             parts = [_Staging(piece, total if is_counted[id(piece)] else None) for piece in pieces]
             for patch in patches:
-                for part in parts:
-                    part.add(patch)
-            changes += [part.change() for part in parts]
+                for staging in parts:
+                    staging.add(patch)
+            changes += [staging.change() for staging in parts]
         return total.read(), [change for change in changes if len(change.places)]
 
     def reason_not_to_patch(self) -> str:
@@ -306,9 +309,9 @@ class StagedVersion:
 
     def _digest(self, tensors: Iterable[Tensor]) -> Digest:
         total = DigestSum()
-        for place, ((piece, _), tensor) in enumerate(zip(self._parts, tensors, strict=True)):
+        for index, ((piece, _), tensor) in enumerate(zip(self._parts, tensors, strict=True)):
             # Named by its place, so that mixed-up parts give another digest.
-            info = TensorInfo(str(place), NAMES[tensor.dtype], tuple(tensor.shape))
+            info = TensorInfo(str(index), NAMES[tensor.dtype], tuple(tensor.shape))
             flat = tensor.reshape(-1)
             for start in range(0, len(flat), CHUNK):
                 chunk = flat[start : start + CHUNK].to(piece.tensor.device, non_blocking=True)

@@ -80,7 +80,8 @@ class SimulatedEngine(Engine):
     ) -> Generation:
         """The first tokens of a request, which have been sampled since it started."""
         draws = uniforms(np.full(num_tokens, key, dtype=np.uint64), np.arange(num_tokens, dtype=np.uint64))
-        num_kept = vocab_size = self._options.vocab_size
+        vocab_size = self._options.vocab_size
+        num_kept = vocab_size
         ids = (draws * vocab_size).astype(np.int64)
         choices = {}
         if self._masks and request.sampling.is_filtered:
@@ -125,8 +126,10 @@ class SimulatedEngine(Engine):
         """Tokens that the completion would have without a limit: log-normal, by Box and Muller."""
         if not self._options.sigma:
             return self._options.tokens
-        one, other = (float(uniforms(np.array([key], dtype=np.uint64), 2**63 + i)[0]) for i in (1, 2))
-        normal = math.sqrt(-2.0 * math.log(1.0 - one)) * math.cos(2.0 * math.pi * other)
+        keys = np.array([key], dtype=np.uint64)
+        radius_draw = float(uniforms(keys, 2**63 + 1)[0])
+        angle_draw = float(uniforms(keys, 2**63 + 2)[0])
+        normal = math.sqrt(-2.0 * math.log(1.0 - radius_draw)) * math.cos(2.0 * math.pi * angle_draw)
         return max(1, round(self._options.tokens * math.exp(self._options.sigma * normal)))
 
     def _duration_s(self, key: int, num_tokens: int) -> float:

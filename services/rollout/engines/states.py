@@ -89,11 +89,11 @@ def join_rows(caches: Sequence[Any]) -> Any:
 def _joined(parts: Sequence[Tensor], token_axis: int | None) -> Tensor:
     """Rows end to end, with padding before the tokens of shorter ones."""
     if token_axis is not None:
-        longest = max(part.shape[token_axis] for part in parts)
-        parts = [_padded(part, longest, token_axis) for part in parts]
+        longest = max(tensor.shape[token_axis] for tensor in parts)
+        parts = [_padded(tensor, longest, token_axis) for tensor in parts]
     return torch.cat(list(parts))
 
 
-def _padded(part: Tensor, longest: int, token_axis: int) -> Tensor:
-    axes_after = part.ndim - 1 - (token_axis % part.ndim)
-    return F.pad(part, [0, 0] * axes_after + [longest - part.shape[token_axis], 0])
+def _padded(tensor: Tensor, longest: int, token_axis: int) -> Tensor:
+    axes_after = tensor.ndim - 1 - (token_axis % tensor.ndim)
+    return F.pad(tensor, [0, 0] * axes_after + [longest - tensor.shape[token_axis], 0])

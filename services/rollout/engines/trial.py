@@ -75,7 +75,7 @@ def _make_row(model: Any, number: int, done: Any) -> DecodingRow:
     num_prompt, num_tokens = PROMPTS[number]
     vocabulary = model.config.get_text_config().vocab_size
     # From the middle of the vocabulary: the first ids are often special.
-    ids = [(vocabulary // 2 + 7 * place + num_prompt) % vocabulary for place in range(num_prompt)]
+    ids = [(vocabulary // 2 + 7 * position + num_prompt) % vocabulary for position in range(num_prompt)]
     request = GenerationRequest(f"trial-{number}", ids, SamplingParams(max_tokens=num_tokens))
     return DecodingRow(request, number, StopTexts((), _no_text), done)
 

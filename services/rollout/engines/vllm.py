@@ -277,8 +277,8 @@ class VllmEngine(ModelEngine):
         check_given(files, deltas)
         with tempfile.TemporaryDirectory(prefix="tidemill-stage-") as report:
             job = {
-                "files": [str(file) for file in files],
-                "deltas": [[str(file) for file in delta] for delta in deltas],
+                "files": list(map(str, files)),
+                "deltas": [list(map(str, delta)) for delta in deltas],
                 "report": report,
             }
             num_ranks = len(await self._call("begin_staging", job))
@@ -288,10 +288,10 @@ class VllmEngine(ModelEngine):
                     raise EngineError("vLLM died while it read new weights; restart this worker")
                 await asyncio.sleep(STAGING_POLL_S)
             # Each is whole: a rank's answer appears by a rename.
-            found = [json.loads(answer.read_bytes()) for answer in answers]
-        if errors := [answer["error"] for answer in found if answer["error"]]:
+            replies = [json.loads(answer.read_bytes()) for answer in answers]
+        if errors := [answer["error"] for answer in replies if answer["error"]]:
             raise WeightsError(f"the weights cannot be staged: {errors[0]}")
-        return sum((Digest(each.get("low", 0), each.get("high", 0)) for each in found), Digest())
+        return sum((Digest(each.get("low", 0), each.get("high", 0)) for each in replies), Digest())
 
     async def _swap(self, version: int, is_full: bool) -> float:
         """Pause, write, label, resume; returns the seconds that generation stood still.
@@ -343,7 +343,8 @@ class VllmEngine(ModelEngine):
         if refused := [answer["refuse"] for answer in answers if answer["refuse"]]:
             raise ConfigError(f"model.path {self._config.model.path}: {refused[0]}")
         unread = [answer["unread"] for answer in answers if answer["unread"]]
-        self._is_readable = self._is_patchable = not unread
+        self._is_readable = not unread
+        self._is_patchable = not unread
         if unread:
             log.warning("weights cannot be read back, so no digest proves an update", reason=unread[0])
         await self._divide_digest()
@@ -356,7 +357,7 @@ class VllmEngine(ModelEngine):
         disowned = []
         for answer in await self._call("keys"):
             keys = [json.dumps(key) for key in answer["keys"]]
-            disowned.append([place for place, key in enumerate(keys) if key in owners])
+            disowned.append([index for index, key in enumerate(keys) if key in owners])
             owners.update(keys)
         await self._call("disown", disowned)
 

@@ -164,9 +164,11 @@ class RankWeights:
             self._infos = [TensorInfo(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
             self.held, self._loaded = trace(self.model.load_weights, self._infos)
             wrong = self._num_wrong(tensors.items())
-            unread = converted = f"{wrong:,} values lie in a converted layout" if wrong else ""
+            converted = f"{wrong:,} values lie in a converted layout" if wrong else ""
+            unread = converted
         except AssertionError as error:
-            unread = converted = f"a parameter was replaced: {error}"
+            converted = f"a parameter was replaced: {error}"
+            unread = converted
         except (ValueError, KeyError, AttributeError) as error:
             unread = str(error)
             converted = ""
@@ -199,7 +201,7 @@ class RankWeights:
             WeightsError: a file is missing, incomplete, or of another model.
             ValueError: deltas alone, and what the engine holds cannot be read back.
         """
-        paths = [[Path(path) for path in delta] for delta in deltas]
+        paths = [list(map(Path, delta)) for delta in deltas]
         # What an earlier update staged, and never applied, must not be written with this one.
         self._changes = []
         self._full = None

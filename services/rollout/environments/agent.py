@@ -243,17 +243,17 @@ class AgentPlayer(Player):
     async def _start(self, row: Row, root: str, session: GatewaySession) -> "asyncio.Task[Closing]":
         """Start the program. At most one for each core may be starting, until it asks: an interpreter and its
         libraries take seconds of a core, and with more at once they run into their own timeouts."""
-        place = contextlib.ExitStack()
+        start_slot = contextlib.ExitStack()
         if self._program.is_heavy_to_start:
             await self._starts.acquire()
-            place.callback(self._starts.release)
+            start_slot.callback(self._starts.release)
             # Waiting for a place does not count as silence of the program.
             session.active_at = time.monotonic()
         program = asyncio.create_task(self._program.run(row, root, session))
         # Whichever comes first gives the place back; closing it again does nothing.
-        program.add_done_callback(lambda _: place.close())
-        session.asked.add_done_callback(lambda _: place.close())
-        asyncio.get_running_loop().call_later(START_S, place.close)
+        program.add_done_callback(lambda _: start_slot.close())
+        session.asked.add_done_callback(lambda _: start_slot.close())
+        asyncio.get_running_loop().call_later(START_S, start_slot.close)
         return program
 
     async def _watched(self, program: "asyncio.Task[Closing]", session: GatewaySession) -> Closing:
@@ -316,13 +316,13 @@ def end_leftovers(played: Container[str] = ()) -> int:
     may change meanwhile: programs that left their group (`setsid`) before their session ended.
     """
     num_ended = 0
-    own = _mark_of(psutil.Process())
+    own_mark = _mark_of(psutil.Process())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             # Found by variables: a program that left its group and its parent has kept them.
             variables = process.environ()
             worker = variables.get(WORKER, "")
-            is_left = variables.get(SESSION) not in played if worker == own else not _is_alive(worker)
+            is_left = variables.get(SESSION) not in played if worker == own_mark else not _is_alive(worker)
             if worker and is_left:
                 process.kill()
                 num_ended += 1

@@ -332,10 +332,10 @@ def _run_command(command: str, row: Mapping[str, Any]) -> dict[str, Any]:
         raise ProgramError(f"the command ended with {end}", cause_in(said, code))
     lines = output.decode(errors="replace").strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        result = json.loads(lines[-1]) if lines else None
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) and found.keys() & {"reward", "metrics"} else {}
+        result = None
+    return result if isinstance(result, dict) and result.keys() & {"reward", "metrics"} else {}
 
 
 def _keep_tail(pipe: IO[bytes], tail: bytearray) -> None:

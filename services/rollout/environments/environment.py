@@ -24,9 +24,9 @@ def row_of(ticket: Ticket) -> dict[str, Any]:
     have it in a map."""
     chat = ticket.extra.get(PROMPT)
     prompt = chat if isinstance(chat, list) else ticket.own_text or ticket.prompt_text
-    known = {"data_source": ticket.data_source, "ground_truth": ticket.ground_truth}
+    fields = {"data_source": ticket.data_source, "ground_truth": ticket.ground_truth}
     # The row's own columns win over what the run calls by the same names.
-    return {**known, **ticket.extra, PROMPT: prompt}
+    return {**fields, **ticket.extra, PROMPT: prompt}
 
 
 def chat_of(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -75,7 +75,8 @@ class ToolBox(Environment):
             text = result_text(await finished(self._functions[name](**arguments)))
         except ValidationError as error:
             wrong = "; ".join(
-                f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:5]
+                f"{'.'.join(map(str, problem['loc'])) or 'arguments'}: {problem['msg']}"
+                for problem in error.errors()[:5]
             )
             return invalid_call(f"{name}: {wrong}")
         except (Exception, SystemExit) as error:  # a tool must not end the worker that it runs in
@@ -227,8 +228,8 @@ class ObjectEnvironment(Environment):
 
     async def _ask(self, method: str, kind: str = "reward") -> Any:
         with contained(f"{self._name}.{method}", kind):
-            found = getattr(self._object, method, None)
-            return await finished(found()) if callable(found) else None
+            function = getattr(self._object, method, None)
+            return await finished(function()) if callable(function) else None
 
 
 class EnvConfig(dict[str, Any]):
@@ -252,34 +253,40 @@ def object_design(config: EnvironmentConfig) -> Design:
     is_dict = isinstance(named, Mapping)
     factories = named if is_dict else {config.use.rpartition(":")[2]: named}
     classes = {str(name): _class_of(factory, config) for name, factory in factories.items()}
-    takes_text = not is_dict and all(callable(getattr(found, "step", None)) for found in classes.values())
+    takes_text = not is_dict and all(
+        callable(getattr(environment_class, "step", None)) for environment_class in classes.values()
+    )
     makers = {}
     methods = []
-    for (name, found), factory in zip(classes.items(), factories.values(), strict=True):
+    for (name, environment_class), factory in zip(classes.items(), factories.values(), strict=True):
         if takes_text:
-            _check_step(found, name)
-        elif not callable(getattr(found, "reset", None)):
-            raise ConfigError(f"{FIELD} {name}: {found.__name__} has no reset; {EXPECTED}")
-        is_skyrl = takes_text and callable(getattr(found, "init", None))
+            _check_step(environment_class, name)
+        elif not callable(getattr(environment_class, "reset", None)):
+            raise ConfigError(f"{FIELD} {name}: {environment_class.__name__} has no reset; {EXPECTED}")
+        is_skyrl = takes_text and callable(getattr(environment_class, "init", None))
         make = (_skyrl_maker if is_skyrl else _maker)(factory, config)
         makers[name] = partial(ObjectEnvironment, make, name, takes_text)
-        _resumes(found)  # a class that is `resumable` without the methods for it is refused now
-        called = (*NO_TOOLS, *(("init", "step") if takes_text else tools_of(found)))
-        methods += [getattr(found, method) for method in called if hasattr(found, method)]
+        _resumes(environment_class)  # a class that is `resumable` without the methods for it is refused now
+        called = (*NO_TOOLS, *(("init", "step") if takes_text else tools_of(environment_class)))
+        methods += [
+            getattr(environment_class, method) for method in called if hasattr(environment_class, method)
+        ]
 
     def describe(name: str) -> Kind:
-        found = classes[name]
-        tools = [] if takes_text else tools_of(found)
-        schemas = [schema_of(bound(getattr(found, tool)), tool, f"{name}.{tool}") for tool in tools]
-        return Kind(name, schemas, takes_text, resumes=_resumes(found))
+        environment_class = classes[name]
+        tools = [] if takes_text else tools_of(environment_class)
+        schemas = [
+            schema_of(bound(getattr(environment_class, tool)), tool, f"{name}.{tool}") for tool in tools
+        ]
+        return Kind(name, schemas, takes_text, resumes=_resumes(environment_class))
 
     return Design(makers, describe, all(map(is_coroutine, methods)))
 
 
-def tools_of(found: type) -> list[str]:
+def tools_of(environment_class: type) -> list[str]:
     """The names of a class's tools: its methods without a leading underscore, inherited ones too."""
-    functions = inspect.getmembers(found, predicate=inspect.isfunction)
-    no_tools = NO_TOOLS | {"mark", "restore"} if _resumes(found) == "restore" else NO_TOOLS
+    functions = inspect.getmembers(environment_class, predicate=inspect.isfunction)
+    no_tools = NO_TOOLS | {"mark", "restore"} if _resumes(environment_class) == "restore" else NO_TOOLS
     return [name for name, _ in functions if not name.startswith("_") and name not in no_tools]
 
 
@@ -309,41 +316,47 @@ def _skyrl_maker(factory: Callable[..., Any], config: EnvironmentConfig) -> Make
 def _class_of(named: Any, config: EnvironmentConfig) -> type:
     """The class itself, or that of what a factory makes: one object is made to see it, as TRL does."""
     if inspect.isclass(named):
-        found = named
+        environment_class = named
     else:
         make = _maker(named, config)
         try:
-            made = make({})
+            environment = make({})
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{FIELD} {config.use} raised {type(error).__name__}: {error}") from error
-        found = type(made)
+        environment_class = type(environment)
         # One that is async has no loop to run on here.
-        if callable(close := getattr(made, "close", None)) and not inspect.iscoroutinefunction(close):
+        if callable(close := getattr(environment, "close", None)) and not inspect.iscoroutinefunction(close):
             close()
-    if not callable(getattr(found, "step", None)) and not callable(getattr(found, "reset", None)):
-        raise ConfigError(f"{FIELD} {config.use}: {found.__name__} has neither step nor reset; {EXPECTED}")
-    return found
+    if not callable(getattr(environment_class, "step", None)) and not callable(
+        getattr(environment_class, "reset", None)
+    ):
+        raise ConfigError(
+            f"{FIELD} {config.use}: {environment_class.__name__} has neither step nor reset; {EXPECTED}"
+        )
+    return environment_class
 
 
-def _resumes(found: type) -> Resumes:
+def _resumes(environment_class: type) -> Resumes:
     """How sessions of a class resume. Raises ConfigError: it is `resumable` and cannot be restored."""
-    if getattr(found, "resumable", False) is True:
-        missing = [name for name in ("mark", "restore") if not callable(getattr(found, name, None))]
+    if getattr(environment_class, "resumable", False) is True:
+        missing = [
+            name for name in ("mark", "restore") if not callable(getattr(environment_class, name, None))
+        ]
         if missing:
             raise ConfigError(
-                f"{FIELD}: {found.__name__} is resumable and has no {missing[0]}; give it mark(self), whose "
-                "value another worker gives to restore(self, mark)"
+                f"{FIELD}: {environment_class.__name__} is resumable and has no {missing[0]}; give it "
+                "mark(self), whose value another worker gives to restore(self, mark)"
             )
         return "restore"
-    return "repeat" if getattr(found, "repeatable", False) is True else ""
+    return "repeat" if getattr(environment_class, "repeatable", False) is True else ""
 
 
-def _check_step(found: Any, name: str) -> None:
+def _check_step(environment_class: Any, name: str) -> None:
     """Raises ConfigError: `step` does not take the text."""
     try:
-        inspect.signature(bound(found.step)).bind("text")
+        inspect.signature(bound(environment_class.step)).bind("text")
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{FIELD} {name}: step{inspect.signature(found.step)} cannot be called with what "
+            f"{FIELD} {name}: step{inspect.signature(environment_class.step)} cannot be called with what "
             "the model said; expected step(self, text)"
         ) from None

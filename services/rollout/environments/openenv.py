@@ -252,7 +252,7 @@ class OpenEnvEnvironment(Environment):
 
 
 def _explained(error: Mapping[str, Any]) -> str:
-    return f"{'.'.join(str(part) for part in error.get('loc', ()))}: {error.get('msg')}"
+    return f"{'.'.join(str(key) for key in error.get('loc', ()))}: {error.get('msg')}"
 
 
 def _is_of_text(errors: Sequence[Mapping[str, Any]]) -> bool:

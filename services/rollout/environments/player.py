@@ -305,9 +305,9 @@ def _appended(messages: Sequence[ChatMessage], text: str) -> list[Mapping[str, A
     changed = list(messages)
     if not text:
         return changed
-    for place in reversed(range(len(changed))):
-        if changed[place].get("role") == "user":
-            content = content_text(changed[place].get("content")) + text
-            changed[place] = {**changed[place], "content": content}
+    for index in reversed(range(len(changed))):
+        if changed[index].get("role") == "user":
+            content = content_text(changed[index].get("content")) + text
+            changed[index] = {**changed[index], "content": content}
             return changed
     return [*changed, {"role": "user", "content": text}]

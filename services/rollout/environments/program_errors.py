@@ -81,8 +81,8 @@ def cause_in(output: str, code: int) -> Cause:
     """`cause_of` for a command, from its exit code and the traceback in its output."""
     if code < 0 or code > 128:
         return "machine"  # a signal: out of memory, or killed
-    _, found, last = output.rpartition(TRACEBACK)
-    raised = _RAISED.search(last) if found else None
+    _, mark, last = output.rpartition(TRACEBACK)
+    raised = _RAISED.search(last) if mark else None
     if raised is None:
         return "unknown"
     package, _, name = raised[1].rpartition(".")

@@ -56,12 +56,12 @@ class RecordedEnvironment(Environment):
         recorded = self._recording.next_answer() if self._recording.has_answer else None
         if recorded is not None and self._resumes == "restore":
             try:
-                known = kind(**recorded)
+                restored = kind(**recorded)
             except TypeError as error:  # of another release
                 raise DifferentAnswerError(str(error)) from None
             if not self._recording.has_answer:
-                await self._inner.restore(known.mark)
-            return known
+                await self._inner.restore(restored.mark)
+            return restored
         answer = await ask()
         plain: Any = asdict(answer)
         if self._resumes == "repeat":  # a hash is enough: the environment gives the answer again

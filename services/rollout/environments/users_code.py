@@ -124,8 +124,8 @@ def number_of(value: Any, verb: str, kind: str) -> float | None:
 
 def metrics_of(value: Any) -> dict[str, float]:
     """The metrics that are finite numbers; others are dropped, and are no fault."""
-    found = value.items() if isinstance(value, Mapping) else ()
-    numbers = {sendable(str(name)): _finite(item) for name, item in found}
+    items = value.items() if isinstance(value, Mapping) else ()
+    numbers = {sendable(str(name)): _finite(item) for name, item in items}
     return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
@@ -152,9 +152,9 @@ def result_text(returned: Any) -> str:
     return sendable(str(returned))
 
 
-def _messages(found: Any, where: str) -> list[dict[str, Any]]:
+def _messages(returned: Any, where: str) -> list[dict[str, Any]]:
     messages = []
-    for message in found:
+    for message in returned:
         content = message.get("content")
         if not isinstance(message["role"], str) or not isinstance(content, str | list | None):
             raise EnvironmentFaultError(

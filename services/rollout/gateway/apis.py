@@ -165,13 +165,13 @@ def _logprobs(answer: Answer) -> Event | None:
 
 def _function_tools(body: Body) -> tuple[Tool, ...]:
     """The tools; `/v1/responses` has their fields beside `type`, the chat API in `function`."""
-    found = []
+    tools = []
     for tool in objects(body, "tools"):
         function = tool.get("function", tool)
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give functions")
-        found.append(tool_of(function.get("name"), function.get("description"), function.get("parameters")))
-    return tuple(found)
+        tools.append(tool_of(function.get("name"), function.get("description"), function.get("parameters")))
+    return tuple(tools)
 
 
 def responses_question(body: Body) -> Question:
@@ -255,24 +255,34 @@ def _response_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
     yield {"type": "response.created", "response": start}
     yield {"type": "response.in_progress", "response": start}
     for index, item in enumerate(_items(answer)):
-        place: Event = {"output_index": index}
+        location: Event = {"output_index": index}
         is_call = item["type"] == "function_call"
         empty: Event = {"arguments": ""} if is_call else {"content": []}
         begun = item | empty | {"status": "in_progress"}
-        yield {"type": "response.output_item.added", **place, "item": begun}
-        place |= {"item_id": item["id"]}
+        yield {"type": "response.output_item.added", **location, "item": begun}
+        location |= {"item_id": item["id"]}
         if is_call:
             kind = "response.function_call_arguments"
             arguments = item["arguments"]
-            yield {"type": f"{kind}.delta", **place, "delta": arguments}
-            yield {"type": f"{kind}.done", **place, "arguments": arguments, "name": item["name"]}
+            yield {"type": f"{kind}.delta", **location, "delta": arguments}
+            yield {"type": f"{kind}.done", **location, "arguments": arguments, "name": item["name"]}
         else:
-            place |= {"content_index": 0}
-            (part,) = item["content"]
-            yield {"type": "response.content_part.added", **place, "part": part | {"text": ""}}
-            yield {"type": "response.output_text.delta", **place, "delta": part["text"], "logprobs": []}
-            yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []}
-            yield {"type": "response.content_part.done", **place, "part": part}
+            location |= {"content_index": 0}
+            (content_part,) = item["content"]
+            yield {"type": "response.content_part.added", **location, "part": content_part | {"text": ""}}
+            yield {
+                "type": "response.output_text.delta",
+                **location,
+                "delta": content_part["text"],
+                "logprobs": [],
+            }
+            yield {
+                "type": "response.output_text.done",
+                **location,
+                "text": content_part["text"],
+                "logprobs": [],
+            }
+            yield {"type": "response.content_part.done", **location, "part": content_part}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     end = response(answer, model, body)
     yield {"type": f"response.{end['status']}", "response": end}
@@ -301,9 +311,9 @@ def _items(answer: Answer) -> list[Event]:
     items: list[Event] = []
     status = "incomplete" if answer.finish == "length" else "completed"
     if answer.text or not answer.calls:
-        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+        content_part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         message = {"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": status}
-        items.append(message | {"content": [part]})
+        items.append(message | {"content": [content_part]})
     for number, call in enumerate(answer.calls):
         named = {"call_id": call["id"], **call["function"], "status": status}
         items.append({"type": "function_call", "id": f"fc_{answer.id}_{number}"} | named)

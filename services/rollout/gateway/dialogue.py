@@ -88,7 +88,7 @@ class Question:
     def num_characters(self) -> int:
         """Characters of texts and calls: an estimate of the time to render them."""
         parts = (message.get(name) for message in self.messages for name in ("content", "tool_calls"))
-        return len(self.prompt or "") + sum(len(str(part)) for part in parts if part)
+        return len(self.prompt or "") + sum(len(str(piece)) for piece in parts if piece)
 
     @property
     def prefill(self) -> str | None:
@@ -104,6 +104,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The model's answer to one request of a client.
+
+    Example: `message` {"role": "assistant", "content": "4"}, `finish` "stop", `num_prompt_tokens` 4,
+    `num_completion_tokens` 2.
+    """
+
     id: str
     message: Message
     finish: FinishReason
@@ -156,12 +162,12 @@ def ignored_in(body: Body) -> list[str]:
     return sorted(name for name in body.keys() - READ if body[name] is not None)
 
 
-def messages_of(found: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Message, ...]:
+def messages_of(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Message, ...]:
     """Messages in the form that is kept, from `Located` ones. Results of tools get the tool's name, which
     some chat templates need."""
     messages: list[Message] = []
     names: dict[str, str] = {}
-    for where, message in found:
+    for where, message in entries:
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"{where} has role {role!r}; expected system, user, assistant or tool")
@@ -182,8 +188,8 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} has a call without a function's name")
-    given = function.get("arguments")  # as JSON; some clients send the object itself
-    arguments = given if isinstance(given, str) and given else json.dumps(given or {})
+    raw = function.get("arguments")  # as JSON; some clients send the object itself
+    arguments = raw if isinstance(raw, str) and raw else json.dumps(raw or {})
     return call_of(str(call.get("id") or ""), function["name"], arguments)
 
 
@@ -194,10 +200,10 @@ def text_of(content: Any, where: str) -> str:
     if not isinstance(content, list):
         raise RequestError(f"{where} must be text or a list of parts, got {type(content).__name__}")
     texts = []
-    for part in content:
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+    for block in content:
+        text = block.get("text", block.get("refusal")) if isinstance(block, dict) else block
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
             raise RequestError(f"{where} has a part of type {kind!r}; this model reads text only")
         texts.append(text)
     return sendable("\n".join(texts))

@@ -134,24 +134,28 @@ class Histories:
         if question.prompt is not None:
             return self._find_text(question.prompt)
         asked = question.identities
-        known = [
+        candidates = [
             h for h in list(self.all) if h.identities and not h.is_busy and question.tool_keys <= h.tools
         ]
         # The longest first: by a shorter match the same question would fork a history again each time.
-        known.sort(key=lambda history: len(history.identities), reverse=True)
-        for history in known:
-            place = len(history.identities)
-            if len(asked) <= place or not _begins(asked, history.identities):
+        candidates.sort(key=lambda history: len(history.identities), reverse=True)
+        for history in candidates:
+            num_known = len(history.identities)
+            if len(asked) <= num_known or not _begins(asked, history.identities):
                 continue
-            new = question.messages[place:]
+            new = question.messages[num_known:]
             try:
                 # Only what follows is rendered: ids of the past stay those that were sampled.
                 context = self._chat.extend(history.turn_ids, history.is_closed, new, question.tools)
             except ValueError:  # the template cannot render the new messages there
                 continue
             return Continuation("clean", history, len(history.recorder.completion_ids), context)
-        realigned = filter(None, (self._realigned(history, question) for history in known))
-        if longest := max(realigned, key=lambda found: len(found.ids) - len(found.context), default=None):
+        realigned = filter(None, (self._realigned(history, question) for history in candidates))
+        if longest := max(
+            realigned,
+            key=lambda continuation: len(continuation.ids) - len(continuation.context),
+            default=None,
+        ):
             return longest
         try:
             return self._begun(self._chat.render(question.messages, question.tools), question.tool_keys)
@@ -160,8 +164,8 @@ class Histories:
 
     def _find_text(self, prompt: str | list[int]) -> Continuation:
         """`find` for a prompt without messages: text or ids that continue a segment at its end."""
-        known = [h for h in list(self.all) if not h.identities and not h.is_busy and h.last_answer]
-        for history in sorted(known, key=lambda history: len(history.recorder.ids), reverse=True):
+        candidates = [h for h in list(self.all) if not h.identities and not h.is_busy and h.last_answer]
+        for history in sorted(candidates, key=lambda history: len(history.recorder.ids), reverse=True):
             ids = history.recorder.ids
             context: list[int] = []
             if isinstance(prompt, str) and history.text and prompt.startswith(history.text):
@@ -183,18 +187,19 @@ class Histories:
     def _realigned(self, history: RecordedHistory, question: Question) -> Continuation | None:
         """The continuation if only the text of the last answer differs, and begins as sampled; else None."""
         asked = question.identities
-        place = len(history.identities) - 1
-        if len(asked) <= place or not _begins(asked, history.identities[:place]):
+        index = len(history.identities) - 1
+        if len(asked) <= index or not _begins(asked, history.identities[:index]):
             return None
-        (role, _, calls), (_, ours, made) = asked[place], history.identities[place]
-        if role != "assistant" or calls or made or self._is_branch(history, asked[: place + 1]):
+        role, _, calls = asked[index]
+        _, ours, our_calls = history.identities[index]
+        if role != "assistant" or calls or our_calls or self._is_branch(history, asked[: index + 1]):
             return None
         turn_ids = history.turn_ids
-        kept, added = self._shared(history, turn_ids, ours, question.messages[place]["content"].lstrip())
+        kept, added = self._shared(history, turn_ids, ours, question.messages[index]["content"].lstrip())
         if kept < max(MIN_SHARE_KEPT * len(turn_ids), len(turn_ids) - MAX_DRIFT_TOKENS, 1):
             return None
         context = self._chat.encode(added) if added else []
-        if new := question.messages[place + 1 :]:
+        if new := question.messages[index + 1 :]:
             try:
                 # As a turn that did not end: the token that ended it is not among those that are kept.
                 context += self._chat.extend(turn_ids[:kept] + context, False, new, question.tools)
@@ -205,7 +210,7 @@ class Histories:
     def _is_branch(self, history: RecordedHistory, asked: tuple[Identity, ...]) -> bool:
         """Whether another history begins with what was asked: then it is a branch of that one, and no changed
         answer of `history`, however similar."""
-        return any(_begins(other.identities, asked) for other in self.all if other is not history)
+        return any(_begins(branch.identities, asked) for branch in self.all if branch is not history)
 
     def _shared(
         self, history: RecordedHistory, turn_ids: list[int], ours: str, theirs: str
@@ -215,9 +220,9 @@ class Histories:
         assert history.last_answer is not None
         said = history.last_answer.text.strip()
         text = self._decode(turn_ids)
-        if (found := text.rfind(said)) < 0:  # a parser has made it of what was sampled
+        if (position := text.rfind(said)) < 0:  # a parser has made it of what was sampled
             return 0, ""
-        start = found - (len(ours) - len(said))  # negative if the answer was prefilled
+        start = position - (len(ours) - len(said))  # negative if the answer was prefilled
         num_common = num_shared(ours, theirs)
         if num_common == len(ours):  # only the token that ended the turn is dropped
             is_ended = history.is_closed and not self._decode(turn_ids[-1:])

@@ -109,7 +109,9 @@ class Gateway:
         finally:
             del self.sessions[session.token]
             # The kernel gives a client's port to other connections later: no claim may outlive its session.
-            self._claimed = {end: one for end, one in self._claimed.items() if one is not session}
+            self._claimed = {
+                end: claimant for end, claimant in self._claimed.items() if claimant is not session
+            }
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         try:
@@ -136,11 +138,11 @@ class Gateway:
         session = self._claimed.get(_end_of(request)) if token is None else self.sessions.get(token)
         if session is None:
             raise RequestError("there is no session at this address, or it is over", "session_over", 404)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = request.headers.get("x-api-key") or given
+        credential = request.headers.get("authorization", "").removeprefix("Bearer ")
+        credential = request.headers.get("x-api-key") or credential
         key = self.placeholder_key if token is None else session.key
         # In constant time; and as bytes, because `compare_digest` refuses text that is not ASCII.
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        if not hmac.compare_digest(credential.encode(), key.encode()):
             raise RequestError(
                 "the key is not the session's; use the one that came with its address", "key", 401
             )
@@ -181,8 +183,8 @@ class Gateway:
         answer = await session.answer(question, None if retry_count is None else retry_count != "0")
         if not body.get("stream"):
             # Not a JSONResponse: what is sent back of a request may have lone surrogates, NaN and infinities.
-            made = json.dumps(api.answer_of(answer, self.model, body))
-            return Response(made, media_type="application/json")
+            payload = json.dumps(api.answer_of(answer, self.model, body))
+            return Response(payload, media_type="application/json")
         lines = []
         for event in api.events_of(answer, self.model, body):
             named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
@@ -203,12 +205,12 @@ class Gateway:
         self._note("an agent asks for a form of the answer; it is sampled freely", wishes)
         self._note("fields of an agent's requests do nothing here: rollout.sampling holds", ignored_in(body))
 
-    def _note(self, what: str, names: Sequence[str]) -> None:
+    def _note(self, event: str, names: Sequence[str]) -> None:
         """Log each name once."""
         new = [name for name in names if name not in self._noted]
         if new and len(self._noted) < MAX_NOTED:
             self._noted.update(new)
-            log.info(what, parameters=new)
+            log.info(event, parameters=new)
 
     async def _models(self, session: GatewaySession, request: Request) -> Response:
         """The only model, whatever name is asked for."""
@@ -258,11 +260,11 @@ def _plain_address(host: str) -> str:
 async def _body(request: Request, session: GatewaySession) -> Body:
     content = bytearray()
     num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
         # A body that is too long is read but not kept: a client that cannot send it all never reads why.
         if num_bytes <= session.max_body_bytes:
-            content += part
+            content += chunk
         elif num_bytes > MAX_BODY_BYTES:
             raise RequestError(f"the request has more than {MAX_BODY_BYTES:,} bytes", "too_large", 413)
     if num_bytes > session.max_body_bytes:

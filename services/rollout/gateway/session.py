@@ -130,19 +130,19 @@ class GatewaySession:
         key = question.key
         # One at a time: two equal questions would each find no answer, and the model would be asked twice.
         async with self._finding:
-            known = [given for given in self._given.get(key, ()) if given.is_current]
+            current = [started for started in self._given.get(key, ()) if started.is_current]
             repeatable = [
-                given for given in known if given.num_repeats < MAX_REPEATS and is_retry is not False
+                started for started in current if started.num_repeats < MAX_REPEATS and is_retry is not False
             ]
             # If several wait for the same, each retry takes an answer of its own, the newest first.
-            given = min(reversed(repeatable), key=lambda given: given.num_repeats, default=None)
-            if given is None:
-                given = await self._start(question)
-                self._given[key] = [*known, given]
+            started = min(reversed(repeatable), key=lambda started: started.num_repeats, default=None)
+            if started is None:
+                started = await self._start(question)
+                self._given[key] = [*current, started]
             else:
-                given.num_repeats += 1
+                started.num_repeats += 1
         # A client that gives up must not stop what its retry will ask for.
-        return await asyncio.shield(given.task)
+        return await asyncio.shield(started.task)
 
     async def close(self) -> None:
         """Stop what is being generated; nothing more is answered."""
@@ -164,16 +164,17 @@ class GatewaySession:
         async with self._finding:
             return len((await self._find(question)).ids)
 
-    def too_long(self, what: str, is_asked: bool) -> RequestError:
+    def too_long(self, content: str, is_asked: bool) -> RequestError:
         """The error for a history that the model cannot read; a limit of the session only if `is_asked`."""
-        problem = f"the history has {what}, and the model reads {self._max_model_len} tokens"
+        problem = f"the history has {content}, and the model reads {self._max_model_len} tokens"
         problem += " (model.max_model_len)"
         return self._limit("max_tokens", problem) if is_asked else RequestError(problem, SESSION_LIMIT)
 
     def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
         """The session as it was played. Raises ValueError: the model never answered."""
         recorders = [history.recorder for history in self.histories.recorded]
-        first, *forks = (recorder.segment() for recorder in recorders)
+        segments = [recorder.segment() for recorder in recorders]
+        first, *forks = segments
         session = Session(
             environment=AGENT,
             turns=first.turns,
@@ -210,9 +211,9 @@ class GatewaySession:
         if self._is_closed:
             raise RequestError("the session is over", "session_over", 404)
 
-    def _limit(self, end: SessionEnd, what: str) -> RequestError:
+    def _limit(self, end: SessionEnd, problem: str) -> RequestError:
         self.reached.append(end)
-        return RequestError(f"{what}; it ends here", SESSION_LIMIT)
+        return RequestError(f"{problem}; it ends here", SESSION_LIMIT)
 
     async def _find(self, question: Question) -> Continuation:
         """The history that the question continues; a long question is tokenized on a thread."""
@@ -232,18 +233,18 @@ class GatewaySession:
             raise self._limit("max_turns", f"the session has had its {limits.max_turns} turns (max_turns)")
         if (number := len(question.messages)) > self._max_model_len:
             raise self.too_long(f"{number} messages", is_asked=True)
-        found = await self._find(question)
+        continuation = await self._find(question)
         # Again: the session may have been closed while a long question was tokenised.
         self._check_open()
-        history = found.history
-        if found.kind in ("new", "forked"):
+        history = continuation.history
+        if continuation.kind in ("new", "forked"):
             if len(self.histories.all) >= (most := limits.max_segments):
                 raise self._limit("max_tokens", f"the session has {most} histories already (max_segments)")
             self.histories.all.append(history)
         # Before the task runs: until its turn ends no other question may continue this history.
         history.is_busy = True
         self.num_turns += 1
-        task = asyncio.create_task(self._generate(found, question))
+        task = asyncio.create_task(self._generate(continuation, question))
         self._running.add(task)
 
         def ended(task: "asyncio.Task[Answer]") -> None:
@@ -265,57 +266,57 @@ class GatewaySession:
         task.add_done_callback(ended)
         return _Given(task, history)
 
-    async def _generate(self, found: Continuation, question: Question) -> Answer:
+    async def _generate(self, continuation: Continuation, question: Question) -> Answer:
         # Before it waits: its answer passes the limits met before it was asked, not those met meanwhile.
         num_reached = len(self.reached)
-        max_tokens = await self._room(found, question.max_tokens)
+        max_tokens = await self._room(continuation, question.max_tokens)
         # No await between `_room`'s last look and this: two turns would be given the same tokens.
-        reserved = found.num_added + max_tokens
+        reserved = continuation.num_added + max_tokens
         self._reserved_tokens += reserved
         try:
-            answer = await self._say(found, question, max_tokens)
+            answer = await self._say(continuation, question, max_tokens)
         finally:
             self._reserved_tokens -= reserved
         self._num_passed = max(self._num_passed, num_reached)
         return answer
 
-    async def _room(self, found: Continuation, asked: int | None) -> int:
+    async def _room(self, continuation: Continuation, asked: int | None) -> int:
         """Tokens that the turn may have. If turns that run may use up the session's tokens, wait for their
         end: no turn is refused, or cut, for tokens that another one may leave unused."""
         limit = self._limits.max_tokens
-        num_prompt = len(found.ids)
+        num_prompt = len(continuation.ids)
         room = min(self._sampling.max_tokens, self._max_model_len - num_prompt)
         if room < 1:
             raise self.too_long(f"{num_prompt} tokens", is_asked=True)
         room = min(room, asked or room)
         while limit:
-            left = limit - self.histories.num_tokens - self._reserved_tokens - found.num_added
-            if left >= room:
+            num_left = limit - self.histories.num_tokens - self._reserved_tokens - continuation.num_added
+            if num_left >= room:
                 break
             if not self._reserved_tokens:
-                if left < 1:
+                if num_left < 1:
                     raise self._limit("max_tokens", f"the session has used its {limit} tokens (max_tokens)")
-                return left
+                return num_left
             # No await between the look above and this, so no end of a turn is missed.
             self._has_ended.clear()
             await self._has_ended.wait()
         return room
 
-    async def _say(self, found: Continuation, question: Question, max_tokens: int) -> Answer:
+    async def _say(self, continuation: Continuation, question: Question, max_tokens: int) -> Answer:
         started = time.monotonic()
-        ids = found.ids
-        history = found.history
+        ids = continuation.ids
+        history = continuation.history
         sampling = self._sampling.model_copy(update={"max_tokens": max_tokens, "stop": question.stop})
         try:
-            whole = await self._ask(ids, history.recorder.asking(sampling, found.num_kept))
+            whole = await self._ask(ids, history.recorder.asking(sampling, continuation.num_kept))
         except ValueError as error:
             raise RequestError(f"the engine refuses the prompt: {error}") from None
-        if found.kind != "new":
-            self.counts[found.kind] += 1
+        if continuation.kind != "new":
+            self.counts[continuation.kind] += 1
         generation = _cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
-        found.record(generation, time.monotonic() - started)
+        continuation.record(generation, time.monotonic() - started)
         history.answered_at = time.monotonic()
         # If it was cut, the token that ends a turn is missing: what follows has to close it.
         history.is_closed = generation is whole and whole.finish == "stop"
@@ -342,11 +343,11 @@ def _cut_at(generation: Generation, stops: Sequence[str], decode: Decode) -> Gen
     """The generation up to the first of a client's stop sequences; the same object if there is none."""
     ids = generation.token_ids
     text = decode(ids) if stops else ""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    if not found:
+    positions = [text.find(stop) for stop in stops if stop in text]
+    if not positions:
         return generation
     # One token at least: the stop sequence may begin within the first, and a turn has to have one.
-    return generation.cut(max(1, num_within(ids, min(found), decode)))
+    return generation.cut(max(1, num_within(ids, min(positions), decode)))
 
 
 def _answer_of(
@@ -355,21 +356,22 @@ def _answer_of(
     """The client's answer, without invalid calls. If there are no others, it gets all that the model wrote as
     text: its own loop answers the model."""
     ids = generation.token_ids
-    made = [call for call in parsed.calls if not call.error and question.tool_choice != "none"]
+    valid_calls = [call for call in parsed.calls if not call.error and question.tool_choice != "none"]
     message: Message = {"role": "assistant", "content": str(parsed.message.get("content") or "")}
-    if not question.messages or (parsed.calls and not made):
+    if not question.messages or (parsed.calls and not valid_calls):
         message["content"] = decode(ids)
     elif reasoning := parsed.message.get("reasoning_content"):
         message["reasoning_content"] = reasoning
-    if made:
+    if valid_calls:
         message["tool_calls"] = [
-            call_of(f"call_{secrets.token_hex(12)}", call.name, json.dumps(call.arguments)) for call in made
+            call_of(f"call_{secrets.token_hex(12)}", call.name, json.dumps(call.arguments))
+            for call in valid_calls
         ]
     texts = (decode([token]) for token in ids) if question.has_logprobs else ()
     return Answer(
         secrets.token_hex(12),
         message,
-        "length" if generation.finish == "length" else "tool_calls" if made else "stop",
+        "length" if generation.finish == "length" else "tool_calls" if valid_calls else "stop",
         num_prompt_tokens,
         len(ids),
         # -1 if the engine does not say; clients add these numbers up.

@@ -44,7 +44,9 @@ def find_calls(text: str, call_format: str) -> tuple[str, tuple[Call, ...]]:
         return _BLOCK.sub("", text).strip() if calls else text, calls
     body = text.strip()
     has_tag = call_format == "llama3" and _PYTHON_TAG in body
-    said, body = (part.strip() for part in body.split(_PYTHON_TAG, 1)) if has_tag else ("", body)
+    said = ""
+    if has_tag:
+        said, body = map(str.strip, body.split(_PYTHON_TAG, 1))
     if body.startswith(_FENCE) and body.endswith(_FENCE) and len(body) >= 2 * len(_FENCE):
         body = body.removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json").strip()
     if not has_tag and body[:1] not in ("{", "["):
@@ -55,28 +57,28 @@ def find_calls(text: str, call_format: str) -> tuple[str, tuple[Call, ...]]:
 
 def _calls_in(body: str, is_meant: bool) -> Iterator[Call]:
     """Objects one after the other, with `;` or a comma between them, or a list of objects."""
-    place = 0
-    while place < len(body):
+    position = 0
+    while position < len(body):
         try:
-            value, place = _DECODER.raw_decode(body, place)
+            value, position = _DECODER.raw_decode(body, position)
         except (ValueError, RecursionError):
             # Otherwise it is no call, but another answer that begins with a bracket.
             keys = ('"arguments"', '"parameters"')
-            rest = body[place:]
-            if is_meant or ('"name"' in rest and any(key in rest for key in keys)):
-                yield _call(rest)
+            remaining = body[position:]
+            if is_meant or ('"name"' in remaining and any(key in remaining for key in keys)):
+                yield _call(remaining)
             return
-        for one in value if isinstance(value, list) else [value]:
-            if is_meant or (isinstance(one, dict) and "name" in one):
-                yield read_call(one)
-        while place < len(body) and body[place] in " \t\r\n;,":
-            place += 1
+        for item in value if isinstance(value, list) else [value]:
+            if is_meant or (isinstance(item, dict) and "name" in item):
+                yield read_call(item)
+        while position < len(body) and body[position] in " \t\r\n;,":
+            position += 1
 
 
 def _call(body: str) -> Call:
     if function := _FUNCTION.match(body.strip()):
-        given = {name.strip(): _value(text) for name, text in _parameters(function[2])}
-        return read_call({"name": function[1].strip(), "arguments": given})
+        arguments = {name.strip(): _value(text) for name, text in _parameters(function[2])}
+        return read_call({"name": function[1].strip(), "arguments": arguments})
     try:
         value = _DECODER.decode(body.strip())
     except ValueError as error:
@@ -132,9 +134,9 @@ def is_deeper(value: Any, limit: int) -> bool:
     # Level by level: a recursion would fail at Python's own limit, which this is to prevent.
     level = [value]
     for _ in range(limit):
-        nested = (one for one in level if isinstance(one, dict | list))
-        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
-    return any(isinstance(one, dict | list) for one in level)
+        nested = (item for item in level if isinstance(item, dict | list))
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+    return any(isinstance(item, dict | list) for item in level)
 
 
 def _shown(text: str) -> str:

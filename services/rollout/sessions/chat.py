@@ -14,7 +14,10 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call as the model wrote it. `error` says why it cannot be made, if it cannot."""
+    """A tool call as the model wrote it. `error` says why it cannot be made, if it cannot.
+
+    Example: `name` "search", `arguments` {"query": "tides"}.
+    """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -29,7 +32,11 @@ def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What the model said in one turn: the message for a history, and its calls in order."""
+    """What the model said in one turn: the message for a history, and its calls in order.
+
+    Example: `message` {"role": "assistant", "content": "", "tool_calls": [...]}, `calls` (Call("search",
+    ...),).
+    """
 
     message: dict[str, Any]
     calls: tuple[Call, ...] = ()
@@ -95,7 +102,7 @@ class SimulatedChat:
         return " ".join(text.split()[:max_tokens])
 
 
-def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Number of items that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

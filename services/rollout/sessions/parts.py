@@ -39,11 +39,17 @@ PLAY_BYTES = 16
 
 
 class Part(Message):
-    """T tokens that follow those of the part before it, all of one turn."""
+    """T tokens that follow those of the part before it, all of one turn.
+
+    Example: of a turn of 2,500 tokens: parts of 1,024, 1,024 and 452 tokens, of which the last has a
+    `finish`. A worker that takes the ticket over after two of them generates from token 2,048 on.
+    """
 
     kind: ClassVar[str] = "part"
     token_ids: Int32Array = NO_IDS
+    """[T]"""
     logprobs: Float32Array = NO_LOGPROBS
+    """[T]"""
     spans: tuple[VersionSpan, ...] = ()
     choices: dict[str, WireRows] = Field(default_factory=dict, description="rows that follow the last part's")
     finish: Finish | None = Field(None, description="how the turn ended; absent while it goes on")
@@ -62,14 +68,18 @@ class Part(Message):
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlay:
-    """The recorded parts of one play of a sample. `name` has `PLAY_BYTES`."""
+    """The recorded parts of one play of a sample. `name` has `PLAY_BYTES`.
+
+    Example: two parts of the first turn, with the spans ((7, 0),) and ((7, 0), (8, 500)): `newest_version` is
+    8.
+    """
 
     name: bytes
     parts: tuple[Part, ...] = ()
 
     @property
     def newest_version(self) -> int:
-        return max((version for part in self.parts for version, _ in part.spans), default=0)
+        return max((version for play_part in self.parts for version, _ in play_part.spans), default=0)
 
     @property
     def term(self) -> int:
@@ -93,14 +103,14 @@ def read_play(
         if raw[:PLAY_BYTES] != name:
             break
         try:
-            part = codec.decode_payload(raw[PLAY_BYTES:], Part)
-            if part.claim is not None:
-                part = codec.decode_payload(read_claim(part.claim), Part)
+            play_part = codec.decode_payload(raw[PLAY_BYTES:], Part)
+            if play_part.claim is not None:
+                play_part = codec.decode_payload(read_claim(play_part.claim), Part)
         except (CodecError, ConfigError, StoreError, ValueError, OSError) as error:
             # The parts before it count.
             log.warning("a part cannot be read", index=index, number=len(parts), error=str(error))
             break
-        parts.append(part)
+        parts.append(play_part)
     is_of_prompt = name.startswith(_prompt_hash(prompt_ids))
     return RecordedPlay(name, tuple(parts)) if parts and is_of_prompt else new_play(prompt_ids)
 
@@ -109,37 +119,37 @@ def _prompt_hash(prompt_ids: Int32) -> bytes:
     return xxhash.xxh32_hexdigest(np.ascontiguousarray(prompt_ids).data).encode()
 
 
-def joined(one: Generation, other: Generation) -> Generation:
-    """`one` and `other`, which continued it, as one generation."""
-    if not one.token_ids:
-        return other
-    num_tokens = len(one.token_ids)
-    version = one.spans[-1][0]
-    later = ((v, num_tokens + first) for v, first in other.spans if first or v != version)
+def joined(before: Generation, after: Generation) -> Generation:
+    """`before` and `after`, which continued it, as one generation."""
+    if not before.token_ids:
+        return after
+    num_tokens = len(before.token_ids)
+    version = before.spans[-1][0]
+    later = ((v, num_tokens + first) for v, first in after.spans if first or v != version)
     # If one of the two lacks rows, so does the whole, and its sample fails because of that.
-    names = one.choices.keys() & other.choices.keys()
+    names = before.choices.keys() & after.choices.keys()
     return Generation(
-        one.token_ids + other.token_ids,
-        one.logprobs + other.logprobs,
-        (*one.spans, *later),
-        other.finish,
-        other.num_cached_tokens,
-        {name: Rows.joined([one.choices[name], other.choices[name]]) for name in names},
+        before.token_ids + after.token_ids,
+        before.logprobs + after.logprobs,
+        (*before.spans, *later),
+        after.finish,
+        after.num_cached_tokens,
+        {name: Rows.joined([before.choices[name], after.choices[name]]) for name in names},
     )
 
 
-def _after(known: Generation, new: Generation) -> Generation:
+def _after(before: Generation, new: Generation) -> Generation:
     """`new`, which the engine generated with the known tokens at the end of its prompt, without rows for
     these: those come from weights that did not sample them."""
-    if not known.token_ids:
+    if not before.token_ids:
         return new
-    num_rows = {name: 0 if name == KEPT else len(rows) for name, rows in known.choices.items()}
+    num_rows = {name: 0 if name == KEPT else len(rows) for name, rows in before.choices.items()}
     return replace(new, choices={name: rows[num_rows.get(name, 0) :] for name, rows in new.choices.items()})
 
 
 def _tail(whole: Generation, first: int, num_rows: Mapping[str, int]) -> dict[str, Any]:
     """The tokens from `first` on, and rows of choices from `num_rows` on, as fields of a `Part`."""
-    before = [place for place, (_, start) in enumerate(whole.spans) if start <= first]
+    before = [index for index, (_, start) in enumerate(whole.spans) if start <= first]
     spans = whole.spans[before[-1] if before else 0 :]
     return {
         "token_ids": np.asarray(whole.token_ids[first:], dtype=np.int32),
@@ -214,15 +224,17 @@ class Recording:
         self._elapsed_s = self._parts[-1].elapsed_s if self._parts else 0.0
         self._turns = list[Generation]()
         self._open = NOTHING
-        for part in self._parts:
-            arrays = (part.token_ids.tolist(), part.logprobs.tolist())
-            finish = part.finish or "length"
-            found = Generation(*arrays, part.spans, finish, part.num_cached_tokens, part.choices)
-            self._open = joined(self._open, found)
-            if part.finish is not None:
+        for play_part in self._parts:
+            arrays = (play_part.token_ids.tolist(), play_part.logprobs.tolist())
+            finish = play_part.finish or "length"
+            generation = Generation(
+                *arrays, play_part.spans, finish, play_part.num_cached_tokens, play_part.choices
+            )
+            self._open = joined(self._open, generation)
+            if play_part.finish is not None:
                 self._turns.append(self._open)
                 self._open = NOTHING
-        self._answers = [answer for part in self._parts for answer in part.answers]
+        self._answers = [answer for play_part in self._parts for answer in play_part.answers]
         self._num_turns = 0
         self._num_answers = 0
         self._num_answers_kept = len(self._answers)
@@ -241,21 +253,21 @@ class Recording:
         """
         self._num_turns += 1
         if self._num_turns <= len(self._turns):
-            known = self._turns[self._num_turns - 1]
-            metrics.RESUMED_TOKENS.inc(len(known.token_ids))
-            return known
-        known = self._open
-        if num_known := len(known.token_ids):
+            replayed = self._turns[self._num_turns - 1]
+            metrics.RESUMED_TOKENS.inc(len(replayed.token_ids))
+            return replayed
+        replayed = self._open
+        if num_known := len(replayed.token_ids):
             metrics.RESUMED_TOKENS.inc(num_known)
-            ids = [*ids, *known.token_ids]
-            if (left := sampling.max_tokens - num_known) <= 0:  # this worker has a lower limit
-                return known
-            sampling = sampling.model_copy(update={"max_tokens": left})
+            ids = [*ids, *replayed.token_ids]
+            if (num_left := sampling.max_tokens - num_known) <= 0:  # this worker has a lower limit
+                return replayed
+            sampling = sampling.model_copy(update={"max_tokens": num_left})
         if self._keep is None:
-            return joined(known, _after(known, await self._ask(ids, sampling)))
+            return joined(replayed, _after(replayed, await self._ask(ids, sampling)))
         try:
-            new = await self._ask(ids, sampling, lambda new: self._grow(known, new))
-            self._open = joined(known, _after(known, new))
+            new = await self._ask(ids, sampling, lambda new: self._grow(replayed, new))
+            self._open = joined(replayed, _after(replayed, new))
             if self._saver is not None:  # parts are kept in order
                 await self._saver
         finally:
@@ -264,10 +276,10 @@ class Recording:
             self._saver = None
         return self._open
 
-    def _grow(self, known: Generation, new: Generation) -> None:
+    def _grow(self, before: Generation, new: Generation) -> None:
         """Save what the engine has generated so far, unless a save is under way."""
         if self._saver is None or (self._saver.done() and self._saver.exception() is None):
-            self._saver = asyncio.create_task(self._save(joined(known, _after(known, new))))
+            self._saver = asyncio.create_task(self._save(joined(before, _after(before, new))))
 
     async def keep_new(self) -> None:
         """Keep what is not kept yet: the last turn, or the environment's answers to it. Each by itself,
@@ -285,13 +297,13 @@ class Recording:
     async def _save(self, turn: Generation, finish: Finish | None = None) -> None:
         answers = tuple(self._answers[self._num_answers_kept :])
         new = _tail(turn, self._num_kept, self._num_rows_kept)
-        part = Part(**new, finish=finish, answers=answers, elapsed_s=self.elapsed_s)
+        play_part = Part(**new, finish=finish, answers=answers, elapsed_s=self.elapsed_s)
         self._num_answers_kept = len(self._answers)
         self._note_kept(turn)
         assert self._keep is not None
         # Without the part before it, a part is of no use to other workers; this one may use it after a fault.
-        self._is_kept = self._is_kept and await self._keep(self._name, len(self._parts), part)
-        self._parts.append(part)
+        self._is_kept = self._is_kept and await self._keep(self._name, len(self._parts), play_part)
+        self._parts.append(play_part)
 
     def next_answer(self) -> Any:
         self._num_answers += 1

@@ -41,7 +41,11 @@ OpenChat = Callable[[], ChatFormat]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A played sample: its first segment, and the rest of it."""
+    """A played sample: its first segment, and the rest of it.
+
+    Example: a single turn: `first` with the ids of "4" and the end of the text, `text` "4", `finish` "stop",
+    no `session`.
+    """
 
     first: Segment
     text: str

@@ -124,7 +124,9 @@ def choices_of(recorders: Sequence[SegmentRecorder]) -> dict[str, Rows]:
     kept = Rows.joined([recorder.kept for recorder in recorders])
     choices = {KEPT: kept} if len(kept.values) else {}
     # All or none: incomplete routes are left out.
-    routes = [Rows.joined(one.routes)[: len(one.ids) - 1] for one in recorders if one.routes]
-    if sum(map(len, routes)) == sum(len(one.ids) - 1 for one in recorders):
+    routes = [
+        Rows.joined(recorder.routes)[: len(recorder.ids) - 1] for recorder in recorders if recorder.routes
+    ]
+    if sum(map(len, routes)) == sum(len(recorder.ids) - 1 for recorder in recorders):
         choices[ROUTES] = Rows.joined(routes)
     return choices

@@ -91,10 +91,10 @@ class TemplateChat:
         after = self.encode(self._after_mark(chat, tools, speaks=not is_prefilled, continues=is_prefilled))
         shared = num_shared(after, self._ending(caller))
         last = turn_ids[-1] if is_stopped and turn_ids else None
-        place = self._place_of_end(after, shared, last)
-        if place is None:
+        end = self._place_of_end(after, shared, last)
+        if end is None:
             return after
-        return after[place + 1 :] if last is not None else after[place:]
+        return after[end + 1 :] if last is not None else after[end:]
 
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), is_cut: bool = False) -> Parsed:
         """Calls are looked for only if there are tools."""
@@ -136,10 +136,8 @@ class TemplateChat:
             return text
         head = (max_tokens + 1) // 2
         tail = max_tokens // 2
-        first, last = (
-            str(self._tokenizer.decode(part, clean_up_tokenization_spaces=False))
-            for part in (ids[:head], ids[len(ids) - tail :])
-        )
+        first = str(self._tokenizer.decode(ids[:head], clean_up_tokenization_spaces=False))
+        last = str(self._tokenizer.decode(ids[len(ids) - tail :], clean_up_tokenization_spaces=False))
         return f"{first}\n[{'more than ' * is_huge}{len(ids) - max_tokens} tokens left out]\n{last}"
 
     def _split_thought(self, text: str) -> tuple[str, str]:
@@ -154,14 +152,14 @@ class TemplateChat:
         """Parse by the model's own response template, which transformers reads."""
         text: str = self._tokenizer.decode(list(turn_ids), skip_special_tokens=False)
         try:
-            found = self._tokenizer.parse_response(text, prefix=self._speaks, tools=list(tools))
+            parsed = self._tokenizer.parse_response(text, prefix=self._speaks, tools=list(tools))
         except Exception as error:  # parsers of users' templates raise anything
             call = Call("", error=f"the call cannot be read: {error}")
             return Parsed(_message(text, "", (call,)), (call,))
         # The template does not say whether the last call has its end.
-        calls = _whole([read_call(call) for call in found.get("tool_calls") or ()], is_open=is_cut)
-        thought = str(found.get("reasoning_content") or found.get("thinking") or "")
-        return Parsed(_message(str(found.get("content") or ""), thought, calls), calls)
+        calls = _whole([read_call(call) for call in parsed.get("tool_calls") or ()], is_open=is_cut)
+        thought = str(parsed.get("reasoning_content") or parsed.get("thinking") or "")
+        return Parsed(_message(str(parsed.get("content") or ""), thought, calls), calls)
 
     def _place_of_end(self, after: Sequence[int], shared: int, last: int | None) -> int | None:
         """Index in `after` of the token that ends the turn: the one that the model wrote, else one that ends
@@ -187,15 +185,16 @@ class TemplateChat:
         text = self._rendered(messages, tools, speaks=speaks, continues=continues)
         _, mark, after = text.partition(MARK)
         if not mark:
-            what = "calls of tools" if messages[1].get("tool_calls") else "what the model said"
-            raise ValueError(f"the chat template leaves out {what} before these messages")
+            content = "calls of tools" if messages[1].get("tool_calls") else "what the model said"
+            raise ValueError(f"the chat template leaves out {content} before these messages")
         return after
 
     def _opening(self) -> str:
         """The generation prompt: what the template writes before the model's turn."""
         chat = [{"role": "user", "content": MARK}]
         try:
-            with_it, without = (self._rendered(chat, (), speaks=speaks) for speaks in (True, False))
+            with_it = self._rendered(chat, (), speaks=True)
+            without = self._rendered(chat, (), speaks=False)
         except ValueError:
             return ""
         return with_it.removeprefix(without) if with_it.startswith(without) else ""
@@ -282,13 +281,13 @@ def _whole(calls: Sequence[Call], is_open: bool) -> tuple[Call, ...]:
     """The calls; if `is_open`, the last one gets an error, because it has no end. So do calls whose arguments
     are JSON only in Python (integers above 64 bits, NaN, infinities)."""
     whole = list(calls)
-    for place, call in enumerate(whole):
+    for index, call in enumerate(whole):
         try:
             pack(call.arguments)
             json.dumps(call.arguments, allow_nan=False)
         except (ValueError, OverflowError, RecursionError) as error:
             problem = f"the arguments of a call must be JSON with numbers of 64 bits: {error}"
-            whole[place] = Call(call.name, error=problem)
+            whole[index] = Call(call.name, error=problem)
     if is_open and whole:
         whole[-1] = Call(whole[-1].name, error="the answer was cut off within this call")
     return tuple(whole)
