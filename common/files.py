@@ -50,9 +50,9 @@ class StorageError(TidemillError):
     can put right while the run waits; a path that is no folder is not.
     """
 
-    def __init__(self, what: str, path: Path, number: int | None, reason: str) -> None:
+    def __init__(self, label: str, path: Path, number: int | None, reason: str) -> None:
         remedy = _REMEDIES.get(number or 0, "check the disk and the path")
-        super().__init__(f"cannot write {what} to {path}: {reason}; {remedy}.")
+        super().__init__(f"cannot write {label} to {path}: {reason}; {remedy}.")
         self.path = path
         self.reason = reason
         self.errno = number
@@ -60,7 +60,7 @@ class StorageError(TidemillError):
 
 
 @contextmanager
-def storage_errors(what: str, path: Path) -> Iterator[None]:
+def storage_errors(label: str, path: Path) -> Iterator[None]:
     """Turn the errors of writing, Python's and those of safetensors, into one `StorageError`.
 
     Blocks may nest: the message names what the outermost one was writing.
@@ -68,13 +68,13 @@ def storage_errors(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        raise StorageError(what, path, error.errno, error.reason) from error
+        raise StorageError(label, path, error.errno, error.reason) from error
     except OSError as error:
-        raise StorageError(what, path, error.errno, error.strerror or str(error)) from error
+        raise StorageError(label, path, error.errno, error.strerror or str(error)) from error
     except SafetensorError as error:
-        found = _OS_ERROR.search(str(error))
-        number = int(found[1]) if found else None
-        raise StorageError(what, path, number, os.strerror(number) if number else str(error)) from error
+        match = _OS_ERROR.search(str(error))
+        number = int(match[1]) if match else None
+        raise StorageError(label, path, number, os.strerror(number) if number else str(error)) from error
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -99,13 +99,13 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         fsync_folder(path.parent)
 
 
-def append_durably(path: Path, data: bytes, what: str = "a file", end: int | None = None) -> None:
+def append_durably(path: Path, data: bytes, label: str = "a file", end: int | None = None) -> None:
     """Append to the file at `path`, or create it; with `end`, cut it to so many bytes first. Flushes.
 
     Raises:
         StorageError: the disk is full, read-only, or not there. Nothing was appended.
     """
-    with storage_errors(what, path):
+    with storage_errors(label, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: closing a buffered file would write the rest after `append_whole` has cut the file.
         with open(path, "ab", buffering=0) as file:
@@ -120,9 +120,9 @@ def append_whole(file: FileIO, data: bytes, end: int | None = None, is_durable: 
     try:
         if size > end:
             os.ftruncate(file.fileno(), end)
-        rest = memoryview(data)
-        while rest:  # one write may take only a part; the next one goes on, or raises
-            rest = rest[file.write(rest) :]
+        unwritten = memoryview(data)
+        while unwritten:  # one write may take only a part; the next one goes on, or raises
+            unwritten = unwritten[file.write(unwritten) :]
         if is_durable:
             os.fsync(file.fileno())
     except OSError:
@@ -132,14 +132,14 @@ def append_whole(file: FileIO, data: bytes, end: int | None = None, is_durable: 
 
 
 @contextmanager
-def aside_file(target: Path, what: str = "a file") -> Iterator[Path]:
+def aside_file(target: Path, label: str = "a file") -> Iterator[Path]:
     """Yield a path beside `target`: write it, then call `publish_file`. If not published, it is removed.
 
     Raises:
         StorageError: writing failed, inside the block or around it. `target` is as it was.
     """
     aside = _aside_name(target)
-    with storage_errors(what, target):
+    with storage_errors(label, target):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             yield aside
@@ -156,28 +156,28 @@ def publish_file(aside: Path, target: Path) -> None:
 
 
 @contextmanager
-def aside_folder(target: Path, what: str = "a folder") -> Iterator[Path]:
+def aside_folder(target: Path, label: str = "a folder") -> Iterator[Path]:
     """Yield an empty folder beside `target`: fill it, then call `publish_folder`, or it is removed.
 
     Raises:
         StorageError: writing failed, inside the block or around it. `target` is as it was.
     """
-    with storage_errors(what, target):
-        aside = begin_folder(target, what)
+    with storage_errors(label, target):
+        aside = begin_folder(target, label)
         try:
             yield aside
         finally:
             remove_folder(aside)
 
 
-def begin_folder(target: Path, what: str = "a folder") -> Path:
+def begin_folder(target: Path, label: str = "a folder") -> Path:
     """Create an empty folder beside `target`: fill it, then call `publish_folder` or `remove_folder`.
 
     Raises:
         StorageError: it cannot be made.
     """
     aside = _aside_name(target)
-    with storage_errors(what, target):
+    with storage_errors(label, target):
         target.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
     return aside
@@ -211,8 +211,11 @@ def clear_aside(folder: Path, others: Collection[str] = ()) -> list[str]:
     there; files named in `others` are left alone and may be written."""
     with storage_errors("folder names", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        found = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.match(path.name))]
-        leftovers = [(path, match) for path, match in found if match["name"] not in others]
+        leftovers = []
+        for path in sorted(folder.iterdir()):
+            match = _ASIDE.match(path.name)
+            if match is not None and match["name"] not in others:
+                leftovers.append((path, match))
         for path, match in leftovers:
             if match["replaced"] and not (folder / match["name"]).exists():
                 os.rename(path, folder / match["name"])  # crashed between the two renames of a swap

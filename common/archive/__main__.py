@@ -48,14 +48,14 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--until", action="append", default=[], metavar="STREAM=ID")
     parser.add_argument("--rest", action="store_true", help="also what does not fill a file")
-    given = parser.parse_args()
-    ends = (item.split("=", 1) for item in given.until)
+    options = parser.parse_args()
+    ends = (item.split("=", 1) for item in options.until)
     until = {StreamName(name): last for name, last in ends} or dict.fromkeys(StreamName, "+")
     hide_memory()  # it holds the password of Redis
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     try:
-        counts = run_main(archive(Keys(given.run_id), given.run_dir, until, given.rest))
+        counts = run_main(archive(Keys(options.run_id), options.run_dir, until, options.rest))
     except TidemillError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -178,16 +178,16 @@ async def _entries(
     each, pointers of claimed payloads that it lacks."""
     first = "-" if after == START else f"({after}"
     count = 16
-    while found := await read_raw(broker, key, first, until, count):
+    while entries := await read_raw(broker, key, first, until, count):
         num_bytes = 1
-        wholes = await _wholes(broker.claims, found, keep_choices)
-        for entry in found:
+        wholes = await _wholes(broker.claims, entries, keep_choices)
+        for entry in entries:
             whole, bare = wholes.get(entry[0], (entry, ()))
             num_bytes += payload_bytes(whole)
             yield whole, bare
-        first = f"({found[-1][0]}"
+        first = f"({entries[-1][0]}"
         # At most twice as many as before: the next entries may be far larger than these.
-        count = max(1, min(MAX_READ_COUNT, 2 * count, READ_BYTES * len(found) // num_bytes))
+        count = max(1, min(MAX_READ_COUNT, 2 * count, READ_BYTES * len(entries) // num_bytes))
 
 
 async def _wholes(
@@ -248,7 +248,8 @@ class SegmentFile:
         self.previous_id = previous_id
         self.entries = 0
         self.payload_bytes = 0
-        self.first_id = self.last_id = START
+        self.first_id = START
+        self.last_id = START
         self._bounds: dict[str, tuple[float, float]] = {}
         self.bare: list[str] = []
         self._held: list[RawEntry] = []
@@ -389,7 +390,9 @@ def check(run_dir: Path) -> list[Damage]:
     for folder in (stream_folder(run_dir, stream) for stream in StreamName):
         try:
             manifest = Manifest.load(folder)
-            damages += [Damage(each.path, found) for each in manifest.segments if (found := _damage(each))]
+            for segment in manifest.segments:
+                if problem := _damage(segment):
+                    damages.append(Damage(segment.path, problem))
             damages += [Damage(folder, gap) for gap in gaps(manifest)]
         except ArchiveError as error:
             damages.append(Damage(folder, str(error)))

@@ -54,8 +54,8 @@ def _recorded_rows(path: str, source: "SourceConfig") -> Iterator[Located]:
             if sample.key in seen or sample.is_greedy or fault_of(sample):
                 continue
             seen.add(sample.key)
-            scores = (one for one in rewards.get(sample.key, ()) if one.is_of(sample.tokens_digest))
-            value = next((one.value for one in scores), None)
+            scores = (score for score in rewards.get(sample.key, ()) if score.is_of(sample.tokens_digest))
+            value = next((score.value for score in scores), None)
             if least is None or (value is not None and value >= least):
                 yield from _rows(f"{path} sample {sample.ticket}.{sample.index}", sample)
     except TidemillError as error:

@@ -46,7 +46,10 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveSegment:
-    """One file: all entries of its stream from `first_id` to `last_id`."""
+    """One file: all entries of its stream from `first_id` to `last_id`.
+
+    Example: of the stream `prompts`, `first_id` "1-0", `last_id` "512-0", `entries` 512: tickets 0 to 511.
+    """
 
     path: Path
     first_id: str
@@ -61,7 +64,8 @@ class ArchiveSegment:
         match = _NAME.fullmatch(path.name.removesuffix(SUFFIX))
         if match is None:
             raise ArchiveError(f"{path} is not a file of this release's archives; move it away")
-        first, last = ("{}-{}".format(*id_order(match[end])) for end in ("first", "last"))
+        first = "{}-{}".format(*id_order(match["first"]))
+        last = "{}-{}".format(*id_order(match["last"]))
         return cls(path, first, last, int(match["entries"]), match["checksum"])
 
     @property
@@ -79,7 +83,8 @@ class ArchiveSegment:
 
 def segment_name(first_id: str, last_id: str, entries: int, checksum: str) -> str:
     """File name of a segment; names sort as the entries do."""
-    first, last = ("{:020d}-{}".format(*id_order(entry_id)) for entry_id in (first_id, last_id))
+    first = "{:020d}-{}".format(*id_order(first_id))
+    last = "{:020d}-{}".format(*id_order(last_id))
     return f"{first}_{last}_{entries}_{checksum}{SUFFIX}"
 
 
@@ -117,7 +122,10 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The segments of one stream's archive, in order."""
+    """The segments of one stream's archive, in order.
+
+    Example: two segments, "1-0" to "512-0" and "513-0" to "1024-0": `last_id` is "1024-0", `entries` 1,024.
+    """
 
     folder: Path
     segments: tuple[ArchiveSegment, ...] = ()
@@ -142,9 +150,9 @@ class Manifest:
             removed = Removed()
         except (ValueError, TypeError) as error:
             raise ArchiveError(f"{folder / REMOVED_FILE} cannot be read: {error}") from None
-        found = sorted(map(ArchiveSegment.named, files), key=lambda segment: segment.order)
+        segments = sorted(map(ArchiveSegment.named, files), key=lambda segment: segment.order)
         # Of two with the same first entry, the shorter one is what `cut_back` has left of the other.
-        firsts = {segment.first_id: segment for segment in reversed(found)}
+        firsts = {segment.first_id: segment for segment in reversed(segments)}
         kept = (s for s in reversed(firsts.values()) if id_order(s.last_id) > id_order(removed.last_id))
         return cls(folder, tuple(kept), removed)
 
@@ -219,8 +227,8 @@ def gaps(manifest: Manifest) -> Iterator[str]:
     """Describes each gap of a stream's archive, for people."""
     trimmed = trimmed_up_to(manifest.folder)
     # Read again, because the run may have archived and trimmed meanwhile.
-    known = (manifest, Manifest.load(manifest.folder))
-    is_lacking = all(id_order(each.last_id) < id_order(trimmed) for each in known)
+    manifests = (manifest, Manifest.load(manifest.folder))
+    is_lacking = all(id_order(each.last_id) < id_order(trimmed) for each in manifests)
     yield from missing_after(manifest, START, trimmed if is_lacking else START)
     if manifest.folder.name not in CONSECUTIVE:
         return
@@ -229,7 +237,8 @@ def gaps(manifest: Manifest) -> Iterator[str]:
         if not is_told and id_order(after.first_id)[0] > id_order(before.last_id)[0] + 1:
             yield f"entries between {before.last_id} and {after.first_id} are missing"
     for segment in manifest.segments:
-        (first, _), (last, _) = id_order(segment.first_id), id_order(segment.last_id)
+        first, _ = id_order(segment.first_id)
+        last, _ = id_order(segment.last_id)
         if (missing := last - first + 1 - segment.entries) > 0:
             yield f"{missing} of the entries from {segment.first_id} to {segment.last_id} are missing"
 

@@ -58,9 +58,9 @@ def _select_in(
                 continue  # the payloads of this row group are not read
             table = file.read_row_group(group)
             for first in range(0, len(places), PART_ROWS):
-                part = records_of(table, stream.message_type, places[first : first + PART_ROWS])
-                if found := [record for record in part if selection.takes(record)]:
-                    yield found
+                records = records_of(table, stream.message_type, places[first : first + PART_ROWS])
+                if selected := [record for record in records if selection.takes(record)]:
+                    yield selected
 
 
 def _ranges(selection: Selection) -> dict[str, Range | None]:
@@ -83,19 +83,19 @@ def _places(file: pq.ParquetFile, group: int, selection: Selection) -> list[int]
     """Numbers of the rows in a row group that may be selected, judged by their index columns."""
     # Compared in Python: pyarrow's scalars and masks import pandas where there is one, and that takes longer
     # than a lookup.
-    found = _ranges(selection) | {"value": selection.rewards}
-    ranges = [(wanted, name, BOUNDED.get(name, name)) for name, wanted in found.items() if wanted]
+    limits = _ranges(selection) | {"value": selection.rewards}
+    ranges = [(wanted, name, BOUNDED.get(name, name)) for name, wanted in limits.items() if wanted]
     asked = {"index": selection.index, "worker": selection.worker or None}
     equal = {name: value for name, value in asked.items() if value is not None}
     names = {ID, *equal, *(name for _, *ends in ranges for name in ends)}
     columns = file.read_row_group(group, columns=sorted(names)).to_pydict()
 
-    def may_match(place: int) -> bool:
-        row = {name: column[place] for name, column in columns.items()}
+    def may_match(index: int) -> bool:
+        row = {name: column[index] for name, column in columns.items()}
         return (
             selection.has_id(row[ID])
             and all(row[name] == value for name, value in equal.items())
             and all(overlap(wanted, row[least], row[greatest]) for wanted, least, greatest in ranges)
         )
 
-    return [place for place in range(len(columns[ID])) if may_match(place)]
+    return [index for index in range(len(columns[ID])) if may_match(index)]

@@ -48,16 +48,16 @@ BOUNDED = {"ticket": "last_ticket", "step": "step", "version": "last_version", "
 
 
 def table_of(raw_entries: Sequence[RawEntry], message_type: type[Message]) -> pa.Table:
-    rows = [
-        {
+    rows = []
+    for entry_id, fields in raw_entries:
+        row = {
             ID: entry_id,
             **_index_of(decoded(entry_id.encode(), fields, message_type)),
             SCHEMA_VERSION: fields.get(VERSION_FIELD),
             PAYLOAD: fields.get(PAYLOAD_FIELD),
             OTHERS: [item for item in fields.items() if item[0] not in (VERSION_FIELD, PAYLOAD_FIELD)],
         }
-        for entry_id, fields in raw_entries
-    ]
+        rows.append(row)
     return pa.Table.from_pylist(rows, SCHEMA)
 
 
@@ -67,11 +67,17 @@ def raw_entries_of(table: pa.Table, places: Iterable[int] | None = None) -> Iter
     Raises:
         KeyError: the file is not of this form.
     """
-    columns = [table[name] for name in (ID, SCHEMA_VERSION, PAYLOAD, OTHERS)]
-    for place in range(len(table)) if places is None else places:
-        entry_id, schema, payload, others = (column[place].as_py() for column in columns)
-        known = {VERSION_FIELD: schema, PAYLOAD_FIELD: payload}
-        yield entry_id, {name: value for name, value in known.items() if value is not None} | dict(others)
+    ids = table[ID]
+    schemas = table[SCHEMA_VERSION]
+    payloads = table[PAYLOAD]
+    others_of_rows = table[OTHERS]
+    for index in range(len(table)) if places is None else places:
+        entry_id = ids[index].as_py()
+        schema = schemas[index].as_py()
+        payload = payloads[index].as_py()
+        others = others_of_rows[index].as_py()
+        fields = {VERSION_FIELD: schema, PAYLOAD_FIELD: payload}
+        yield entry_id, {name: value for name, value in fields.items() if value is not None} | dict(others)
 
 
 def records_of(
@@ -101,5 +107,6 @@ def _index_of(record: ArchivedRecord) -> Mapping[str, Any]:
         "last_version": max(versions_of(message), default=None),
     } | {name: vars(message).get(name) for name in ("index", "step", "value", "worker", "status")}
     # Values beyond 64 bits are clamped: the payload has the exact one.
-    clamped = {n: min(max(v, INT64_MIN), INT64_MAX) for n in _INTEGERS if (v := index[n]) is not None}
+    integers = {name: index[name] for name in _INTEGERS if index[name] is not None}
+    clamped = {name: min(max(value, INT64_MIN), INT64_MAX) for name, value in integers.items()}
     return index | clamped | {"time": time_of(message)}

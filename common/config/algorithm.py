@@ -131,13 +131,15 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_preset(cls, given: Any) -> Any:
+    def _fill_from_preset(cls, values: Any) -> Any:
         # The correction first: its fields win over those of the preset.
         for field, table in (("correction", CORRECTIONS), ("preset", PRESETS)):
-            given = (
-                filled_in(given, table.get(str(given.get(field)), {})) if isinstance(given, dict) else given
+            values = (
+                filled_in(values, table.get(str(values.get(field)), {}))
+                if isinstance(values, dict)
+                else values
             )
-        return given
+        return values
 
     def rules(self) -> Rules:
         yield from self._ratio_rules()

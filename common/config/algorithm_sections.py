@@ -55,9 +55,9 @@ class RejectionConfig(Section):
 
     @field_validator("bounds")
     @classmethod
-    def _are_bounds(cls, given: dict[Criterion, Any]) -> dict[Criterion, Any]:
+    def _are_bounds(cls, declared: dict[Criterion, Any]) -> dict[Criterion, Any]:
         bounds = {}
-        for name, bound in given.items():
+        for name, bound in declared.items():
             if name.endswith("k1") and not isinstance(bound, tuple):
                 bound = (1.0 / bound, bound) if bound else (0.0, 0.0)
             if name.endswith("k1"):
@@ -69,7 +69,7 @@ class RejectionConfig(Section):
                 is_right = isinstance(bound, float) and 0.0 < bound <= MAX_BOUND
                 wanted = "one number above 0"
             if not is_right:
-                raise ValueError(f"{name}: got {given[name]}, expected {wanted}, at most {MAX_BOUND:g}")
+                raise ValueError(f"{name}: got {declared[name]}, expected {wanted}, at most {MAX_BOUND:g}")
             bounds[name] = bound
         return bounds
 

@@ -33,6 +33,11 @@ FIXED = {
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
+    """A field that differs between two configs.
+
+    Example: `field` "trainer.optimizer.lr", `before` 1e-5, `after` 5e-6.
+    """
+
     field: str
     before: Any
     after: Any

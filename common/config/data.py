@@ -83,10 +83,10 @@ SOURCES = "<sources>"
 """Tags of the forms that `data.train` can have."""
 
 
-def _kind_of_train(given: Any) -> str:
-    if not isinstance(given, list | tuple):
+def _kind_of_train(train: Any) -> str:
+    if not isinstance(train, list | tuple):
         return FILE
-    return SOURCES if any(isinstance(item, dict | SourceConfig) for item in given) else FILES
+    return SOURCES if any(isinstance(item, dict | SourceConfig) for item in train) else FILES
 
 
 Train = Annotated[

@@ -133,7 +133,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _explain(item: Any) -> str:
     """One pydantic error as a line: field, what is allowed, what was given."""
-    field = ".".join(str(part) for part in item["loc"] if not _TAG.search(str(part))) or "config"
+    field = ".".join(str(key) for key in item["loc"] if not _TAG.search(str(key))) or "config"
     if item["type"] == "extra_forbidden":
         return f"{field}: no such field{_similar(item['loc'])}"
     if item["type"] == "missing":
@@ -259,9 +259,9 @@ def _yaml(value: Any) -> str:
 
 def _similar(loc: tuple[Any, ...]) -> str:
     section: Any = RunConfig
-    for part in loc[:-1]:
-        if part in section.model_fields:  # else it is a name of the user's, or a place in a list
-            section = _section_in(section.model_fields[part].annotation) or Section
+    for key in loc[:-1]:
+        if key in section.model_fields:  # else it is a name of the user's, or a place in a list
+            section = _section_in(section.model_fields[key].annotation) or Section
     names = sorted(section.model_fields)
     if elsewhere := [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == str(loc[-1])]:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
@@ -271,10 +271,10 @@ def _similar(loc: tuple[Any, ...]) -> str:
 
 def _field_paths(section: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of all fields of a section and of the sections in it."""
-    for name, found in section.model_fields.items():
+    for name, field in section.model_fields.items():
         yield prefix + name
-        if inner := _section_in(found.annotation):
-            named = "<name>." if get_origin(found.annotation) is dict else ""
+        if inner := _section_in(field.annotation):
+            named = "<name>." if get_origin(field.annotation) is dict else ""
             yield from _field_paths(inner, f"{prefix}{name}.{named}")
 
 

@@ -100,9 +100,9 @@ class NamedRewardConfig(RewardLimits, FunctionConfig):
         return self.kind in ("judge", "model", "teacher") if self.cache is None else self.cache
 
     def rules(self) -> Rules:
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            yield f"a reward needs exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
+        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            yield f"a reward needs exactly one of {', '.join(KINDS)}; got {' and '.join(kinds) or 'none'}"
         if self.teacher and self.failure_value is not None:
             yield "on_failure: a number cannot stand for a teacher's logprobs; take drop_sample or drop_group"
         if self.teacher and self.weight < 0:
@@ -171,8 +171,8 @@ class RewardConfig(RewardLimits, FunctionConfig):
 
     def teacher_of(self, data_source: str, source: str = "") -> tuple[str, NamedRewardConfig] | None:
         """Name and config of the teacher of a data source in training; None where it has none."""
-        found = (item for item in self.teachers.items() if item[1].scores_source(data_source, source))
-        return next(found, None)
+        matches = (item for item in self.teachers.items() if item[1].scores_source(data_source, source))
+        return next(matches, None)
 
     @model_validator(mode="before")
     @classmethod
@@ -196,14 +196,14 @@ class RewardConfig(RewardLimits, FunctionConfig):
         for name in FunctionConfig.model_fields:
             if self.rewards and getattr(self, name) != getattr(default, name):
                 yield f"{name} belongs to one of the rewards: rewards.<name>.{name}"
-        for lane, what in (("train", "training"), ("eval", "evaluation")):
+        for lane, purpose in (("train", "training"), ("eval", "evaluation")):
             if self.rewards and not any(lane in reward.lanes for reward in self.rewards.values()):
-                yield f"no reward is for {what}: give one of them lanes with {lane} in it"
-        for (name, one), (other, two) in combinations(self.teachers.items(), 2):
-            shared = set(one.applies_to) & set(two.applies_to)
-            if shared or not one.applies_to or not two.applies_to:
+                yield f"no reward is for {purpose}: give one of them lanes with {lane} in it"
+        for (name, teacher), (second_name, second) in combinations(self.teachers.items(), 2):
+            shared = set(teacher.applies_to) & set(second.applies_to)
+            if shared or not teacher.applies_to or not second.applies_to:
                 yield (
-                    f"rewards.{name} and rewards.{other} are both teachers of "
+                    f"rewards.{name} and rewards.{second_name} are both teachers of "
                     f"{', '.join(sorted(shared)) or 'all data sources'}, and a sample has one teacher: give "
                     "each data sources of its own in applies_to"
                 )
@@ -223,8 +223,8 @@ def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> 
             )
         if reward.judge and not servers[wanted].model:
             yield f"servers.{wanted} needs the name of its model: the judge {name} asks it"
-    for name, one in servers.items():
-        local = one.local
+    for name, server in servers.items():
+        local = server.local
         asking = config.asking(name)
         if local is None or local.command:
             continue

@@ -156,8 +156,8 @@ class RunConfig(Section):
         return environment.max_tokens or self.model.max_model_len
 
     def group_size(self, source: str) -> int:
-        own = next((item.group_size for item in self.data.sources if item.name == source), None)
-        return own or self.trainer.group_size
+        group_size = next((item.group_size for item in self.data.sources if item.name == source), None)
+        return group_size or self.trainer.group_size
 
     @property
     def generates(self) -> bool:
@@ -187,14 +187,18 @@ class RunConfig(Section):
         return self.rollout.gpu_turn_s if is_shared else None
 
     def _shares_gpus(self) -> bool:
-        return any(one.local and one.local.shares_rollout_gpus for one in self.servers.values())
+        return any(server.local and server.local.shares_rollout_gpus for server in self.servers.values())
 
     def _group_sizes(self) -> dict[str, int]:
         """All group sizes of the run, by the field that sets them."""
         sources = self.data.prompt_sources
-        own = {f"group_size of source {one.name!r}": one.group_size for one in sources if one.group_size}
-        needs_common = not self.data.sources or len(own) < len(sources)
-        return own | ({"trainer.group_size": self.trainer.group_size} if needs_common else {})
+        of_sources = {
+            f"group_size of source {source.name!r}": source.group_size
+            for source in sources
+            if source.group_size
+        }
+        needs_common = not self.data.sources or len(of_sources) < len(sources)
+        return of_sources | ({"trainer.group_size": self.trainer.group_size} if needs_common else {})
 
     def _size_rules(self) -> Rules:
         prompt = self.data.max_prompt_tokens
@@ -268,16 +272,17 @@ class RunConfig(Section):
         for source in sources:
             whose = f"source {source.name!r}"
             try:
-                own = self.sampling_of(source).max_tokens
+                max_tokens = self.sampling_of(source).max_tokens
             except ValidationError as error:
-                (field,), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
+                (field,) = error.errors()[0]["loc"]
+                reason = error.errors()[0]["msg"]
                 raise ValueError(f"sampling.{field} of {whose}: {reason}") from None
-            if own > limit:
+            if max_tokens > limit:
                 yield (
-                    f"sampling.max_tokens of {whose} ({own}) exceeds rollout.sampling.max_tokens ({limit}), "
-                    "which is the run's limit; raise that one, or lower this one"
+                    f"sampling.max_tokens of {whose} ({max_tokens}) exceeds rollout.sampling.max_tokens "
+                    f"({limit}), which is the run's limit; raise that one, or lower this one"
                 )
-            if own != limit and self.trainer.algorithm.overlong.penalty:
+            if max_tokens != limit and self.trainer.algorithm.overlong.penalty:
                 yield (
                     f"{whose} has sampling.max_tokens of its own, and trainer.algorithm.overlong punishes "
                     "what comes near rollout.sampling.max_tokens: choose one"
@@ -299,11 +304,11 @@ class RunConfig(Section):
                     f"reward.rewards.{name}.sources names {_list(unknown)}; data.train has the sources "
                     f"{_list(sorted(names))}, and data.eval has {_list(sets)}"
                 )
-        for what, lane, known in (("source", "train", names), ("evaluation set", "eval", sets)):
+        for kind, lane, declared in (("source", "train", names), ("evaluation set", "eval", sets)):
             scoring = [reward for reward in self.reward.named.values() if lane in reward.lanes]
-            for name in sorted(known):
+            for name in sorted(declared):
                 if all(reward.sources and name not in reward.sources for reward in scoring):
-                    yield f"no reward scores {what} {name!r}: add it to `sources` of one"
+                    yield f"no reward scores {kind} {name!r}: add it to `sources` of one"
 
     def _demonstration_rules(self) -> Rules:
         """Checks that settings fit demonstrations, of which each step has a fixed share."""
@@ -331,17 +336,23 @@ class RunConfig(Section):
     def _environment_rules(self) -> Rules:
         environment = self.rollout.environment
         algorithm = self.trainer.algorithm
-        own = [name for name, reward in self.reward.named.items() if reward.environment]
-        if own and environment.is_single_turn:
+        environment_rewards = [name for name, reward in self.reward.named.items() if reward.environment]
+        if environment_rewards and environment.is_single_turn:
             yield (
-                f"reward.rewards.{_list(own)} is the environment's own reward, and rollout.environment.use "
-                "is single_turn, which gives none: name an environment there, or take another reward"
+                f"reward.rewards.{_list(environment_rewards)} is the environment's own reward, "
+                "and rollout.environment.use is single_turn, which gives none: name an environment there, or "
+                "take another reward"
             )
-        if own and algorithm.loss_traits.level == "sequence" and algorithm.advantage_traits.has_discount:
+        if (
+            environment_rewards
+            and algorithm.loss_traits.level == "sequence"
+            and algorithm.advantage_traits.has_discount
+        ):
             yield (
                 f"trainer.algorithm.loss: {algorithm.loss} needs one advantage for a session, but advantage: "
                 f"{algorithm.advantage} places the environment's rewards of single turns "
-                f"(reward.rewards.{_list(own)}) on their tokens. Take loss ppo, or another advantage"
+                f"(reward.rewards.{_list(environment_rewards)}) on their tokens. Take loss ppo, or another "
+                "advantage"
             )
         if algorithm.overlong.penalty and not environment.is_single_turn and not environment.max_tokens:
             yield (
@@ -405,7 +416,9 @@ class RunConfig(Section):
         """Sources of `data.train`, "" where it lists none, whose samples come with sampling masks."""
         sampling = {source.name: self.sampling_of(source) for source in self.data.sources}
         by_source = sampling or {"": self.rollout.sampling}
-        return frozenset(n for n, own in by_source.items() if self.rollout.sampling_masks and own.is_filtered)
+        return frozenset(
+            n for n, sampling in by_source.items() if self.rollout.sampling_masks and sampling.is_filtered
+        )
 
     def _filter_rules(self) -> Rules:
         """Refuses options that would take the effect of filtered sampling for a change of the policy."""

@@ -43,7 +43,11 @@ def resolved(value: str, info: ValidationInfo) -> str:
     folder, at, split = value.rpartition("@")
     if at and (base / folder).is_dir():
         return f"{(base / folder).resolve()}@{split}"
-    file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    file = value
+    colon = ""
+    name = ""
+    if ".py:" in value:
+        file, colon, name = value.rpartition(":")
     is_pattern = glob.has_magic(value) and any(glob.iglob(str(base / value), recursive=True))
     # A function's file is a path also where it is missing: elsewhere may be another of that name.
     if value.startswith(".") or name.replace(".", "_").isidentifier() or is_pattern or (base / file).exists():
@@ -69,10 +73,10 @@ Template = Annotated[str, AfterValidator(_read_template)]
 """A Jinja template, or a file with one, relative to the config file."""
 
 
-def _ascends(given: tuple[float, float]) -> tuple[float, float]:
-    if not given[0] < given[1]:
-        raise ValueError(f"must be [lowest, highest], got {list(given)}")
-    return given
+def _ascends(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not bounds[0] < bounds[1]:
+        raise ValueError(f"must be [lowest, highest], got {list(bounds)}")
+    return bounds
 
 
 Range = Annotated[tuple[float, float], AfterValidator(_ascends)]
@@ -97,16 +101,16 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """The values of a tree of sections by dotted names; lists and empty sections are values."""
     if not isinstance(tree, Mapping) or not tree:
         return {prefix.removesuffix("."): tree}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= flatten(value, f"{prefix}{name}.")
-    return found
+        flat |= flatten(value, f"{prefix}{name}.")
+    return flat
 
 
-def filled_in(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def filled_in(settings: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A section's fields with `values` in place of defaults, also within sections; what is given wins."""
-    filled = {**values, **given}
+    filled = {**values, **settings}
     for name, value in values.items():
-        if isinstance(value, dict) and isinstance(given.get(name), dict):
-            filled[name] = value | given[name]
+        if isinstance(value, dict) and isinstance(settings.get(name), dict):
+            filled[name] = value | settings[name]
     return filled

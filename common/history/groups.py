@@ -43,7 +43,11 @@ GroupEntry = Entry[Trajectory] | Entry[Score]
 
 @dataclass(slots=True)
 class RecordedGroup:
-    """Trajectories and scores of one ticket, by index: as they arrive, or as a replay reads them."""
+    """Trajectories and scores of one ticket, by index: as they arrive, or as a replay reads them.
+
+    Example: `ticket` 12, `group_size` 4, `trajectories` with the indices 0, 1 and 3, `scores` with 0 and 3:
+    sample 1 waits for its score, and sample 2 is still generated.
+    """
 
     ticket: int
     step: int = -1
@@ -69,12 +73,12 @@ class RecordedGroup:
         index = entry.message.index
         ids = self.trajectory_ids if isinstance(message, Trajectory) else self.score_ids
         if isinstance(message, Score):
-            made = self.trajectories.get(index)
+            trajectory = self.trajectories.get(index)
             first = self.scores.get(index)
             # A demonstration is complete without a score, and must not become complete twice.
             if self.is_demonstration or self.is_of_other_tokens(message):
                 return [entry]
-            is_of_others = made is None and first is not None and not message.is_of(first.tokens_digest)
+            is_of_others = trajectory is None and first is not None and not message.is_of(first.tokens_digest)
             if is_of_others and len(self.other_scores) < self.group_size:  # memory is bounded
                 self.other_scores.append(Entry(entry.entry_id, message))
                 return []
@@ -89,8 +93,12 @@ class RecordedGroup:
 
     def is_of_other_tokens(self, message: Trajectory | Score) -> bool:
         """Whether it is a score of other tokens than the key's trajectory, as after Redis lost the first."""
-        made = self.trajectories.get(message.index)
-        return isinstance(message, Score) and made is not None and not message.is_of(made.tokens_digest)
+        trajectory = self.trajectories.get(message.index)
+        return (
+            isinstance(message, Score)
+            and trajectory is not None
+            and not message.is_of(trajectory.tokens_digest)
+        )
 
     def _choose_score(self, sample: Trajectory) -> list[GroupEntry]:
         """Of the scores that came before their trajectory, keep the first one of its tokens."""
@@ -159,26 +167,26 @@ class GroupCursor:
             self._closed.add(ticket)
 
     async def _read(
-        self, stream: AsyncGenerator[Record, None], part: str, tickets: Sequence[int]
+        self, stream: AsyncGenerator[Record, None], attribute: str, tickets: Sequence[int]
     ) -> set[int]:
         """Read until this part of every group is whole, the stream ends, or more is open than can have been
         outstanding; returns the tickets of which something is missing."""
-        missing = {ticket for ticket in tickets if self._lacks(ticket, part)}
+        missing = {ticket for ticket in tickets if self._lacks(ticket, attribute)}
         while missing and len(self.open) <= self.most_open:
             record = await anext(stream, None)
             if record is None:
                 break
             if isinstance(record, Entry):
                 ticket = self._take(record)
-                if ticket in missing and not self._lacks(ticket, part):
+                if ticket in missing and not self._lacks(ticket, attribute):
                     missing.remove(ticket)
         return missing
 
-    def _lacks(self, ticket: int, part: str) -> bool:
+    def _lacks(self, ticket: int, attribute: str) -> bool:
         group = self.open[ticket]
-        if part == "scores" and is_demonstration(ticket):
+        if attribute == "scores" and is_demonstration(ticket):
             return False
-        return len(getattr(group, part)) < group.group_size
+        return len(getattr(group, attribute)) < group.group_size
 
     def _take(self, entry: Entry[Message]) -> int:
         """Keep an entry if it counts; returns its ticket."""
@@ -231,7 +239,11 @@ def advantages_of(commit: Commit, ticket: int) -> dict[int, float]:
 
 @dataclass(slots=True)
 class TicketOutcomes:
-    """How tickets of training ended, by number."""
+    """How tickets of training ended, by number.
+
+    Example: `trained` {12: 3}, `dropped` {13: 3}, `replaced_by` {13: 20}: step 3 trained ticket 12, and left
+    out 13, for which ticket 20 was issued.
+    """
 
     trained: dict[int, int] = field(default_factory=dict)
     """Ticket -> step that trained its group."""

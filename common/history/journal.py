@@ -40,7 +40,10 @@ def read_journal(run_dir: Path, first: int, last: int) -> list[Commit]:
     commits: list[Commit] = []
     with suppress(OSError), open(run_dir / JOURNAL_FILE, "rb") as file:
         file.seek(_place_of(file, first)[0])
-        while (step := _step_of(line := file.readline())) is not None and step <= last:
+        for line in iter(file.readline, b""):
+            step = _step_of(line)
+            if step is None or step > last:
+                break
             commits.append(commit_of(document_of(line)))
     return commits
 
@@ -71,13 +74,13 @@ def _place_of(file: BinaryIO, step: int) -> tuple[int, int]:
     while low < high:
         middle = (low + high) // 2
         begin = _next_line(file, middle)
-        found = _step_of(file.readline())
-        if found is None or found >= step:
+        line_step = _step_of(file.readline())
+        if line_step is None or line_step >= step:
             high = middle
         else:
             # Any offset in this line: `_next_line` then finds the line after it.
             low = begin + 1
-            before = found
+            before = line_step
     return _next_line(file, low), before
 
 

@@ -49,8 +49,8 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     advantage = algorithm.advantage
     loss = algorithm.loss
     if is_users_own(advantage) or is_users_own(loss):
-        what = f"trainer.algorithm: advantage {advantage} or loss {loss}"
-        _ask(Program.TRAINER_CHECK, algorithm.model_dump(mode="json"), what)
+        subject = f"trainer.algorithm: advantage {advantage} or loss {loss}"
+        _ask(Program.TRAINER_CHECK, algorithm.model_dump(mode="json"), subject)
 
 
 def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False) -> Answer:
@@ -101,8 +101,8 @@ def gib(value: float) -> str:
 def listed(parts: Mapping[str, float]) -> str:
     """Sizes in GiB, the largest first; those below a hundredth of the sum are left out."""
     total = sum(parts.values())
-    shown = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
-    return ", ".join(f"{name} {gib(value)}" for value, name in shown)
+    largest = sorted(((value, name) for name, value in parts.items() if value >= total / 100), reverse=True)
+    return ", ".join(f"{name} {gib(value)}" for value, name in largest)
 
 
 def examine_machine(config: RunConfig, runs: Path) -> list[dict[str, Any]]:
@@ -130,12 +130,12 @@ def _decode_bytes(tree: dict[str, Any]) -> Any:
     return bytes.fromhex(tree[BYTES]) if tree.keys() == {BYTES} else tree
 
 
-def _ask(program: Program, request: Any, what: str, timeout_s: float = TIMEOUT_S) -> Answer:
+def _ask(program: Program, request: Any, subject: str, timeout_s: float = TIMEOUT_S) -> Answer:
     # As input: an argument may have 128 KiB at most, and a row may be longer.
     text = json.dumps(request, default=_encode)
 
     def line(waited_s: float) -> str:
-        return f"{what}: still being checked after {waited_s:g} s"
+        return f"{subject}: still being checked after {waited_s:g} s"
 
     try:
         with said_while_waiting(line, FIRST_LINE_S):
@@ -143,14 +143,14 @@ def _ask(program: Program, request: Any, what: str, timeout_s: float = TIMEOUT_S
                 run_own(program), input=text, capture_output=True, text=True, timeout=timeout_s
             )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{what}: importing or calling it took longer than {timeout_s:g} s") from None
+        raise ConfigError(f"{subject}: importing or calling it took longer than {timeout_s:g} s") from None
     if result.returncode == 0:
         lines = (line for line in result.stdout.splitlines() if line.startswith(ANSWER))
         answer: Answer = json.loads(next(lines).removeprefix(ANSWER))
         return answer
     reason = (result.stderr.strip().splitlines() or [""])[-1]
     if result.returncode != ConfigError.exit_code:
-        reason = f"{what}: its import ended Python: {reason or 'no reason given'}"
+        reason = f"{subject}: its import ended Python: {reason or 'no reason given'}"
     raise ConfigError(reason)
 
 

@@ -43,13 +43,13 @@ class FailureLog:
     def __init__(self) -> None:
         self._failures: dict[tuple[str, str, str], Failure] = {}
 
-    def note(self, what: str, kind: str, reason: str, count: int = 1) -> None:
+    def note(self, subject: str, kind: str, reason: str, count: int = 1) -> None:
         cause = cause_of(reason)
-        key = (what, kind, cause)
+        key = (subject, kind, cause)
         if key not in self._failures and len(self._failures) >= MAX_CAUSES:
             cause = OTHER
-            key = (what, kind, cause)
-        failure = self._failures.setdefault(key, Failure(what, kind, "", cause=cause))
+            key = (subject, kind, cause)
+        failure = self._failures.setdefault(key, Failure(subject, kind, "", cause=cause))
         failure.reason = " ".join(reason.split())[:MAX_REASON_CHARS]
         failure.count += count
 

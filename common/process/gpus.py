@@ -24,8 +24,8 @@ def count_gpus() -> int | None:
 def smallest_gpu_bytes() -> float | None:
     """Memory of the smallest GPU; None where it is unknown, or there is none."""
     listed = ask_driver("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    found = [float(line) for line in (listed or "").split() if line.isdigit()]
-    return min(found) * (1 << 20) if found else None
+    sizes_mib = [float(line) for line in (listed or "").split() if line.isdigit()]
+    return min(sizes_mib) * (1 << 20) if sizes_mib else None
 
 
 def ask_driver(*arguments: str) -> str | None:

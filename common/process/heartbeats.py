@@ -46,7 +46,11 @@ FAILURES = "failures:"
 
 @dataclass(slots=True)
 class Heartbeat:
-    """The state of one process, as it publishes it."""
+    """The state of one process, as it publishes it.
+
+    Example: `name` "rollout-0", `role` "rollout", `state` "generate", `version` 7, `shares` {"generate": 0.8,
+    "wait:tickets": 0.2} of its time, `counts` {"requests": 48, "groups_train": 12}.
+    """
 
     name: str
     role: str
@@ -147,13 +151,13 @@ async def read_heartbeats(broker: Broker, keys: Keys, roles: Sequence[str] = ROL
     """Heartbeats that were published and not removed, sorted by role and name."""
     now_s = await broker.server_time_s()
     replies = await broker.pipeline([("HGETALL", keys.workers(role)) for role in roles])
-    beats = [
-        beat
-        for role, reply in zip(roles, replies, strict=True)
-        for name, value in zip(reply[::2], reply[1::2], strict=True)
-        # Redis users may write into the hash of their role only, so a beat must not name another one.
-        if (beat := _parsed(value, now_s)) and (beat.role, beat.name) == (role, name.decode(errors="replace"))
-    ]
+    beats = []
+    for role, reply in zip(roles, replies, strict=True):
+        for name, value in zip(reply[::2], reply[1::2], strict=True):
+            beat = _parsed(value, now_s)
+            # Redis users may write into the hash of their role only, so a beat must not name another one.
+            if beat and (beat.role, beat.name) == (role, name.decode(errors="replace")):
+                beats.append(beat)
     return sorted(beats, key=lambda beat: (beat.role, beat.name))
 
 
@@ -196,8 +200,8 @@ def reachable_host(listens_on: str) -> str:
 
 def _redis_host() -> str:
     """Host of the run's Redis, or of its first Sentinel; empty for a unix socket."""
-    place = urlsplit(os.environ.get(URL_VARIABLE, "")).netloc.rpartition("@")[2].split(",")[0]
-    return place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
+    address = urlsplit(os.environ.get(URL_VARIABLE, "")).netloc.rpartition("@")[2].split(",")[0]
+    return address[1:].partition("]")[0] if address.startswith("[") else address.partition(":")[0]
 
 
 def _address_towards(host: str) -> str:

@@ -76,8 +76,8 @@ async def answered(
 async def read_body(http: Request) -> bytes:
     """The whole body. Raises TooLargeError: it is too large."""
     content = bytearray()
-    async for part in http.stream():
-        content += part
+    async for chunk in http.stream():
+        content += chunk
         # Counted while it is read: a request need not declare its length.
         if len(content) > MAX_BODY_BYTES:
             raise TooLargeError(f"the request has more than {MAX_BODY_BYTES:,} bytes: send it in parts")
@@ -95,7 +95,7 @@ def explained(error: ValidationError) -> str:
     """All problems of a body in one line."""
     problems = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
-        field = ".".join(str(part) for part in item["loc"]) or "body"
+        field = ".".join(str(key) for key in item["loc"]) or "body"
         problems.append(f"{field}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(problems[:MAX_PROBLEMS])
 
@@ -129,9 +129,9 @@ class TokenGate:
 
 def is_shown(authorization: str, token: str) -> bool:
     """Whether the header `Authorization` holds the token."""
-    scheme, _, shown = authorization.partition(" ")
+    scheme, _, credentials = authorization.partition(" ")
     # Not `==`, whose time depends on how many characters are right.
-    return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token.encode())
+    return scheme.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token.encode())
 
 
 def token_problem(host: str, token: str, variable: str, whose: str) -> str:

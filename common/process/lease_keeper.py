@@ -84,7 +84,7 @@ class LeaseKeeper:
         self._leases = [*self._leases, leases]  # the thread reads the list: it is replaced, never changed
 
     def remove(self, leases: Leases) -> None:
-        self._leases = [other for other in self._leases if other is not leases]
+        self._leases = [kept for kept in self._leases if kept is not leases]
 
     def report(self, beat: Heartbeat) -> None:
         """Add to a heartbeat what blocked the loop, and how often it was short of CPU."""

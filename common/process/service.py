@@ -84,7 +84,11 @@ class StoppedError(Exception):
 
 @dataclass
 class ServiceContext:
-    """A service's identity, its run, and the event that tells it to stop."""
+    """A service's identity, its run, and the event that tells it to stop.
+
+    Example: `role` "rollout", `name` "rollout-0", the run's `keys`, `config` and `run_dir`, and an open
+    `broker`.
+    """
 
     role: str
     name: str

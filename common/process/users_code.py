@@ -66,32 +66,35 @@ def load_users(field: str, reference: str, kind: str = "") -> Any:
         raise ConfigError(f"{where}: expected path/to/file.py:name or package.module:name")
     try:
         import_from_here()
-        found: Any = _load_file(where, origin) if origin.endswith(".py") else importlib.import_module(origin)
+        target: Any = _load_file(where, origin) if origin.endswith(".py") else importlib.import_module(origin)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        place = Path(frames[-1].filename).name
+        file_name = Path(frames[-1].filename).name
         line = frames[-1].lineno
         said = str(error)[:500]
         if isinstance(error, SyntaxError):
-            place = Path(error.filename or origin).name
+            file_name = Path(error.filename or origin).name
             line = error.lineno
             said = error.msg  # the text of the error names the place, too
         raise ConfigError(
             f"{where}: importing it failed: {type(error).__name__}: {said} "
-            f"({place}, line {line}). It must be importable by {sys.executable} on every machine that runs it"
+            f"({file_name}, line {line}). It must be importable by {sys.executable} on every machine that "
+            "runs it"
         ) from error
-    what = f"{kind} " if kind else ""
-    for part in name.split("."):
-        if not hasattr(found, part):
-            defined = [key for key in vars(found) if key[:1] != "_"] if hasattr(found, "__dict__") else []
-            close = difflib.get_close_matches(part, defined, n=1)
-            known = ", ".join([name for name in defined if callable(getattr(found, name))][:10]) or "none"
-            hint = f"did you mean {close[0]!r}?" if close else f"its functions: {known}"
-            raise ConfigError(f"{where}: {origin} has no {what}{part!r}; {hint}")
-        found = getattr(found, part)
-    return found
+    noun = f"{kind} " if kind else ""
+    for attribute in name.split("."):
+        if not hasattr(target, attribute):
+            defined = [key for key in vars(target) if key[:1] != "_"] if hasattr(target, "__dict__") else []
+            close = difflib.get_close_matches(attribute, defined, n=1)
+            functions = (
+                ", ".join([name for name in defined if callable(getattr(target, name))][:10]) or "none"
+            )
+            hint = f"did you mean {close[0]!r}?" if close else f"its functions: {functions}"
+            raise ConfigError(f"{where}: {origin} has no {noun}{attribute!r}; {hint}")
+        target = getattr(target, attribute)
+    return target
 
 
 def _load_file(where: str, file: str) -> ModuleType:

@@ -67,13 +67,13 @@ NO_ROUTES = "rollout.record_routes: false lets the trainer choose experts by its
 def check_records(masks: bool = False, routes: bool = False) -> None:
     """Raises ConfigError: the installed vLLM cannot record sampling masks (of top_p, top_k and min_p), or
     which experts tokens went to."""
-    for is_wanted, why, what, instead in (
+    for is_wanted, why, quantity, instead in (
         (masks, "rollout.sampling has top_p, top_k or min_p", "which ids these leave", NO_MASKS),
         (routes, "model.path is a mixture of experts", "where tokens go", NO_ROUTES),
     ):
         if is_wanted and is_cpu_build():
             raise ConfigError(
-                f"{why}, and vLLM on a CPU does not record {what} (its Model Runner V2 does, on GPUs): "
+                f"{why}, and vLLM on a CPU does not record {quantity} (its Model Runner V2 does, on GPUs): "
                 f"take rollout.engine transformers; or {instead}"
             )
 
@@ -95,18 +95,18 @@ def check_bfloat16(whose: str) -> None:
         )
 
 
-def machine_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """`own` plus the variables that vLLM's processes need here: libnuma's path, and no compiling."""
+def machine_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """`variables` plus those that vLLM's processes need here: libnuma's path, and no compiling."""
     if not is_cpu_build():
-        return dict(own)
-    found = dict(own)
+        return dict(variables)
+    extended = dict(variables)
     # vLLM's workers are separate processes: one that ends by a signal then prints where it was.
-    found.setdefault("PYTHONFAULTHANDLER", "1")
-    if not _can_compile(own):
-        found.setdefault(NO_COMPILING, "1")
+    extended.setdefault("PYTHONFAULTHANDLER", "1")
+    if not _can_compile(variables):
+        extended.setdefault(NO_COMPILING, "1")
     if folder := _libnuma():
-        found[SEARCH_PATH] = os.pathsep.join(filter(None, (folder, own.get(SEARCH_PATH))))
-    return found
+        extended[SEARCH_PATH] = os.pathsep.join(filter(None, (folder, variables.get(SEARCH_PATH))))
+    return extended
 
 
 def prepare_process() -> None:
@@ -116,17 +116,17 @@ def prepare_process() -> None:
         ctypes.CDLL(str(Path(folder) / LIBNUMA))  # the search path of a process that runs is fixed
 
 
-def machine_arguments(given: Sequence[str], whose: str) -> list[str]:
-    """Further arguments of vLLM's server: on a CPU a dtype, unless `given` name one.
+def machine_arguments(arguments: Sequence[str], whose: str) -> list[str]:
+    """Further arguments of vLLM's server: on a CPU a dtype, unless `arguments` name one.
 
     Raises:
         ConfigError: the dtype that they name does not work here.
     """
-    if not is_cpu_build() or "--config" in given:  # the user's file may set the dtype
+    if not is_cpu_build() or "--config" in arguments:  # the user's file may set the dtype
         return []
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dtype", nargs="?", default="", const="")
-    dtype = parser.parse_known_args(list(given))[0].dtype
+    dtype = parser.parse_known_args(list(arguments))[0].dtype
     if dtype in ("auto", "bfloat16"):
         check_bfloat16(whose)
     return [] if dtype else ["--dtype", "float32"]

@@ -41,13 +41,13 @@ class ProcessEndedError(Exception):
 class WorkerProcess:
     """The service's side of one process: requests carry a number, and their answers the same one."""
 
-    def __init__(self, child: Child, what: str) -> None:
-        """`what` names the code that it runs, for messages.
+    def __init__(self, child: Child, subject: str) -> None:
+        """`subject` names the code that it runs, for messages.
 
         Raises:
             MachineFaultError: the machine is short of processes, descriptors or memory.
         """
-        self._what = what
+        self._what = subject
         self._process, self._channel = spawn(child)
         self._writer: asyncio.StreamWriter | None = None
         self._starting: asyncio.Task[None] | None = None

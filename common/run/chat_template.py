@@ -63,9 +63,9 @@ class ChatTemplate:
         )
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
+        values = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
         try:
-            return environment.from_string(self.source).render(**given, **self._tokens)
+            return environment.from_string(self.source).render(**values, **self._tokens)
         except (TemplateError, TypeError, ValueError) as error:
             raise RenderError(f"the chat template cannot be rendered here ({error})") from None
 

@@ -54,11 +54,11 @@ class RowFile(ABC):
         """Number of rows."""
 
     @abstractmethod
-    def __getitem__(self, place: int) -> Located:
-        """Row number `place`, read from the file now."""
+    def __getitem__(self, index: int) -> Located:
+        """Row number `index`, read from the file now."""
 
     def __iter__(self) -> Iterator[Located]:
-        return (self[place] for place in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
 
 class JsonlFile(RowFile):
@@ -80,20 +80,20 @@ class JsonlFile(RowFile):
     def __len__(self) -> int:
         return len(self._begins)
 
-    def __getitem__(self, place: int) -> Located:
+    def __getitem__(self, index: int) -> Located:
         """One line. Raises ConfigError: it is no JSON object, or the file was written since, so that lines
         moved."""
         if self._when_written() != self._written:
             raise ConfigError(f"dataset {self.path} was changed while the run reads it; start the run again.")
-        self._file.seek(self._begins[place])
+        self._file.seek(self._begins[index])
         line = self._file.readline()
-        number = self._numbers[place]
+        number = self._numbers[index]
         origin = f"{self.path} line {number}"
         return origin, _parse_line(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, origin)
 
     def _when_written(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_mtime_ns, found.st_size
+        status = os.fstat(self._file.fileno())
+        return status.st_mtime_ns, status.st_size
 
 
 class TableFile(RowFile):
@@ -125,9 +125,9 @@ class TableFile(RowFile):
     def __len__(self) -> int:
         return len(self._table)
 
-    def __getitem__(self, place: int) -> Located:
-        origin = f"{self.path} row {place}"
-        (columns,) = self._table[place].to_pylist()
+    def __getitem__(self, index: int) -> Located:
+        origin = f"{self.path} row {index}"
+        (columns,) = self._table[index].to_pylist()
         return origin, _convert_columns(self._converters, columns, origin)
 
 
@@ -137,22 +137,22 @@ def files_of(paths: str | Path | Sequence[str | Path]) -> list[str]:
     Raises:
         ConfigError: there is no path, or a pattern matches no file.
     """
-    given = [paths] if isinstance(paths, str | Path) else list(paths)
-    if not given:
+    patterns = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not patterns:
         raise ConfigError("a dataset needs at least one file; got an empty list.")
     files: list[str] = []
-    for path in map(str, given):
+    for path in map(str, patterns):
         if not glob.has_magic(path) or Path(path).exists() or is_hub_dataset(path):
             files.append(path)
             continue
         kinds = (*JSONL, *TABLES, *PARQUET)
-        found = sorted(file for file in glob.glob(path, recursive=True) if file.lower().endswith(kinds))
-        if not found:
+        matches = sorted(file for file in glob.glob(path, recursive=True) if file.lower().endswith(kinds))
+        if not matches:
             raise ConfigError(
                 f"dataset {path}: no file has such a name and ends in {EXPECTED}. Relative paths in a config "
                 "start at the config's folder."
             )
-        files += found
+        files += matches
     return files
 
 
@@ -166,7 +166,7 @@ def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
     if is_hub_dataset(path):
         return _open_hub_dataset(path)
     if _USERS_ROWS.search(path):
-        found = _read_users_rows(path)
+        rows = _read_users_rows(path)
     else:
         file = Path(path)
         suffix = _suffix_of(file)
@@ -176,12 +176,12 @@ def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
             # Converted once, into the cache of datasets.
             return TableFile(path, lambda ds: ds.load_dataset("parquet", data_files=path, split="train"))
         read = _read_table if suffix in TABLES else _read_parquet if suffix in PARQUET else _read_document
-        found = read(file)
+        rows = read(file)
     if is_streamed:
         raise ConfigError(
             f"dataset {path} cannot be read row by row, as data.stream wants it; make it .jsonl or .parquet."
         )
-    return found
+    return rows
 
 
 def split_of(path: str) -> tuple[str, str]:
@@ -200,14 +200,14 @@ def _open_hub_dataset(path: str) -> TableFile:
     """A dataset of the hub, downloaded unless it is cached, or a folder of `save_to_disk`."""
     if not path.startswith(HUB):
         return TableFile(path, lambda datasets: _saved(datasets, *split_of(path)))
-    if (found := _HUB_NAME.fullmatch(path)) is None:
+    if (match := _HUB_NAME.fullmatch(path)) is None:
         raise ConfigError(
             f"dataset {path}: expected hub:OWNER/NAME, with /CONFIG and @SPLIT where they are wanted, such "
             "as hub:openai/gsm8k/main@train."
         )
-    name = found["name"]
-    config = found["config"]
-    split = found["split"] or "train"
+    name = match["name"]
+    config = match["config"]
+    split = match["split"] or "train"
 
     def load(datasets: Any) -> Any:
         with told_while_waiting(path):
@@ -217,12 +217,12 @@ def _open_hub_dataset(path: str) -> TableFile:
 
 
 def _saved(datasets: Any, folder: str, split: str) -> Any:
-    found = datasets.load_from_disk(folder)
-    if isinstance(found, datasets.DatasetDict):
-        return found[split or "train"]
+    dataset = datasets.load_from_disk(folder)
+    if isinstance(dataset, datasets.DatasetDict):
+        return dataset[split or "train"]
     if split:
         raise ValueError(f"it has no splits, so it has no {split!r}")
-    return found
+    return dataset
 
 
 def _suffix_of(file: Path) -> str:

@@ -48,7 +48,11 @@ _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\
 class Row:
     """One row of a dataset: `number` counts over all files from 0, `origin` names it in messages, and
     `source` is the name of the set where the run has several. `completion` is that of a demonstration: text,
-    the messages after the prompt, or columns with ids (`IDS`)."""
+    the messages after the prompt, or columns with ids (`IDS`).
+
+    Example: `prompt` "2+2=", `data_source` "arith", `ground_truth` "4", `extra` {}, `number` 0, `origin`
+    "train.jsonl line 1".
+    """
 
     prompt: str | list[ChatMessage]
     data_source: str
@@ -87,12 +91,12 @@ class StreamedRows(Sequence[Row]):
             return [self[number] for number in range(*key.indices(self._count))]
         if not 0 <= key < self._count:
             raise IndexError(key)
-        place = key
+        index = key
         for file in self._files:
-            if place < len(file):
+            if index < len(file):
                 break
-            place -= len(file)
-        return self._parse(file[place], key)
+            index -= len(file)
+        return self._parse(file[index], key)
 
 
 Opener = Callable[[str, bool], Iterable[Located]]
@@ -112,10 +116,10 @@ def read_training_rows(
     """
     if data.sources:
         return {
-            one.name: read_rows(
-                one.path, data.of_source(one), data.max_rows, one, data.stream, opener_of(one)
+            source.name: read_rows(
+                source.path, data.of_source(source), data.max_rows, source, data.stream, opener_of(source)
             )
-            for one in (data.sources if sources is None else sources)
+            for source in (data.sources if sources is None else sources)
         }
     return {"": read_rows(data.train_files, data, data.max_rows, is_streamed=data.stream)}
 
@@ -126,7 +130,10 @@ def read_evaluation_rows(data: "DataConfig", max_rows: int | None = None) -> dic
     sets = {name: read_rows(path, data, max_rows) for name, path in data.eval.items()}
     if not data.sources:
         return sets
-    return {name: [replace(row, source=name) for row in rows] for name, rows in sets.items()}
+    named: dict[str, Sequence[Row]] = {}
+    for name, rows in sets.items():
+        named[name] = [replace(row, source=name) for row in rows]
+    return named
 
 
 def read_rows(
@@ -194,8 +201,8 @@ def gsm8k_answer(answer: str) -> str | None:
     >>> gsm8k_answer("1,000 + 80 = 1,080. #### 1,080")
     '1080'
     """
-    found = _FINAL_ANSWER.search(answer)
-    return found[1].replace(",", "") if found else None
+    match = _FINAL_ANSWER.search(answer)
+    return match[1].replace(",", "") if match else None
 
 
 def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_truth: bool) -> Row:
@@ -207,17 +214,17 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
     if columns.get(column) is None:
         raise _missing(origin, f"column {column!r} (the prompt)", columns)
     prompt = _parse_prompt(columns[column], column, origin)
-    known = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
+    reserved = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
     if _is_gsm8k(columns, column):
         columns |= {"data_source": GSM8K_SOURCE, "ground_truth": _final_answer(columns["answer"], origin)}
-        known.discard("question")
+        reserved.discard("question")
     source = columns.get("data_source")
     info = columns.get("extra_info")
     if source is not None and not isinstance(source, str):
         raise _wrong(origin, "data_source", "text", source)
     if info is not None and not isinstance(info, dict):
         raise _wrong(origin, "extra_info", "an object", info)
-    others = {name: value for name, value in columns.items() if name not in known and value is not None}
+    others = {name: value for name, value in columns.items() if name not in reserved and value is not None}
     if column != PROMPT and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # Data for fine-tuning: the last message is an answer, not the beginning of one.
         columns = {"answer": prompt[-1]["content"]} | columns
@@ -250,22 +257,27 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
     if columns.get(column) is None:
         raise _missing(origin, f"column {column!r} (the prompt)", columns, (*PROMPTS, *COMPLETIONS))
     prompt = _parse_prompt(columns[column], column, origin)
-    known = [name for name in COMPLETIONS if columns.get(name) is not None]
-    if known:
-        completion = _parse_prompt(columns[known[0]], known[0], origin)
+    completion_columns = [name for name in COMPLETIONS if columns.get(name) is not None]
+    if completion_columns:
+        completion = _parse_prompt(columns[completion_columns[0]], completion_columns[0], origin)
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # The completion starts with the assistant's first message.
-        first = next(place for place, message in enumerate(prompt) if message["role"] == "assistant")
+        first = next(index for index, message in enumerate(prompt) if message["role"] == "assistant")
         completion = prompt[first:]
         prompt = prompt[:first]
     else:
-        what = f"column {COMPLETIONS[0]!r} (what is imitated; or an assistant's message at the end of a chat)"
-        raise _missing(origin, what, columns, (*PROMPTS, *COMPLETIONS))
+        subject = (
+            f"column {COMPLETIONS[0]!r} (what is imitated; or an assistant's message at the end of a chat)"
+        )
+        raise _missing(origin, subject, columns, (*PROMPTS, *COMPLETIONS))
     if not prompt:
         raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
     if isinstance(completion, list) and completion[-1]["role"] != "assistant":
         raise _wrong(
-            origin, known[0], "messages of which the last is the assistant's", completion[-1]["role"]
+            origin,
+            completion_columns[0],
+            "messages of which the last is the assistant's",
+            completion[-1]["role"],
         )
     return Row(prompt, source, None, {}, number, origin, completion=completion)
 
@@ -284,11 +296,11 @@ def _is_gsm8k(columns: Mapping[str, Any], column: str) -> bool:
 
 
 def _final_answer(answer: str, origin: str) -> str:
-    if (found := gsm8k_answer(answer)) is None:
+    if (number := gsm8k_answer(answer)) is None:
         raise ConfigError(
             f"{origin}: column 'answer' must end in '#### <number>' (GSM8K), got the end {answer[-40:]!r}."
         )
-    return found
+    return number
 
 
 def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessage]:
@@ -355,10 +367,10 @@ def _renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) 
     for name, theirs in names.items():
         value: Any = columns
         # A column's own name may contain a dot.
-        for part in [theirs] if theirs in columns else theirs.split("."):
-            if not isinstance(value, Mapping) or part not in value:
+        for key in [theirs] if theirs in columns else theirs.split("."):
+            if not isinstance(value, Mapping) or key not in value:
                 raise _missing(origin, f"column {theirs!r} (data.columns: {{{name}: {theirs}}})", columns, ())
-            value = value[part]
+            value = value[key]
         if name == "ground_truth":
             result.pop("reward_model", None)
         result[name] = value
@@ -370,21 +382,21 @@ def _wrong(origin: str, where: str, expected: str, value: Any) -> ConfigError:
 
 
 def _missing(
-    origin: str, what: str, columns: Mapping[str, Any], accepted: Iterable[str] = (*PROMPTS, *TRUTHS)
+    origin: str, subject: str, columns: Mapping[str, Any], accepted: Iterable[str] = (*PROMPTS, *TRUTHS)
 ) -> ConfigError:
-    """The error for a row without `what`; it shows the row's columns, similar names, and all known names."""
+    """The error for a row without `subject`; it shows the columns, similar names, and all known names."""
     names = [repr(name) for name in columns]
-    shown = ", ".join(names[:MAX_SHOWN_COLUMNS]) or "none"
+    listed = ", ".join(names[:MAX_SHOWN_COLUMNS]) or "none"
     more = f" and {len(names) - MAX_SHOWN_COLUMNS} more" if len(names) > MAX_SHOWN_COLUMNS else ""
-    known = list(accepted)
-    near = [
-        f"{name!r} looks like {close[0]!r}"
-        for name in columns
-        if name not in known and (close := difflib.get_close_matches(name.lower(), known, 1, 0.7))
-    ]
+    accepted_names = list(accepted)
+    near = []
+    for name in columns:
+        close = difflib.get_close_matches(name.lower(), accepted_names, 1, 0.7)
+        if close and name not in accepted_names:
+            near.append(f"{name!r} looks like {close[0]!r}")
     hint = f" {'; '.join(near[:3])}." if near else ""
     return ConfigError(
-        f"{origin}: {what} is missing; the columns are {shown}{more}.{hint} A prompt is looked for in "
+        f"{origin}: {subject} is missing; the columns are {listed}{more}.{hint} A prompt is looked for in "
         f"{', '.join(PROMPTS)}; a truth in {', '.join(TRUTHS)}. Other names: data.columns, such as "
         "{prompt: instruction, ground_truth: meta.label}."
     )

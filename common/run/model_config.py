@@ -25,13 +25,13 @@ LENGTHS = ("short", "long")
 """Prefixes of LongRoPE's two sets of factors, for short and long sequences (arXiv 2402.13753)."""
 
 
-def check_folder(what: str, model: str) -> None:
-    """Raises ConfigError: `model` means a folder without a model; `what` names it in the message."""
+def check_folder(field: str, model: str) -> None:
+    """Raises ConfigError: `model` means a folder without a model; `field` names it in the message."""
     folder = Path(model)
     if (is_path(model) or folder.exists()) and not (folder / "config.json").is_file():
         problem = "has no config.json" if folder.exists() else "does not exist"
         raise ConfigError(
-            f"{what} {model}: the folder {problem}. Give that of a saved model; relative paths in a config "
+            f"{field} {model}: the folder {problem}. Give that of a saved model; relative paths in a config "
             "start at the config's folder."
         )
 
@@ -53,7 +53,7 @@ def overridden(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
         if name in ROPE:
             name = "rope_parameters" if "rope_parameters" in tree else "rope_scaling"
             before = tree.get(name) or {}
-            base = {part: before[part] for part in ROPE_BASE if part in before}
+            base = {name: before[name] for name in ROPE_BASE if name in before}
             merged[name] = {**base, **(value or {"rope_type": "default"})}
         elif isinstance(value, Mapping) and isinstance(tree.get(name), Mapping):
             merged[name] = overridden(tree[name], value)
@@ -62,22 +62,22 @@ def overridden(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
     return merged
 
 
-def with_overrides(found: Any, model: ModelConfig, **options: Any) -> Any:
-    """`found`, which transformers has read from `model.path` with `options`, with the overrides.
+def with_overrides(config: Any, model: ModelConfig, **options: Any) -> Any:
+    """`config`, which transformers has read from `model.path` with `options`, with the overrides.
 
     Raises:
         ConfigError: the model has no such field.
     """
     if not model.overrides:
-        return found
-    tree, _ = type(found).get_config_dict(model.path, **options)
-    unknown = [name for name in model.overrides if name not in tree and not hasattr(found, name)]
+        return config
+    tree, _ = type(config).get_config_dict(model.path, **options)
+    unknown = [name for name in model.overrides if name not in tree and not hasattr(config, name)]
     if unknown:
         raise ConfigError(
-            f"model.overrides: {', '.join(unknown)} is no field of {model.path} ({found.model_type}); the "
+            f"model.overrides: {', '.join(unknown)} is no field of {model.path} ({config.model_type}); the "
             "names are those of its config.json"
         )
-    return type(found).from_dict(overridden(tree, model.overrides))
+    return type(config).from_dict(overridden(tree, model.overrides))
 
 
 def for_vllm(changed: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,20 +98,24 @@ def freeze_rope(config: Any, max_model_len: int) -> Any:
         ConfigError: the base of dynamic scaling would grow with the sequence.
     """
     frozen = deepcopy(config)
-    for part in {id(part): part for part in (frozen, frozen.get_text_config())}.values():
-        context = getattr(part, "max_position_embeddings", None) or max_model_len
-        given = getattr(part, "rope_parameters", None)
-        found = given if isinstance(given, dict) else {}
-        of_layers = [own for own in found.values() if isinstance(own, dict) and "rope_type" in own]
-        for parameters in of_layers or [found]:  # one set for each kind of layer, or one for all
+    for section in {id(section): section for section in (frozen, frozen.get_text_config())}.values():
+        context = getattr(section, "max_position_embeddings", None) or max_model_len
+        rope = getattr(section, "rope_parameters", None)
+        rope_parameters = rope if isinstance(rope, dict) else {}
+        of_layers = [
+            of_layer
+            for of_layer in rope_parameters.values()
+            if isinstance(of_layer, dict) and "rope_type" in of_layer
+        ]
+        for parameters in of_layers or [rope_parameters]:  # one set for each kind of layer, or one for all
             kind = str(parameters.get("rope_type"))
             if kind == "longrope":
                 is_long = max_model_len > (parameters.get(ORIGINAL) or context)
                 chosen = LENGTHS[is_long]
-                other = LENGTHS[not is_long]
+                other_length = LENGTHS[not is_long]
                 for name in ("factor", "mscale"):
                     if f"{chosen}_{name}" in parameters:
-                        parameters[f"{other}_{name}"] = parameters[f"{chosen}_{name}"]
+                        parameters[f"{other_length}_{name}"] = parameters[f"{chosen}_{name}"]
             elif "dynamic" in kind:
                 original = min(parameters.get(name) or context for name in (ORIGINAL, TRAINED))
                 if max_model_len > original:
@@ -126,7 +130,7 @@ def freeze_rope(config: Any, max_model_len: int) -> Any:
 def has_capped_attention(config: Any) -> bool:
     """Whether a model of this configuration, or a part of it, caps its attention scores (soft-capping)."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return any(getattr(part, "attn_logit_softcapping", None) is not None for part in (config, *parts))
+    return any(getattr(section, "attn_logit_softcapping", None) is not None for section in (config, *parts))
 
 
 def exact_attention(config: Any) -> str | None:

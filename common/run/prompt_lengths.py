@@ -52,7 +52,9 @@ def fate_of_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: D
     Raises:
         ConfigError: `data.overlong_prompts` is `error`, or no prompt would be left.
     """
-    limit, (length, origin), (longest, _) = data.max_prompt_tokens, overlong[0], max(overlong)
+    limit = data.max_prompt_tokens
+    length, origin = overlong[0]
+    longest, _ = max(overlong)
     if data.overlong_prompts == "error":
         raise ConfigError(
             f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is {limit:,}. "
@@ -140,14 +142,14 @@ def with_steps(config: RunConfig, rows: Sequence[Row] | None = None, fetches: bo
     num_rows = _count_used(config, rows, fetches)
     steps = int(num_rows // trainer.groups_per_step * trainer.epochs)
     groups = f"{trainer.groups_per_step:,} groups a step"
-    what = f"trainer.epochs: {trainer.epochs:g} over {num_rows:,} rows, {groups},"
+    plan = f"trainer.epochs: {trainer.epochs:g} over {num_rows:,} rows, {groups},"
     if steps < 1:
         raise ConfigError(
-            f"{what} is not one whole step; lower trainer.groups_per_step, or give trainer.steps"
+            f"{plan} is not one whole step; lower trainer.groups_per_step, or give trainer.steps"
         )
     if "steps" in trainer.model_fields_set and trainer.steps != steps:
         raise ConfigError(
-            f"{what} is {steps:,} steps, but trainer.steps is {trainer.steps:,}; leave one of both out"
+            f"{plan} is {steps:,} steps, but trainer.steps is {trainer.steps:,}; leave one of both out"
         )
     tree = config.model_dump(mode="json")
     tree["trainer"]["steps"] = steps

@@ -24,18 +24,22 @@ def count_experts(config: Any) -> int:
 
 def find_routers(model: Any) -> list[tuple[int, Any]]:
     """Routers in the order of the model, each with the number of its layer."""
-    recorded = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
-    named = [named for one in recorded if (named := one.get("router_logits"))]
-    recorders = [one for given in named for one in (given if isinstance(given, list) else [given])]
-    return [
-        (next((int(part) for part in name.split(".") if part.isdigit()), 0), module)
-        for name, module in model.named_modules()
-        if any(
+    recorded = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
+    recorders = []
+    for outputs in recorded:
+        of_logits = outputs.get("router_logits") or []
+        recorders += of_logits if isinstance(of_logits, list) else [of_logits]
+    routers = []
+    for name, module in model.named_modules():
+        is_router = any(
             isinstance(module, recorder.target_class) and f".{recorder.layer_name or ''}" in f".{name}"
             for recorder in recorders
             if hasattr(recorder, "target_class")
         )
-    ]
+        if is_router:
+            numbers = (int(word) for word in name.split(".") if word.isdigit())
+            routers.append((next(numbers, 0), module))
+    return routers
 
 
 ROUTER_NAMES = ("gate", "router", "router_gate")
@@ -61,9 +65,11 @@ def parts_of(output: Any) -> tuple[Any, Any, Any] | None:
     where `output` is not that of such a router."""
     if not isinstance(output, tuple) or len(output) < 3:
         return None
-    if any(getattr(one, "ndim", 0) < 2 for one in output[:3]):
+    if any(getattr(tensor, "ndim", 0) < 2 for tensor in output[:3]):
         return None
-    logits, weights, chosen = (part.flatten(0, -2) for part in output[:3])
+    logits = output[0].flatten(0, -2)
+    weights = output[1].flatten(0, -2)
+    chosen = output[2].flatten(0, -2)
     if not logits.is_floating_point():
         logits, chosen = chosen, logits
     if chosen.is_floating_point() or not logits.is_floating_point() or weights.shape != chosen.shape:

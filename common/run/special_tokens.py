@@ -232,7 +232,10 @@ def _frame(render: Render) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenReader:
-    """Reads what a model wrote, as `choice` says."""
+    """Reads what a model wrote, as `choice` says.
+
+    Example: with `choice` "parted", the ids of `[THINK]2 and 2[/THINK]4` give `Reading("4", "2 and 2")`.
+    """
 
     vocabulary: Vocabulary
     choice: Choice

@@ -46,8 +46,8 @@ async def read_config(broker: Broker, keys: Keys) -> "RunConfig":
 
     raw = await broker.execute("GET", keys.config)
     if raw is None:
-        known = await known_runs(broker)
-        listing = f"it knows {', '.join(known[:10])}" if known else "it knows none yet"
+        runs = await known_runs(broker)
+        listing = f"it knows {', '.join(runs[:10])}" if runs else "it knows none yet"
         raise UnknownRunError(
             f"this Redis has no run {keys.run_id!r} ({listing}). Check the id, or start the run with "
             f"`{command_line('up', 'CONFIG')}` or the trainer."
@@ -69,15 +69,15 @@ async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "R
     if await broker.execute("SET", keys.config, config.model_dump_json(), "NX"):
         await broker.execute("SADD", RUNS, keys.run_id)
         return config
-    known = await read_config(broker, keys)
-    if changes := changed_fields(known, config):
+    registered = await read_config(broker, keys)
+    if changes := changed_fields(registered, config):
         listing = "; ".join(map(str, changes[:5]))
         resume = command_line("up", "CONFIG", "--run-id", keys.run_id, "--resume")
         raise ConfigError(
             f"run {keys.run_id} was started with another config: {listing}. Give the "
             f"new run an id of its own; `{resume}` says which fields a run may change."
         )
-    return known
+    return registered
 
 
 async def has_finished(broker: Broker, keys: Keys, steps: int) -> bool:
@@ -96,13 +96,13 @@ async def known_runs(broker: Broker) -> list[str]:
 
 async def update_state(broker: Broker, keys: Keys, **values: Any) -> None:
     """Set fields of the run's state; values are stored as JSON."""
-    flat = [part for name, value in values.items() for part in (name, json.dumps(value))]
+    flat = [argument for name, value in values.items() for argument in (name, json.dumps(value))]
     await broker.execute("HSET", keys.state, *flat)
 
 
 async def finish_state(broker: Broker, keys: Keys, last_commit_id: str, **values: Any) -> bool:
     """Set fields of the state of a run that is over, if Redis has its last commit; returns whether it has."""
-    flat = [part for name, value in values.items() for part in (name, json.dumps(value))]
+    flat = [argument for name, value in values.items() for argument in (name, json.dumps(value))]
     return bool(await broker.script("finish", [keys.commits, keys.state], [last_commit_id, *flat]))
 
 
@@ -141,7 +141,7 @@ def read_records(path: Path) -> list[Record]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [record for line in lines[:-1] if (record := parse_record(line)) is not None]
+    return [record for record in map(parse_record, lines[:-1]) if record is not None]
 
 
 def parse_record(line: bytes) -> Record | None:

@@ -84,10 +84,10 @@ def find_chain(
             break
         parent = read(child.parent)
         if parent is None or (parent.version, parent.digest) != (child.parent, child.parent_digest):
-            found = "not there" if parent is None else f"of other weights ({parent.digest})"
+            problem = "not there" if parent is None else f"of other weights ({parent.digest})"
             raise WeightsError(
                 f"weights of version {manifest.version}: version {child.version} is a delta to version "
-                f"{child.parent} ({child.parent_digest}), which is {found}."
+                f"{child.parent} ({child.parent_digest}), which is {problem}."
             )
         chain.insert(0, parent)
     return chain
@@ -100,7 +100,7 @@ def needed_versions(run_dir: Path, versions: Iterable[int]) -> set[int]:
         needed.add(version)
         with suppress(WeightsError):
             if manifest := read_manifest(run_dir, version):
-                needed.update(part.version for part in read_chain(run_dir, manifest))
+                needed.update(link.version for link in read_chain(run_dir, manifest))
     return needed
 
 

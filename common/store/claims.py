@@ -265,12 +265,12 @@ class ClaimStore:
     @staticmethod
     def _with_choices(message: Trajectory, claim: Claim, payload: bytes) -> Trajectory:
         """Raises ValueError or CodecError: the payload is of another sample, or of other tokens."""
-        found = codec.decode_payload(payload, ChoiceRows)
-        of_sample = (found.ticket, found.index, found.tokens_digest)
+        claimed = codec.decode_payload(payload, ChoiceRows)
+        of_sample = (claimed.ticket, claimed.index, claimed.tokens_digest)
         if of_sample != (*message.key, message.tokens_digest):
             raise ValueError(f"it is of sample {of_sample}, claimed for {message.key}")
-        check_rows(found.rows, message.segments)
-        return message.model_copy(update={"choices": Choices(claim=claim, rows=found.rows)})
+        check_rows(claimed.rows, message.segments)
+        return message.model_copy(update={"choices": Choices(claim=claim, rows=claimed.rows)})
 
     def settled(self, first_ticket: int) -> set[str]:
         """Pointers of the files of tickets below `first_ticket`, which are settled: later tickets may still
@@ -284,8 +284,8 @@ class ClaimStore:
         else:
             names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         matches = filter(None, map(_NAME.match, names))
-        found = {match[0] for match in matches if int(match["ticket"]) < first_ticket}
-        return {f"{self.url}/{name}" for name in found} if self.url else found
+        settled_names = {match[0] for match in matches if int(match["ticket"]) < first_ticket}
+        return {f"{self.url}/{name}" for name in settled_names} if self.url else settled_names
 
     def remove(self, pointers: Iterable[str]) -> None:
         """Remove files that no entry claims."""

@@ -53,9 +53,9 @@ class Histogram(prometheus_client.Histogram):
         me: Any = self  # prometheus_client gives its own fields no types
         me._raise_if_not_observable()
         places = np.searchsorted(me._upper_bounds, values)
-        for place, count in enumerate(np.bincount(places).tolist()):
+        for bucket, count in enumerate(np.bincount(places).tolist()):
             if count:
-                me._buckets[place].inc(count)
+                me._buckets[bucket].inc(count)
         me._sum.inc(float(np.sum(values)))
 
 

@@ -36,7 +36,10 @@ TORCH_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor as a checkpoint names it; `dtype` is safetensors' name, such as `BF16`."""
+    """A tensor as a checkpoint names it; `dtype` is safetensors' name, such as `BF16`.
+
+    Example: `name` "model.norm.weight", `dtype` "BF16", `shape` (576,): 576 elements, 1,152 bytes.
+    """
 
     name: str
     dtype: str
@@ -77,7 +80,7 @@ def find_tensors(path: Path) -> list[tuple[TensorInfo, int]]:
             if end - start != info.num_bytes or not 0 <= start <= end <= size:
                 raise ValueError(f"{name} lies at [{start}, {end}), which does not fit")
             places.append((info, begin + start))
-        return sorted(places, key=lambda place: (place[1], place[0].name))
+        return sorted(places, key=lambda item: (item[1], item[0].name))
 
 
 def read_safetensors(path: Path, mode: Literal["r", "r+", "c"] = "r") -> Iterator[tuple[TensorInfo, Bits]]:

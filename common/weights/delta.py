@@ -49,12 +49,18 @@ def delta_name(rank: int, size: int) -> str:
 @dataclass(frozen=True, slots=True)
 class Patch:
     """New values of one tensor, within one window. `positions`: flat, ascending; None where the values are of
-    consecutive elements from `start` on."""
+    consecutive elements from `start` on.
+
+    Example: of a tensor of shape (2, 3), the elements [0, 1] and [1, 2]: `start` 1, `positions` [1, 5], and
+    two values. All of its second row: `start` 3, three values, no positions.
+    """
 
     info: TensorInfo
     start: int
     values: Bits
+    """[N], the bits of each element as an unsigned integer."""
     positions: Positions | None = None
+    """[N], int64."""
 
     def all_positions(self) -> Positions:
         if self.positions is not None:
@@ -71,7 +77,11 @@ class Patch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """The place of a record in its tensor; `payload` is mapped, so its bytes stay on disk until `patch`."""
+    """The place of a record in its tensor; `payload` is mapped, so its bytes stay on disk until `patch`.
+
+    Example: `start` 1, `count` 2, sparse: two elements from position 1 on; the payload has their gaps and
+    values.
+    """
 
     path: Path
     info: TensorInfo
@@ -79,6 +89,7 @@ class Record:
     count: int
     is_sparse: bool
     payload: Bits
+    """[bytes of the record], uint8."""
 
     @property
     def window(self) -> int:
@@ -132,12 +143,12 @@ class DeltaWriter:
         last = int(positions[-1]) // WINDOW
         bounds = np.searchsorted(positions, np.arange(first + 1, last + 1) * WINDOW)
         pairs = zip(np.split(positions, bounds), np.split(values, bounds), strict=True)
-        for part, new in pairs:
-            if len(part):
-                start = int(part[0])
+        for window_positions, new in pairs:
+            if len(window_positions):
+                start = int(window_positions[0])
                 # Below WINDOW, so 32 bits hold them.
-                gaps = np.diff(part, prepend=start).astype(GAP)
-                self._add(info, start, len(part), True, _planes(gaps) + _planes(new))
+                gaps = np.diff(window_positions, prepend=start).astype(GAP)
+                self._add(info, start, len(window_positions), True, _planes(gaps) + _planes(new))
 
     def add_run(self, info: TensorInfo, start: int, values: Bits) -> None:
         """The values of consecutive elements, changed or not."""
@@ -176,13 +187,13 @@ def read_delta(path: Path) -> list[Record]:
             raise ValueError("what it says of its records is damaged")
         payloads = {info.name: bits for info, bits in read_safetensors(path)}
         places = enumerate(json.loads(metadata["records"]))
-        return [_record(path, payloads[_name(number)], place) for number, place in places]
+        return [_record(path, payloads[_name(number)], header) for number, header in places]
     except (ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"delta file {path}: {error!r}.") from None
 
 
-def _record(path: Path, payload: Bits, place: list[Any]) -> Record:
-    name, dtype, shape, start, count, is_sparse = place
+def _record(path: Path, payload: Bits, header: list[Any]) -> Record:
+    name, dtype, shape, start, count, is_sparse = header
     record = Record(path, TensorInfo(name, dtype, tuple(shape)), start, count, is_sparse, payload)
     if dtype not in WIDTHS or min(shape, default=0) < 0:
         raise ValueError(f"{record.info} is not a tensor that can be read")
@@ -202,9 +213,9 @@ def merge(deltas: Sequence[Sequence[Path]]) -> Iterator[Patch]:
     infos: dict[str, TensorInfo] = {}
     for path in [path for paths in deltas for path in paths]:
         for record in read_delta(path):
-            known = infos.setdefault(record.info.name, record.info)
-            if known != record.info:
-                raise WeightsError(f"{path}: {record.info} was {known} in an earlier delta.")
+            earlier = infos.setdefault(record.info.name, record.info)
+            if earlier != record.info:
+                raise WeightsError(f"{path}: {record.info} was {earlier} in an earlier delta.")
             windows[record.info.name, record.window].append(record)
     for key in sorted(windows):
         yield _merged([record.patch() for record in windows[key]])
@@ -223,8 +234,8 @@ def _merged(patches: Sequence[Patch]) -> Patch:
         patch.apply(values, first)
         # Elements that were not written stay undefined in `values`, and are not read.
         is_written[patch.all_positions() - first] = True
-    found = np.flatnonzero(is_written)
-    return Patch(info, first + int(found[0]), values[found], found + first)
+    changed = np.flatnonzero(is_written)
+    return Patch(info, first + int(changed[0]), values[changed], changed + first)
 
 
 def _name(number: int) -> str:
@@ -270,9 +281,9 @@ def check_whole(paths: Sequence[Path], manifest: WeightManifest) -> None:
     """Check full files against their version's digest (not an older release's). Raises WeightsError."""
     if not is_additive(manifest.digest):
         return
-    found = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
-    if found != manifest.digest:
+    digest = str(digest_of(tensor for path in paths for tensor in read_safetensors(path)))
+    if digest != manifest.digest:
         raise WeightsError(
-            f"weights of version {manifest.version}: their digest is {found}, the manifest says "
+            f"weights of version {manifest.version}: their digest is {digest}, the manifest says "
             f"{manifest.digest}: the chain of deltas does not lead to them."
         )

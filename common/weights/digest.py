@@ -38,7 +38,10 @@ _GPU_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The sum of some tensors, or parts of them (by default none); two unsigned 64-bit integers."""
+    """The sum of some tensors, or parts of them (by default none); two unsigned 64-bit integers.
+
+    Example: `digest_of(all) - digest_of(old) + digest_of(new)` is the digest after `new` has replaced `old`.
+    """
 
     low: int = 0
     high: int = 0
@@ -117,8 +120,8 @@ class DigestSum:
     def _add(self, words: Any, sums: Sequence[Any], sign: int = 1) -> None:
         if _is_numpy(words):
             # Python's integers do not wrap around by themselves.
-            low, high = (sign * int(value) & _MASK for value in sums)
-            self._on_host += Digest(low, high)
+            low, high = sums
+            self._on_host += Digest(sign * int(low) & _MASK, sign * int(high) & _MASK)
             return
         for lane, value in enumerate(sums):
             self._devices[words.device][1][lane] += sign * value
@@ -137,7 +140,8 @@ def digest_of(tensors: Iterable[tuple[TensorInfo, Any]]) -> Digest:
 def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_Keys") -> list[Any]:
     """The sum of a run of elements in each lane."""
     sums: list[Any] = [0] * _LANES
-    begin = first = start * max(1, WIDTHS[info.dtype] // 2)
+    begin = start * max(1, WIDTHS[info.dtype] // 2)
+    first = begin
     end = first + len(words)
     at_once = _CPU_ROWS if _is_numpy(words) else _GPU_ROWS
     while first < end:

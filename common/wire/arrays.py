@@ -20,23 +20,23 @@ _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 
 
-def _as_array(value: Any, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+def _as_array(value: Any, dtype: np.dtype[Any], kind: str) -> NDArray[Any]:
     """View bytes as a one-dimensional array, or check an array that is one already."""
     if isinstance(value, bytes | bytearray | memoryview):
-        num_values, rest = divmod(len(value), dtype.itemsize)
-        if rest:
+        num_values, remainder = divmod(len(value), dtype.itemsize)
+        if remainder:
             raise ValueError(
-                f"{len(value)} bytes are not a whole number of {what} values of {dtype.itemsize} bytes"
+                f"{len(value)} bytes are not a whole number of {kind} values of {dtype.itemsize} bytes"
             )
         if num_values > MAX_TOKENS:
-            raise ValueError(f"{num_values} {what} values exceed the limit of {MAX_TOKENS}")
+            raise ValueError(f"{num_values} {kind} values exceed the limit of {MAX_TOKENS}")
         return np.frombuffer(value, dtype=dtype)
     array = _one_dimension(np.asarray(value))
     if array.size and np.issubdtype(array.dtype, np.floating) != np.issubdtype(dtype, np.floating):
-        raise ValueError(f"expected {what}, got dtype {array.dtype}")
+        raise ValueError(f"expected {kind}, got dtype {array.dtype}")
     cast = np.ascontiguousarray(array, dtype=dtype)
     if array.dtype.kind in "iu" and array.dtype != dtype and not np.array_equal(cast, array):
-        raise ValueError(f"values do not fit {what}: they lie between {array.min()} and {array.max()}")
+        raise ValueError(f"values do not fit {kind}: they lie between {array.min()} and {array.max()}")
     return cast
 
 

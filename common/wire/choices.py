@@ -34,7 +34,12 @@ DTYPES = ("uint8", "uint16", "int32")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """R rows, of one shape or of different lengths."""
+    """R rows, of one shape or of different lengths.
+
+    Example: the ids that a token was sampled from, for three tokens: `values` [5, 9, 5, 2, 5, 7] and
+    `offsets` [0, 2, 3, 6] are the rows [5, 9], [5] and [2, 5, 7]. Routes have one shape: `values` [R, layers,
+    experts chosen].
+    """
 
     values: NDArray[Any]
     """[R, ...]; rows of different lengths are concatenated."""
@@ -44,9 +49,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
-    def __getitem__(self, own: slice) -> "Rows":
+    def __getitem__(self, rows: slice) -> "Rows":
         """Rows `start` to before `stop`."""
-        first, end, _ = own.indices(len(self))
+        first, end, _ = rows.indices(len(self))
         if self.offsets is None:
             return Rows(self.values[first:end])
         offsets = self.offsets[first : max(first, end) + 1]
@@ -84,10 +89,10 @@ class Rows:
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
         """The rows of all parts (at least one), in order."""
-        values = np.concatenate([part.values for part in parts])
+        values = np.concatenate([rows.values for rows in parts])
         if parts[0].offsets is None:
             return cls(values)
-        counts = [np.diff(part.offsets) for part in parts if part.offsets is not None]
+        counts = [np.diff(rows.offsets) for rows in parts if rows.offsets is not None]
         return cls(values, np.cumsum([0, *np.concatenate(counts)], dtype=np.int32))
 
     def as_plain(self) -> dict[str, Any]:
@@ -102,7 +107,10 @@ def _validated(value: Any) -> Rows:
         return value
     if not isinstance(value, dict):
         raise ValueError(f"rows are a map, got {type(value).__name__}")
-    version, dtype, shape, offsets = (value.get(name) for name in ("version", "dtype", "shape", "offsets"))
+    version = value.get("version")
+    dtype = value.get("dtype")
+    shape = value.get("shape")
+    offsets = value.get("offsets")
     if version != VERSION:
         raise ValueError(f"version {version} of these rows is not known; update the older side")
     if dtype not in DTYPES or not all(isinstance(n, int) and n >= 0 for n in shape or ()):
@@ -124,7 +132,10 @@ WireRows = Annotated[Rows, PlainValidator(_validated), PlainSerializer(Rows.as_p
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the routes of a model have to look like."""
+    """What the routes of a model have to look like.
+
+    Example: `layers` (1, 3), `num_experts` 8: layers 1 and 3 have a router, and each chooses among 8 experts.
+    """
 
     layers: tuple[int, ...]
     """Numbers of the layers that have a router."""
@@ -169,7 +180,7 @@ def find_routes_fault(routes: Rows, routing: Routing | None = None) -> str:
             is_repeated[:, is_unused] = False
             if not is_repeated.any():
                 return ""
-    token, position = (int(number) for number in np.argwhere(is_repeated)[0])
+    token, position = np.argwhere(is_repeated)[0].tolist()
     layer = position if numbers is None else numbers[position]
     chosen = experts[:, token, position].tolist()
     num_tokens = int(is_repeated.any(axis=1).sum())
@@ -182,8 +193,8 @@ def find_routes_fault(routes: Rows, routing: Routing | None = None) -> str:
 
 def check_rows(rows: Mapping[str, Rows], segments: Sequence[Segment]) -> None:
     """Raises ValueError: names are unknown, or the rows do not fit the tokens of these segments."""
-    for name, own in rows.items():
+    for name, column in rows.items():
         if name not in NUM_ROWS:
             raise ValueError(f"choices {name!r} are not known; update the older side")
-        if len(own) != (expected := sum(map(NUM_ROWS[name], segments))):
-            raise ValueError(f"{len(own)} rows of {name} for {expected} tokens")
+        if len(column) != (expected := sum(map(NUM_ROWS[name], segments))):
+            raise ValueError(f"{len(column)} rows of {name} for {expected} tokens")

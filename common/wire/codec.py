@@ -139,7 +139,7 @@ def decode(fields: Mapping[bytes, bytes], message_type: type[M], max_bytes: int 
         return message_type.model_validate(tree)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(key) for key in first["loc"])
         raise CodecError(f"{message_type.kind}: {where or 'message'}: {first['msg']}") from None
     except (RecursionError, OverflowError, TypeError) as error:
         raise CodecError(f"{message_type.kind}: {error}") from None

@@ -91,7 +91,11 @@ def _in_lane(name: str, lane: Lane) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of one run. Streams of the evaluation lane carry the suffix `:eval`."""
+    """Keys of one run. Streams of the evaluation lane carry the suffix `:eval`.
+
+    Example: of the run `a`, `prompts()` is `tidemill:{a}:prompts` and `scores(Lane.EVAL)` is
+    `tidemill:{a}:scores:eval`.
+    """
 
     run_id: str
 

@@ -54,9 +54,14 @@ class Message(BaseModel):
 
 
 class PromptFields(Message):
-    """Fields of a prompt, from the dataset to the reward: shared by tickets and trajectories."""
+    """Fields of a prompt, from the dataset to the reward: shared by tickets and trajectories.
+
+    Example: `prompt_ids` [32, 10, 32, 28], `prompt_text` "2+2=", `data_source` "arith", `ground_truth` "4",
+    `extra` {"split": "train", "index": 7}.
+    """
 
     prompt_ids: Int32Array
+    """[P] ids of the prompt, the generation prompt of a chat template included."""
     data_source: str = ""
     ground_truth: Any = None
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -68,7 +73,10 @@ class PromptFields(Message):
 
 
 class SamplingParams(BaseModel):
-    """How completions are sampled. Logprobs are those of the distribution sampled from."""
+    """How completions are sampled. Logprobs are those of the distribution sampled from.
+
+    Example: `max_tokens` 256, `temperature` 1.0, `top_p` 0.9: of the likeliest ids that have 90 % together.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     max_tokens: int = Field(ge=1)
@@ -93,7 +101,11 @@ Outcome = tuple[str, int, int, int]
 
 
 class Ticket(PromptFields):
-    """Permission to generate one group."""
+    """Permission to generate one group.
+
+    Example: `ticket` 12, `step` 3, `min_version` 2, `group_size` 4, `row` 7: four completions of row 7, for
+    step 3, by version 2 or a newer one. Its answer is four trajectories with the keys (12, 0) to (12, 3).
+    """
 
     kind: ClassVar[str] = "ticket"
     ticket: int = Field(ge=0)
@@ -108,7 +120,11 @@ class Ticket(PromptFields):
 
 
 class Claim(BaseModel):
-    """Address of a payload that is too large for a stream."""
+    """Address of a payload that is too large for a stream.
+
+    Example: `pointer` "12-3-" and the 32 digits of `digest`: sample 3 of ticket 12, in `claims` below the
+    run's folder; `num_bytes` 180,000.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     pointer: str = Field(
@@ -121,7 +137,10 @@ class Claim(BaseModel):
 
 class Choices(BaseModel):
     """What the engine chose beside the tokens of a sample. In streams there is only the claim; `rows` are
-    there once they were read, and in archives that keep choices."""
+    there once they were read, and in archives that keep choices.
+
+    Example: `rows` {"kept": a row for each completion token, "routes": a row for each token but the last}.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     claim: Claim | None = Field(None, description="to the rows; absent before they are checked in")
@@ -129,7 +148,10 @@ class Choices(BaseModel):
 
 
 class ChoiceRows(Message):
-    """The payload behind a claim to choices: the rows, and the tokens that they belong to."""
+    """The payload behind a claim to choices: the rows, and the tokens that they belong to.
+
+    Example: `ticket` 12, `index` 3, the `tokens_digest` of that trajectory, `rows` as in `Choices`.
+    """
 
     kind: ClassVar[str] = "choices"
     ticket: int = Field(ge=0)
@@ -140,7 +162,12 @@ class ChoiceRows(Message):
 
 class Trajectory(PromptFields):
     """One sample of a group: a completion, or a whole session. G is `group_size`, T the number of tokens in
-    the completion of its first segment, which is the only one of a single turn."""
+    the completion of its first segment, which is the only one of a single turn.
+
+    Example: `ticket` 12, `index` 3 of `group_size` 4; `prompt_ids` of "2+2=", `completion_ids` of "4" and the
+    end of the text (T = 2), `logprobs` [-0.2, -0.01], `spans` ((2, 0),): version 2 wrote both; `finish`
+    "stop", `text` "4".
+    """
 
     kind: ClassVar[str] = "trajectory"
     changes_meaning: ClassVar[frozenset[str]] = frozenset({"claim", "choices"})
@@ -149,8 +176,11 @@ class Trajectory(PromptFields):
     step: int = Field(ge=0)
     group_size: int = Field(ge=1, le=4096)
     completion_ids: Int32Array
+    """[T] ids of the first segment's completion."""
     logprobs: Float32Array
+    """[T] of the distribution that the engine sampled from; 0.0 where the mask is 0."""
     loss_mask: BitArray | None = Field(None, description="which tokens are trained; absent means all")
+    """[T], or None."""
     spans: tuple[VersionSpan, ...]
     finish: Finish = Field("stop", description="`length` where it is truncated: by a limit, not by itself")
     text: str = ""
@@ -238,11 +268,11 @@ class Trajectory(PromptFields):
     def token_versions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The version that produced each completion token, over all segments, int32. Tokens that no version
         produced have the version of those before them."""
-        found = []
+        of_segments = []
         for segment in self.segments:
             lengths = np.diff([*(first for _, first in segment.spans), len(segment.completion_ids)])
-            found.append(np.repeat([version for version, _ in segment.spans], lengths))
-        versions: np.ndarray[Any, np.dtype[np.int32]] = np.concatenate(found).astype(np.int32)
+            of_segments.append(np.repeat([version for version, _ in segment.spans], lengths))
+        versions: np.ndarray[Any, np.dtype[np.int32]] = np.concatenate(of_segments).astype(np.int32)
         return versions
 
     @model_validator(mode="after")
@@ -288,7 +318,12 @@ failed; empty where it did not."""
 
 
 class Score(Message):
-    """The reward of one trajectory."""
+    """The reward of one trajectory.
+
+    Example: `ticket` 12, `index` 3, `status` ok, `value` 0.9, `components` {"exact": 1.0, "format": 0.8} of
+    the two rewards that the value sums up, `attempts` 1. A failed one: `status` timeout, `value` None,
+    `error` why.
+    """
 
     kind: ClassVar[str] = "score"
     ticket: int = Field(ge=0)
@@ -310,6 +345,7 @@ class Score(Message):
     teacher_logprobs: Float32Array | None = Field(
         None, description="of the tokens that the model sampled, over all segments; absent without a teacher"
     )
+    """[number of tokens with mask 1 in all segments], or None."""
     tokens_digest: str = Field(
         "", max_length=16, description="the trajectory's; absent of older releases, and without its payload"
     )
@@ -334,7 +370,11 @@ class Score(Message):
 
 
 class WeightFile(BaseModel):
-    """One file of a version, relative to the version's folder."""
+    """One file of a version, relative to the version's folder.
+
+    Example: `name` "model-00001-of-00002.safetensors", `num_bytes` 4,976,698,672, `checksum` xxh3-128 of its
+    bytes.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=200)
@@ -343,7 +383,11 @@ class WeightFile(BaseModel):
 
 
 class WeightManifest(Message):
-    """A version whose bytes are complete, checked, and ready to load."""
+    """A version whose bytes are complete, checked, and ready to load.
+
+    Example: a delta: `version` 8, `folder` "v00000008", `parent` 7, `base` 5: full weights of version 5, and
+    the deltas 6, 7 and 8 on top of them; `share_changed` 0.02. A full one has `parent` and `base` -1.
+    """
 
     kind: ClassVar[str] = "weights"
     version: int = Field(ge=0)
@@ -386,7 +430,12 @@ class WeightManifest(Message):
 
 
 class Commit(Message):
-    """The durable record of one step: what was trained, in what micro-batches, with what result."""
+    """The durable record of one step: what was trained, in what micro-batches, with what result.
+
+    Example: `step` 3, `version` 4, `groups` (12,), `mini_batches` ((((12, 0), (12, 1)), ((12, 3),)),): one
+    optimizer update of two micro-batches, without sample 2, whose reward failed: `dropped` ((12, 2,
+    "timeout"),); `advantages` {"12": [0.7, -0.7, 0.0]}, in the order of the trained samples.
+    """
 
     kind: ClassVar[str] = "commit"
     step: int = Field(ge=0)
@@ -419,7 +468,11 @@ class Commit(Message):
 
 
 class DeadLetter(Message):
-    """A message that could not be processed: its original bytes, and why."""
+    """A message that could not be processed: its original bytes, and why.
+
+    Example: `origin` "trajectories", `entry_id` "1727000000000-0", `fields` {"v": b"1", "p": its payload},
+    `error` "given up after 5 deliveries", `attempts` 5, `ticket` 12, `index` 3.
+    """
 
     kind: ClassVar[str] = "dead"
     origin: str = Field(description="the stream it came from, without the run's prefix")

@@ -27,7 +27,12 @@ for its reward, or an agent's program that was silent (`call_timeout_s`)."""
 
 
 class Turn(BaseModel):
-    """One generation by the engine: tokens `first` to `first + num_tokens` of its segment's completion."""
+    """One generation by the engine: tokens `first` to `first + num_tokens` of its segment's completion.
+
+    Example: `first` 5, `num_tokens` 4, `num_prompt_tokens` 15, `num_cached_tokens` 12: the model wrote tokens
+    5 to 8 after a prompt of 10 tokens and 5 tokens of completion, and 12 of these 15 were still in the prefix
+    cache.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     first: int = Field(ge=0)
@@ -50,13 +55,28 @@ class Turn(BaseModel):
 
 
 class Segment(BaseModel):
-    """One row to train on: T completion tokens, of the model (mask 1) and of the environment (mask 0)."""
+    """One row to train on: T completion tokens, of the model (mask 1) and of the environment (mask 0).
+
+    Example: after the prompt P of 10 tokens the model writes A0 (3 tokens), the environment answers E0 (2),
+    and the model writes A1 (4), for which version 8 has replaced version 7:
+
+        prompt_ids      P
+        completion_ids  A0 + E0 + A1                            T = 9
+        logprobs        of A0, 0.0 twice, of A1
+        loss_mask       1 1 1  0 0  1 1 1 1
+        spans           (7, 0), (8, 5)
+        turns           first 0, num_tokens 3; first 5, num_tokens 4
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
     prompt_ids: Int32Array
+    """[P] ids before the first token that the model writes."""
     completion_ids: Int32Array
+    """[T] ids of the model and of the environment, in their order."""
     logprobs: Float32Array
+    """[T] of the distribution that the engine sampled from; 0.0 where the mask is 0."""
     loss_mask: BitArray | None = None
+    """[T] which tokens the model wrote; None: all."""
     spans: tuple[VersionSpan, ...]
     turns: tuple[Turn, ...] = ()
 
@@ -78,7 +98,12 @@ class Segment(BaseModel):
 
 
 class Session(BaseModel):
-    """Fields of a trajectory of several turns, besides its first segment."""
+    """Fields of a trajectory of several turns, besides its first segment.
+
+    Example: a client that rewrites its history after the second turn: `environment` "agent", `turns` the two
+    of the first segment, `forks` one `Segment` whose prompt is the rewritten history, `end` "done", `reward`
+    1.0, `histories` {"clean": 2, "forked": 1}.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
     environment: str = Field(description="as `rollout.environment.use` names it")
