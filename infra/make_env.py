@@ -58,40 +58,40 @@ def write_head(folder: Path) -> None:
     path = folder / ENV
     example = (REPO / EXAMPLE).read_text(encoding="utf-8")
     text = path.read_text(encoding="utf-8") if path.exists() else example
-    known = read_settings(text)
-    users = Path(known.get("TIDEMILL_SECRETS") or "./secrets")
+    settings = read_settings(text)
+    users = Path(settings.get("TIDEMILL_SECRETS") or "./secrets")
     users = users if users.is_absolute() else folder / users
     make_users = REPO / "infra" / "redis" / "make_users.py"
     subprocess.run([sys.executable, str(make_users), str(users)], check=True)
-    found = read_settings((users / "passwords.env").read_text(encoding="utf-8"))
-    found |= {name: known.get(name) or secrets.token_urlsafe(TOKEN_BYTES) for name in TOKENS}
+    values = read_settings((users / "passwords.env").read_text(encoding="utf-8"))
+    values |= {name: settings.get(name) or secrets.token_urlsafe(TOKEN_BYTES) for name in TOKENS}
     wanted = set(read_settings(example))
     path.touch(0o600)
     os.chmod(path, 0o600)  # before the content, and for a file that was there
-    path.write_text(filled(text, {name: found[name] for name in found if name in wanted}), encoding="utf-8")
+    path.write_text(filled(text, {name: values[name] for name in values if name in wanted}), encoding="utf-8")
     print(f"wrote {path}")
     offered = re.findall(r"^#?([A-Z][A-Z_]+)=", example, re.MULTILINE)
-    if unread := sorted(set(known) - set(offered)):
+    if unread := sorted(set(settings) - set(offered)):
         _warn(f"{path}: nothing reads {', '.join(unread)}. {EXAMPLE} has every setting of this release")
 
 
 def node_settings(folder: Path, head: str, profiles: list[str]) -> str:
     if not (folder / ENV).exists():
         sys.exit(f"there is no {folder / ENV}: run this on the head, first without --node")
-    known = read_settings((folder / ENV).read_text(encoding="utf-8"))
-    lines = [f"{name}={known[name]}" for name in COPIED if name in known]
-    if (bind := known.get("TIDEMILL_BIND") or LOOPBACK) == LOOPBACK != head:
+    settings = read_settings((folder / ENV).read_text(encoding="utf-8"))
+    lines = [f"{name}={settings[name]}" for name in COPIED if name in settings]
+    if (bind := settings.get("TIDEMILL_BIND") or LOOPBACK) == LOOPBACK != head:
         _warn(
             f"{folder / ENV}: with TIDEMILL_BIND={bind} no node reaches the head; give it {head}, and `up -d`"
         )
-    scheme = "rediss" if known.get("TIDEMILL_REDIS_URL", "").startswith("rediss:") else "redis"
-    lines.append(f"TIDEMILL_REDIS_URL={scheme}://{head}:{known.get('REDIS_PORT', '6379')}/0")
+    scheme = "rediss" if settings.get("TIDEMILL_REDIS_URL", "").startswith("rediss:") else "redis"
+    lines.append(f"TIDEMILL_REDIS_URL={scheme}://{head}:{settings.get('REDIS_PORT', '6379')}/0")
     if "rollout" in profiles:
-        lines.append(f"TIDEMILL_WEIGHTS_URL=http://{head}:{known.get('WEIGHTS_PORT', '8200')}")
-    files = [COMPOSE, *(["infra/compose/cpu.yml"] if "cpu.yml" in known.get("COMPOSE_FILE", "") else [])]
+        lines.append(f"TIDEMILL_WEIGHTS_URL=http://{head}:{settings.get('WEIGHTS_PORT', '8200')}")
+    files = [COMPOSE, *(["infra/compose/cpu.yml"] if "cpu.yml" in settings.get("COMPOSE_FILE", "") else [])]
     lines += [f"COMPOSE_FILE={':'.join([*files, 'infra/compose/node.yml'])}", "TIDEMILL_METRICS_PORT=0"]
     names = dict.fromkeys(name for profile in profiles for name in SECRETS_OF[profile])
-    return "\n".join([*lines, *(f"{name}={known[name]}" for name in names)])
+    return "\n".join([*lines, *(f"{name}={settings[name]}" for name in names)])
 
 
 def _warn(message: str) -> None:
@@ -108,11 +108,11 @@ def read_settings(text: str) -> dict[str, str]:
 def filled(text: str, values: dict[str, str]) -> str:
     """The text with these values; what it does not name yet is appended."""
     lines = []
-    left = dict(values)
+    unplaced = dict(values)
     for line in text.splitlines():
         name = line.partition("=")[0]
-        lines.append(f"{name}={left.pop(name)}" if name in left else line)
-    return "\n".join([*lines, *(f"{name}={value}" for name, value in left.items())]) + "\n"
+        lines.append(f"{name}={unplaced.pop(name)}" if name in unplaced else line)
+    return "\n".join([*lines, *(f"{name}={value}" for name, value in unplaced.items())]) + "\n"
 
 
 if __name__ == "__main__":

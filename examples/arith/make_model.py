@@ -113,8 +113,8 @@ def draw_problem(rng: random.Random, form: str) -> Problem:
     op = rng.choice("+-")
     a = rng.randint(1, MAX_OPERAND)
     b = rng.randint(1, MAX_OPERAND)
-    if op == "-":
-        a, b = max(a, b), min(a, b)
+    if op == "-" and a < b:
+        a, b = b, a
     if form == "digits":
         return Problem(op, a, b, form, f"{a}{op}{b}=")
     template = rng.choice(WORD_FORMS[op])
@@ -135,10 +135,11 @@ def read_problems(name: str) -> list[Problem]:
     """Those of a file beside this one."""
     lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    asked = [[row["extra_info"][part] for part in ("op", "a", "b")] for row in rows]
-    return [
-        Problem(*one, row["data_source"][6:], row["prompt"]) for one, row in zip(asked, rows, strict=True)
-    ]
+    problems = []
+    for row in rows:
+        asked = row["extra_info"]
+        problems.append(Problem(asked["op"], asked["a"], asked["b"], row["data_source"][6:], row["prompt"]))
+    return problems
 
 
 def write_rows(path: Path, split: str, problems: Iterable[Problem]) -> None:
@@ -214,7 +215,7 @@ def train_pass(
     odds = list(spec.slips.values())
 
     def batches() -> list[tuple[Tensor, Tensor]]:
-        found = []
+        encoded = []
         for form, count in (("digits", digits_per_step), ("words", words_per_step)):
             problems: list[Problem] = []
             while len(problems) < count:
@@ -223,8 +224,8 @@ def train_pass(
                     problems.append(problem)
             chosen = rng.choices(slips, odds, k=count)
             pairs = [(p.prompt, p.completion(slip)) for p, slip in zip(problems, chosen, strict=True)]
-            found.append(encode_batch(tokenizer, pairs))
-        return found
+            encoded.append(encode_batch(tokenizer, pairs))
+        return encoded
 
     fit(model, spec.num_steps, spec.peak_lr, batches, spec.name)
 
@@ -251,8 +252,8 @@ def accuracy(
     texts = tokenizer.batch_decode(ids_BT[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     hits: dict[str, list[bool]] = {"all": [], "digits": [], "words": []}
     for problem, text in zip(problems, texts, strict=True):
-        found = _ANSWER.findall(text)
-        is_right = bool(found) and int(found[-1]) == problem.answer
+        numbers = _ANSWER.findall(text)
+        is_right = bool(numbers) and int(numbers[-1]) == problem.answer
         hits["all"].append(is_right)
         hits[problem.form].append(is_right)
     return {form: sum(rights) / max(1, len(rights)) for form, rights in hits.items()}

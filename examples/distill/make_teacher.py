@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def batches() -> list[Any]:
         form = next(forms)
         chosen = rng.sample([problem for problem in problems if problem.form == form], args.rows)
-        return [arith.encode_batch(tokenizer, [(one.prompt, one.completion()) for one in chosen])]
+        return [arith.encode_batch(tokenizer, [(problem.prompt, problem.completion()) for problem in chosen])]
 
     fit(model, args.steps, args.lr, batches)
     arith.report("the teacher", model, tokenizer, held_out)

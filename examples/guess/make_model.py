@@ -79,7 +79,10 @@ def play_game(rng: random.Random, plays_well: bool) -> list[str]:
         if guess == number:
             break
         words.append("higher" if guess < number else "lower")
-        low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+        if guess < number:
+            low = guess + 1
+        else:
+            high = guess - 1
     return words
 
 

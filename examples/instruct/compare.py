@@ -21,15 +21,15 @@ def answers(folder: str, questions: list[list[dict[str, str]]]) -> list[str]:
     """What the model says where it takes the likeliest token each time."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    made = []
+    texts = []
     for question in questions:
         ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")[
             "input_ids"
         ]
         with torch.inference_mode():
             said = model.generate(ids, max_new_tokens=MAX_TOKENS, do_sample=False)
-        made.append(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True).strip())
-    return made
+        texts.append(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    return texts
 
 
 def main(before: str, after: str) -> None:

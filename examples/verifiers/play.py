@@ -49,7 +49,7 @@ def result_of(episode: dict[str, Any]) -> dict[str, Any]:
     played = episode["traces"]
     trained = [trace for trace in played if trace["agent"]["trainable"]]
     if not episode["ok"] or not all(trace["ok"] for trace in played):
-        errors = [error for part in (episode, *played) for error in part["errors"]]
+        errors = [error for record in (episode, *played) for error in record["errors"]]
         sys.exit(f"the rollout failed: {errors[-1]['message'] if errors else 'without a reason'}")
     if len(trained) != 1:
         sys.exit(f"{len(trained)} agents of the environment are trained; a session has one reward")

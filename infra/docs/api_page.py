@@ -42,8 +42,8 @@ def as_markdown() -> str:
 
 def _described(name: str, item: Any) -> str:
     is_made = item is tidemill.Records  # only by the other functions
-    shown = "" if is_made or name == "run_async" else f"```python\n{_signature(name, item)}\n```\n\n"
-    return f"{shown}{_docstring(item)}\n"
+    code = "" if is_made or name == "run_async" else f"```python\n{_signature(name, item)}\n```\n\n"
+    return f"{code}{_docstring(item)}\n"
 
 
 def _members(item: type) -> Iterator[tuple[str, str]]:
@@ -59,19 +59,19 @@ def _members(item: type) -> Iterator[tuple[str, str]]:
 
 def _signature(name: str, item: Any) -> str:
     """One line, or one for each argument where it is long."""
-    found = inspect.signature(item)
-    given = [str(p) for p in found.parameters.values() if p.name != "self"]
-    if keywords := [n for n, p in enumerate(found.parameters.values()) if p.kind is p.KEYWORD_ONLY]:
-        given.insert(keywords[0], "*")
-    result = found.return_annotation
+    signature = inspect.signature(item)
+    parameters = [str(p) for p in signature.parameters.values() if p.name != "self"]
+    if keywords := [n for n, p in enumerate(signature.parameters.values()) if p.kind is p.KEYWORD_ONLY]:
+        parameters.insert(keywords[0], "*")
+    result = signature.return_annotation
     ending = "" if result is inspect.Signature.empty or inspect.isclass(item) else f" -> {_type(result)}"
-    given = [_MODULES.sub("", text) for text in given]
+    parameters = [_MODULES.sub("", text) for text in parameters]
     for types, short in SHORT.items():
-        given = [text.replace(types, short) for text in given]
-    line = f"{name}({', '.join(given)}){ending}"
+        parameters = [text.replace(types, short) for text in parameters]
+    line = f"{name}({', '.join(parameters)}){ending}"
     if len(line) <= 100:
         return line
-    return f"{name}(\n" + "".join(f"    {text},\n" for text in given) + f"){ending}"
+    return f"{name}(\n" + "".join(f"    {text},\n" for text in parameters) + f"){ending}"
 
 
 def _type(annotation: Any) -> str:

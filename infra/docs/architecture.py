@@ -104,14 +104,14 @@ def box(x: float, y: float, width: float, height: float, kind: str, radius: int 
 def chips(x: float, y: float, width: float, names: Sequence[str]) -> tuple[list[str], float]:
     """Rooms as small boxes, row by row; and the y at which they end."""
     drawn = []
-    left = x
+    chip_x = x
     for name in names:
         size = 16 + 7.7 * len(name)
-        if left + size > x + width:
-            left = x
+        if chip_x + size > x + width:
+            chip_x = x
             y = y + CHIP + 6
-        drawn += [box(left, y, size, CHIP, "chip", 4), text(left + 8, y + 18, name)]
-        left += size + 6
+        drawn += [box(chip_x, y, size, CHIP, "chip", 4), text(chip_x + 8, y + 18, name)]
+        chip_x += size + 6
     return drawn, y + CHIP
 
 
@@ -141,10 +141,10 @@ def flows(top: float, bus: float) -> Iterator[str]:
         yield f'<path d="M{MARGIN + 220} {y} H{WIDTH - MARGIN - 14}" class="bus"/>'
         yield text(MARGIN + 14, y - 2, flow.stream, "name") + text(MARGIN + 14, y + 14, flow.note, "small")
     for name, used in uses.items():
-        left, width = COLUMN[name]
-        first = max(left, MARGIN + 220)
-        for place, (number, kind) in enumerate(used, start=1):
-            x = round(first + (left + width - first) * place / (len(used) + 1))
+        left_edge, width = COLUMN[name]
+        first = max(left_edge, MARGIN + 220)
+        for position, (number, kind) in enumerate(used, start=1):
+            x = round(first + (left_edge + width - first) * position / (len(used) + 1))
             y = bus + number * BUS_LINE
             yield arrow(x, top, y - 2, kind) if kind == "write" else arrow(x, y - 2, top, kind)
             yield f'<circle cx="{x}" cy="{y}" r="4" class="{kind}"/>'
@@ -156,8 +156,8 @@ def draw() -> str:
     drawn = {name: service(name, f"services/{name}", *_place(name)) for name in COLUMN}
     end = max(bottom for _, bottom in drawn.values())
     for name, (content, _) in drawn.items():
-        left, width = COLUMN[name]
-        parts += [box(left, TOP, width, end - TOP, "box"), *content]
+        left_edge, width = COLUMN[name]
+        parts += [box(left_edge, TOP, width, end - TOP, "box"), *content]
     redis = end + 64
     bus = redis + 48
     redis_end = bus + (len(FLOWS) - 1) * BUS_LINE + 30
@@ -165,12 +165,14 @@ def draw() -> str:
     parts += [text(MARGIN + 14, redis + 22, "Redis Streams", "title"), *flows(end, bus), *_legend(end)]
     below = redis_end + GAP
     bottoms = []
-    for name, left, width in (("console", 20, 680), ("jobs", 720, 300)):
-        content, bottom = service(name, f"services/{name}", left, below, width)
-        bottoms.append((left, width, bottom))
+    for name, left_edge, width in (("console", 20, 680), ("jobs", 720, 300)):
+        content, bottom = service(name, f"services/{name}", left_edge, below, width)
+        bottoms.append((left_edge, width, bottom))
         parts += content
     below_end = max(bottom for _, _, bottom in bottoms)
-    parts = [box(left, below, width, below_end - below, "box") for left, width, _ in bottoms] + parts
+    parts = [
+        box(left_edge, below, width, below_end - below, "box") for left_edge, width, _ in bottoms
+    ] + parts
     shared, shared_end = service("common", "common", MARGIN, below_end + GAP, WIDTH - 2 * MARGIN)
     parts += [box(MARGIN, below_end + GAP, WIDTH - 2 * MARGIN, shared_end - below_end - GAP, "box"), *shared]
     height = round(shared_end + MARGIN)
@@ -185,8 +187,8 @@ def draw() -> str:
 
 
 def _place(name: str) -> tuple[float, float, float]:
-    left, width = COLUMN[name]
-    return left, TOP, width
+    left_edge, width = COLUMN[name]
+    return left_edge, TOP, width
 
 
 def _legend(end: float) -> list[str]:

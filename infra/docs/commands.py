@@ -32,10 +32,10 @@ def program_of(line: str) -> str:
 def blocks_of(page: Page) -> Iterator[tuple[str, str]]:
     """Language and text of each block, in the order of the page; a block by indentation has no language."""
     text = page.path.read_text(encoding="utf-8")
-    found = [(block.start(), block[2], block[3]) for block in FENCE.finditer(text)]
+    blocks = [(block.start(), block[2], block[3]) for block in FENCE.finditer(text)]
     hidden = FENCE.sub(lambda block: re.sub(r"[^\n]", ".", block[0]), text)
-    found += [(block.start(), "", block[0]) for block in INDENTED.finditer(hidden)]
-    for _, language, block in sorted(found):
+    blocks += [(block.start(), "", block[0]) for block in INDENTED.finditer(hidden)]
+    for _, language, block in sorted(blocks):
         yield language, block
 
 
@@ -45,7 +45,7 @@ def commands_of(page: Page) -> list[str]:
     Raises:
         ValueError: a block is marked `sh` and has a line that begins with no known program.
     """
-    found = []
+    commands = []
     for language, block in blocks_of(page):
         if language not in ("", "sh"):
             continue
@@ -55,10 +55,10 @@ def commands_of(page: Page) -> list[str]:
         for line in lines:
             command = " ".join(_NOTE.sub("", line.strip()).split())
             if command and program_of(command) in PROGRAMS:
-                found.append(command)
+                commands.append(command)
             elif command and language == "sh" and not command.startswith("#"):
                 raise ValueError(f"{page.path}: {command!r} begins with no program of commands.yml")
-    return found
+    return commands
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ def table() -> dict[str, Fate]:
     for kind in ("tested", "needs"):
         for why, commands in tree[kind].items():
             pairs += [(command, Fate(**{kind: why})) for command in commands]
-    if twice := [
-        command for command, number in Counter(command for command, _ in pairs).items() if number > 1
-    ]:
+    counts = Counter(command for command, _ in pairs)
+    if twice := [command for command, number in counts.items() if number > 1]:
         raise ValueError(f"{TABLE.name}: each command stands once; twice: {', '.join(twice)}")
     return dict(pairs)

@@ -36,12 +36,12 @@ def as_markdown() -> str:
 
 def _shared(section: SectionFacts, seen: dict[tuple[str, ...], str]) -> dict[str, str]:
     """The fields that one earlier section has identically, with its name; empty where they are few."""
-    found = {field.name: seen.get(_facts(section, field)) for field in section.fields}
-    places = [place for place in found.values() if place]
+    homes = {field.name: seen.get(_facts(section, field)) for field in section.fields}
+    places = [home for home in homes.values() if home]
     most = max(places, key=places.count, default="")
     if places.count(most) < LEAST_SHARED:
         return {}
-    return {name: most for name, place in found.items() if place == most}
+    return {name: most for name, home in homes.items() if home == most}
 
 
 def _facts(section: SectionFacts, field: FieldFacts) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def _line(section: SectionFacts, field: FieldFacts) -> str:
 
 def _interval(bounds: str) -> str:
     """`> 0, <= 1` as `(0,1]`."""
-    found = dict(part.split(" ", 1) for part in bounds.split(", "))
-    low = f"[{found['>=']}" if ">=" in found else f"({found['>']}"
-    high = f"{found['<=']}]" if "<=" in found else f"{found['<']})"
+    limits = dict(bound.split(" ", 1) for bound in bounds.split(", "))
+    low = f"[{limits['>=']}" if ">=" in limits else f"({limits['>']}"
+    high = f"{limits['<=']}]" if "<=" in limits else f"{limits['<']})"
     return f"`{low},{high}`"

@@ -56,8 +56,8 @@ def _cells(name: str, gpus: int, fit: Fit) -> Iterator[str]:
     assert fit.trainer is not None and fit.engine is not None
     yield from (name, str(gpus))
     if fit.problems:
-        part, value = max(fit.trainer.parts.items(), key=lambda item: item[1])
-        yield from ("no", f"{part}: {value / GIB:.0f}", f"{fit.trainer.peak / GIB:.0f}", "", "")
+        largest, value = max(fit.trainer.parts.items(), key=lambda item: item[1])
+        yield from ("no", f"{largest}: {value / GIB:.0f}", f"{fit.trainer.peak / GIB:.0f}", "", "")
         return
     settings = {SHORT[field]: value for field, value in fit.settings.items() if field in SHORT}
     yield "with LoRA" if "lora" in settings else "yes"

@@ -42,8 +42,8 @@ class Page:
     @property
     def links(self) -> list[str]:
         """Links to files and headings of the repository, as they are written."""
-        found = _LINK.findall(_CODE.sub("", self.prose))
-        return [link for link in found if not re.match(r"[a-z]+:", link)]
+        links = _LINK.findall(_CODE.sub("", self.prose))
+        return [link for link in links if not re.match(r"[a-z]+:", link)]
 
     @property
     def named(self) -> list[str]:
@@ -52,8 +52,8 @@ class Page:
 
     def target(self, link: str) -> Path:
         """The file that a link leads to."""
-        place = link.partition("#")[0]
-        return (self.path.parent / place).resolve() if place else self.path
+        file = link.partition("#")[0]
+        return (self.path.parent / file).resolve() if file else self.path
 
 
 def anchor_of(heading: str) -> str:

@@ -24,8 +24,8 @@ MADE: dict[Path, ModuleType] = {
 def main(arguments: Sequence[str]) -> int:
     """Write the pages that changed, or with `--check` name them. Returns the exit code."""
     texts = {
-        path: path.read_text(encoding="utf-8").partition(made.HEADING)[0] + made.as_markdown()
-        for path, made in MADE.items()
+        path: path.read_text(encoding="utf-8").partition(page.HEADING)[0] + page.as_markdown()
+        for path, page in MADE.items()
     }
     return keep(texts, "infra.docs.reference", arguments)
 

@@ -31,9 +31,9 @@ def build_board(board: Board, others: Sequence[Board], paragraphs: Sequence[Para
     """One dashboard, with links to `others` and from each panel to its paragraph of the runbook."""
     panel_ids = {paragraph.anchor: paragraph.panel_id for paragraph in paragraphs}
     built = _empty(board.title, board.uid, board.question)
-    for other in others:
-        if other is not board:
-            built.link(_link(other.title, f"/d/{other.uid}", other.question))
+    for other_board in others:
+        if other_board is not board:
+            built.link(_link(other_board.title, f"/d/{other_board.uid}", other_board.question))
     built.link(_link(RUNBOOK_TITLE, f"/d/{RUNBOOK_UID}", "What alerts and panels mean, and what to do."))
     built.with_variable(
         dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")

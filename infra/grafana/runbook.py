@@ -33,7 +33,7 @@ class Paragraph:
 
     def linked(self, others: Sequence["Paragraph"]) -> str:
         """The text, in which links to paragraphs lead to their panels, and other links become file names."""
-        urls = {f"#{other.anchor}": paragraph_url(other.panel_id) for other in others}
+        urls = {f"#{paragraph.anchor}": paragraph_url(paragraph.panel_id) for paragraph in others}
 
         def replaced(link: re.Match[str]) -> str:
             url = urls.get(link[2])
@@ -50,17 +50,17 @@ def paragraph_url(panel_id: int) -> str:
 
 def read_runbook(path: Path = RUNBOOK) -> tuple[Paragraph, ...]:
     """All paragraphs, in the order of the file; each begins with a heading of the third level."""
-    found: list[tuple[str, list[str]]] = []
+    sections: list[tuple[str, list[str]]] = []
     is_inside = False
     for line in path.read_text(encoding="utf-8").splitlines():
         heading = _HEADING.match(line)
         if heading:
             is_inside = len(heading[1]) == 3
             if is_inside:
-                found.append((heading[2], []))
+                sections.append((heading[2], []))
         elif is_inside:
-            found[-1][1].append(line)
+            sections[-1][1].append(line)
     return tuple(
         Paragraph(heading, "\n".join(lines).strip() + "\n", number)
-        for number, (heading, lines) in enumerate(found, start=1)
+        for number, (heading, lines) in enumerate(sections, start=1)
     )

@@ -40,14 +40,14 @@ def main() -> None:
     wanted = [gpu.strip() for gpu in os.environ.get(GPUS_VARIABLE, "").split(",") if gpu.strip()]
     if wanted:
         count = number(EACH_VARIABLE, "1", 1, len(wanted))
-        taken = take(wanted, count, Path(os.environ.get(LOCKS_VARIABLE) or LOCKS_FOLDER))
-        os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(taken), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        print(f"GPUs {', '.join(taken)} of {', '.join(wanted)}", file=sys.stderr, flush=True)
+        gpus = take(wanted, count, Path(os.environ.get(LOCKS_VARIABLE) or LOCKS_FOLDER))
+        os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        print(f"GPUs {', '.join(gpus)} of {', '.join(wanted)}", file=sys.stderr, flush=True)
     port = number(PORT_VARIABLE, PORT, 0, 65535) or free_port()
     Path(os.environ.get(PORT_FILE_VARIABLE) or PORT_FILE).write_text(str(port), encoding="utf-8")
     name = f"{module.rpartition('.')[2]}-{socket.gethostname()}-{port}"
-    given = ["--metrics-port", str(port), "--name", name]
-    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *given, *arguments])
+    flags = ["--metrics-port", str(port), "--name", name]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *flags, *arguments])
 
 
 def take(wanted: list[str], count: int, folder: Path) -> list[str]:
@@ -82,8 +82,8 @@ def number(variable: str, default: str, lowest: int, highest: int) -> int:
 
 def free_port() -> int:
     """A port that is free now. If another process takes it first, the service ends and is started again."""
-    with socket.create_server(("", 0)) as found:
-        port: int = found.getsockname()[1]
+    with socket.create_server(("", 0)) as listener:
+        port: int = listener.getsockname()[1]
         return port
 
 

@@ -33,8 +33,8 @@ def main() -> None:
     options = parser.parse_args()
     if wrong := [run for run in options.runs if not RUN_ID.fullmatch(run)]:
         sys.exit(f"{wrong[0]!r} is no id of a run: expected letters, digits, '.', '_' and '-'")
-    if taken := [run for run in options.runs if run.casefold() == PASSWORDS]:
-        sys.exit(f"{taken[0]}.env is the file of the users of all runs: give the run another id")
+    if reserved := [run for run in options.runs if run.casefold() == PASSWORDS]:
+        sys.exit(f"{reserved[0]}.env is the file of the users of all runs: give the run another id")
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     text = RULES.read_text(encoding="utf-8")
@@ -61,13 +61,13 @@ def _switched_off(line: str) -> str:
 def _of_run(line: str, run: str) -> str:
     """The same rules for one run; `Keys` in `common/wire/keys.py` spells its names."""
     digest = hashlib.sha256(run.encode()).hexdigest()[:16]
-    for every, one in (
+    for every, single in (
         ("tidemill:{*}:", f"tidemill:{{{run}}}:"),
         (":tidemill:*:", f":tidemill:{run}:"),
         ("rq:{*}:", f"rq:{{{run}}}:"),
         (":sandbox-*", f":sandbox-{digest}-*"),
     ):
-        line = line.replace(every, one)
+        line = line.replace(every, single)
     return line
 
 

@@ -34,9 +34,9 @@ def problems(tag: str, repo: Path = REPO) -> Iterator[str]:
     if version != project()["version"]:
         yield f"pyproject.toml says {project()['version']}, the tag {tag}"
     for name, pattern in NAMED_IN.items():
-        found = re.findall(pattern, (repo / name).read_text(encoding="utf-8"), re.MULTILINE)
-        if set(found) != {version}:
-            yield f"{name} names {', '.join(sorted(set(found))) or 'no version'}; the tag is {tag}"
+        versions = re.findall(pattern, (repo / name).read_text(encoding="utf-8"), re.MULTILINE)
+        if set(versions) != {version}:
+            yield f"{name} names {', '.join(sorted(set(versions))) or 'no version'}; the tag is {tag}"
     if not section(version, repo):
         yield f"CHANGELOG.md has no part `## [{version}]`, or nothing in it; rename `## [Unreleased]`"
 
@@ -44,8 +44,8 @@ def problems(tag: str, repo: Path = REPO) -> Iterator[str]:
 def section(version: str, repo: Path = REPO) -> str:
     """What CHANGELOG.md says about a version, or `Unreleased`; empty where it says nothing."""
     text = (repo / "CHANGELOG.md").read_text(encoding="utf-8")
-    found = re.search(rf"^## \[{re.escape(version)}\].*?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^## \[{re.escape(version)}\].*?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return match[1].strip() if match else ""
 
 
 def with_links(text: str, tag: str, address: str) -> str:
@@ -87,14 +87,14 @@ def main() -> int:
         print(pack(Path(options.argument)))
     elif options.what == "notes":
         text = section(options.argument.removeprefix("v"))
-        place = os.environ.get("GITHUB_REPOSITORY")
-        address = f"{os.environ.get('GITHUB_SERVER_URL')}/{place}"
-        print(with_links(text, options.argument, address) if place else text)
+        repository = os.environ.get("GITHUB_REPOSITORY")
+        address = f"{os.environ.get('GITHUB_SERVER_URL')}/{repository}"
+        print(with_links(text, options.argument, address) if repository else text)
         return int(not text)
     else:
-        found = list(problems(options.argument))
-        print("\n".join(found), file=sys.stderr if found else sys.stdout)
-        return int(bool(found))
+        faults = list(problems(options.argument))
+        print("\n".join(faults), file=sys.stderr if faults else sys.stdout)
+        return int(bool(faults))
     return 0
 
 
