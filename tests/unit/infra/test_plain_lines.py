@@ -117,6 +117,7 @@ def test_a_comprehension_with_two_loops_and_two_beside_each_other_are_allowed() 
         "for place in places: pass",
         "[one for one in many]",
         "def f(given): pass",
+        "class Row:\n    def equals(self, other): pass",
         "def f(*, told=1): pass",
         "lambda other: 1",
         "class Row:\n    left: int",
@@ -140,10 +141,19 @@ def test_a_name_that_does_not_say_what_it_holds_is_a_violation_where_it_is_bound
         "x = pair.left",
         "def place(): pass",
         "left_edge = found + 1",
+        "class Row:\n    def __eq__(self, other): pass",
     ],
 )
 def test_longer_names_and_uses_of_names_are_allowed(text: str) -> None:
     assert rules_broken_by(text) == []
+
+
+def test_fields_that_users_see_keep_their_names() -> None:
+    text = "class KlConfig:\n    place: str\n    part: str"
+
+    violations = violations_in(text, "common/config/algorithm_sections.py")
+
+    assert [violation.line for violation in violations] == [3]
 
 
 def test_a_violation_names_its_file_its_line_its_rule_and_what_to_do() -> None:
