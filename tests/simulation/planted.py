@@ -60,7 +60,7 @@ PLANTED = (
     Mutant("who takes a sample over generates again what is recorded", f"{ROLLOUT}/worker.py",
         "if play.newest_version and (play.term != term or play.newest_version > version):", "if play.parts:"),
     Mutant("a recorded turn goes on as if it were its beginning", f"{ROLLOUT}/sessions/parts.py",
-        "            self._open = joined(known, _after(known, new))\n            if",
+        "            self._open = joined(replayed, _after(replayed, new))\n            if",
         "            self._open = new\n            if"),
     Mutant("a part follows one that Redis has lost", f"{LUA}/append_part.lua",
         "  if not before or string.sub(before, 1, 16) ~= string.sub(ARGV[7], 1, 16) then\n",
