@@ -266,7 +266,9 @@ def _similar(loc: tuple[Any, ...]) -> str:
     if elsewhere := [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == str(loc[-1])]:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     close = difflib.get_close_matches(str(loc[-1]), names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; fields here: {', '.join(names)}" if names else ""
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; fields here: {', '.join(names)}" if names else ""
 
 
 def _field_paths(section: Any, prefix: str = "") -> Iterator[str]:

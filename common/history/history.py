@@ -162,8 +162,19 @@ class History:
             first = next(iter(await read_range(self.broker, key, kind, count=1)), None)
             last = next(iter(await read_back(self.broker, key, kind, count=1)), None)
             beyond = in_redis if manifest.last_id == START else await self._num_after(key, manifest.last_id)
-        is_newer = last is not None and id_order(last.entry_id) > id_order(manifest.last_id)
-        newest = last if is_newer else segments[-1] if segments else None
+        first_id = ""
+        if segments:
+            first_id = segments[0].first_id
+        elif first is not None:
+            first_id = first.entry_id
+        last_id = ""
+        newest: ArchiveSegment | Record | None = None
+        if last is not None and id_order(last.entry_id) > id_order(manifest.last_id):
+            last_id = last.entry_id
+            newest = last
+        elif segments:
+            last_id = segments[-1].last_id
+            newest = segments[-1]
         return StreamSummary(
             stream,
             redis_entries=in_redis,
@@ -173,8 +184,8 @@ class History:
             segments=len(segments),
             removed_entries=manifest.removed.entries,
             entries=manifest.entries + beyond,
-            first_id=segments[0].first_id if segments else first.entry_id if first else "",
-            last_id=last.entry_id if last and is_newer else segments[-1].last_id if segments else "",
+            first_id=first_id,
+            last_id=last_id,
             first_time=_time_of(segments[0] if segments else first, 0),
             last_time=_time_of(newest, 1),
         )
@@ -183,7 +194,7 @@ class History:
         assert self.broker is not None
         count = 0
         while entries := await read_raw(self.broker, key, id_after(last_id), count=1024):
-            count = count + len(entries)
+            count += len(entries)
             last_id = entries[-1][0]
         return count
 

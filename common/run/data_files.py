@@ -175,8 +175,12 @@ def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
         if suffix in PARQUET and is_streamed:
             # Converted once, into the cache of datasets.
             return TableFile(path, lambda ds: ds.load_dataset("parquet", data_files=path, split="train"))
-        read = _read_table if suffix in TABLES else _read_parquet if suffix in PARQUET else _read_document
-        rows = read(file)
+        if suffix in TABLES:
+            rows = _read_table(file)
+        elif suffix in PARQUET:
+            rows = _read_parquet(file)
+        else:
+            rows = _read_document(file)
     if is_streamed:
         raise ConfigError(
             f"dataset {path} cannot be read row by row, as data.stream wants it; make it .jsonl or .parquet."

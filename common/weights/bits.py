@@ -131,7 +131,7 @@ def safetensors_layout(
     for info in ordered:
         offsets[info.name] = end
         start = end
-        end = end + info.num_bytes
+        end += info.num_bytes
         header[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     # Values begin at a multiple of 8, for readers that map them with their dtype.

@@ -109,7 +109,7 @@ def chips(x: float, y: float, width: float, names: Sequence[str]) -> tuple[list[
         size = 16 + 7.7 * len(name)
         if chip_x + size > x + width:
             chip_x = x
-            y = y + CHIP + 6
+            y += CHIP + 6
         drawn += [box(chip_x, y, size, CHIP, "chip", 4), text(chip_x + 8, y + 18, name)]
         chip_x += size + 6
     return drawn, y + CHIP

@@ -424,14 +424,12 @@ def change_entries(choice: DeadChoice) -> int:
 
     results = run_main(change())
     num_done = sum(result.is_done for _, result in results)
-    notes = [
-        note(
-            f"{entry.entry_id}  {entry.content.origin} {entry.name}  {'' if result.is_done else 'not '}{done}"
-            + (f"  {result.words}" if result.words else ""),
-            "green" if result.is_done else "yellow",
-        )
-        for entry, result in results
-    ]
+    notes = []
+    for entry, result in results:
+        outcome = done if result.is_done else f"not {done}"
+        words = f"  {result.words}" if result.words else ""
+        text = f"{entry.entry_id}  {entry.content.origin} {entry.name}  {outcome}{words}"
+        notes.append(note(text, "green" if result.is_done else "yellow"))
     print_tree(terminal(), part("", notes, note(f"{num_done} of {len(results)} {done}")))
     return 1 if choice.ids and num_done < len(results) else 0
 

@@ -117,7 +117,7 @@ class ScriptedChat:
         """The next line of the script."""
         message: dict[str, Any] = {"role": "assistant", "content": SAYS}
         index = self._num_said
-        self._num_said = self._num_said + 1
+        self._num_said += 1
         if index >= len(tools):
             return Parsed(message)
         function = tools[index]["function"]

@@ -161,7 +161,9 @@ def _shown(value: Any) -> str:
     for plain, text in ((None, "null"), (True, "true"), (False, "false")):
         if value is plain:
             return text
-    return '""' if value == "" else str(list(value) if isinstance(value, tuple) else value)
+    if value == "":
+        return '""'
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 MAX_READ_CHARACTERS = 4000

@@ -314,7 +314,11 @@ def _check_gpus(config: RunConfig) -> None:
     named = named_gpus(config)
     if not any(named.values()) or (count := count_gpus()) is None:
         return
-    there = "1, which is 0" if count == 1 else f"{count}, 0 to {count - 1}" if count else "none"
+    there = "none"
+    if count == 1:
+        there = "1, which is 0"
+    elif count:
+        there = f"{count}, 0 to {count - 1}"
     wrong = []
     for setting, gpus in named.items():
         missing = [gpu for gpu in gpus if gpu >= count]

@@ -357,7 +357,10 @@ async def diff_runs(a: DiffedRun, b: DiffedRun, tolerance: float) -> RunDiff:
             step_a = await anext(steps_a, None)
             step_b = await anext(steps_b, None)
             if step_a is None or step_b is None:
-                result.longer = "a" if step_a else "b" if step_b else ""
+                if step_a is not None:
+                    result.longer = "a"
+                elif step_b is not None:
+                    result.longer = "b"
                 return result
             differences = _compare_steps(step_a, step_b, tolerance, result)
             result.num_steps += 1

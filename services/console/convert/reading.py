@@ -111,7 +111,12 @@ def _of_words(words: Iterable[str]) -> Iterator[tuple[str, Any]]:
             values = []
             while remaining and not remaining[0].startswith("--"):
                 values.append(_value(remaining.pop(0)))
-            yield name, True if not values else values[0] if len(values) == 1 else values
+            if not values:
+                yield name, True
+            elif len(values) == 1:
+                yield name, values[0]
+            else:
+                yield name, values
         elif isinstance(word, Unknown):
             yield word, word
         else:
@@ -289,8 +294,9 @@ class Script:
         if (variable := _WHOLE.fullmatch(word)) is None:
             return [self._filled(word)]
         value = self.variables.get(variable[1], Unknown(word))
-        is_one = isinstance(value, Unknown)
-        return value if isinstance(value, list) else [Unknown(word)] if is_one else shlex.split(value)
+        if isinstance(value, list):
+            return value
+        return [Unknown(word)] if isinstance(value, Unknown) else shlex.split(value)
 
     def _filled(self, word: str) -> str:
         """The word with variables and sums in place; `Unknown` where one of them is not known."""

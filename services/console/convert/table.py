@@ -3,7 +3,7 @@
 The converter and the answer to an unknown field read the same rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -117,18 +117,23 @@ def table_of(project: Project) -> OptionTable:
     return OptionTable(rows=rows, **tree)
 
 
+def _meanings_of(field: str) -> Iterator[str]:
+    """Our fields that stand for an option with the last name of `field`, and whose option that is."""
+    name = field.rpartition(".")[2]
+    for table in map(table_of, FILES):
+        for row in table.rows:
+            note = f": {row.note}" if row.note else ""
+            for option in row.options:
+                if row.to and option.rpartition(".")[2] == name:
+                    yield f"{row.to} ({table.project}'s {option}{note})"
+
+
 def names_elsewhere(unknown: Iterable[str]) -> str:
     """A line for each of a config's unknown fields that is an option of another project."""
     lines = []
     for field in unknown:
-        meanings = [
-            f"{row.to} ({table.project}'s {option}{f': {row.note}' if row.note else ''})"
-            for table in map(table_of, FILES)
-            for row in table.rows
-            for option in row.options
-            if row.to and option.rpartition(".")[2] == field.rpartition(".")[2]
-        ]
+        meanings = list(dict.fromkeys(_meanings_of(field)))
         if meanings:
-            lines.append(f"  {field} is {' or '.join(list(dict.fromkeys(meanings))[:3])}\n")
+            lines.append(f"  {field} is {' or '.join(meanings[:3])}\n")
     hint = f"  `{command_line('convert')}` reads whole files of verl, TRL and prime-rl.\n"
     return "".join(lines) + hint if lines else ""

@@ -237,8 +237,10 @@ def _convert_adapters(draft: Draft) -> None:
     def value_of(argument: str, option: str) -> Any:
         match = re.search(rf"\b{argument}=([\d.]+)", peft)
         of_option = draft.take(option)
+        if match:
+            return match[1]
         # The default of PEFT's LoraConfig differs from those of TRL's options.
-        return match[1] if match else 8 if is_object else of_option
+        return 8 if is_object else of_option
 
     # ModelConfig's default is 0.05, LoraConfig's 0.
     of_object = re.search(r"\blora_dropout=([\d.]+)", peft)

@@ -67,7 +67,9 @@ def parse_range(text: str, parse: Callable[[str], float] = float, is_open: bool 
     """
     first, dots, last = map(str.strip, text.partition(".."))
     low = parse(first) if first else None
-    high = low if not (dots or is_open) else parse(last) if last else None
+    high = parse(last) if last else None
+    if not dots and not is_open:
+        high = low
     return None if low is None and high is None else (low, high)
 
 

@@ -180,7 +180,11 @@ def _arrows(number: int, name: str, items: list[Event]) -> Iterator[Event]:
         if at_us <= item["ts"] + item["dur"]:
             points.append({"pid": item["pid"], "tid": item["tid"], "ts": at_us})
     for position, point in enumerate(points if len(points) > 1 else ()):
-        phase = "s" if not position else "f" if position == len(points) - 1 else "t"
+        phase = "t"
+        if position == 0:
+            phase = "s"
+        elif position == len(points) - 1:
+            phase = "f"
         end = {"bp": "e"} if phase == "f" else {}
         yield {"ph": phase, "name": name, "cat": "sample", "id": number} | point | end
 

@@ -99,7 +99,10 @@ def trajectory_of(sample: SampleIn, ticket: int, index: int, group_size: int) ->
     answers = [
         str(message.get("content") or "") for message in said or () if message.get("role") == "assistant"
     ]
-    text = (answers[-1] if answers else "") if said is not None else str(sample.completion)
+    if said is None:
+        text = str(sample.completion)
+    else:
+        text = answers[-1] if answers else ""
     thoughts = [message["reasoning_content"] for message in said or () if "reasoning_content" in message]
     prompt = "" if chat is not None else str(sample.prompt)
     now = time.time()

@@ -167,8 +167,11 @@ def gathered(nodes: Iterable[Node]) -> Iterator[Node | list[Node]]:
 
 def _text(node: Node, is_full: bool, kind: str = "") -> Text:
     text = shown(node.value, node.unit, is_full)
-    limit = 0 if is_full or node.unit == "note" else MAX_CHARACTERS["text" if node.unit == "text" else kind]
-    words = printable_block(text, limit) if node.unit == "text" else printable(text, limit)
+    is_block = node.unit == "text"
+    limit = 0
+    if not is_full and node.unit != "note":
+        limit = MAX_CHARACTERS["text" if is_block else kind]
+    words = printable_block(text, limit) if is_block else printable(text, limit)
     return Text(words, node.style)
 
 

@@ -354,7 +354,7 @@ def _read_part(path: Path, text: str, last: int) -> dict[str, Any]:
         file.seek(first)
         data = file.read(end - first)
     if first and (cut := data.find(b"\n") + 1):
-        first = first + cut
+        first += cut
         data = data[cut:]
     lines = data.decode("utf-8", "replace").removesuffix("\n").split("\n")
     kept = [line for line in lines if _has(text, line)]

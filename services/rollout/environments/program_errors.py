@@ -69,7 +69,9 @@ def cause_of(error: BaseException) -> Cause:
     """The cause of an exception, by its class, those that it derives from, and what it was raised from."""
     if isinstance(error, BaseExceptionGroup):
         causes = {cause_of(member) for member in error.exceptions}
-        return causes.pop() if len(causes) == 1 else "machine" if "machine" in causes else "unknown"
+        if len(causes) == 1:
+            return causes.pop()
+        return "machine" if "machine" in causes else "unknown"
     chain = list(_chain(error))
     # The whole chain: frameworks raise an error for wrong answers from that of a lost connection.
     if any(_names(raised) & OF_THE_MACHINE for raised in chain):
@@ -91,7 +93,9 @@ def cause_in(output: str, code: int) -> Cause:
         is_machine = isinstance(builtin, type) and issubclass(builtin, (OSError, ImportError, MemoryError))
         return "machine" if is_machine else "unknown"
     short = f"{package.partition('.')[0]}.{name}"
-    return "machine" if short in OF_THE_MACHINE else "model" if short in OF_THE_MODEL else "unknown"
+    if short in OF_THE_MACHINE:
+        return "machine"
+    return "model" if short in OF_THE_MODEL else "unknown"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -73,12 +73,12 @@ class Gateway:
         posts: dict[str, Endpoint] = {path: partial(self._ask, api) for path, api in APIS.items()}
         posts[COUNT] = self._count
         gets: dict[str, Endpoint] = {"models": self._models, "models/{name:path}": self._models}
-        routes = [
-            Route(f"{prefix}/v1/{path}", partial(self._answer, endpoint), methods=[method])
-            for prefix in ("/s/{token}", "")
-            for method, endpoints in (("POST", posts), ("GET", gets))
-            for path, endpoint in endpoints.items()
-        ]
+        routes = []
+        for prefix in ("/s/{token}", ""):
+            for path, endpoint in posts.items():
+                routes.append(Route(f"{prefix}/v1/{path}", partial(self._answer, endpoint), methods=["POST"]))
+            for path, endpoint in gets.items():
+                routes.append(Route(f"{prefix}/v1/{path}", partial(self._answer, endpoint), methods=["GET"]))
         claim = partial(self._answer, self._claim)
         path = "/s/{token}/processes/{pid:int}/connections/{port:int}"
         routes.append(Route(path, claim, methods=["POST"]))

@@ -22,7 +22,14 @@ from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
+from tidemill.services.rollout.gateway.dialogue import (
+    SESSION_LIMIT,
+    Answer,
+    FinishReason,
+    Message,
+    Question,
+    RequestError,
+)
 from tidemill.services.rollout.gateway.histories import Continuation, Histories, RecordedHistory, num_within
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played, Read
@@ -368,10 +375,15 @@ def _answer_of(
             for call in valid_calls
         ]
     texts = (decode([token]) for token in ids) if question.has_logprobs else ()
+    finish: FinishReason = "stop"
+    if generation.finish == "length":
+        finish = "length"
+    elif valid_calls:
+        finish = "tool_calls"
     return Answer(
         secrets.token_hex(12),
         message,
-        "length" if generation.finish == "length" else "tool_calls" if valid_calls else "stop",
+        finish,
         num_prompt_tokens,
         len(ids),
         # -1 if the engine does not say; clients add these numbers up.

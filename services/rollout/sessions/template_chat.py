@@ -173,7 +173,9 @@ class TemplateChat:
         special = [i for i, token in enumerate(near) if token in self._special_ids]
         special = [i for i in special if near[i] != self._opening_id]
         within = [i for i in special if i < shared]
-        return within[-1] if within else special[0] if special else None
+        if within:
+            return within[-1]
+        return special[0] if special else None
 
     def _ending_of(self, caller: tuple[str, str] | None) -> list[int]:
         """Ids after the mark in a chat that ends with it."""
