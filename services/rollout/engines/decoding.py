@@ -144,7 +144,7 @@ class DecodingRow:
     report: Callable[[], object] = lambda: None
     """Called, on the decoding thread, every `PART_TOKENS` tokens."""
     kept: list[Int32] | None = None
-    """For each token the ids that it was sampled from; None if they are not recorded."""
+    """[ids kept] for each token: those it was sampled from; None if they are not recorded."""
     routes: list[Routes] = field(default_factory=list)
     """Experts of the tokens that were computed so far; empty if they are not recorded."""
 

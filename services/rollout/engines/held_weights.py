@@ -67,7 +67,7 @@ class Piece:
     key: Key
     info: TensorInfo
     tensor: Tensor
-    """A view, of the shape `key.sizes`."""
+    """[`key.sizes`]: a view of the parameter."""
 
     def local(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the flat checkpoint positions (int64) are in this piece [bool], and where in `memory`
@@ -106,11 +106,17 @@ class Piece:
 
 
 class StagedChange(NamedTuple):
-    """New values (bits, as the parameter has them) at places of a piece's memory."""
+    """New values (bits, as the parameter has them) at places of a piece's memory.
+
+    Example: `places` [0, 7] and `values` of two elements: the first and the eighth element of the memory
+    change.
+    """
 
     piece: Piece
     places: Tensor
+    """[N], int32 or int64: positions in the piece's memory."""
     values: Tensor
+    """[N], integers as wide as the parameter's dtype."""
 
     def write(self) -> None:
         as_bits(self.piece.memory())[self._here(self.places)] = self._here(self.values)
