@@ -14,6 +14,7 @@ that this project's jobs do not have are not read.
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import secrets
@@ -48,7 +49,8 @@ from tidemill.common.process.shortage import (
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.sandbox.job import run_code_of
+from tidemill.services.jobs.sandbox.job import make_warm_jails, run_code_of
+from tidemill.services.jobs.sandbox.preamble import write_imports
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 BEAT_S = 2
@@ -131,10 +133,16 @@ class CodeWorker(Worker):
     """Jobs that were given back because this machine was short of something."""
 
     def __init__(
-        self, keys: Keys, run_code: Callable[..., None], connection: Redis, report_to: int = -1
+        self,
+        keys: Keys,
+        run_code: Callable[..., None],
+        connection: Redis,
+        report_to: int = -1,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report_to` is a descriptor for lines about shortages of this machine; -1: there is none."""
-        self._report_to = report_to
+        """`report_to` is a descriptor for lines about shortages of this machine; -1: there is none. `prepare`
+        is called before the process of a job is forked, which inherits what it makes."""
+        self._report_to, self._prepare = report_to, prepare
         # Shared with the process of a job, which leaves there what it was short of.
         self._shortage = mmap.mmap(-1, SHORTAGE.size)
         super().__init__(
@@ -159,8 +167,9 @@ class CodeWorker(Worker):
         self._shortage[:] = SHORTAGE.pack(0)
         problem = "a job could not be run"
         try:
+            self._prepare()
             super().execute_job(job, queue)
-        except OSError as error:  # of the fork: no line of the job has run
+        except OSError as error:  # of a start or the fork: no line of the job has run
             fault = fault_in(error, problem)
             if fault is None:
                 raise
@@ -221,9 +230,20 @@ def main(run_id: str, configs: str, report_to: str = "-1") -> int:
     except TidemillError as error:
         print(f"tidemill sandbox: {error}", file=sys.stderr)
         return error.exit_code
-    run_code = run_code_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs))
+    sections = TypeAdapter(list[SandboxConfig]).validate_json(configs)
+    warm, sentence = make_warm_jails(sections)
+    print(f"tidemill sandbox: {sentence}", file=sys.stderr, flush=True)
+    run_code = run_code_of(run_id, sections, warm)
+
+    def prepare() -> None:
+        if warm is not None:
+            warm.prepare(sections)
+
+    write_imports("")  # its table is made once, and not in the process of each job
+    gc.collect()
+    gc.freeze()  # collections in the processes of jobs would copy all of it
     while not CodeWorker.is_asked_to_stop:
-        worker = CodeWorker(Keys(run_id), run_code, connection, int(report_to))
+        worker = CodeWorker(Keys(run_id), run_code, connection, int(report_to), prepare)
         problem = "RQ's worker ended"
         try:
             worker.work(logging_level="WARNING")

@@ -29,7 +29,7 @@ from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.sandbox import job as sandbox_job
-from tidemill.services.jobs.sandbox.jail import SandboxError
+from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.job import run_tests
 
 KEYS = Keys("jobs.1")
