@@ -151,7 +151,11 @@ def _run(code: "object", scope: "dict[str, object]") -> None:
     import signal
     import sys
 
-    number, error = 0, None
+    # Before the program runs, which may change modules, as any program may.
+    end = os._exit
+    kill = os.kill
+    number = 0
+    error = None
     try:
         exec(code, scope)  # type: ignore[arg-type]
     except SystemExit as leave:
@@ -181,8 +185,8 @@ def _run(code: "object", scope: "dict[str, object]") -> None:
             number = 120
     if error is KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(number & 0xFF)
+        kill(os.getpid(), signal.SIGINT)
+    end(number & 0xFF)
 
 
 if __name__ == "__main__":
