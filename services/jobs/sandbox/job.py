@@ -1,8 +1,8 @@
-"""The RQ job: run one completion's code against its tests, each in a jail, and leave the result in Redis.
+"""The RQ job: run one completion's code against its tests, each in a jail.
 
-The result is written under a key of the run before RQ marks the job as done, so a worker that dies in between
-costs at most a second run. Whatever the code does is a result; a failure of the sandbox is an error, which
-the reward service retries and never counts as a zero.
+The worker writes the result under a key of the run before RQ marks the job as done, so a worker that dies in
+between costs at most a second run. Whatever the code does is a result; a failure of the sandbox is an error,
+which the reward service retries and never counts as a zero.
 
 A ground truth is read by `forms.py`, and refused where it tests nothing. A program passes by what it writes,
 never by its exit code alone: code that ends early, with `sys.exit(0)` for instance, must not pass. Outputs
@@ -24,7 +24,6 @@ from rq import get_current_job
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.process.shortage import make_fault, number_in_text
-from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.comparison import is_same_output, is_same_result
 from tidemill.services.jobs.sandbox.errors import TestsError
@@ -119,7 +118,7 @@ BOUNDED = ("max_cases", "time_s", "total_s", "memory_mb", "file_mb")
 
 def run_code_of(
     own_run: str, configs: Sequence[SandboxConfig], warm: WarmJails | None = None
-) -> Callable[..., None]:
+) -> Callable[..., dict[str, Any]]:
     """The only function that sandbox workers of `own_run` execute; `configs` bound what jobs ask for."""
 
     @validate_call
@@ -130,14 +129,13 @@ def run_code_of(
         tests: Any,
         config: SandboxConfig,
         columns: dict[str, Any] | None = None,
-    ) -> None:
+    ) -> dict[str, Any]:
         if run_id != own_run:
             raise ValueError(f"this worker is of run {own_run}, and the job of {run_id}")
         job = get_current_job()
         if job is None or job.id != job_id:
             raise ValueError(f"the job is not {job_id}, whose result it would write")
-        result = run_tests(code, tests, within(config, configs), columns, warm)
-        job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=RESULT_TTL_S)
+        return run_tests(code, tests, within(config, configs), columns, warm)
 
     return run_code
 
