@@ -27,6 +27,7 @@ def _serve(scope: "dict[str, object]") -> "object":
     import gc
     import importlib
     import json
+    import marshal
     import os
     import resource
     import select
@@ -42,7 +43,7 @@ def _serve(scope: "dict[str, object]") -> "object":
         importlib.import_module(name)
     launcher: dict[str, object] = {"__name__": "launcher"}
     exec(compile(setup["launcher"], "<launcher>", "exec", dont_inherit=True), launcher)
-    compiled = {source: compile(source, "<string>", "exec", dont_inherit=True) for source in setup["sources"]}
+    compiled = {source: marshal.loads(bytes.fromhex(code)) for source, code in setup["compiled"].items()}
     libc = ctypes.CDLL(None, use_errno=True)
     calls = bytes.fromhex(setup["filter"])
     buffer = ctypes.create_string_buffer(calls, len(calls))

@@ -8,6 +8,7 @@ of its hashes. One that dies, hangs or cannot do its work is replaced.
 import contextlib
 import functools
 import json
+import marshal
 import os
 import select
 import signal
@@ -39,7 +40,7 @@ READY_MODULES = (
 )  # fmt: skip
 """What an interpreter has imported: the preamble's modules, and those of the launcher, `calls.py` and
 `statements.py`."""
-MAX_PROGRAMS = 32
+MAX_PROGRAMS = 64
 """Programs of one interpreter: more share the cost of its start, and the seed of its hashes."""
 ANSWER_S = 30.0
 """Longest start of an interpreter, and longest end of a program that is killed."""
@@ -187,7 +188,7 @@ class WarmJails:
 
     def __init__(self, sources: Sequence[str] = ()) -> None:
         """`sources` are programs that many orders have: they are compiled once."""
-        self._sources = sources
+        self._sources = tuple(sources)
         self._templates: dict[bool, Template] = {}
         """By whether its jail has the installed packages."""
 
@@ -246,13 +247,22 @@ class WarmJails:
             "launcher": LAUNCHER,
             "filter": read_filter().hex(),
             "modules": READY_MODULES,
-            "sources": self._sources,
+            "compiled": _compile(self._sources),
             "max_programs": MAX_PROGRAMS,
         }
         command = [*make_command(config, is_template=True), "--remount-ro", "/", "--", *PYTHON, TEMPLATE]
         template = Template(command, json.dumps(setup).encode())
         self._templates[config.packages] = template
         return template
+
+
+@functools.cache
+def _compile(sources: tuple[str, ...]) -> dict[str, str]:
+    """The code of each source, for an interpreter of the same version."""
+    return {
+        source: marshal.dumps(compile(source, "<string>", "exec", dont_inherit=True)).hex()
+        for source in sources
+    }
 
 
 @functools.cache
