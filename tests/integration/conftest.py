@@ -31,7 +31,7 @@ def forked_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 def isolated() -> None:
     """A jail can be set up here; where a user may not make namespaces, the test is skipped."""
     # Not above: every process of a parallel run reads this file, and few tests need a jail.
-    from tidemill.services.jobs.sandbox.jail import SandboxError
+    from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
     from tidemill.services.jobs.sandbox.job import probe
 
     try:

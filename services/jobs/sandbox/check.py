@@ -14,10 +14,10 @@ from typing import Any
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import ConfigError
+from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.errors import TestsError
 from tidemill.services.jobs.sandbox.forms import read_tests
-from tidemill.services.jobs.sandbox.jail import SandboxError
-from tidemill.services.jobs.sandbox.job import probe
+from tidemill.services.jobs.sandbox.job import make_warm_jails, probe
 
 MAX_PROBLEMS = 20
 
@@ -32,7 +32,10 @@ def main(config: str, *options: str) -> int:
     except SandboxError as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code
-    print("code runs apart from this machine: no network, no files but its own, limits")
+    warm, sentence = make_warm_jails([sandbox])
+    if warm is not None:
+        warm.close()
+    print(f"code runs apart from this machine: no network, no files but its own, limits; {sentence}")
     return 0
 
 

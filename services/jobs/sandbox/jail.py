@@ -1,10 +1,14 @@
-"""Runs untrusted programs, each in a jail of its own.
+"""Runs untrusted programs, each in a jail.
 
 bubblewrap makes namespaces (processes, network, mounts), a root folder with nothing but the system's
 programs, the interpreter and an empty /tmp, and installs the filter of system calls (`system_calls.py`). In
 the jail, `launcher.py` sets limits, gives up root, and becomes the program. This process watches its time,
 its output, and the memory and number of its processes. When bubblewrap ends, the kernel kills everything in
 the jail; bubblewrap ends with the thread that started it.
+
+That costs more than most programs. So a worker keeps a jail with an interpreter that is ready (`warm.py`): it
+forks for each program, and gives the fork what bubblewrap would (`template.py`). The limits are the same, and
+set by the same launcher. Where no such jail can be had, each program gets one of its own.
 """
 
 import contextlib
@@ -13,62 +17,87 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.common.errors import TidemillError
-from tidemill.common.process.shortage import is_machine_fault, machine_faults
+from tidemill.common.process.shortage import machine_faults
+from tidemill.services.jobs.sandbox.bubblewrap import (
+    ENVIRONMENT,
+    LAUNCHER,
+    PYTHON,
+    SandboxError,
+    find_packages,
+    is_admin,
+    make_command,
+    read_filter,
+)
 from tidemill.services.jobs.sandbox.preamble import INT_DIGITS, RECURSION_LIMIT
-from tidemill.services.jobs.sandbox.system_calls import make_filter
+from tidemill.services.jobs.sandbox.warm import WarmJailError, WarmJails, can_be_warm
 
-SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
-DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")
-"""/dev/zero is left out: a mapping of it can be memory that belongs to no process."""
-LAUNCHER = Path(__file__).with_name("launcher.py").read_text(encoding="utf-8")
-FETCHED = Path(sys.prefix, "bubblewrap")
-"""Folder into which `make` unpacks bubblewrap on machines without it."""
 MAX_FILES = 4096
 MAX_PROCESSES = 16
 """Most processes and threads of one program at once."""
 BUBBLEWRAPS = 2
-"""Processes of bubblewrap itself in each jail."""
+"""Processes of bubblewrap itself in each jail, which are of the program's process group."""
+INITS = 1
+"""The same in a warm jail."""
+TEMPLATES = 2
+"""Processes in a warm jail beside bubblewrap's and the program's, which may have the program's user."""
 MAX_OUTPUT_BYTES = 256 << 10
 STACK_BYTES = 100 << 20
 """Stack of a program's main thread: at Python's recursion limit, calls through C (a cached function, the key
 of `sorted`, `__init__`) take up to 2 kB each, and without room they end the process. What is used counts as
 its memory. Linux leaves at least 128 MiB for it to grow into."""
+PROBE_S = 60.0
 LOOK_S = 0.04
 LOOK_SHARE = 0.1
 """Largest share of the time spent on looking at processes: large machines have many."""
-NOBODY = 65534
 FIRST_UID, NUM_UIDS = 200_000, 60_000
 """Under root, each program gets a user id of its own: the limit on processes counts per user, and includes
 processes that have ended until they are reaped."""
 NUMBERS, STRIDE = itertools.count(), 7919
-CAP_SYS_ADMIN = 21
 ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
 LAST_SIGNAL = 128 + 64
 
 Result = dict[str, Any]
 
 
-class SandboxError(TidemillError):
-    """The jail failed, which says nothing about the code in it."""
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A program, its limits, and the files that carry it into a jail and its output out of it."""
+
+    config: SandboxConfig
+    uid: int
+    """Its user under root; 0: the only one of its user namespace."""
+    order: IO[bytes]
+    """Instructions, which the launcher empties when all is in place."""
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def is_set_up(self) -> bool:
+        """Whether its limits are in place; until then, no line of it has run."""
+        return os.fstat(self.order.fileno()).st_size == 0
+
+    def written(self) -> int:
+        """Bytes that it has written."""
+        return sum(os.fstat(file.fileno()).st_size for file in (self.stdout, self.stderr))
 
 
 def run_program(
-    source: str, stdin: str, config: SandboxConfig, time_s: float, before: str = "", has_file: bool = False
-) -> Result:
+    source: str, stdin: str, config: SandboxConfig, time_s: float, before: str = "", has_file: bool = False,
+    warm: WarmJails | None = None,
+) -> Result:  # fmt: skip
     """Run one program to its end, or to the first limit that it meets.
 
     Args:
@@ -78,62 +107,141 @@ def run_program(
         time_s: The longest time that it may take.
         before: Statements that run before it, in its globals.
         has_file: Whether it may read its standard input as the file /dev/stdin too.
+        warm: Jails that are ready; without them, or where they fail, it gets a jail of its own.
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
         MachineFaultError: this machine is short of something that a jail needs.
     """
-    with machine_faults("a jail could not be set up"), contextlib.ExitStack() as stack:
+    with machine_faults("a jail could not be set up"):
+        if warm is not None and not has_file and can_be_warm(config.packages):
+            try:
+                with _program(source, stdin, config, before, TEMPLATES) as program:
+                    return _run_warm(program, time_s, warm)
+            except WarmJailError as error:
+                print(f"tidemill sandbox: a warm jail failed: {error}", file=sys.stderr, flush=True)
+        with _program(source, stdin, config, before) as program:
+            return _run_cold(program, time_s, has_file)
+
+
+def probe_warm(warm: WarmJails, config: SandboxConfig) -> None:
+    """Check that such programs can be run in a warm jail.
+
+    Raises:
+        SandboxError: they cannot, and why.
+        MachineFaultError: this machine is short of something that a jail needs.
+    """
+    if not can_be_warm(config.packages):
+        raise SandboxError("Python or its packages lie below /tmp, over which each program gets its own")
+    with machine_faults("a jail could not be set up"), _program("", "", config, "", TEMPLATES) as program:
+        _run_warm(program, PROBE_S, warm)
+
+
+@contextlib.contextmanager
+def _program(
+    source: str, stdin: str, config: SandboxConfig, before: str, num_companions: int = 0
+) -> Iterator[_Program]:
+    with contextlib.ExitStack() as stack:
         # Files, not pipes: no reader is needed while it runs, and their size says how much it has written.
-        order, fed, calls, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
-        uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if _is_admin() else 0
-        order.write(json.dumps(_order(source, before, config, uid)).encode())
-        fed.write(stdin.encode(errors="replace"))
-        try:
-            calls.write(make_filter())
-        except OSError as error:
-            if is_machine_fault(error):
-                raise
-            raise SandboxError(f"no filter of system calls (Debian's libseccomp2): {error}") from None
-        for file in (order, fed, calls):
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
+        uid = FIRST_UID + (os.getpid() + next(NUMBERS) * STRIDE) % NUM_UIDS if is_admin() else 0
+        program = _Program(config, uid, *files)
+        # The limit counts the processes of a user: under root, those of the program alone.
+        num_processes = MAX_PROCESSES + (0 if uid else num_companions)
+        order = _order(source, before, config, uid, num_processes)
+        program.order.write(json.dumps(order).encode())
+        program.stdin.write(stdin.encode(errors="replace"))
+        for file in (program.order, program.stdin):
             file.seek(0)
-        python = [os.path.realpath(sys.executable), "-ISBc", LAUNCHER, str(order.fileno())]
+        yield program
+
+
+def _run_cold(program: _Program, time_s: float, has_file: bool) -> Result:
+    """Run it in a jail of its own."""
+    with contextlib.ExitStack() as stack:
+        calls = stack.enter_context(tempfile.TemporaryFile())
+        calls.write(read_filter())
+        calls.seek(0)
+        order, fed = program.order, program.stdin
         started = time.monotonic()
         inputs = []
-        command = _bubblewrap(config, uid)
+        command = make_command(program.config)
         if has_file:  # a copy: there is no /proc in the jail, to which /dev/stdin would lead
             inputs.append(stack.enter_context(open(f"/proc/self/fd/{fed.fileno()}", "rb")).fileno())
             command += ["--perms", "0444", "--ro-bind-data", str(inputs[0]), "/dev/stdin"]
         # The root becomes read-only last: until then bubblewrap makes folders in it.
+        command += ["--remount-ro", "/", "--seccomp", str(calls.fileno())]
         process = subprocess.Popen(
-            [*command, "--remount-ro", "/", "--seccomp", str(calls.fileno()), "--", *python],
+            [*command, "--", *PYTHON, LAUNCHER, str(order.fileno())],
             stdin=fed,
-            stdout=out,
-            stderr=err,
+            stdout=program.stdout,
+            stderr=program.stderr,
             pass_fds=[order.fileno(), calls.fileno(), *inputs],
             start_new_session=True,
-            env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
+            env=ENVIRONMENT,
         )
         try:
-            outcome = _follow(process, config, started + time_s, order, (out, err))
+            with os.fdopen(os.pidfd_open(process.pid)) as pid:  # which becomes readable as the process ends
+                ended = select.poll()
+                ended.register(pid, select.POLLIN)
+
+                def has_ended(timeout_s: float) -> bool:
+                    return bool(ended.poll(1000 * timeout_s))
+
+                outcome = _follow(program, has_ended, lambda: process.pid, BUBBLEWRAPS, started + time_s)
         finally:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group's number is its own
             code = process.wait()
-        stdout, stderr = (_written(file, MAX_OUTPUT_BYTES) for file in (out, err))
-        if os.fstat(order.fileno()).st_size:  # the launcher empties it when all is in place
-            raise SandboxError(stderr.strip()[-500:] or f"it ended with {code}")
+        if not program.is_set_up():
+            raise SandboxError(
+                _text_of(program.stderr, MAX_OUTPUT_BYTES).strip()[-500:] or f"it ended with {code}"
+            )
         # 128 + signal, as in a shell: bubblewrap reports the program's signals in this form.
-        code = code if code >= 0 else 128 - code
-        return {
-            "outcome": outcome or ENDINGS.get(code) or ("killed" if 128 < code <= LAST_SIGNAL else "done"),
-            "code": None if outcome else code,
-            "stdout": stdout,
-            "stderr": stderr[-2000:],
-            "wall_s": round(time.monotonic() - started, 3),
-        }
+        return _result(program, outcome, code if code >= 0 else 128 - code, started)
 
 
-def _order(source: str, before: str, config: SandboxConfig, uid: int) -> dict[str, Any]:
+def _run_warm(program: _Program, time_s: float, warm: WarmJails) -> Result:
+    """Run it in a jail that is ready.
+
+    Raises:
+        WarmJailError: it was not run to an end of its own or of a limit.
+    """
+    config = program.config
+    streams = (program.stdin, program.stdout, program.stderr)
+    running = warm.start(program.uid, config, program.order, streams)
+    try:
+        started = time.monotonic()
+        outcome = _follow(program, running.has_ended, running.group, INITS, started + time_s)
+        if outcome:
+            running.kill()
+        ended = running.wait()
+    except WarmJailError:
+        warm.drop(config)
+        raise
+    finally:
+        running.close()
+    if ended.is_last:
+        warm.drop(config)
+    if not program.is_set_up():
+        warm.drop(config)
+        raise WarmJailError(
+            _text_of(program.stderr, MAX_OUTPUT_BYTES).strip()[-500:] or f"it ended with {ended.code}"
+        )
+    return _result(program, outcome, ended.code, started)
+
+
+def _result(program: _Program, outcome: str, code: int, started: float) -> Result:
+    ending = ENDINGS.get(code) or ("killed" if 128 < code <= LAST_SIGNAL else "done")
+    return {
+        "outcome": outcome or ending,
+        "code": None if outcome else code,
+        "stdout": _text_of(program.stdout, MAX_OUTPUT_BYTES),
+        "stderr": _text_of(program.stderr, MAX_OUTPUT_BYTES)[-2000:],
+        "wall_s": round(time.monotonic() - started, 3),
+    }
+
+
+def _order(source: str, before: str, config: SandboxConfig, uid: int, num_processes: int) -> dict[str, Any]:
     """The launcher's instructions. The limits hold for each process by itself."""
     cpu_s = math.ceil(config.time_s)
     limits = {
@@ -141,7 +249,7 @@ def _order(source: str, before: str, config: SandboxConfig, uid: int) -> dict[st
         "CPU": (cpu_s, cpu_s + 1),
         "AS": (config.memory_mb << 20,) * 2,
         "FSIZE": (max(config.file_mb << 20, MAX_OUTPUT_BYTES),) * 2,
-        "NPROC": (MAX_PROCESSES,) * 2,
+        "NPROC": (num_processes,) * 2,
         "STACK": (STACK_BYTES,) * 2,
         "NOFILE": (64, 64),  # the buffers of pipes and sockets belong to no process
         "SIGPENDING": (256, 256),
@@ -154,82 +262,45 @@ def _order(source: str, before: str, config: SandboxConfig, uid: int) -> dict[st
         "uid": uid,
         "before": before,
         "source": source,
-        "path": _packages(config),
+        "path": find_packages(config.packages),
     }
 
 
-def _bubblewrap(config: SandboxConfig, uid: int) -> list[str]:
-    """The command that sets up namespaces and files; what comes after them is still to be appended.
-
-    Raises:
-        SandboxError: there is no bubblewrap.
-    """
-    program = shutil.which("bwrap", path=f"{os.environ.get('PATH', os.defpath)}:{FETCHED}")
-    if program is None:
-        raise SandboxError("there is no bubblewrap (bwrap) on the PATH; Debian's package is bubblewrap")
-    # Root needs no user namespace, which some kernels forbid: the launcher changes to another user.
-    user = (
-        ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        if uid
-        else ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    )
-    # First, because packages may lie in the machine's /tmp: they are mounted over the jail's /tmp.
-    files = ["--perms", "1777", "--size", str(config.file_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    for path in (*SYSTEM, os.path.realpath(sys.base_prefix), *_packages(config), *DEVICES):
-        if os.path.islink(path):
-            files += ["--symlink", os.readlink(path), path]
-        elif not path.startswith("/usr/"):
-            for folder in list(Path(path).parents)[-2::-1]:  # the jail's user must be able to enter it
-                files += ["--perms", "0755", "--dir", str(folder)]
-            files += ["--dev-bind" if path in DEVICES else "--ro-bind-try", path, path]
-    spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    return [program, *spaces, *user, "--die-with-parent", *files]
-
-
-def _packages(config: SandboxConfig) -> list[str]:
-    """Folders of the packages that are installed beside this project; none without `config.packages`."""
-    found = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
-    return sorted(found) if config.packages else []
-
-
-def _is_admin() -> bool:
-    status = Path("/proc/self/status").read_text().splitlines()
-    capabilities = next((line.split()[1] for line in status if line.startswith("CapEff:")), "0")
-    return os.geteuid() == 0 and bool(int(capabilities, 16) >> CAP_SYS_ADMIN & 1)
-
-
 def _follow(
-    process: "subprocess.Popen[bytes]", config: SandboxConfig, deadline: float, order: IO[bytes],
-    written: tuple[IO[bytes], ...],
+    program: _Program, has_ended: Callable[[float], bool], group: Callable[[], int], num_others: int,
+    deadline: float,
 ) -> str:  # fmt: skip
-    """Wait for the end or a limit. Returns the limit, or "" if it ended by itself; it is not reaped here."""
-    pause_s, ended = LOOK_S, select.poll()
-    with os.fdopen(os.pidfd_open(process.pid)) as pid:  # which becomes readable as the process ends
-        ended.register(pid, select.POLLIN)
-        while True:
-            has_ended = ended.poll(1000 * min(pause_s, max(0.0, deadline - time.monotonic())))
-            # Checked before the end is: a program may write too much and end between two looks.
-            if sum(os.fstat(file.fileno()).st_size for file in written) > MAX_OUTPUT_BYTES:
-                return "output"
-            if has_ended:
-                return ""
-            looked = time.monotonic()
-            if looked > deadline:
-                return "timeout"
-            if outcome := _excess(process.pid, config, is_set_up=not os.fstat(order.fileno()).st_size):
-                return outcome
-            pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
+    """Wait for the end or a limit. Returns the limit, or "" if it ended by itself; it is not reaped here.
+
+    `group` is its process group, in which there are `num_others` processes beside the program's."""
+    pause_s = LOOK_S
+    while True:
+        is_over = has_ended(min(pause_s, max(0.0, deadline - time.monotonic())))
+        # Checked before the end is: a program may write too much and end between two looks.
+        if program.written() > MAX_OUTPUT_BYTES:
+            return "output"
+        if is_over:
+            return ""
+        looked = time.monotonic()
+        if looked > deadline:
+            return "timeout"
+        if outcome := _excess(group(), num_others, program):
+            return outcome
+        pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
 
 
-def _excess(group: int, config: SandboxConfig, is_set_up: bool) -> str:
+def _excess(group: int, num_others: int, program: _Program) -> str:
     """The limit over all processes together that is exceeded, or ""; setrlimit has no such limits."""
+    if not group:  # it has just ended
+        return ""
     pids = [pid for pid in psutil.pids() if _group_of(pid) == group]
-    if len(pids) > MAX_PROCESSES + BUBBLEWRAPS:
+    if len(pids) > MAX_PROCESSES + num_others:
         return "processes"
-    if sum(map(_used_bytes, pids)) > config.memory_mb << 20:
+    theirs = [pid for pid in pids if pid != group]  # the first is bubblewrap, or the jail's init
+    if sum(map(_used_bytes, theirs)) > program.config.memory_mb << 20:
         return "memory"
     # Before the program starts, this path may still be the machine's own /tmp.
-    return "file" if is_set_up and any(_num_files(pid) > MAX_FILES for pid in pids if pid != group) else ""
+    return "file" if program.is_set_up() and any(_num_files(pid) > MAX_FILES for pid in theirs) else ""
 
 
 def _group_of(pid: int) -> int:
@@ -259,6 +330,6 @@ def _num_files(pid: int) -> int:
     return 0
 
 
-def _written(file: IO[bytes], max_bytes: int) -> str:
+def _text_of(file: IO[bytes], max_bytes: int) -> str:
     file.seek(0)
     return file.read(max_bytes).decode(errors="replace")

@@ -1,8 +1,8 @@
-"""The RQ job: run one completion's code against its tests, each in a jail, and leave the result in Redis.
+"""The RQ job: run one completion's code against its tests, each in a jail.
 
-The result is written under a key of the run before RQ marks the job as done, so a worker that dies in between
-costs at most a second run. Whatever the code does is a result; a failure of the sandbox is an error, which
-the reward service retries and never counts as a zero.
+The worker writes the result under a key of the run before RQ marks the job as done, so a worker that dies in
+between costs at most a second run. Whatever the code does is a result; a failure of the sandbox is an error,
+which the reward service retries and never counts as a zero.
 
 A ground truth is read by `forms.py`, and refused where it tests nothing. A program passes by what it writes,
 never by its exit code alone: code that ends early, with `sys.exit(0)` for instance, must not pass. Outputs
@@ -22,17 +22,21 @@ from pydantic import validate_call
 from rq import get_current_job
 
 from tidemill.common.config.reward_kinds import SandboxConfig
+from tidemill.common.errors import TidemillError
 from tidemill.common.process.shortage import make_fault, number_in_text
-from tidemill.common.wire.keys import Keys
+from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.comparison import is_same_output, is_same_result
 from tidemill.services.jobs.sandbox.errors import TestsError
 from tidemill.services.jobs.sandbox.forms import CallTest, OutputTest, Test, read_tests
-from tidemill.services.jobs.sandbox.jail import SandboxError, run_program
+from tidemill.services.jobs.sandbox.jail import probe_warm, run_program
 from tidemill.services.jobs.sandbox.preamble import write_imports
+from tidemill.services.jobs.sandbox.warm import WarmJails
 
 CALLS = Path(__file__).with_name("calls.py").read_text(encoding="utf-8")
 STATEMENTS = Path(__file__).with_name("statements.py").read_text(encoding="utf-8")
 PYTEST = Path(__file__).with_name("pytest_subset.py").read_text(encoding="utf-8")
+SOURCES = (CALLS, STATEMENTS)
+"""Programs that are the same in all cases of their form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,9 @@ REMEDY = (
 BOUNDED = ("max_cases", "time_s", "total_s", "memory_mb", "file_mb")
 
 
-def run_code_of(own_run: str, configs: Sequence[SandboxConfig]) -> Callable[..., None]:
+def run_code_of(
+    own_run: str, configs: Sequence[SandboxConfig], warm: WarmJails | None = None
+) -> Callable[..., dict[str, Any]]:
     """The only function that sandbox workers of `own_run` execute; `configs` bound what jobs ask for."""
 
     @validate_call
@@ -123,14 +129,13 @@ def run_code_of(own_run: str, configs: Sequence[SandboxConfig]) -> Callable[...,
         tests: Any,
         config: SandboxConfig,
         columns: dict[str, Any] | None = None,
-    ) -> None:
+    ) -> dict[str, Any]:
         if run_id != own_run:
             raise ValueError(f"this worker is of run {own_run}, and the job of {run_id}")
         job = get_current_job()
         if job is None or job.id != job_id:
             raise ValueError(f"the job is not {job_id}, whose result it would write")
-        result = run_tests(code, tests, within(config, configs), columns)
-        job.connection.set(Keys(run_id).sandbox_result(job_id), json.dumps(result), ex=RESULT_TTL_S)
+        return run_tests(code, tests, within(config, configs), columns, warm)
 
     return run_code
 
@@ -143,8 +148,9 @@ def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
 
 
 def run_tests(
-    code: str, tests: Any, config: SandboxConfig, columns: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    code: str, tests: Any, config: SandboxConfig, columns: Mapping[str, Any] | None = None,
+    warm: WarmJails | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """How many tests passed, or why none could be run.
 
     Raises:
@@ -155,7 +161,7 @@ def run_tests(
     except TestsError as error:
         return {"error": str(error), "is_final": True}
     try:
-        results = run_cases(cases, config)
+        results = run_cases(cases, config, warm)
     except (SandboxError, OSError) as error:
         # Bubblewrap starts processes, too, and says in words why it cannot.
         number = number_in_text(str(error))
@@ -182,7 +188,9 @@ def _shown(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_cases(cases: Sequence[Case], config: SandboxConfig) -> list[dict[str, Any]]:
+def run_cases(
+    cases: Sequence[Case], config: SandboxConfig, warm: WarmJails | None = None
+) -> list[dict[str, Any]]:
     """The result of each case (`jail.run_program`).
 
     Raises:
@@ -205,6 +213,7 @@ def run_cases(cases: Sequence[Case], config: SandboxConfig) -> list[dict[str, An
                     case.before,
                     # The input of other cases holds their proof.
                     has_file=not case.proof and STDIN_FILE in case.source,
+                    warm=warm,
                 )
             )
         except SandboxError as error:
@@ -217,3 +226,15 @@ def probe(config: SandboxConfig) -> None:
     (result,) = run_cases(PROBE, config.model_copy(update={"time_s": 60.0, "total_s": 60.0}))
     if not PROBE[0].passed(result):
         raise SandboxError(f"the sandbox cannot run Python here: {result['stderr'] or result['outcome']}")
+
+
+def make_warm_jails(configs: Sequence[SandboxConfig]) -> tuple[WarmJails | None, str]:
+    """Jails that are ready for such programs, and a sentence that says so; None, and why there are none."""
+    warm = WarmJails(SOURCES)
+    try:
+        for config in configs:
+            probe_warm(warm, config)
+    except (TidemillError, OSError) as error:
+        warm.close()
+        return None, f"each program is run in a jail that is made for it, because none is ready here: {error}"
+    return warm, "programs are run in a jail that is ready"

@@ -1,12 +1,15 @@
-"""First code that a jail's interpreter runs: it sets limits, gives up root, and becomes the program.
+"""First code of a program's process: it sets limits, gives up root, and becomes the program.
 
 Standard library only: `jail.py` passes this file as text (`python -c`), with the descriptor of a file of
 instructions, the order. The order is emptied when all limits are in place; until then, no line of the program
-has run. The program's globals hold no import of this file. Imports are few: it runs for each test.
+has run. The program's globals hold no import of this file. Imports are few: it runs for each test. In a warm
+jail, `template.py` calls `_program` in a fork of its interpreter.
 """
 
 
-def _program() -> "object":
+def _program(descriptor: "int", scope: "dict[str, object]", compiled: "dict[str, object]") -> "object":
+    """Read the order, set the limits, and run the imports; returns the program. `compiled` are sources that
+    need no compiling."""
     import _sitebuiltins
     import builtins
     import json
@@ -14,7 +17,6 @@ def _program() -> "object":
     import resource
     import sys
 
-    descriptor = int(sys.argv.pop())
     with open(descriptor, "rb", closefd=False) as file:
         order = json.load(file)
     if order["uid"]:
@@ -38,9 +40,10 @@ def _program() -> "object":
     sys.set_int_max_str_digits(order["int_digits"])
     for name in ("exit", "quit"):  # of the module `site`, which is not loaded here
         setattr(builtins, name, _sitebuiltins.Quitter(name, ""))
-    exec(compile(order["before"], "<imports>", "exec", dont_inherit=True), globals())
-    return compile(order["source"], "<string>", "exec", dont_inherit=True)
+    exec(compile(order["before"], "<imports>", "exec", dont_inherit=True), scope)
+    code = compiled.get(order["source"])
+    return code or compile(order["source"], "<string>", "exec", dont_inherit=True)
 
 
 if __name__ == "__main__":
-    exec(_program())  # type: ignore[arg-type]
+    exec(_program(int(__import__("sys").argv.pop()), globals(), {}))  # type: ignore[call-overload]

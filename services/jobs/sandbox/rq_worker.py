@@ -3,8 +3,9 @@
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
 Where this machine is short of processes, descriptors, memory or disk, a job goes back to the queue, and none
 is taken until a start works; FD gets a line when that begins and ends.
-RQ forks for every job, so a job that crashes affects nothing else. The worker ends with the process that
-started it, and reaps orphaned processes of jobs.
+Every job runs in a process of its own, so one that crashes affects nothing else. That process has no
+connection to Redis: the worker writes its result, and tells RQ how it ended. The worker ends with the process
+that started it, and reaps orphaned processes of jobs.
 
 By default, write access to a job's hash decides what is called: RQ imports any dotted name that stands there,
 for the function and for its callbacks, and sends webhooks to any address. Here there is one function; its
@@ -14,20 +15,23 @@ that this project's jobs do not have are not read.
 
 import contextlib
 import ctypes
-import mmap
+import gc
+import json
 import os
 import secrets
+import select
 import signal
-import struct
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar, NoReturn
 
 from pydantic import TypeAdapter
 from redis import Redis
 from redis.exceptions import RedisError
-from rq import Queue, Worker
+from rq import Queue, Worker, get_current_job
 from rq.exceptions import NoSuchJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -41,14 +45,14 @@ from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.process.shortage import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    fault_in,
     find_shortage,
-    make_fault,
+    machine_faults,
 )
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.sandbox.job import run_code_of
+from tidemill.services.jobs.sandbox.job import RESULT_TTL_S, make_warm_jails, run_code_of
+from tidemill.services.jobs.sandbox.preamble import write_imports
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 BEAT_S = 2
@@ -59,8 +63,6 @@ PAUSE_S = 1.0
 NOT_SHORT = "0"
 """Line that says that a start works again. Others have the `errno` of what the machine lacks, and why."""
 MAX_LINE_CHARS = 1000
-SHORTAGE = struct.Struct("<i")
-"""An `errno`, or 0."""
 
 # fmt: off
 FIELDS = frozenset((
@@ -74,6 +76,10 @@ FIELDS = frozenset((
 
 class UnknownJobError(Exception):
     """A job names another function than `RUN_CODE`."""
+
+
+class JobProcessError(Exception):
+    """The process of a job failed."""
 
 
 class CodeJob(Job):
@@ -131,19 +137,29 @@ class CodeWorker(Worker):
     """Jobs that were given back because this machine was short of something."""
 
     def __init__(
-        self, keys: Keys, run_code: Callable[..., None], connection: Redis, report_to: int = -1
+        self,
+        keys: Keys,
+        run_code: Callable[..., Any],
+        connection: Redis,
+        report_to: int = -1,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report_to` is a descriptor for lines about shortages of this machine; -1: there is none."""
+        """`report_to` is a descriptor for lines about shortages of this machine; -1: there is none. `prepare`
+        is called before the process of a job is forked, which inherits what it makes."""
         self._report_to = report_to
-        # Shared with the process of a job, which leaves there what it was short of.
-        self._shortage = mmap.mmap(-1, SHORTAGE.size)
+        self._prepare = prepare
+        self._run_code = run_code
+        self._keys = keys
+        self._fault: MachineFaultError | None = None
         super().__init__(
             [keys.sandbox_queue],
             # RQ refuses a name whose former holder was killed, so it is new at every start.
             name=f"{keys.sandbox_names}{secrets.token_hex(4)}",
             connection=connection,
             serializer=JSONSerializer,
-            job_class=type("RunsCodeJob", (CodeJob,), {"keys": keys, "run_code": staticmethod(run_code)}),
+            job_class=type(
+                "RunsCodeJob", (CodeJob,), {"keys": keys, "run_code": staticmethod(self._run_apart)}
+            ),
             job_monitoring_interval=BEAT_S,
             maintenance_interval=MAINTENANCE_S,
             worker_ttl=WORKER_TTL_S,
@@ -156,32 +172,95 @@ class CodeWorker(Worker):
             super().request_stop(signum, frame)  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
-        self._shortage[:] = SHORTAGE.pack(0)
-        problem = "a job could not be run"
+        """Do what RQ does for a job in this process; `_run_apart` forks. RQ forks here, and its fork connects
+        to Redis, and copies the memory that all of this takes."""
+        self._fault = None
         try:
-            super().execute_job(job, queue)
-        except OSError as error:  # of the fork: no line of the job has run
-            fault = fault_in(error, problem)
-            if fault is None:
-                raise
-            self._shortage[:] = SHORTAGE.pack(fault.number)
-            self.handle_job_failure(job, queue, exc_string=str(fault))
+            self.prepare_execution(job)
+            self.perform_job(job, queue)
             self.set_state(WorkerStatus.IDLE)
         finally:
             with contextlib.suppress(ChildProcessError):  # reaps orphans of jobs
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-        (number,) = SHORTAGE.unpack(self._shortage)
-        if number:
-            self._wait_out_shortage(make_fault(number, problem, os.strerror(number)))
+        if self._fault is not None:
+            self._wait_out_shortage(self._fault)
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
-        """In the process of a job, which has failed. A fault of the machine is left to the worker to report;
-        RQ puts the job back into the queue, or the reward worker that waits for it asks again."""
+        """Of a job that has failed. RQ puts it back into the queue, or the reward worker that waits for it
+        asks again."""
         if isinstance(exc_info[1], MachineFaultError):
-            self._shortage[:] = SHORTAGE.pack(exc_info[1].number)
+            self._fault = exc_info[1]
             return
         super().handle_exception(job, *exc_info)
+
+    def _run_apart(self, *arguments: Any) -> None:
+        """Call `run_code` in a process of its own, and write its result to Redis.
+
+        Raises:
+            MachineFaultError: the machine is short of something: the job is for another one.
+            JobProcessError: it raised an exception, or its process was killed.
+        """
+        job = get_current_job()
+        assert job is not None
+        with machine_faults("a job could not be run"), tempfile.TemporaryFile() as answer:
+            self._prepare()
+            child = os.fork()
+            if child == 0:
+                self._answer(arguments, answer)
+            with contextlib.suppress(OSError):  # as the child does, whichever is first; it may have ended
+                os.setpgid(child, child)
+            self._horse_pid = child
+            try:
+                status = self._wait_for(child, job)
+            finally:
+                if self._horse_pid:
+                    os.killpg(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                self._horse_pid = 0
+            answer.seek(0)
+            written = answer.read()
+        if not written:
+            raise JobProcessError(f"the job's process ended with {os.waitstatus_to_exitcode(status)}")
+        reply = json.loads(written)
+        if "number" in reply:
+            raise MachineFaultError(reply["reason"], reply["number"])
+        if "error" in reply:
+            raise JobProcessError(reply["error"])
+        if reply["value"] is not None:
+            key = self._keys.sandbox_result(job.id)
+            self.connection.set(key, json.dumps(reply["value"]), ex=RESULT_TTL_S)
+
+    def _answer(self, arguments: tuple[Any, ...], answer: IO[bytes]) -> NoReturn:
+        """What the process of a job does."""
+        reply: dict[str, Any]
+        try:
+            os.setpgid(0, 0)
+            self.setup_work_horse_signals()  # type: ignore[no-untyped-call]
+            reply = {"value": self._run_code(*arguments)}
+        except MachineFaultError as fault:
+            reply = {"number": fault.number, "reason": str(fault)}
+        except BaseException:
+            reply = {"error": traceback.format_exc()}
+        try:
+            answer.write(json.dumps(reply).encode())
+            answer.flush()
+        finally:
+            os._exit(0)
+
+    def _wait_for(self, child: int, job: Job) -> int:
+        """The exit status of a job's process; heartbeats say that it is at work."""
+        started = time.monotonic()
+        with os.fdopen(os.pidfd_open(child)) as process:  # which becomes readable as the process ends
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            while not ended.poll(1000 * BEAT_S):
+                self.set_current_job_working_time(time.monotonic() - started)
+                self.maintain_heartbeats(job)
+        _, status = os.waitpid(child, 0)
+        self._horse_pid = 0
+        self.set_current_job_working_time(0)
+        return status
 
     def _wait_out_shortage(self, fault: MachineFaultError) -> None:
         """Take no job until a start works."""
@@ -221,9 +300,20 @@ def main(run_id: str, configs: str, report_to: str = "-1") -> int:
     except TidemillError as error:
         print(f"tidemill sandbox: {error}", file=sys.stderr)
         return error.exit_code
-    run_code = run_code_of(run_id, TypeAdapter(list[SandboxConfig]).validate_json(configs))
+    sections = TypeAdapter(list[SandboxConfig]).validate_json(configs)
+    warm, sentence = make_warm_jails(sections)
+    print(f"tidemill sandbox: {sentence}", file=sys.stderr, flush=True)
+    run_code = run_code_of(run_id, sections, warm)
+
+    def prepare() -> None:
+        if warm is not None:
+            warm.prepare(sections)
+
+    write_imports("")  # its table is made once, and not in the process of each job
+    gc.collect()
+    gc.freeze()  # collections in the processes of jobs would copy all of it
     while not CodeWorker.is_asked_to_stop:
-        worker = CodeWorker(Keys(run_id), run_code, connection, int(report_to))
+        worker = CodeWorker(Keys(run_id), run_code, connection, int(report_to), prepare)
         problem = "RQ's worker ended"
         try:
             worker.work(logging_level="WARNING")

@@ -8,7 +8,7 @@ import signal
 from tidemill.common.errors import ConfigError, MachineFaultError, TidemillError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.process.service import ServiceContext
-from tidemill.services.jobs.sandbox.jail import SandboxError
+from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.job import probe
 
 WORKING = "work:sandbox"

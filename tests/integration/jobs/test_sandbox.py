@@ -14,7 +14,7 @@ from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.services.jobs.sandbox.job import make_cases, run_cases, run_tests
 
-pytestmark = pytest.mark.usefixtures("isolated")
+pytestmark = pytest.mark.usefixtures("each_jail")
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})

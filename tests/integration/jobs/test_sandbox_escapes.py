@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.preloaded import REPO
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox import jail
-from tidemill.services.jobs.sandbox.jail import SandboxError
+from tidemill.services.jobs.sandbox import bubblewrap
+from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.job import make_cases, run_cases
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
@@ -75,7 +75,7 @@ def ran(code: str) -> dict[str, Any]:
     return result
 
 
-def test_the_kernel_refuses_what_leads_out_of_the_jail(isolated: None) -> None:
+def test_the_kernel_refuses_what_leads_out_of_the_jail(each_jail: None) -> None:
     lines = [f"print(json.dumps([{name!r}, {call}]), flush=True)" for name, call in CALLS.items()]
     found = ran(CALL + "\n".join(lines))
     answers = dict(json.loads(line) for line in found["stdout"].splitlines())
@@ -97,7 +97,7 @@ def test_the_kernel_refuses_what_leads_out_of_the_jail(isolated: None) -> None:
     ],
     ids=["memfd", "shared between forks", "socket buffers", "shared memory files", "files", "empty files"],
 )
-def test_no_memory_is_out_of_sight_of_the_limit(isolated: None, allocate: str) -> None:
+def test_no_memory_is_out_of_sight_of_the_limit(each_jail: None, allocate: str) -> None:
     found = ran(f"import mmap, os\n{allocate}\nprint('has it')")
     assert "has it" not in found["stdout"]
 
@@ -129,12 +129,12 @@ print("has it")
 """
 
 
-def test_a_process_whose_first_thread_has_ended_hides_no_memory(isolated: None) -> None:
+def test_a_process_whose_first_thread_has_ended_hides_no_memory(each_jail: None) -> None:
     found = ran(HEADLESS)
     assert found["outcome"] == "memory", found
 
 
-def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail(isolated: None) -> None:
+def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail(each_jail: None) -> None:
     name = f"headless-{os.getpid()}"
     code = (
         "import ctypes, os, threading, time\n"
@@ -151,12 +151,12 @@ def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail(isolat
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"\rVmRSS: -99999"], ids=["no text", "lines of its own"])
-def test_no_name_hides_what_a_process_uses(isolated: None, name: bytes) -> None:
+def test_no_name_hides_what_a_process_uses(each_jail: None, name: bytes) -> None:
     found = ran(NAMED.format(name=name))
     assert found["outcome"] == "memory", found
 
 
-def test_a_nest_of_folders_is_cleared_away(isolated: None) -> None:
+def test_a_nest_of_folders_is_cleared_away(each_jail: None) -> None:
     """Deeper than Python calls itself, and than a path can say. It is no failure of the sandbox."""
     code = """
 import os
@@ -186,7 +186,7 @@ print(run_cases([Case(code, "", "")], SandboxConfig(time_s=20.0, total_s=60.0))[
 """
 
 
-def test_what_is_mounted_below_a_folder_of_the_system_is_read_only_too(isolated: None) -> None:
+def test_what_is_mounted_below_a_folder_of_the_system_is_read_only_too(each_jail: None) -> None:
     """As volumes of a container are: a jail must not write what its worker's user may."""
     folders = [name for name in ("/usr/games", "/usr/src", "/usr/local/games") if Path(name).is_dir()]
     if os.getuid() != 0 or not folders:
@@ -199,14 +199,14 @@ def test_what_is_mounted_below_a_folder_of_the_system_is_read_only_too(isolated:
 def test_nothing_is_run_where_no_jail_is_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "was-here"
     tmp_path.chmod(0o777)
-    monkeypatch.setattr(jail, "FETCHED", tmp_path)
+    monkeypatch.setattr(bubblewrap, "FETCHED", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match=r"bubblewrap.*seccomp=unconfined"):
         ran(f"open({str(mark)!r}, 'w')")
     assert not mark.exists()
 
 
-def test_what_programs_need_is_there(isolated: None) -> None:
+def test_what_programs_need_is_there(each_jail: None) -> None:
     """Threads, processes, pipes, event loops, files."""
     code = """
 import asyncio, subprocess, sys, tempfile, threading, concurrent.futures, mmap

@@ -28,7 +28,7 @@ WORKER = """
 import sys, time
 from tidemill.services.jobs.sandbox import rq_worker
 
-rq_worker.run_code_of = lambda run_id, configs: time.sleep
+rq_worker.run_code_of = lambda *_: time.sleep
 sys.exit(rq_worker.main(sys.argv[1], "[]"))
 """
 """A worker of the run, whose one function sleeps in place of running code."""

@@ -29,7 +29,7 @@ from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
 from tidemill.services.jobs.sandbox import job as sandbox_job
-from tidemill.services.jobs.sandbox.jail import SandboxError
+from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.job import run_tests
 
 KEYS = Keys("jobs.1")
@@ -60,7 +60,7 @@ def work(mark):
     Path(mark).write_text(name)
 
 os.fork = refused
-rq_worker.run_code_of = lambda run_id, configs: work
+rq_worker.run_code_of = lambda *_: work
 rq_worker.find_shortage = lambda: FAULT if FLAG.exists() else None
 sys.exit(rq_worker.main(run_id, "[]", report_to))
 """

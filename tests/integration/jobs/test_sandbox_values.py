@@ -9,7 +9,7 @@ from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.services.jobs.sandbox.job import make_cases as cases_of
 from tidemill.services.jobs.sandbox.job import run_cases, run_tests
 
-pytestmark = pytest.mark.usefixtures("isolated")
+pytestmark = pytest.mark.usefixtures("each_jail")
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=512)
 PACKAGES = LIMITS.model_copy(update={"packages": True, "memory_mb": 1024})

@@ -1,0 +1,194 @@
+"""A warm interpreter in a jail, the template: it forks for each program, and the fork becomes the program.
+
+Standard library only: `warm.py` passes this file as text (`python -c`), with the descriptors of its setup
+and of the socket for its requests. A request is a line of JSON with five descriptors: a socket for the
+answer, the order (`launcher.py`), and the program's standard input, output and error.
+
+    template ── unshare(pid), fork ── init ── own /tmp, filter of system calls, fork ── program
+                                       │                                                   │
+    answers with init's exit code <────┴── ends as soon as the program ends <──────────────┘
+
+Each program has namespaces of processes and of mounts of its own. Init is the first process of the former: as
+it ends, the kernel kills all others in it, and it is reaped after the last of them. So when the template
+answers, nothing of the program is left: no process, no mount, no file. The template runs one program at a
+time, and no line of a program: it reads neither orders nor outputs. The program has no descriptor of it, and
+cannot name it: it sees no processes but those of its own namespace.
+
+Only the template and init have the capability that makes namespaces; init gives it up, and installs the
+filter, before it forks. All of that fails loudly, and then no line of the program runs.
+"""
+
+
+def _serve(scope: "dict[str, object]") -> "object":
+    """Run programs until the worker ends or enough have run. Returns only in the process of a program, which
+    it becomes by what is returned: its code."""
+    import contextlib
+    import ctypes
+    import gc
+    import importlib
+    import json
+    import marshal
+    import os
+    import resource
+    import select
+    import signal
+    import socket
+    import sys
+
+    new_pids, new_mounts = 0x20000000, 0x00020000
+    control = socket.socket(fileno=int(sys.argv.pop()))
+    with open(int(sys.argv.pop()), "rb") as file:
+        setup = json.load(file)
+    for name in setup["modules"]:
+        importlib.import_module(name)
+    launcher: dict[str, object] = {"__name__": "launcher"}
+    exec(compile(setup["launcher"], "<launcher>", "exec", dont_inherit=True), launcher)
+    compiled = {source: marshal.loads(bytes.fromhex(code)) for source, code in setup["compiled"].items()}
+    libc = ctypes.CDLL(None, use_errno=True)
+    calls = bytes.fromhex(setup["filter"])
+    buffer = ctypes.create_string_buffer(calls, len(calls))
+
+    class Filter(ctypes.Structure):
+        _fields_ = (("num_instructions", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+    # Of 8 bytes each, as the kernel's `sock_filter` is.
+    installed = Filter(len(calls) // 8, ctypes.addressof(buffer))
+
+    def ask(name: str, *arguments: object) -> None:
+        """Make a system call. Raises OSError: it failed."""
+        if getattr(libc, name)(*arguments) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{name}: {os.strerror(number)}")
+
+    def make_init(uid: int, file_bytes: int) -> None:
+        """Give this process and its children a /tmp of their own, and take from them what a program must not
+        have."""
+        ask("unshare", new_mounts)
+        ask("mount", None, b"/", None, 1 << 14 | 1 << 18, None)  # MS_REC | MS_PRIVATE
+        # MS_NOSUID | MS_NODEV, as bubblewrap mounts it.
+        ask("mount", b"tmpfs", b"/tmp", b"tmpfs", 2 | 4, f"mode=1777,size={file_bytes}".encode())
+        os.chdir("/tmp")
+        # CAP_SETGID and CAP_SETUID, with which the launcher gives up root.
+        kept = 1 << 6 | 1 << 7 if uid else 0
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        ask("capset", header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))
+        # PR_GET_NO_NEW_PRIVS, which bubblewrap has set: without it the filter would need a capability.
+        if libc.prctl(39, 0, 0, 0, 0) != 1:
+            raise OSError("a program could gain privileges")
+        ask("prctl", 22, 2, ctypes.byref(installed), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+    # Init must have no handler: the kernel spares it only the signals of its namespace that have none.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    template = os.pidfd_open(os.getpid())
+    gc.collect()
+    gc.freeze()  # collections in forks would copy all of it
+    used_at_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(setup["max_programs"]):
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 12, 5)
+        if len(descriptors) != 5:
+            os._exit(0)  # the worker has ended
+        request = json.loads(message)
+        answer, order, *streams = descriptors
+        ask("unshare", new_pids)
+        init = os.fork()
+        if init == 0:
+            # A session of its own: signals to the program's process group must not reach the template.
+            os.setsid()
+            for stream, descriptor in enumerate(streams):
+                os.dup2(descriptor, stream)
+            os.dup2(order, 3)
+            control.detach()
+            os.closerange(4, 1 << 16)
+            make_init(request["uid"], request["file_bytes"])
+            program = os.fork()
+            if program == 0:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                for name in [name for name in scope if not name.startswith("__")]:
+                    del scope[name]  # a program's globals are its own
+                return launcher["_program"](3, scope, compiled)  # type: ignore[operator]
+            while True:
+                ended, status = os.wait()
+                if ended == program:
+                    # 128 + signal, as in a shell.
+                    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+        ask("setns", template, new_pids)  # what it forks next would be of the same namespace
+        init_pidfd = os.pidfd_open(init)
+        asker = socket.socket(fileno=answer)
+        for descriptor in (order, *streams):
+            os.close(descriptor)
+        events = select.poll()
+        events.register(init_pidfd, select.POLLIN)
+        events.register(asker, select.POLLIN)
+        try:
+            socket.send_fds(asker, [b"started"], [init_pidfd])
+        except OSError:  # the asker has ended
+            os.kill(init, signal.SIGKILL)
+            events.unregister(asker)
+        while init_pidfd not in [descriptor for descriptor, _ in events.poll()]:
+            os.kill(init, signal.SIGKILL)  # the asker has ended
+            events.unregister(asker)
+        _, status = os.waitpid(init, 0)
+        os.close(init_pidfd)
+        has_grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 2 * used_at_start
+        is_last = has_grown or number + 1 == setup["max_programs"]
+        result = {"code": os.waitstatus_to_exitcode(status), "is_last": is_last}
+        with contextlib.suppress(OSError):  # the asker has ended
+            asker.send(json.dumps(result).encode())
+        asker.close()
+        if is_last:
+            break
+    os._exit(0)
+
+
+def _run(code: "object", scope: "dict[str, object]") -> None:
+    """Run a program, and end as the interpreter does: an uncaught exception is shown, threads are waited for,
+    functions of `atexit` are called, files are flushed, destructors are called.
+
+    What the template had is not freed, unlike there: that would copy all of its memory.
+    """
+    import atexit
+    import gc
+    import os
+    import signal
+    import sys
+
+    # Before the program runs, which may change modules, as any program may.
+    end = os._exit
+    kill = os.kill
+    number = 0
+    error = None
+    try:
+        exec(code, scope)  # type: ignore[arg-type]
+    except SystemExit as leave:
+        number = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        if number and not isinstance(leave.code, int):
+            sys.stderr.write(f"{leave.code}\n")
+    except BaseException as raised:
+        number = 1
+        error = type(raised)
+        sys.excepthook(error, raised, raised.__traceback__)
+    try:
+        threading = sys.modules.get("threading")
+        if threading is not None:
+            threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException as raised:
+        sys.excepthook(type(raised), raised, raised.__traceback__)
+    for name in list(scope):
+        if name != "__builtins__":
+            scope[name] = None
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except BaseException:
+            number = 120
+    if error is KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        kill(os.getpid(), signal.SIGINT)
+    end(number & 0xFF)
+
+
+if __name__ == "__main__":
+    _run(_serve(globals()), globals())
