@@ -176,6 +176,7 @@ def examine(
         load_config(given, overrides) if isinstance(given, Path) else override_config(given, overrides)
     )
     findings.notes += [*idle_settings(findings.config), *cost_of_choices(findings.config)]
+    findings.notes += findings.config.warnings
     rows: Rows = {}
 
     def first_row() -> Row | None:
