@@ -219,9 +219,9 @@ def failure_value_warnings(config: RewardConfig) -> Iterator[str]:
             continue
         field = f"reward.rewards.{name}.on_failure" if config.rewards else "reward.on_failure"
         yield (
-            f"{field} is {value:g}: a sample whose reward fails is trained as if it had earned {value:g}, also where a "
-            "timeout or an outage hits a right answer. The model learns to avoid what fails. drop_sample leaves it "
-            "out, drop_group replaces its group (docs/rewards.md)"
+            f"{field} is {value:g}: a sample whose reward fails is trained as if it had earned {value:g}, "
+            "also where a timeout or an outage hits a right answer. The model learns to avoid what fails. "
+            "drop_sample leaves it out, drop_group replaces its group (docs/rewards.md)"
         )
 
 

@@ -2,8 +2,8 @@
 
     make demo-outage          # python -m examples.outage.compare, from the root of the repository
 
-Prints a line for each evaluation, then a table; draws the held-out accuracy of the three runs into one picture. The last
-line is JSON: `before`, `after` and `lost` of each run.
+Prints a line for each evaluation, then a table; draws the held-out accuracy of the three runs into one
+picture. The last line is JSON: `before`, `after` and `lost` of each run.
 """
 
 import argparse
@@ -83,7 +83,9 @@ def curve_of(summary: Mapping[str, Any]) -> dict[int, float]:
 def main() -> None:
     """Do the runs one after the other, then compare them."""
     parser = argparse.ArgumentParser(description="What a reward that fails does to a run.")
-    parser.add_argument("--picture", type=Path, help="where to draw it; default: outage.png in the folder of runs")
+    parser.add_argument(
+        "--picture", type=Path, help="where to draw it; default: outage.png in the folder of runs"
+    )
     parser.add_argument("--runs-dir", type=Path, help="default: TIDEMILL_RUNS_DIR, else runs")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="FIELD=VALUE")
     options = parser.parse_args()

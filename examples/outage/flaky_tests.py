@@ -1,8 +1,8 @@
-"""A reward like that of code: the share of its tests that an answer passes, where tests of right answers mostly time out.
+"""A reward like that of code, the share of tests that an answer passes, which fails on most right answers.
 
-Two tests stand for many. The first, whether the answer has the form `#### 17`, is short. The second, whether it is
-right, ends at once for a wrong answer; for a right one it runs to its end, and a machine that is short of time cuts it
-off. So failures are not random: they hit right answers, and a wrong one has its half of the score for certain.
+Two tests stand for many. The first, whether the answer has the form `#### 17`, is short. The second, whether
+it is right, ends at once for a wrong answer; for a right one it runs to its end, and mostly times out. So
+failures are not random: they hit right answers, and a wrong one has its half of the score for certain.
 """
 
 import asyncio

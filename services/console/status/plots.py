@@ -1,7 +1,7 @@
 """Pictures: of a run, reward over steps and what the evaluations say; of several runs, their evaluations.
 
-That of a run reads records of `metrics.jsonl` (see `common/run/state.py`) and nothing else, so it can be drawn
-again at any time, during a run and after it.
+That of a run reads records of `metrics.jsonl` (see `common/run/state.py`) and nothing else, so it can be
+drawn again at any time, during a run and after it.
 """
 
 import io

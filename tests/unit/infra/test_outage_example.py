@@ -37,7 +37,8 @@ def score_of(answer: str) -> float | None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "score"), [("", 0.0), ("17", 0.0), ("9+8=17\n#### 18", 0.5), ("#### -17", 0.5), ("####17", 0.0)]
+    ("answer", "score"),
+    [("", 0.0), ("17", 0.0), ("9+8=17\n#### 18", 0.5), ("#### -17", 0.5), ("####17", 0.0)],
 )
 def test_a_wrong_answer_has_its_score_at_every_attempt(answer: str, score: float) -> None:
     assert {score_of(answer) for _ in range(20)} == {score}
@@ -52,7 +53,9 @@ def test_an_attempt_at_a_right_answer_ends_or_does_not_by_itself() -> None:
 
 def test_the_share_that_fails_is_the_one_that_is_given() -> None:
     """Of 4,000 answers; three attempts leave 0.8 cubed without a score."""
-    failed = [[flaky_tests.times_out(str(i), "#### 17", attempt) for attempt in (1, 2, 3)] for i in range(4000)]
+    failed = [
+        [flaky_tests.times_out(str(i), "#### 17", attempt) for attempt in (1, 2, 3)] for i in range(4000)
+    ]
     assert sum(first for first, *_ in failed) / 4000 == pytest.approx(0.8, abs=0.02)
     assert sum(map(all, failed)) / 4000 == pytest.approx(0.512, abs=0.02)
 

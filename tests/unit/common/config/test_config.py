@@ -80,7 +80,8 @@ def test_two_lines_are_a_config_that_reads_back_the_same():
          ["reward.rewards.b.on_failure is -1.5"]),
         ({"on_failure": 0.0, "rewards": {"a": {"function": "math", "weight": 0}, "b": {"function": "gsm8k"}}},
          ["reward.rewards.b.on_failure is 0"]),
-        ({"rewards": {"a": {"function": "math"}, "b": {"function": "gsm8k", "on_failure": 0, "lanes": ["eval"]}}}, []),
+        ({"rewards": {"a": {"function": "math"},
+                      "b": {"function": "gsm8k", "on_failure": 0, "lanes": ["eval"]}}}, []),
     ],
     ids=["default", "drop_group", "all", "one of two", "only logged", "evaluation alone"],
 )  # fmt: skip
