@@ -78,7 +78,11 @@ def call_of_verl(delays_s: Sequence[float], slots: int, model: str) -> Callable[
     ids = torch.arange(TOKENS).remainder(len(tokenizer)).unsqueeze(0)
     samples = [
         DataProto.from_dict(
-            tensors={"prompts": ids, "responses": ids, "attention_mask": torch.ones(1, 2 * TOKENS)},
+            tensors={
+                "prompts": ids,
+                "responses": ids,
+                "attention_mask": torch.ones(1, 2 * TOKENS, dtype=torch.long),
+            },
             non_tensors={
                 "data_source": np.array(["benchmark"], dtype=object),
                 "reward_model": np.array([{"ground_truth": ""}], dtype=object),

@@ -54,7 +54,7 @@ SCALE = 40.0
 SETTINGS = ((1, 64), (2, 64), (4, 64), (8, 64), (1, 1280))
 """Consumers, and rewards in flight in each."""
 PEER_SLOTS = 512
-TODAY = "this build"
+TODAY = "today"
 PARTS = ("worker", "child", "redis", "benchmark")
 
 
@@ -180,13 +180,12 @@ def measure_builds(
             measured = Measured.median_of(results)
             figures[name].add(setting, measured, ideal_s)
             rows.append(row_of(name, setting, measured, ideal_s, len(delays_s)))
-    columns = (
-        f"build,consumers x slots,time s,ideal s,scores/s,{','.join(PARTS)},CPU ms,efficiency,lost,twice"
-    )
+    columns = "build,consumers x slots,time s,ideal s,scores/s,worker,child,Redis,benchmark,all,efficiency"
     title = f"Scoring {len(delays_s):,} samples of {DELAY_S[0] / SCALE:g} to {DELAY_S[1] / SCALE:g} s"
-    print_table(
-        title, columns, rows, f"{machine()}. CPU in ms a score, by part and of all. Medians of {rounds}."
-    )
+    note = f"{machine()}. CPU in ms a score, by part and of all. Medians of {rounds}."
+    print_table(title, columns, rows, note)
+    for name, one in figures.items():
+        print(f"{name}: {one.killed} workers killed, {one.lost} samples lost, {one.twice} scored twice")
     return figures
 
 
@@ -198,8 +197,7 @@ def row_of(
     per_second = f"{num_samples / measured.wall_s:,.0f}"
     efficiency = f"{ideal_s / measured.wall_s:.3f}"
     times = (f"{measured.wall_s:.2f}", f"{ideal_s:.2f}")
-    counts = (measured.lost, measured.twice)
-    return name, setting, *times, per_second, *parts, f"{measured.total_ms:.2f}", efficiency, *counts
+    return name, setting, *times, per_second, *parts, f"{measured.total_ms:.2f}", efficiency
 
 
 def measure_peers(pythons: Mapping[str, str], delays_s: Sequence[float]) -> dict[str, dict[str, float]]:
