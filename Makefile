@@ -30,7 +30,7 @@ PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-instruct unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-outage demo-instruct unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -60,6 +60,9 @@ demo-sft: $(BASE) ## a small model learns from demonstrations, and then from rew
 
 demo-moe: $(BASE) examples/moe/model/config.json ## a small mixture of experts learns, along the experts that the engine chose
 	$(BIN)/tidemill up examples/moe/config.yaml
+
+demo-outage: $(BASE) ## what a reward that fails does to a run: failures as 0, left out, tried again
+	$(BIN)/python -m examples.outage.compare
 
 examples/moe/model/config.json: | $(BASE)
 	$(BIN)/python examples/moe/make_model.py

@@ -1,6 +1,9 @@
-"""How reward consumers scale when a reward takes long: the delays of verl #2854, on a consumer group.
+"""How reward consumers scale when a reward takes long, and what a score costs: the delays of verl #2854.
 
-    python -m benchmarks.reward_scaling    # 1, 2, 4 and 8 consumers, and one with 1,280 in flight
+    python -m benchmarks.reward_scaling                      # 1, 2, 4 and 8 consumers, and one of 1,280 slots
+    python -m benchmarks.reward_scaling --beside 638fa2b     # and the build of another commit, in turns
+    python -m benchmarks.reward_scaling --trl --verl PYTHON  # and the reward calls of other trainers
+    python -m benchmarks.reward_scaling --kills 6            # workers are killed with SIGKILL meanwhile
 
 Reward services as processes on a real Redis. The reward is an async function that sleeps uniformly between 1
 and 40 s, divided by 40, for each of 1,024 x 5 samples.
@@ -8,42 +11,51 @@ and 40 s, divided by 40, for each of 1,024 x 5 samples.
 `ideal` is the time without any overhead: every slot takes the next sample the moment it is free, the same
 delays are slept, and nothing else costs time; the tail is included. The clock is Redis's own, from just
 before the first trajectory is appended to the last score; processes have started before that. `efficiency`
-is ideal time over measured time; `CPU` is the processor time of a score, in all processes.
+is ideal time over measured time. CPU is the processor time of a score, in milliseconds: of the reward
+workers, of the children that run their function, of Redis, of this benchmark, which appends the samples and
+waits for the scores, and of all of them. `lost` and `twice` are samples without a score, and scores beyond
+one.
+
+Other trainers call the same function for the same samples in their own process, with 512 calls in flight
+(`benchmarks/reward_peers.py` says what is called, and how to install verl): nothing is written down, no other
+machine can help, and what was scored goes with the process.
+
+The last line is JSON: `efficiency` and `cpu_ms` by "consumers x slots", `lost`, `twice` and `killed` of all
+settings, and `beside` and `peers` where they were asked for.
 """
 
 import heapq
+import json
+import os
 import random
+import shutil
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
 
-import numpy as np
-import psutil
 import typer
 
-from benchmarks.report import machine, print_result, print_table
-from benchmarks.services import redis_time_s, time_of_entry
-from tests.support.runs import ServiceRun
-from tests.support.trajectories import make_config, make_trajectory
-from tests.support.waiting import wait_until
-from tidemill.common.process.heartbeats import read_heartbeats
-from tidemill.common.process.programs import run_main
-from tidemill.common.streams import append
-from tidemill.common.wire.messages import Trajectory
+from benchmarks.report import in_turns, machine, print_result, print_table
 
-DELAY_S, SCALE = (1.0, 40.0), 40.0
+REPO = Path(__file__).resolve().parents[1]
+SIDE = Path(__file__).with_name("reward_side.py")
+PEERS = Path(__file__).with_name("reward_peers.py")
+MODEL = REPO / "examples" / "arith" / "model"
+"""For the peers, which need a model or its tokenizer."""
+DELAY_S = (1.0, 40.0)
+SCALE = 40.0
 SETTINGS = ((1, 64), (2, 64), (4, 64), (8, 64), (1, 1280))
 """Consumers, and rewards in flight in each."""
-GROUP_SIZE, TOKENS, APPEND_BATCH = 5, 256, 512
-REWARD = """
-import asyncio
-
-async def compute_score(data_source, solution_str, ground_truth, extra_info):
-    await asyncio.sleep(extra_info["delay_s"])
-    return 1.0
-"""
+PEER_SLOTS = 512
+TODAY = "today"
+PARTS = ("worker", "child", "redis", "benchmark")
 
 
 def ideal_time_s(delays_s: Sequence[float], slots: int) -> float:
@@ -58,60 +70,189 @@ def ideal_time_s(delays_s: Sequence[float], slots: int) -> float:
     return max(free_at)
 
 
-async def measure(consumers: int, slots: int, delays_s: Sequence[float]) -> tuple[float, float]:
-    """Score the whole batch once: seconds on the wall, and seconds of CPU in all processes."""
-    print(f"running: {consumers} x {slots}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "reward.py").write_text(REWARD)
-        reward = {"function": f"{folder}/reward.py:compute_score", "max_in_flight": slots}
-        async with ServiceRun(Path(folder), make_config(reward=reward), "scaling") as run:
-            for number in range(consumers):
-                run.start("reward", f"reward-{number}")
+@dataclass(slots=True)
+class Measured:
+    """One scoring of all samples, or the medians of several."""
 
-            async def are_ready() -> bool:
-                beats = await read_heartbeats(run.broker, run.keys)
-                return sum("in_flight" in beat.counts for beat in beats) == consumers
+    wall_s: float
+    cpu_ms: dict[str, float]
+    """Of a score, by part."""
+    lost: int = 0
+    twice: int = 0
+    killed: int = 0
 
-            await wait_until(are_ready, 300)
-            batch, started_s, before_s = trajectories(delays_s), await redis_time_s(run), cpu_s()
-            for start in range(0, len(batch), APPEND_BATCH):
-                await append(run.broker, run.keys.trajectories(), *batch[start : start + APPEND_BATCH])
-            ended_s = await time_of_entry(run, run.keys.scores(), len(batch))
-            return ended_s - started_s, cpu_s() - before_s
+    @property
+    def total_ms(self) -> float:
+        """CPU of a score in all processes."""
+        return sum(self.cpu_ms.values())
 
+    @classmethod
+    def of(cls, tree: Mapping[str, Any], num_samples: int) -> "Measured":
+        """The line of JSON of `reward_side`."""
+        cpu_ms = {part: 1000 * tree["cpu_s"].get(part, 0.0) / num_samples for part in PARTS}
+        return cls(tree["wall_s"], cpu_ms, tree["lost"], tree["twice"], tree["killed"])
 
-def cpu_s() -> float:
-    """CPU seconds of this process and of its descendants that are alive."""
-    alive = psutil.Process().children(recursive=True)
-    return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in alive)
-
-
-def trajectories(delays_s: Sequence[float]) -> list[Trajectory]:
-    ids, logprobs = np.arange(TOKENS, dtype=np.int32), np.zeros(TOKENS, dtype=np.float32)
-    common: dict[str, Any] = {"text": "a completion " * 64, "group_size": GROUP_SIZE, "prompt_ids": ids}
-    common |= {"completion_ids": ids, "logprobs": logprobs}
-    return [
-        make_trajectory(*divmod(number, GROUP_SIZE), extra={"delay_s": delay_s}, **common)
-        for number, delay_s in enumerate(delays_s)
-    ]
+    @classmethod
+    def median_of(cls, rounds: Sequence["Measured"]) -> "Measured":
+        """Medians of times; losses and kills are added up."""
+        return cls(
+            median(one.wall_s for one in rounds),
+            {part: median(one.cpu_ms[part] for one in rounds) for part in PARTS},
+            sum(one.lost for one in rounds),
+            sum(one.twice for one in rounds),
+            sum(one.killed for one in rounds),
+        )
 
 
-def main(groups: int = 1024) -> None:
-    """Measure how scoring scales with consumers and slots."""
-    chance = random.Random(0)
-    delays_s = [chance.uniform(*DELAY_S) / SCALE for _ in range(groups * GROUP_SIZE)]
-    rows, efficiency = [], {}
+@dataclass(slots=True)
+class Figures:
+    """What the last line says of one build."""
+
+    efficiency: dict[str, float] = field(default_factory=dict)
+    cpu_ms: dict[str, float] = field(default_factory=dict)
+    lost: int = 0
+    twice: int = 0
+    killed: int = 0
+
+    def add(self, setting: str, measured: Measured, ideal_s: float) -> None:
+        """Take a setting's figures."""
+        self.efficiency[setting] = round(ideal_s / measured.wall_s, 3)
+        self.cpu_ms[setting] = round(measured.total_ms, 3)
+        self.lost += measured.lost
+        self.twice += measured.twice
+        self.killed += measured.killed
+
+
+def measure(folder: Path, consumers: int, slots: int, kills: int, delays_s: Sequence[float]) -> Measured:
+    """Score all samples once, by the build in this folder."""
+    print(f"running: {consumers} x {slots} in {folder}", flush=True)
+    command = [sys.executable, "-m", "benchmarks.reward_side", str(consumers), str(slots), str(kills)]
+    # In front of where this build is installed.
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return Measured.of(run_for_json(command, delays_s, folder, environment), len(delays_s))
+
+
+def run_for_json(
+    command: Sequence[str], delays_s: Sequence[float], folder: Path, environment: Mapping[str, str]
+) -> Any:
+    """The last line of a program that gets the delays.
+
+    Raises:
+        SystemExit: it failed; the message has the end of what it said.
+    """
+    done = subprocess.run(
+        command, cwd=folder, env=dict(environment), input=json.dumps(delays_s), capture_output=True, text=True
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr)[-4000:]
+        raise SystemExit(f"{said}\n{' '.join(command)} in {folder}: exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def worktree(ref: str) -> Iterator[Path]:
+    """A folder with the files of a commit, and with today's measurement of one setting."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "beside"
+        git = ["git", "-C", str(REPO), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), ref], check=True)
+        try:
+            shutil.copy(SIDE, folder / "benchmarks" / SIDE.name)
+            yield folder
+        finally:
+            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def measure_builds(
+    builds: Mapping[str, Path], delays_s: Sequence[float], kills: int, rounds: int
+) -> dict[str, Figures]:
+    """Measure all settings of all builds in turns, and print them."""
+    figures = {name: Figures() for name in builds}
+    rows = []
     for consumers, slots in SETTINGS:
-        wall_s, used_s = run_main(measure(consumers, slots, delays_s))
-        ideal_s, name = ideal_time_s(delays_s, consumers * slots), f"{consumers} x {slots}"
-        efficiency[name] = round(ideal_s / wall_s, 3)
-        per_second, cpu_ms = len(delays_s) / wall_s, 1000 * used_s / len(delays_s)
-        cells = f"{wall_s:.2f}", f"{ideal_s:.2f}", f"{per_second:,.0f}", f"{cpu_ms:.2f}", efficiency[name]
-        rows.append((name, *cells))
-    columns = "consumers x slots,time s,ideal s,scores/s,CPU ms,efficiency"
+        setting = f"{consumers} x {slots}"
+        ideal_s = ideal_time_s(delays_s, consumers * slots)
+        sides: dict[str, Callable[[], Measured]] = {
+            name: partial(measure, folder, consumers, slots, kills, delays_s)
+            for name, folder in builds.items()
+        }
+        for name, results in in_turns(sides, rounds).items():
+            measured = Measured.median_of(results)
+            figures[name].add(setting, measured, ideal_s)
+            rows.append(row_of(name, setting, measured, ideal_s, len(delays_s)))
+    columns = "build,consumers x slots,time s,ideal s,scores/s,worker,child,Redis,benchmark,all,efficiency"
     title = f"Scoring {len(delays_s):,} samples of {DELAY_S[0] / SCALE:g} to {DELAY_S[1] / SCALE:g} s"
-    print_table(title, columns, rows, machine())
-    print_result({"efficiency": efficiency})
+    note = f"{machine()}. CPU in ms a score, by part and of all. Medians of {rounds}."
+    print_table(title, columns, rows, note)
+    for name, one in figures.items():
+        print(f"{name}: {one.killed} workers killed, {one.lost} samples lost, {one.twice} scored twice")
+    return figures
+
+
+def row_of(
+    name: str, setting: str, measured: Measured, ideal_s: float, num_samples: int
+) -> tuple[object, ...]:
+    """A line of the table."""
+    parts = [f"{measured.cpu_ms[part]:.2f}" for part in PARTS]
+    per_second = f"{num_samples / measured.wall_s:,.0f}"
+    efficiency = f"{ideal_s / measured.wall_s:.3f}"
+    times = (f"{measured.wall_s:.2f}", f"{ideal_s:.2f}")
+    return name, setting, *times, per_second, *parts, f"{measured.total_ms:.2f}", efficiency
+
+
+def measure_peers(pythons: Mapping[str, str], delays_s: Sequence[float]) -> dict[str, dict[str, float]]:
+    """What the reward calls of other trainers do with the same samples, printed too."""
+    ideal_s = ideal_time_s(delays_s, PEER_SLOTS)
+    figures = {}
+    rows = []
+    for peer, python in pythons.items():
+        print(f"running: {peer}, {PEER_SLOTS} in flight", flush=True)
+        command = [python, str(PEERS), peer, str(PEER_SLOTS), str(MODEL)]
+        tree = run_for_json(command, delays_s, REPO, os.environ)
+        wall_s = tree["wall_s"]
+        cpu_ms = 1000 * tree["cpu_s"] / len(delays_s)
+        per_second = len(delays_s) / wall_s
+        name = f"{peer} {tree['version']}"
+        figures[name] = {
+            "scores_per_s": round(per_second, 1),
+            "cpu_ms": round(cpu_ms, 3),
+            "efficiency": round(ideal_s / wall_s, 3),
+        }
+        rows.append((name, f"{wall_s:.2f}", f"{ideal_s:.2f}", f"{per_second:,.0f}", f"{cpu_ms:.2f}"))
+    title = f"The same samples in one process of another trainer, {PEER_SLOTS} calls in flight"
+    print_table(title, "peer,time s,ideal s,scores/s,CPU ms", rows, machine())
+    return figures
+
+
+def main(
+    groups: int = 1024,
+    rounds: int = 1,
+    kills: int = 0,
+    beside: Annotated[str, typer.Option(help="a commit to measure in turns")] = "",
+    trl: Annotated[bool, typer.Option("--trl", help="TRL's reward call, too")] = False,
+    verl: Annotated[str, typer.Option(help="interpreter of an environment with verl")] = "",
+) -> None:
+    """Measure how scoring scales with consumers and slots, and what a score costs."""
+    chance = random.Random(0)
+    delays_s = [chance.uniform(*DELAY_S) / SCALE for _ in range(groups * 5)]
+    pythons = ({"trl": sys.executable} if trl else {}) | ({"verl": verl} if verl else {})
+    peers = measure_peers(pythons, delays_s) if pythons else {}
+    if beside:
+        with worktree(beside) as folder:
+            figures = measure_builds({TODAY: REPO, beside: folder}, delays_s, kills, rounds)
+    else:
+        figures = measure_builds({TODAY: REPO}, delays_s, kills, rounds)
+    today = figures[TODAY]
+    result: dict[str, Any] = {"efficiency": today.efficiency, "cpu_ms": today.cpu_ms}
+    result |= {"lost": today.lost, "twice": today.twice, "killed": today.killed}
+    if beside:
+        other = figures[beside]
+        ratios = {name: round(today.cpu_ms[name] / other.cpu_ms[name], 3) for name in today.cpu_ms}
+        result["beside"] = {"ref": beside, "efficiency": other.efficiency, "cpu_ms": other.cpu_ms}
+        result["beside"]["cpu_ratio"] = ratios
+    if peers:
+        result["peers"] = peers
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ LONG = (
     "integration/pipeline/test_examples.py",
     "integration/pipeline/test_foreign_modules.py",
     "integration/pipeline/test_gpu_sharing.py",
+    "integration/pipeline/test_outage.py",
     "integration/pipeline/test_scale.py",
     "integration/pipeline/test_vllm_training.py",
     "integration/reward/test_reward_model_vllm.py",

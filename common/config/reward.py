@@ -4,7 +4,7 @@
 all, complete.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Annotated, Any, Literal
 
@@ -209,6 +209,20 @@ class RewardConfig(RewardLimits, FunctionConfig):
                 )
         if self.group_kwargs and not self.group:
             yield "group_kwargs are given, but no group function"
+
+
+def failure_value_warnings(config: RewardConfig) -> Iterator[str]:
+    """What a number as `on_failure` does to a run, for each reward of training that has one."""
+    for name, reward in config.named.items():
+        value = reward.failure_value
+        if value is None or "train" not in reward.lanes or not reward.weight:
+            continue
+        field = f"reward.rewards.{name}.on_failure" if config.rewards else "reward.on_failure"
+        yield (
+            f"{field} is {value:g}: a sample whose reward fails is trained as if it had earned {value:g}, "
+            "also where a timeout or an outage hits a right answer. The model learns to avoid what fails. "
+            "drop_sample leaves it out, drop_group replaces its group (docs/rewards.md)"
+        )
 
 
 def server_rules(config: RewardConfig, servers: Mapping[str, ServersConfig]) -> Rules:

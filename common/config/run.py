@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
-from tidemill.common.config.reward import RewardConfig, server_rules
+from tidemill.common.config.reward import RewardConfig, failure_value_warnings, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.section import PathText, Rules, Section
 from tidemill.common.config.servers import ServersConfig
@@ -158,6 +158,11 @@ class RunConfig(Section):
     def group_size(self, source: str) -> int:
         group_size = next((item.group_size for item in self.data.sources if item.name == source), None)
         return group_size or self.trainer.group_size
+
+    @property
+    def warnings(self) -> list[str]:
+        """Settings that are allowed and may spoil what the run learns, in words."""
+        return list(failure_value_warnings(self.reward)) if self.generates else []
 
     @property
     def generates(self) -> bool:

@@ -67,6 +67,8 @@ async def serve(context: ServiceContext) -> None:
 
 
 async def _train(context: ServiceContext) -> None:
+    for warning in context.config.warnings:
+        log.warning(warning)
     context.activity.enter(LOAD, "model and data")
     prompts, evaluation = await asyncio.to_thread(_load_data, context)
     broker, keys = context.broker, context.keys

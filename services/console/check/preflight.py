@@ -187,6 +187,7 @@ def examine(
         else override_config(config_or_path, overrides)
     )
     findings.notes += [*idle_settings(findings.config), *cost_of_choices(findings.config)]
+    findings.notes += findings.config.warnings
     rows: Rows = {}
 
     def first_row() -> Row | None:

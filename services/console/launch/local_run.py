@@ -187,7 +187,7 @@ class LocalRun:
             return RunOutcome(Ending.FINISHED)
         # Until the trainer says `running`: what was said before is not said of this start.
         await update_state(broker, self.keys, status=STARTING, end=None)
-        reader = SnapshotReader(broker, self.keys, trainer.steps, trainer.max_staleness)
+        reader = SnapshotReader(broker, self.keys, trainer.steps, trainer.max_staleness, self.config.warnings)
         # What a resumed run did before is read before anything is shown: it is not shown again.
         await self._look(reader)
         if self.is_live:

@@ -109,6 +109,8 @@ def prepare(
     is_live = options.live and console.is_terminal and not is_finished
     for line in () if is_finished else placement:
         console.print(Text(line), soft_wrap=True)
+    for warning in () if is_finished else config.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for change in changes:
         console.print(Text(f"changed  {change}"), style="yellow", soft_wrap=True)
     if replaces:

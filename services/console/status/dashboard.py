@@ -448,6 +448,7 @@ def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
     if older := len(held) - len(lines):
         more = command_line("status", snapshot.run_id, "--json")
         lines.append(f"and {plural(older, 'older warning')}: {more}")
+    lines += snapshot.config_warnings
     lines += [f"{name}: {detail}" for name, detail in snapshot.blocked.items()]
     if starved := starved_line(snapshot):
         lines.append(starved)

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,8 +46,8 @@ MAX_POINTS = 256
 """Steps kept for curves and rates. A reader that attaches to a long run reads only these."""
 READ_COUNT = 64
 SHOWN = (
-    "run_id", "status", "at", "version", "steps", "max_staleness", "evaluations", "warnings", "step_s",
-    "eta_s", "tokens_per_s", "jobs",
+    "run_id", "status", "at", "version", "steps", "max_staleness", "evaluations", "warnings",
+    "config_warnings", "step_s", "eta_s", "tokens_per_s", "jobs",
 )  # fmt: skip
 """Attributes that `as_dict` has unchanged."""
 
@@ -109,6 +109,8 @@ class RunSnapshot:
     """Memory of Redis; 0 of 0 where it was not read."""
     append_only_error: bool = False
     """Whether Redis cannot write its append-only file, and so refuses all writes."""
+    config_warnings: list[str] = field(default_factory=list)
+    """Settings that may spoil what the run learns, in words."""
 
     @property
     def version(self) -> int:
@@ -210,11 +212,19 @@ class RunSnapshot:
 class SnapshotReader:
     """Takes snapshots of one run; reads each commit once."""
 
-    def __init__(self, broker: Broker, keys: Keys, steps: int, max_staleness: int) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        keys: Keys,
+        steps: int,
+        max_staleness: int,
+        config_warnings: Sequence[str] = (),
+    ) -> None:
         self.broker = broker
         self.keys = keys
         self.steps = steps
         self.max_staleness = max_staleness
+        self._config_warnings = list(config_warnings)
         self._points: deque[StepPoint] = deque(maxlen=MAX_POINTS)
         self._commits: OffsetReader[Commit] | None = None
 
@@ -227,7 +237,7 @@ class SnapshotReader:
         """
         keys = Keys(run_id)
         config = await read_config(broker, keys)
-        return cls(broker, keys, config.trainer.steps, config.trainer.max_staleness)
+        return cls(broker, keys, config.trainer.steps, config.trainer.max_staleness, config.warnings)
 
     async def read(self) -> RunSnapshot:
         await self._follow_commits()
@@ -249,6 +259,7 @@ class SnapshotReader:
             jobs=await self._jobs(),
             memory=await broker.memory(),
             append_only_error=await self._has_append_only_error(),
+            config_warnings=self._config_warnings,
         )
 
     async def _has_append_only_error(self) -> bool:
@@ -311,6 +322,7 @@ def read_folder(folder: RunFolder) -> tuple[RunSnapshot, str]:
         config.trainer.max_staleness,
         state={"status": end.status, "evaluations": evaluations, "end": asdict(end)},
         points=points_of(records)[-MAX_POINTS:],
+        config_warnings=config.warnings,
     )
     versions = folder_versions(folder.path / CHECKPOINTS_FOLDER)
     kept = f"newest checkpoint: version {versions[-1]}" if versions else "no checkpoint yet"

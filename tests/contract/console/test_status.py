@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.histories import commits, small_config, tickets, trajectories, write_small_run
 from tests.support.numbered import append_numbered
+from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
@@ -26,8 +27,9 @@ def on_this_server(redis_server: EmbeddedRedis, keys: Keys, monkeypatch: pytest.
     monkeypatch.setenv("TIDEMILL_RUN_ID", keys.run_id)
 
 
-async def reader_of(broker: Broker, keys: Keys) -> SnapshotReader:
-    await publish_config(broker, keys, small_config())
+async def reader_of(broker: Broker, keys: Keys, **sections: Any) -> SnapshotReader:
+    config = RunConfig.model_validate({**small_config().model_dump(), **sections})
+    await publish_config(broker, keys, config)
     return await SnapshotReader.attach(broker, keys.run_id)
 
 
@@ -44,9 +46,10 @@ async def test_a_config_of_a_newer_release_is_refused_with_the_field(broker: Bro
 async def test_a_snapshot_follows_the_commits(broker: Broker, keys: Keys) -> None:
     with pytest.raises(ConfigError, match="has no run"):
         await SnapshotReader.attach(broker, keys.run_id)
-    reader = await reader_of(broker, keys)
+    reader = await reader_of(broker, keys, reward={"on_failure": 0.0})
     snapshot = await reader.read()
     assert (snapshot.status, snapshot.version, snapshot.steps) == ("starting", 0, 2)
+    assert [warning.partition(":")[0] for warning in snapshot.config_warnings] == ["reward.on_failure is 0"]
     assert snapshot.tokens_per_s is None and snapshot.eta_s is None
 
     first, second = commits()

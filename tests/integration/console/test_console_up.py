@@ -90,7 +90,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_up(UpOptions(config=config), specs_with()) == 0
+    assert run_up(UpOptions(config=config, overrides=["reward.on_failure=0"]), specs_with()) == 0
     runs = config.parents[1] / "runs"
     (run,) = [path for path in runs.iterdir() if not path.is_symlink()]
     assert run.name.startswith("my-project-") and (runs / "latest").resolve() == run
@@ -99,6 +99,7 @@ def test_a_run_from_start_to_report(config: Path, capfd: pytest.CaptureFixture[s
     assert (summary["eval_before"], summary["eval_after"]) == (0.1, 0.9)
     assert summary["wall_s"] > 0
     output = capfd.readouterr().out
+    assert output.count("warning: reward.on_failure is 0") == 1
     assert "step 3/3" in output and "everything that was expected of the run holds" in output
     assert not (run / "redis.url").exists(), "the run's Redis is gone, and so is its address"
     # The run's folder alone still has all of its streams.

@@ -240,6 +240,12 @@ def test_epochs_are_shown_as_steps_or_counted_at_the_start_with_a_hubs_tokenizer
     assert dict(describe(findings))["run"].startswith("4 epochs; ")
 
 
+def test_what_a_number_for_failed_rewards_does_to_a_run_is_noted(run_files: Path) -> None:
+    assert not any("on_failure" in note for note in examine(run_files).notes)
+    (note,) = [note for note in examine(run_files, ["reward.on_failure=0"]).notes if "on_failure" in note]
+    assert note.startswith("reward.on_failure is 0: ") and "drop_sample" in note
+
+
 def test_a_model_without_a_slash_is_a_folder_or_a_mistake(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -195,6 +195,9 @@ def test_warnings_that_hold_are_shown_and_those_that_ended_are_not() -> None:
         "warning  reward-1: score (my.py, line 4)",
     ]
     assert run.as_dict()["warnings"] == [WARNING]
+    run.config_warnings = ["reward.on_failure is 0: it is trained"]
+    assert "warning  reward.on_failure is 0: it is trained" in printed(run, 200).splitlines()
+    assert run.as_dict()["config_warnings"] == run.config_warnings
     many = printed(snapshot(state={"warnings": [WARNING] * 5}), 200)
     assert "and 2 older warnings" in many
 

@@ -70,6 +70,26 @@ def test_two_lines_are_a_config_that_reads_back_the_same():
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
+@pytest.mark.parametrize(
+    ("reward", "fields"),
+    [
+        ({}, []),
+        ({"on_failure": "drop_group"}, []),
+        ({"on_failure": 0}, ["reward.on_failure is 0"]),
+        ({"rewards": {"a": {"function": "math"}, "b": {"function": "gsm8k", "on_failure": -1.5}}},
+         ["reward.rewards.b.on_failure is -1.5"]),
+        ({"on_failure": 0.0, "rewards": {"a": {"function": "math", "weight": 0}, "b": {"function": "gsm8k"}}},
+         ["reward.rewards.b.on_failure is 0"]),
+        ({"rewards": {"a": {"function": "math"},
+                      "b": {"function": "gsm8k", "on_failure": 0, "lanes": ["eval"]}}}, []),
+    ],
+    ids=["default", "drop_group", "all", "one of two", "only logged", "evaluation alone"],
+)  # fmt: skip
+def test_a_number_as_on_failure_is_warned_of_where_it_is_trained(reward, fields):
+    warnings = parse_config({**MINIMAL, "reward": reward}, "run.yaml").warnings
+    assert [warning.partition(":")[0] for warning in warnings] == fields
+
+
 OUT_OF_BOUNDS: list[tuple[str, str, Any]] = [
     ("trainer", "group_size", 0), ("trainer", "max_staleness", -1), ("trainer", "batch_order", "random"),
     ("rollout", "workers", 100_000), ("rollout", "engine", "magic"), ("reward", "timeout_s", 0),

@@ -1,0 +1,177 @@
+"""One measurement of `benchmarks.reward_scaling`, in a process of its own.
+
+    python -m benchmarks.reward_side CONSUMERS SLOTS KILLS < delays.json
+
+Reads the delays of the samples as a JSON list, and prints one line of JSON: seconds on the wall, seconds of
+CPU by part, and how many samples have no score (`lost`), and scores beyond one (`twice`). With KILLS, so many
+reward workers are killed with SIGKILL meanwhile, in turn, and replaced.
+
+It imports nothing that only this commit has: `--beside` copies it into the folder of an older one, and runs
+it there.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.services import redis_time_s, time_of_entry
+from tests.support.runs import ServiceRun
+from tests.support.trajectories import make_config, make_trajectory
+from tests.support.waiting import wait_until
+from tidemill.common.process.heartbeats import read_heartbeats
+from tidemill.common.process.programs import run_main
+from tidemill.common.streams import OffsetReader, append
+from tidemill.common.streams.entries import Entry
+from tidemill.common.wire.messages import Score, Trajectory
+
+GROUP_SIZE, TOKENS, APPEND_BATCH = 5, 256, 512
+READY_S, SCORES_S = 300.0, 3600.0
+READ_COUNT = 1000
+BLOCK_S = 0.1
+LEASE_S = 3.0
+"""Of runs whose workers are killed: what they held is taken over after it."""
+REWARD = """
+import asyncio
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(extra_info["delay_s"])
+    return 1.0
+"""
+
+
+class PartsOfCpu:
+    """CPU seconds of a run by part: its reward workers, their children, Redis, and this process."""
+
+    def __init__(self, run: ServiceRun) -> None:
+        self._run = run
+        self._of_ended: Counter[str] = Counter()
+        self._before = self._now()
+
+    def seconds(self) -> dict[str, float]:
+        """Those since this object was made."""
+        now = self._now()
+        return {part: now[part] - self._before[part] for part in now}
+
+    def keep(self, name: str) -> None:
+        """Keep what a worker has used, before it is killed."""
+        self._of_ended.update(self._of_worker(name))
+
+    def _now(self) -> Counter[str]:
+        found = Counter(self._of_ended)
+        found["benchmark"] = time.process_time()
+        found["redis"] = cpu_s(self._run.redis.pid or 0)
+        for name in self._run.processes:
+            found.update(self._of_worker(name))
+        return found
+
+    def _of_worker(self, name: str) -> dict[str, float]:
+        pid = self._run.processes[name].pid
+        try:
+            children = psutil.Process(pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return {}
+        return {"worker": cpu_s(pid), "child": sum(cpu_s(child.pid) for child in children)}
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process; 0 where it has ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+async def measure(consumers: int, slots: int, kills: int, delays_s: Sequence[float]) -> dict[str, Any]:
+    """Score the whole batch once."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "reward.py").write_text(REWARD)
+        reward = {"function": f"{folder}/reward.py:compute_score", "max_in_flight": slots}
+        streams = {"lease_s": LEASE_S, "max_attempts": kills + 10} if kills else {}
+        config = make_config(reward=reward, streams=streams)
+        async with ServiceRun(Path(folder), config, "scaling") as run:
+            for number in range(consumers):
+                run.start("reward", f"reward-{number}")
+            await wait_until(lambda: are_ready(run, consumers), READY_S)
+            batch = trajectories(delays_s)
+            parts = PartsOfCpu(run)
+            started_s = await redis_time_s(run)
+            for start in range(0, len(batch), APPEND_BATCH):
+                await append(run.broker, run.keys.trajectories(), *batch[start : start + APPEND_BATCH])
+            await kill_in_turn(run, parts, consumers, kills, len(batch))
+            ended_s = await time_of_entry(run, run.keys.scores(), len(batch))
+            spent_s = parts.seconds()
+            counts = await count_scores(run, len(batch))
+            return {"wall_s": ended_s - started_s, "cpu_s": spent_s, "killed": kills, **counts}
+
+
+async def are_ready(run: ServiceRun, consumers: int) -> bool:
+    """Whether so many workers have begun."""
+    beats = await read_heartbeats(run.broker, run.keys)
+    return sum("in_flight" in beat.counts for beat in beats) == consumers
+
+
+async def kill_in_turn(run: ServiceRun, parts: PartsOfCpu, consumers: int, kills: int, samples: int) -> None:
+    """Kill a worker after each of `kills` shares of the work, the oldest first, and start another."""
+    reader = OffsetReader(run.broker, run.keys.scores(), Score, "0-0")
+    num_scores = 0
+    for kill in range(kills):
+        while num_scores < samples * (kill + 1) // (kills + 1):
+            num_scores += len(await reader.read(READ_COUNT, BLOCK_S))
+        parts.keep(f"reward-{kill}")
+        run.kill(f"reward-{kill}")
+        run.start("reward", f"reward-{kill + consumers}")
+
+
+async def count_scores(run: ServiceRun, samples: int) -> dict[str, int]:
+    """Stop the workers once every sample has a score; count samples without one, and scores beyond."""
+    reader = OffsetReader(run.broker, run.keys.scores(), Score, "0-0")
+    keys: dict[str, tuple[int, int]] = {}
+    """By id of the entry: after a reconnect some entries are read again."""
+
+    async def have_all() -> bool:
+        for entry in await reader.read(READ_COUNT, BLOCK_S):
+            if isinstance(entry, Entry):
+                keys[entry.entry_id] = entry.message.key
+        return len(set(keys.values())) >= samples
+
+    # What a killed worker held is taken over after its lease: more than that, and nothing will come.
+    deadline = time.monotonic() + 20 * LEASE_S
+    while not await have_all() and time.monotonic() < deadline:
+        pass
+    for name, process in run.processes.items():
+        if process.poll() is None:
+            await run.stop(name)
+    await have_all()
+    num_scored = len(set(keys.values()))
+    return {"lost": samples - num_scored, "twice": len(keys) - num_scored}
+
+
+def trajectories(delays_s: Sequence[float]) -> list[Trajectory]:
+    """One for each delay, in groups."""
+    ids = np.arange(TOKENS, dtype=np.int32)
+    logprobs = np.zeros(TOKENS, dtype=np.float32)
+    common: dict[str, Any] = {"text": "a completion " * 64, "group_size": GROUP_SIZE, "prompt_ids": ids}
+    common |= {"completion_ids": ids, "logprobs": logprobs}
+    return [
+        make_trajectory(*divmod(number, GROUP_SIZE), extra={"delay_s": delay_s}, **common)
+        for number, delay_s in enumerate(delays_s)
+    ]
+
+
+def main(consumers: int, slots: int, kills: int) -> None:
+    """Measure once."""
+    delays_s = json.load(sys.stdin)
+    print(json.dumps(run_main(measure(consumers, slots, kills, delays_s))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))
