@@ -33,7 +33,12 @@ def missing_ids(world: World) -> list[str]:
             continue
         archived = [entry_id for segment in manifest.segments for entry_id in _ids(segment.path)]
         # What a stranger has written is moved aside.
-        own = [record for record in world.history.of(name) if not record.is_foreign]
+        put_back = world.history.put_back if name == "dead" else ()
+        own = [
+            record
+            for record in world.history.of(name)
+            if not record.is_foreign and record.entry_id not in put_back
+        ]
         wanted = {parse_id(record.entry_id.encode()) for record in own}
         if missing := sorted(wanted - in_redis - set(archived)):
             problems.append(

@@ -97,6 +97,8 @@ class Cluster:
     """Whether calls of a process share a connection, or each has its own and may overtake others."""
     before: Callable[[Process, Fields], None] | None = None
     """Called for every command that arrives, before it is applied."""
+    sending: Callable[[Process, Fields], None] | None = None
+    """Called for every command that a process is about to send."""
     watch: Callable[[MemoryServer, Process, Fields], Callable[[list[Any]], None] | None] | None = None
     """Called for every command that is applied alone; what it returns is called with the replies."""
     outage_until: float = 0.0
@@ -130,11 +132,29 @@ class Cluster:
         if process.springs("unsent"):
             self.kill(process)
             return future
+        if self.sending is not None:
+            self.sending(process, unit[0])
+        if process.is_frozen:  # by what has waited for this command: it is sent when the process goes on
+            self.loop.call_soon(self._send, process, unit, is_atomic, is_blocking, future)
+        else:
+            self._send(process, unit, is_atomic, is_blocking, future)
+        return future
+
+    def _send(
+        self,
+        process: Process,
+        unit: Sequence[Fields],
+        is_atomic: bool,
+        is_blocking: bool,
+        future: "asyncio.Future[Any]",
+    ) -> None:
+        if future.done():  # cancelled while the process was frozen
+            return
         if process in self._unaware and not is_blocking:
             self._unaware.discard(process)
             process.disturbed_at = self.loop.now
             future.set_exception(RedisConnectionError(LOST))
-            return future
+            return
         self._waiting[future] = process
         fate = self._fate()
         line = self._line_of(process) if self.shares_lines and not is_blocking else Line()
@@ -142,7 +162,6 @@ class Cluster:
         delay_s = self._delay_s()
         line.arrives_at = max(self.loop.now + delay_s, line.arrives_at + TICK_S)
         self._at(line.arrives_at, lambda: self._arrive(process, line, unit, is_atomic, future, fate))
-        return future
 
     def _line_of(self, process: Process) -> Line:
         line = self._lines.get(process)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tests.simulation.schedule import LEASE_S, Fault, Setup
+from tidemill.services.trainer.batch.reconciler import WATCH_S
 
 Crafted = tuple[Setup, list[Fault]]
 
@@ -223,6 +224,72 @@ def _rows(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafte
     return replace(setup, sample_s=1.0), faults
 
 
+def _beginning(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """A worker is frozen when it is about to begin a group, until another one has taken the ticket over."""
+    how = {"for_s": _over_a_lease(rng), "sending": ["start_group", "prompts"]}
+    setup = replace(setup, rollouts=2, group_size=4, steps=4, sample_s=1.0)
+    return setup, [Fault(round(at_s / 2.0, 3), "freeze", rng.choice(("rollout-0", "rollout-1")), how)]
+
+
+def _leaving(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """A worker that leaves is frozen when it is about to hand back what it holds, until others have it."""
+    setup = replace(setup, sample_s=1.25 * LEASE_S, steps=3, rollouts=2, rewards=2, reward_slots=2)
+    leaver, stream = rng.choice((("rollout-0", "prompts"), ("reward-0", "trajectories")))
+    if stream == "trajectories":
+        at_s = round(at_s + LEASE_S, 3)
+    how = {"for_s": _over_a_lease(rng), "sending": ["hand_back", stream]}
+    return setup, [Fault(at_s, "term", leaver), Fault(at_s, "freeze", leaver, how)]
+
+
+def _over_a_lease(rng: random.Random) -> float:
+    """Seconds in which a lease ends, and other workers have looked for such leases."""
+    return round(rng.uniform(1.7, 2.4) * LEASE_S, 2)
+
+
+def _put_back(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """What a worker of an older release could not read is put back before the trainer has heard of it."""
+    setup = replace(setup, claims=True, steps=4, rewards=2, sample_s=1.0)
+    at_s = round(at_s / 2.0, 3)
+    older = Fault(at_s, "older", "reward-9", {"for_s": 0.5 + for_s})
+    freeze = Fault(at_s, "freeze", "trainer", {"for_s": 1.25 * LEASE_S})
+    return setup, [older, freeze, *(Fault(round(at_s + 1.0 + i, 3), "operate") for i in range(3))]
+
+
+def _other_weights(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """A worker is frozen while the version that it holds is lost, and trained again on other samples."""
+    setup = replace(setup, steps=5, max_staleness=0, groups_per_step=3, group_size=2, checkpoint_every=4)
+    # Longer than the worker takes to learn of it: it publishes before there is a version after this one.
+    setup = replace(setup, rollouts=2, sample_s=3.0, evaluation=False, parts="")
+    at_s = round(at_s + 8.0, 3)
+    lost_s = round(at_s + 0.1, 3)
+    # Three versions are announced after the loss: the one before both, the first one, and the one held.
+    freeze = Fault(at_s, "freeze", "rollout-0", {"for_s": 30.0, "until": ["append_after", "weights", 3]})
+    lost = {"for_s": round(0.4 * for_s, 2), "lose_commits": 2}
+    return setup, [freeze, Fault(lost_s, "kill", "trainer"), Fault(lost_s, "restart", "", lost)]
+
+
+def _shift(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """Redis loses some deliveries while scores gather for one call: they come again before it is sent."""
+    setup = replace(setup, steps=4, group_size=8, rewards=1, rollouts=2, sample_s=1.0, per_group=False)
+    faults = []
+    for i in range(3):
+        lost = {"for_s": round(rng.uniform(0.8, 2.0), 2), "lose": rng.randint(2, 12)}
+        how = lost | {"before": ["complete", "scores"]}
+        faults.append(Fault(round(at_s / 2.0 + 4.0 * i, 3), "restart", "reward-0", how))
+    return setup, faults
+
+
+def _question(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
+    """While a step is trained, Redis loses what it is trained on; the trainer's background check is the first
+    to see another server, and one of its questions has no answer while the step is committed."""
+    setup = replace(setup, groups_per_step=3, checkpoint_every=4, sample_s=1.0, shares_lines=False)
+    setup = replace(setup, steps=5, group_size=rng.choice((2, 3, 4)), archive=False, evaluation=False)
+    at_s = round(rng.choice((1, 1, 2)) * WATCH_S - rng.uniform(0.03, 0.1), 3)
+    restart = Fault(at_s, "restart", "", {"for_s": 0.05, "lose": rng.randint(8, 40)})
+    how = {"for_s": 0.0, "share": 1.0, "hang": 1.0, "sending": ["HGET", "state"]}
+    return setup, [restart, Fault(round(at_s + 0.01, 3), "unreliable", "trainer", how)]
+
+
 CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "outage": _outage,
     "behind": _behind,
@@ -245,5 +312,11 @@ CRAFTED: dict[str, Callable[[random.Random, Setup, float, float], Crafted]] = {
     "sleepers": _sleepers,
     "forks": _forks,
     "rows": _rows,
+    "beginning": _beginning,
+    "leaving": _leaving,
+    "put_back": _put_back,
+    "other_weights": _other_weights,
+    "shift": _shift,
+    "question": _question,
 }
 """Kind -> what makes it from a generator, a setup, and a time and a duration in seconds that it may use."""

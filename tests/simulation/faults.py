@@ -54,7 +54,11 @@ class Injector:
         ends = [fault.at_s + float(fault.how.get("for_s", 0.0)) for fault in schedule.faults]
         self.quiet_at_s = START_S + max(ends, default=0.0) + GRACE_S
         self._armed: list[tuple[str, str, str, Callable[[], None]]] = []
+        """Process, command and text of the command before whose arrival something happens."""
+        self._armed_sending: list[tuple[str, str, str, Callable[[], None]]] = []
+        """The same, before the command is sent."""
         world.cluster.before = self._before
+        world.cluster.sending = lambda process, fields: self._spring(self._armed_sending, process, fields)
 
     def arm(self) -> None:
         for fault in self.schedule.faults:
@@ -69,9 +73,11 @@ class Injector:
     def _do(self, fault: Fault) -> None:
         if self.fleet.outcome:
             return
+        who = fault.how.get("of", fault.target) or "trainer"
         if before := fault.how.get("before"):
-            who = fault.how.get("of", fault.target) or "trainer"
             self._armed.append((who, *before, lambda: self._happen(fault)))
+        elif sending := fault.how.get("sending"):
+            self._armed_sending.append((who, *sending, lambda: self._happen(fault)))
         else:
             self._happen(fault)
 
@@ -79,14 +85,21 @@ class Injector:
         """A command arrives at the server: some faults have waited for it."""
         if self._damaged and fields[1:2] == [self._damaged] and fields[-1]:
             fields[-1], self._damaged = fields[-1][: len(fields[-1]) // 2], b""
-        if not self._armed:
+        self._spring(self._armed, process, fields)
+
+    @staticmethod
+    def _spring(
+        armed_faults: list[tuple[str, str, str, Callable[[], None]]], process: Process, fields: list[bytes]
+    ) -> None:
+        """Let those faults happen that have waited for this command."""
+        if not armed_faults:
             return
         name, text = split(fields)[0].decode(), b" ".join(fields[:8]).decode(errors="replace")
-        for armed in list(self._armed):
+        for armed in list(armed_faults):
             who, command, key, happen = armed
             is_it = name == command or (command == "XADD" and name in SCRIPTED) or _is_script(command, fields)
             if process.name == who and is_it and key in text:
-                self._armed.remove(armed)
+                armed_faults.remove(armed)
                 happen()
 
     def _happen(self, fault: Fault) -> None:
@@ -113,13 +126,24 @@ class Injector:
         return True
 
     def freeze(self, fault: Fault) -> bool:
-        """A process is frozen for longer than its leases, and then goes on."""
+        """A process is frozen for longer than its leases, and then goes on; at the latest then, where it is
+        frozen `until` the trainer sends a command of some kind so many times."""
         process = self.fleet.find(fault.target)
         if process is None:
             return False
         self.world.freeze(process)
         self._after(fault.how["for_s"], lambda: self.world.thaw(process))
+        if until := fault.how.get("until"):
+            command, text, num_times = until
+            self._arm_after(num_times, ("trainer", command, text), lambda: self.world.thaw(process))
         return True
+
+    def _arm_after(self, num_times: int, moment: tuple[str, str, str], happen: Callable[[], None]) -> None:
+        """Let something happen when a command of this kind has come so many times."""
+        if num_times > 1:
+            self._armed.append((*moment, lambda: self._arm_after(num_times - 1, moment, happen)))
+        else:
+            self._armed.append((*moment, happen))
 
     def term(self, fault: Fault) -> bool:
         """SIGTERM: it drains, and is started again."""

@@ -56,6 +56,16 @@ RARE = {
 """Kind of what chance rarely draws -> in how many of 100 schedules it is."""
 ADDED = {"": 66, "last": 2, "older": 2, "unheard": 3, "heirs": 7, "sleepers": 9, "rows": 8, "forks": 3}
 """Kinds that were added later, of 100 schedules, drawn apart: other seeds keep their schedules."""
+LATEST = {
+    "": 85,
+    "beginning": 2,
+    "leaving": 3,
+    "put_back": 2,
+    "other_weights": 3,
+    "shift": 3,
+    "question": 2,
+}
+"""Kinds that were added last, drawn apart for the same reason."""
 STREAMS = (
     "prompts",
     "trajectories",
@@ -103,9 +113,11 @@ def schedule_of(seed: int, is_tight: bool = False) -> Schedule:
 
 
 def _kind_of(seed: int, rng: random.Random) -> str:
-    added = random.Random(f"added {seed}")
-    kind = added.choices(list(ADDED), list(ADDED.values()))[0]
-    return kind or rng.choices(list(RARE), list(RARE.values()))[0]
+    for name, kinds in (("latest", LATEST), ("added", ADDED)):
+        kind = random.Random(f"{name} {seed}").choices(list(kinds), list(kinds.values()))[0]
+        if kind:
+            return kind
+    return rng.choices(list(RARE), list(RARE.values()))[0]
 
 
 def _rare(kind: str, rng: random.Random, names: list[str]) -> list[Fault]:

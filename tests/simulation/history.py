@@ -33,6 +33,8 @@ class History:
     keys: Keys
     records: list[Record] = field(default_factory=list)
     is_foreign_now: bool = False
+    put_back: set[str] = field(default_factory=set)
+    """Ids of dead letters that an operator has put back: their stream no longer has them."""
 
     def note(self, key: bytes, entry_id: EntryId, fields: Fields, unit: int, at_s: float) -> Record:
         """Record an entry that was appended."""

@@ -255,11 +255,10 @@ KNOWN = {
         Fault(13.729, "kill", "trainer", {"step": "applied", "count": 5}),
     )),
     "a question to a restarted server has no answer, and another one is asked": Schedule(
-        459016, Setup(steps=4, group_size=8, batch_order="as_ready", checkpoint_every=1, rollouts=3,
-        rewards=1, sessions=True), (
-        Fault(0.8, "server_clock", "trainer", {"by_s": -414}),
-        Fault(7.173, "restart", "", {"for_s": 1.47, "lose": 39}),
-        Fault(7.509, "unreliable", "", {"for_s": 6.0, "share": 0.39, "hang": 0.5}),
+        8, Setup(steps=4, groups_per_step=3, max_staleness=0, checkpoint_every=4, rewards=1), (
+        Fault(4.916, "restart", "", {"for_s": 0.05, "lose": 20}),
+        Fault(4.926, "unreliable", "trainer",
+            {"for_s": 0.0, "share": 1.0, "hang": 1.0, "sending": ["HGET", "state"]}),
     )),
     "the score of a lost trajectory acknowledges another one": Schedule(
         1117, Setup(steps=4, group_size=8, max_staleness=0, keep_checkpoints=1, rollouts=3, rewards=1,

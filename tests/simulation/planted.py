@@ -223,6 +223,18 @@ PLANTED = (
     Mutant("a curriculum skips a prompt when a trainer goes on", f"{BATCH}/curriculum.py",
         'self._position, self._num_drawn = int(state["position"]), int(state["num_drawn"])',
         'self._position, self._num_drawn = int(state["position"]) + 1, int(state["num_drawn"])'),
+    Mutant("a message is handed back without its lease", f"{LUA}/hand_back.lua",
+        "ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])", "ARGV[1], ARGV[i], ARGV[i], 1)"),
+    Mutant("a group is started without its lease", f"{LUA}/start_group.lua",
+        "if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then\n"
+        "  return 0\nend\n", ""),
+    Mutant("a message that is put back keeps a delivery", f"{LUA}/requeue.lua", "'RETRYCOUNT', 0, ", ""),
+    Mutant("other weights of a version that an engine holds are not loaded",
+        f"{ROLLOUT}/weight_follower.py", "        return manifest.digest != held.digest\n",
+        "        return False\n"),
+    Mutant("payloads shift against their deliveries when one is left out", CONSUMER,
+        "list(compress(results, current))",
+        "list(zip(compress(deliveries, current), (payload for _, payload in results)))"),
 )
 # fmt: on
 

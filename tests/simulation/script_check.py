@@ -122,8 +122,11 @@ class ScriptCheck:
 
     def _check_requeued(self, server: MemoryServer, fields: Fields, replies: list[Any]) -> None:
         (reply,) = replies
+        if reply != 1:
+            return
+        self.world.history.put_back.add(fields[6].decode())
         pending = held_in(server, fields[4]).get(parse_id(fields[8]))
-        if reply == 1 and pending is not None and pending.num_deliveries:
+        if pending is not None and pending.num_deliveries:
             self.broken.append(
                 f"requeue: {fields[8]!r} was put back with {pending.num_deliveries} deliveries; none counts"
             )

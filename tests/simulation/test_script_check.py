@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.simulation.history import History
 from tests.simulation.redis.server import MemoryServer
 from tests.simulation.script_check import ScriptCheck
 from tests.support.trajectories import make_trajectory
@@ -29,7 +30,7 @@ def server() -> MemoryServer:
 
 
 def make_check() -> ScriptCheck:
-    world: Any = SimpleNamespace(keys=KEYS)
+    world: Any = SimpleNamespace(keys=KEYS, history=History(KEYS))
     return ScriptCheck(world, [])
 
 

@@ -2,12 +2,17 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
+from itertools import compress
+from typing import Any
 
 import pytest
 
 import tidemill.common.redis.broker
+from tests.simulation import cluster, faults, script_check, watch
+from tests.simulation.crafted import crafted
 from tests.simulation.generate import schedule_of
 from tests.simulation.memory_redis import TRUSTED
 from tests.simulation.run import run
@@ -15,6 +20,10 @@ from tests.simulation.schedule import Fault, Schedule, Setup
 from tests.simulation.shrink import shrink
 from tests.support.preloaded import REPO
 from tests.support.waiting import PATIENCE_S
+from tidemill.common.errors import LeaseLostError
+from tidemill.common.streams.consumer import Consumer
+from tidemill.common.wire.messages import WeightManifest
+from tidemill.services.rollout.weight_follower import WeightFollower
 
 DIGEST_OF = """
 from tests.simulation.generate import schedule_of
@@ -27,6 +36,14 @@ SLEEPER = Schedule(
     (Fault(1.0, "freeze", "rollout-0", {"for_s": 9.0}),),
 )
 """A worker is frozen for two leases while it holds tickets, then goes on and tries to publish."""
+NUM_CRAFTED = 12
+"""Schedules of one kind, of which several come to its moment."""
+GUARDS = {
+    ("beginning", "start_group"): "  return 0\n",
+    ("leaving", "hand_back"): ", ARGV[2]",
+    ("put_back", "requeue"): "'RETRYCOUNT', 0, ",
+}
+"""By kind of schedule and script: its part that matters at the moment of that kind."""
 
 
 def test_a_seed_gives_the_same_commands_at_the_same_times() -> None:
@@ -62,16 +79,67 @@ def without(monkeypatch: pytest.MonkeyPatch, script: str, part: str) -> None:
         source = source.replace(part, "")
         return source, hashlib.sha1(source.encode()).hexdigest()
 
-    monkeypatch.setattr(tidemill.common.redis.broker, "_script", changed)
+    for module in (tidemill.common.redis.broker, cluster, faults, script_check, watch):
+        monkeypatch.setattr(module, "_script", changed)
+
+
+def problems_of(kind: str) -> list[str]:
+    """What is wrong with the first bad schedule of this kind; empty where all are good."""
+    for seed in range(NUM_CRAFTED):
+        setup, moments = crafted(kind, random.Random(seed), Setup())
+        verdict = run(Schedule(seed, setup, tuple(moments)))
+        if verdict.problem:
+            return verdict.violations
+    return []
+
+
+@pytest.mark.parametrize(("kind", "script"), GUARDS)
+def test_a_script_that_checks_too_little_is_seen(
+    monkeypatch: pytest.MonkeyPatch, kind: str, script: str
+) -> None:
+    without(monkeypatch, script, GUARDS[kind, script])
+    expected = "requeue" if script == "requeue" else "lease"
+    assert any(problem.startswith(f"{expected}: ") for problem in problems_of(kind))
+
+
+def test_other_weights_of_a_held_version_that_are_not_loaded_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_to_load = WeightFollower._is_to_load
+
+    def is_newer(follower: WeightFollower, manifest: WeightManifest) -> bool:
+        return manifest.version != follower.engine.version and is_to_load(follower, manifest)
+
+    monkeypatch.setattr(WeightFollower, "_is_to_load", is_newer)
+    assert any(problem.startswith("weights: ") for problem in problems_of("other_weights"))
+
+
+def test_payloads_that_shift_against_their_deliveries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = Consumer._complete
+
+    async def shifted(consumer: Consumer[Any], results: Any, out_key: str) -> list[bool]:
+        deliveries = [delivery for delivery, _ in results]
+        try:
+            consumer._check_current(deliveries)
+        except LeaseLostError:
+            current = [consumer._is_current(delivery) for delivery in deliveries]
+            payloads = [payload for _, payload in results]
+            kept = list(zip(compress(deliveries, current), payloads, strict=False))
+            done = iter(await complete(consumer, kept, out_key))
+            return [is_current and next(done) for is_current in current]
+        return await complete(consumer, results, out_key)
+
+    monkeypatch.setattr(Consumer, "_complete", shifted)
+    assert any(problem.startswith("pair: ") for problem in problems_of("shift"))
 
 
 def test_a_failing_schedule_is_shrunk_to_the_fault_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "publish_sample", "redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])")
-    faults = (
+    harmless = (
         Fault(1.0, "slow", "", {"for_s": 1.0, "slow_s": 0.1}),
         Fault(2.0, "host_clock", "trainer", {"by_s": 5.0}),
     )
-    verdict = run(Schedule(1, Setup(rollouts=2, steps=24), faults))
+    verdict = run(Schedule(1, Setup(rollouts=2, steps=24), harmless))
     assert verdict.problem
     shrunk = shrink(verdict)
     assert shrunk.problem and not shrunk.schedule.faults
