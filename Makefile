@@ -30,7 +30,7 @@ PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-outage demo-instruct unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-outage demo-instruct unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants recordings compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -146,6 +146,9 @@ simulate: $(BASE) $(DEV) ## whole runs in virtual time under faults from seeds (
 
 mutants: $(BASE) $(DEV) ## plant bugs, one at a time, and count the schedules until the simulation sees each (ARGS="--only lease")
 	$(BIN)/python -m tests.simulation.mutants $(ARGS)
+
+recordings: $(BASE) $(DEV) $(REDIS) ## record runs with an earlier commit's code; the present one must replay them (ARGS="replay --only lora")
+	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.recordings $(ARGS)
 
 compose-test: $(BASE) ## the whole stack on a real Docker engine: scaling, kills, two nodes (needs root and Docker)
 	$(BIN)/python -m tests.compose $(ARGS)

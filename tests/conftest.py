@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
+    "recordings/test_recordings.py",
     "integration/docs/test_commands.py",
     "integration/console/test_web_browser.py",
     "integration/rollout/test_vllm_engine.py",
@@ -98,6 +99,7 @@ LONG = (
     "integration/trainer/test_expert_ranks.py",
     "integration/trainer/test_replay.py",
     "integration/trainer/test_sharded_policy.py",
+    "recordings/",
     "unit/trainer/test_step.py",
 )
 """What `make test` leaves to `make test-long`: long runs, and programs and libraries from outside."""

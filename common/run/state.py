@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import RUNS, Keys
 
@@ -102,8 +103,10 @@ async def update_state(broker: Broker, keys: Keys, **values: Any) -> None:
 
 async def finish_state(broker: Broker, keys: Keys, last_commit_id: str, **values: Any) -> bool:
     """Set fields of the state of a run that is over, if Redis has its last commit; returns whether it has."""
-    flat = [argument for name, value in values.items() for argument in (name, json.dumps(value))]
-    return bool(await broker.script("finish", [keys.commits, keys.state], [last_commit_id, *flat]))
+    fields = [(name, json.dumps(value)) for name, value in values.items()]
+    return await scripts.finish(
+        broker, commits=keys.commits, state=keys.state, last_commit_id=last_commit_id, fields=fields
+    )
 
 
 async def read_state(broker: Broker, keys: Keys) -> dict[str, Any]:

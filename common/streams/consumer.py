@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, compress
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -18,7 +19,9 @@ from redis import exceptions as redis_errors
 
 from tidemill.common.errors import LeaseLostError
 from tidemill.common.process.lease_keeper import LeaseKeeper
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.scripts import LeaseReply, PartReply, ResultReply, SampleReply
 from tidemill.common.streams.entries import NOBODY, Delivery, Fields, Garbled, decoded
 from tidemill.common.streams.log import ReadSize, block_for, ensure_group, fields_of, is_without_group
 from tidemill.common.streams.takeover import Takeover
@@ -148,18 +151,37 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the ticket over. CodecError: the sample is too large.
         """
-        entry: tuple[Any, ...] = ("", delivery.message.group_size, SCHEMA, b"")
+        index: int | str = ""
+        group_size = delivery.message.group_size
+        schema = SCHEMA
+        payload = b""
         if sample is not None:
             payload = codec.payload_of(sample, self.max_bytes)
-            entry = (sample.index, sample.group_size, codec.schema_of(sample), payload)
-        keys = (out_key, progress_key, Keys.parts(progress_key))
-        reply = await self._under_lease("publish_sample", delivery, entry, *keys)
-        if reply == 1:
+            index = sample.index
+            group_size = sample.group_size
+            schema = codec.schema_of(sample)
+        call = scripts.publish_sample(
+            self.broker,
+            prompts=self.key,
+            trajectories=out_key,
+            progress=progress_key,
+            parts=Keys.parts(progress_key),
+            group=self.group,
+            consumer=self.name,
+            entry_id=delivery.entry_id,
+            index=index,
+            group_size=group_size,
+            schema=schema,
+            payload=payload,
+            check=partial(self._check_current, [delivery]),
+        )
+        reply = await self._under_lease(delivery, call, SampleReply.LEASE_LOST)
+        if reply is SampleReply.PUBLISHED:
             # As in Redis, where the script has reset the count of deliveries.
             delivery.attempts = 1
-        elif reply == 2:
+        elif reply is SampleReply.GROUP_COMPLETE:
             self.held.pop(delivery.entry_id, None)
-        return bool(reply == 2)
+        return reply is SampleReply.GROUP_COMPLETE
 
     async def append_part(
         self, delivery: Delivery[Ticket], progress_key: str, index: int, number: int, part: bytes
@@ -171,19 +193,42 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the ticket over.
         """
-        before = f"{index}:{number - 1}" if number else ""
-        rest = (index, f"{index}:{number}", before, part)
-        reply = await self._under_lease("append_part", delivery, rest, progress_key, Keys.parts(progress_key))
-        if reply == 1:
+        call = scripts.append_part(
+            self.broker,
+            prompts=self.key,
+            progress=progress_key,
+            parts=Keys.parts(progress_key),
+            group=self.group,
+            consumer=self.name,
+            entry_id=delivery.entry_id,
+            index=index,
+            field=f"{index}:{number}",
+            field_before=f"{index}:{number - 1}" if number else "",
+            part=part,
+            check=partial(self._check_current, [delivery]),
+        )
+        reply = await self._under_lease(delivery, call, PartReply.LEASE_LOST)
+        if reply is PartReply.KEPT:
             delivery.attempts = 1  # as after a sample
-        return bool(reply != 3)
+        return reply is not PartReply.NOT_KEPT
 
     async def start_group(
         self, delivery: Delivery[M], progress_key: str, version: int, replaces: bool = False
     ) -> None:
         """Note the version at which a group was started, unless one is noted; with `replaces`, in any case.
         Raises LeaseLostError: another worker has taken the ticket over."""
-        await self._under_lease("start_group", delivery, (version, int(replaces)), progress_key)
+        call = scripts.start_group(
+            self.broker,
+            prompts=self.key,
+            progress=progress_key,
+            group=self.group,
+            consumer=self.name,
+            entry_id=delivery.entry_id,
+            version=version,
+            replaces=replaces,
+            check=partial(self._check_current, [delivery]),
+        )
+        await self._under_lease(delivery, call, LeaseReply.LOST)
 
     def holds(self, delivery: Delivery[M]) -> bool:
         """Whether this delivery is held: neither completed nor lost, nor delivered here again since."""
@@ -201,10 +246,21 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was kept.
         """
-        message = delivery.message
-        payload = codec.encode_payload(result) if result is not None else b""
-        rest = (message.ticket, message.index, message.group_size, payload)
-        reply = await self._under_lease("store_result", delivery, rest, results_key, tickets_key)
+        call = scripts.store_result(
+            self.broker,
+            trajectories=self.key,
+            results=results_key,
+            tickets=tickets_key,
+            group=self.group,
+            consumer=self.name,
+            entry_id=delivery.entry_id,
+            ticket=delivery.message.ticket,
+            index=delivery.message.index,
+            group_size=delivery.message.group_size,
+            payload=codec.encode_payload(result) if result is not None else b"",
+            check=partial(self._check_current, [delivery]),
+        )
+        reply = await self._under_lease(delivery, call, ResultReply.LEASE_LOST)
         if isinstance(reply, list):
             return reply
         self.held.pop(delivery.entry_id, None)
@@ -222,8 +278,19 @@ class Consumer(Generic[M]):
         Raises:
             LeaseLostError: another worker has taken the trajectory over; nothing was published.
         """
-        rest = (SCHEMA, *map(codec.encode_payload, scores))
-        await self._under_lease("publish_group", delivery, rest, out_key, results_key)
+        call = scripts.publish_group(
+            self.broker,
+            trajectories=self.key,
+            scores=out_key,
+            results=results_key,
+            group=self.group,
+            consumer=self.name,
+            entry_id=delivery.entry_id,
+            schema=SCHEMA,
+            payloads=[codec.encode_payload(score) for score in scores],
+            check=partial(self._check_current, [delivery]),
+        )
+        await self._under_lease(delivery, call, LeaseReply.LOST)
         self.held.pop(delivery.entry_id, None)
 
     async def dead_letter(self, delivery: Delivery[M] | Garbled, dead_letter: Message) -> bool:
@@ -238,7 +305,10 @@ class Consumer(Generic[M]):
         # A copy: messages come and go while Redis is awaited.
         for part in _in_parts(list(self.held)):
             all_lost = [entry_id.encode() for entry_id in part]
-            for entry_id in await self._script("renew", [self.group, self.name, *part], all_lost):
+            call = scripts.renew(
+                self.broker, stream=self.key, group=self.group, consumer=self.name, entry_ids=part
+            )
+            for entry_id in await self._unless_without_group(call, all_lost):
                 if not self._in_call[entry_id.decode()]:  # that call finds out for itself
                     self._lose(entry_id.decode())
         self.renewed_at = time.monotonic()
@@ -251,18 +321,28 @@ class Consumer(Generic[M]):
         # Copied in one step: the loop of `fetch` changes the dict meanwhile, in its own thread.
         for part in _in_parts(list(self.held)):
             with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
-                await broker.script("renew", [self.key], [self.group, self.name, *part])
+                await scripts.renew(
+                    broker, stream=self.key, group=self.group, consumer=self.name, entry_ids=part
+                )
 
     async def hand_back(self, deliveries: Sequence[Delivery[M]], is_counted: bool = False) -> None:
         """Give messages back, to the next consumer that reclaims; an attempt only with `is_counted`."""
         if not deliveries:
             return
         ids = [delivery.entry_id for delivery in deliveries]
-        taken_off = 0 if is_counted else 1
-        # As if their holder had been silent for more than a lease: the next look takes them.
-        args = [self.group, self.name, int(self.lease_s * 1000) + 1, taken_off, NOBODY, *ids]
+        call = scripts.hand_back(
+            self.broker,
+            stream=self.key,
+            group=self.group,
+            consumer=self.name,
+            # As if their holder had been silent for more than a lease: the next look takes them.
+            idle_ms=int(self.lease_s * 1000) + 1,
+            num_subtracted=0 if is_counted else 1,
+            holder=NOBODY,
+            entry_ids=ids,
+        )
         with self._during_call(ids):
-            await self._script("hand_back", args, None)
+            await self._unless_without_group(call, None)
         # After the answer: a call that fails has given nothing back, and they are still renewed.
         for entry_id in ids:
             self.held.pop(entry_id, None)
@@ -286,8 +366,10 @@ class Consumer(Generic[M]):
     async def _count_deliveries(self, deliveries: Sequence[Delivery[M]], change: int) -> None:
         pairs = [(d.entry_id, max(d.attempts + change, 0)) for d in deliveries if not d.is_lost]
         if pairs:
-            args = [self.group, self.name, *chain.from_iterable(pairs)]
-            for entry_id in await self._script("park", args, [pair[0].encode() for pair in pairs]):
+            call = scripts.park(
+                self.broker, stream=self.key, group=self.group, consumer=self.name, entries=pairs
+            )
+            for entry_id in await self._unless_without_group(call, [pair[0].encode() for pair in pairs]):
                 self._lose(entry_id.decode())
 
     async def leave(self) -> None:
@@ -297,30 +379,24 @@ class Consumer(Generic[M]):
         # Checked in the script: after a loss of Redis, entries may be pending again, and would be removed
         # with the consumer. NOBODY is a consumer in Redis, too, and stays one until it holds nothing.
         for name in (self.name, NOBODY):
-            await self._script("leave", [self.group, name], None)
+            call = scripts.leave(self.broker, stream=self.key, group=self.group, consumer=name)
+            await self._unless_without_group(call, False)
 
-    async def _script(
-        self, name: str, args: list[Any], without_group: Any, *other_keys: str, about: Sequence[Any] = ()
-    ) -> Any:
-        """Run a script `about` deliveries; returns `without_group` where the group is gone, and with it every
-        lease."""
+    async def _unless_without_group(self, call: Awaitable[T], without_group: T) -> T:
+        """The reply of a script; `without_group` where the group is gone, and with it every lease."""
         try:
-            return await self.broker.script(
-                name, [self.key, *other_keys], args, lambda: self._check_current(about)
-            )
+            return await call
         except redis_errors.ResponseError as error:
             if not is_without_group(error):
                 raise
             return without_group
 
-    async def _under_lease(
-        self, script: str, delivery: Delivery[Any], rest: tuple[Any, ...], *other_keys: str
-    ) -> Any:
-        """Run a script on a held message, which checks its lease. Raises LeaseLostError: it is lost."""
-        args = [self.group, self.name, delivery.entry_id, *rest]
+    async def _under_lease(self, delivery: Delivery[Any], call: Awaitable[T], lease_lost: T) -> T:
+        """The reply of a script on a held message, which checks its lease. Raises LeaseLostError: the reply
+        was `lease_lost`."""
         with self._during_call([delivery.entry_id]):
-            reply = await self._script(script, args, 0, *other_keys, about=[delivery])
-        if reply == 0:
+            reply = await self._unless_without_group(call, lease_lost)
+        if reply == lease_lost:
             self._lose(delivery.entry_id)
             raise LeaseLostError(f"{self.label} {delivery.entry_id} is held by another worker now")
         return reply
@@ -336,12 +412,19 @@ class Consumer(Generic[M]):
             return []
         deliveries = [delivery for delivery, _ in results]
         ids = [delivery.entry_id for delivery in deliveries]
-        args: list[Any] = [self.group, self.name, SCHEMA]
-        for delivery, payload in results:
-            args += [delivery.entry_id, payload]
+        call = scripts.complete(
+            self.broker,
+            stream=self.key,
+            output=out_key,
+            group=self.group,
+            consumer=self.name,
+            schema=SCHEMA,
+            results=[(delivery.entry_id, payload) for delivery, payload in results],
+            check=partial(self._check_current, deliveries),
+        )
         try:
             with self._during_call(ids):
-                flags = await self._script("complete", args, [0] * len(ids), out_key, about=deliveries)
+                flags = await self._unless_without_group(call, [False] * len(ids))
         except LeaseLostError:  # some were lost or delivered again: left out now
             current = [self._is_current(delivery) for delivery in deliveries]
             done = iter(await self._complete(list(compress(results, current)), out_key))
@@ -351,7 +434,7 @@ class Consumer(Generic[M]):
                 self.held.pop(entry_id, None)
             else:
                 self._lose(entry_id)
-        return list(map(bool, flags))
+        return flags
 
     @contextlib.contextmanager
     def _during_call(self, entry_ids: Sequence[str]) -> Iterator[None]:

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import structlog
 
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.scripts import RequeueReply
 from tidemill.common.streams.entries import NOBODY, Entry, Fields, Garbled
 from tidemill.common.streams.log import append, scan
 from tidemill.common.telemetry import metrics
@@ -19,8 +21,6 @@ from tidemill.common.wire.messages import DeadLetter, Message
 log = structlog.get_logger(__name__)
 
 SCAN_BATCH = 16
-DONE, DEAD_LETTER_GONE, MESSAGE_GONE = 1, 0, -1
-"""Results of `requeue`: put back; the dead letter is gone; the stream no longer has the message."""
 
 
 def dead_letter(
@@ -93,7 +93,7 @@ async def requeue(
     progress_key: str,
     published: Sequence[int] = (),
     started_version: int | None = None,
-) -> int:
+) -> RequeueReply:
     """Make an entry pending, as a first delivery, and remove its dead letter: the next reclaim takes it.
 
     Args:
@@ -101,20 +101,28 @@ async def requeue(
         key, group, entry_id: The entry, and the consumer group that shall have it.
         lease_s: Lease of the group: the entry counts as idle for longer, so that no worker has to wait.
         progress_key, published, started_version: For a ticket, the progress of its incomplete group.
-
-    Returns:
-        DONE, DEAD_LETTER_GONE or MESSAGE_GONE.
     """
-    version = "" if started_version is None else started_version
-    # As if its holder had been silent for more than a lease: the next look takes it.
-    args = [dead_id, group, entry_id, int(lease_s * 1000) + 1, version, NOBODY, *published]
-    return int(await broker.script("requeue", [dead_key, key, progress_key], args))
+    return await scripts.requeue(
+        broker,
+        dead=dead_key,
+        stream=key,
+        progress=progress_key,
+        dead_id=dead_id,
+        group=group,
+        entry_id=entry_id,
+        # As if its holder had been silent for more than a lease: the next look takes it.
+        idle_ms=int(lease_s * 1000) + 1,
+        version=started_version,
+        holder=NOBODY,
+        published=published,
+    )
 
 
 async def reappend(broker: Broker, dead_key: str, dead_id: str, key: str, fields: Fields) -> bool:
     """Append a dead letter's bytes to a log that is read by offset; False where it is gone."""
-    flat = [part for pair in fields.items() for part in pair]
-    return bool(await broker.script("reappend", [dead_key, key], [dead_id, *flat]))
+    return await scripts.reappend(
+        broker, dead=dead_key, log=key, dead_id=dead_id, fields=list(fields.items())
+    )
 
 
 async def remove_entries(broker: Broker, key: str, entry_ids: Iterable[str]) -> int:

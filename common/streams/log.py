@@ -15,7 +15,9 @@ from redis import exceptions as redis_errors
 
 from tidemill.common import store
 from tidemill.common.errors import TidemillError
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import MAX_BLOCK_S, Broker
+from tidemill.common.redis.scripts import NO_MARK, AppendReply
 from tidemill.common.streams.entries import (
     START,
     Entry,
@@ -101,9 +103,9 @@ async def append_missing(
             return sorted(appended)
         unit = _first_unit((number, codec.encode_payload(make(number))) for number in missing)
         appended.update(number for number, _ in unit)
-        pairs = [part for number, payload in unit for part in (entry_id_of(number), payload)]
+        entries = [(entry_id_of(number), payload) for number, payload in unit]
         # Whether it was appended does not matter here: the next iteration checks the end again.
-        await broker.script("append_after", [key], [last, SCHEMA, *pairs])
+        await scripts.append_after(broker, stream=key, last=last, schema=SCHEMA, entries=entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +129,19 @@ async def append_after(
     Raises:
         MarkLostError: the server has not got the `mark`; nothing was appended.
     """
-    keys, condition = ([key, mark.key], (mark.field, mark.value)) if mark else ([key], ())
-    pair = (entry_id, codec.encode_payload(message))
-    reply = int(await broker.script("append_after", keys, [last, SCHEMA, *condition, *pair]))
-    if reply < 0:
-        raise MarkLostError(f"Redis has lost a mark in {keys[-1]}")
-    return bool(reply)
+    reply = await scripts.append_after(
+        broker,
+        stream=key,
+        marks=mark.key if mark else None,
+        last=last,
+        schema=SCHEMA,
+        mark_field=mark.field if mark else None,
+        mark=mark.value if mark else None,
+        entries=[(entry_id, codec.encode_payload(message))],
+    )
+    if mark is not None and reply is AppendReply.MARK_LOST:
+        raise MarkLostError(f"Redis has lost a mark in {mark.key}")
+    return reply is AppendReply.APPENDED
 
 
 class ReadSize:
@@ -348,9 +357,12 @@ async def forget_consumers(broker: Broker, key: str, group: str, after_s: float)
     again is a consumer again."""
     found = map(_by_name, await _info(broker, "CONSUMERS", key, group))
     silent = [info[b"name"] for info in found if not info[b"pending"] and info[b"idle"] > 1000 * after_s]
+    num_removed = 0
     try:
-        # The script looks at what is pending again: the consumer may have got something meanwhile.
-        return sum([int(await broker.script("leave", [key], [group, name])) for name in silent])
+        for name in silent:
+            # The script looks at what is pending again: the consumer may have got something meanwhile.
+            num_removed += await scripts.leave(broker, stream=key, group=group, consumer=name)
+        return num_removed
     except redis_errors.ResponseError as error:
         if is_without_group(error):
             return 0
@@ -364,7 +376,11 @@ async def pending_ids(broker: Broker, key: str, group: str, first: str, last: st
 
 
 async def trim_before(
-    broker: Broker, key: str, entry_id: str, mark: Mark | None = None, held: Sequence[str] = ()
+    broker: Broker,
+    key: str,
+    entry_id: str,
+    mark: Mark | None = None,
+    held: tuple[str, str, str] | None = None,
 ) -> int:
     """Remove entries below `entry_id`; returns how many. `held`, for tickets: the consumer group, and prefix
     and suffix of the keys of progress; leases and progress of removed tickets are removed, too.
@@ -375,11 +391,22 @@ async def trim_before(
     if mark is None:
         # Not `~`, by which Redis would leave some of them.
         return int(await broker.execute("XTRIM", key, "MINID", entry_id))
-    values = [entry_id, mark.field, mark.value, _trim_field(key), *held]
-    removed = int(await broker.script("trim", [key, mark.key], values))
-    if removed < 0:
+    group, prefix, suffix = held or (None, None, None)
+    num_removed = await scripts.trim(
+        broker,
+        stream=key,
+        marks=mark.key,
+        entry_id=entry_id,
+        mark_field=mark.field,
+        mark=mark.value,
+        trim_field=_trim_field(key),
+        group=group,
+        progress_prefix=prefix,
+        progress_suffix=suffix,
+    )
+    if num_removed == NO_MARK:
         raise MarkLostError(f"Redis has lost a mark in {mark.key}")
-    return removed
+    return num_removed
 
 
 async def newest_begin(broker: Broker, key: str, num_kept: int = KEPT_LETTERS) -> str:
@@ -406,4 +433,6 @@ def _trim_field(key: str) -> str:
 async def continue_after(broker: Broker, key: str, known: str, entry_id: str, *, is_numbered: bool) -> bool:
     """Make new entries follow `entry_id`, though Redis has lost those between `known` and it. False where the
     stream already has new ones there. If `is_numbered`, only check: such entries have explicit ids."""
-    return bool(await broker.script("continue_after", [key], [known, entry_id, 0 if is_numbered else 1]))
+    return await scripts.continue_after(
+        broker, stream=key, last_known=known, entry_id=entry_id, moves_last_id=not is_numbered
+    )

@@ -7,10 +7,11 @@ to renew, and meanwhile takes only messages that were given back.
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import structlog
 
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams.entries import NOBODY, Fields
 from tidemill.common.streams.log import fields_of
@@ -35,7 +36,10 @@ class Takeover:
     """Looks for messages that other members of a group have abandoned, about twice a lease."""
 
     def __init__(self, broker: Broker, key: str, group: str, name: str, lease_s: float, label: str) -> None:
-        self._broker, self._key, self._member = broker, key, (group, name)
+        self._broker = broker
+        self._key = key
+        self._group = group
+        self._name = name
         self._lease_s, self._label, self._place = lease_s, label, EVERYWHERE
         self._clock: tuple[int, float] | None = None
         """The server's time in milliseconds at the last look, and our monotonic time then."""
@@ -64,7 +68,7 @@ class Takeover:
         """Have `notice_interruption` return True again: not all messages of lost answers were found yet."""
         self._num_interruptions = -1
 
-    async def look(self, count: int, worked_on: Iterable[str] = ()) -> list[tuple[bytes, Fields, int]] | None:
+    async def look(self, count: int, worked_on: Sequence[str] = ()) -> list[tuple[bytes, Fields, int]] | None:
         """Take over up to `count` abandoned messages: id, fields, and how often each was delivered.
 
         Messages that the consumer works on are found, too, where their renewal was late; that is no delivery.
@@ -72,31 +76,38 @@ class Takeover:
         """
         if time.monotonic() < self.next_at:
             return []
-        holder = NOBODY if time.monotonic() < self.patient_until else ""
         spare_s = self._lease_s / CLOCK_CHECKS_PER_LEASE
-        most, lease_ms, latest_ms = min(count, MAX_TAKEN), int(self._lease_s * 1000), self._server_ms(spare_s)
-        args = [*self._member, lease_ms, most, self._place, latest_ms, holder, *worked_on]
+        most = min(count, MAX_TAKEN)
         try:
-            now_ms, *found = await self._broker.script(
-                "reclaim", [self._key], args, self._check_uninterrupted
+            reply = await scripts.reclaim(
+                self._broker,
+                stream=self._key,
+                group=self._group,
+                consumer=self._name,
+                idle_ms=int(self._lease_s * 1000),
+                count=most,
+                look_from=self._place,
+                latest_ms=self._server_ms(spare_s),
+                holder=NOBODY if time.monotonic() < self.patient_until else "",
+                worked_on=worked_on,
+                check=self._check_uninterrupted,
             )
         except _InterruptedLookError:
             # `notice_interruption` reports it next: lost deliveries are read before the next look.
             return []
         # Compared with the last reading, which the next line replaces.
-        is_set_back = now_ms < self._server_ms(-spare_s)
+        is_set_back = reply.server_ms < self._server_ms(-spare_s)
         # Also after a jump: the new time is the reference, or every look would find a jump.
-        self._clock = (now_ms, time.monotonic())
-        if not found:
+        self._clock = (reply.server_ms, time.monotonic())
+        if reply.has_jumped:
             log.warning("the clock of Redis jumped ahead; leases get time to be renewed", stream=self._label)
             self.be_patient()
             return None
-        place, taken = found
-        self._place = EVERYWHERE if is_set_back else place.decode()
+        self._place = EVERYWHERE if is_set_back else reply.look_from
         # Where there may be more, the next look comes at once.
-        if len(taken) < most:
+        if len(reply.entries) < most:
             self.next_at = time.monotonic() + _at_random(self._lease_s / LOOKS_PER_LEASE)
-        return [(entry_id, fields_of(raw), attempts) for entry_id, raw, attempts in taken]
+        return [(entry_id, fields_of(raw), attempts) for entry_id, raw, attempts in reply.entries]
 
     def _server_ms(self, spare_s: float) -> int:
         """The time that the server's clock should show now, plus `spare_s`; 0 where not known."""

@@ -30,10 +30,9 @@ from tidemill.common.history import History, StreamName
 from tidemill.common.history.groups import TicketOutcomes
 from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.scripts import RequeueReply
 from tidemill.common.run.state import FINISHED, read_config, read_state
 from tidemill.common.streams import (
-    DEAD_LETTER_GONE,
-    DONE,
     dead_letter,
     group_status,
     has_entry,
@@ -380,10 +379,10 @@ class Requeuer:
             published=sorted(published),
             started_version=min(published.values(), default=None),
         )
-        if answer == DONE:
+        if answer is RequeueReply.DONE:
             return RequeueResult(True, f"the next {group} worker takes it, within {lease_s:g} s")
         trimmed = "its stream does not hold it any more: it was trimmed, so nothing needs it"
-        return RequeueResult(False, GONE if answer == DEAD_LETTER_GONE else trimmed)
+        return RequeueResult(False, GONE if answer is RequeueReply.DEAD_LETTER_GONE else trimmed)
 
     async def _published(self, ticket: int, lane: Lane) -> dict[int, int]:
         """The least version in each published sample of a ticket, by index."""

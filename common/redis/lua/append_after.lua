@@ -1,10 +1,10 @@
 -- Append numbered entries, if the stream still ends where the caller saw it end: Redis may have lost its tail
 -- since, and an earlier number cannot be appended after a later one.
 -- Atomic against a failover between check and append, and against another trainer that appends meanwhile.
--- KEYS: stream, and a hash where the append depends on a mark in it.
--- ARGV: id of the last entry as last seen, schema, with a hash its field and the mark, then (id, payload) pairs in
--- ascending order.  Returns 1 appended; 0 where the stream ends elsewhere, or -1 where the mark is gone: nothing
--- is appended.
+-- KEYS: stream, marks?.
+-- ARGV: last, schema, mark_field?, mark?, entries... (id, payload).
+-- With a hash of marks, the append depends on its field `mark_field`. Entries have ascending ids.
+-- Returns 1 appended; 0 where the stream ends elsewhere, or -1 where the mark is gone: nothing is appended.
 local last = '0-0'
 local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
 if not info.err then

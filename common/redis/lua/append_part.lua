@@ -1,8 +1,9 @@
 -- Keep the next part of a sample that is being generated, if the lease on its ticket is still held.
 -- Atomic against a worker that takes the ticket over: it reads every part that was kept, and none is added later.
--- KEYS: prompts, the group's progress hash, the group's parts.
--- ARGV: group, consumer, ticket's entry id, index, field of the part, field of the part before it or '', part. The
--- first 16 bytes of a part identify its play: parts of two plays never follow each other.
+-- KEYS: prompts, progress, parts.
+-- ARGV: group, consumer, entry_id, index, field, field_before, part.
+-- `field_before` is that of the part before it, or ''. The first 16 bytes of a part identify its play: parts of two
+-- plays never follow each other.
 -- Returns 0 lease lost, 1 kept, 2 kept in place of an older one, 3 not kept: Redis has lost the part before it, or
 -- the sample is published.
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])

@@ -1,7 +1,8 @@
 -- Keep one reward; make room by dropping the least recently used ones. Atomic against other workers that put rewards:
 -- the size is exact.
--- KEYS: rewards, when each was used, size and clock.
--- ARGV: digest, payload, limit in bytes.  Returns how many were dropped.
+-- KEYS: rewards, uses, totals.
+-- ARGV: digest, payload, max_bytes.
+-- Returns how many were dropped.
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 local num_bytes = #ARGV[1] + #ARGV[2] - (old and #ARGV[1] + #old or 0)
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])

@@ -1,8 +1,9 @@
 -- Publish results and acknowledge their inputs as one unit, where their leases are still held.
 -- Atomic against a worker that takes the input over between check and publication (two results), and against the
 -- death of this one between publication and acknowledgement (a result, and the input again).
--- KEYS: input stream, output stream.  ARGV: group, consumer, schema, then (input id, payload) pairs; an
--- empty payload acknowledges without publishing.  Returns 1 (done) or 0 (lease lost) for each pair.
+-- KEYS: stream, output.
+-- ARGV: group, consumer, schema, results... (entry_id, payload).
+-- An empty payload acknowledges without publishing.  Returns 1 (done) or 0 (lease lost) for each pair.
 local first, last, num_pairs = ARGV[4], ARGV[#ARGV - 1], (#ARGV - 3) / 2
 -- One query finds the leases of inputs that are in order and without gaps, as `fetch` returns them.
 local held = {}

@@ -1,7 +1,9 @@
 -- Make new entries of a stream follow an id: its archive goes up to there, though Redis has lost the last of these.
 -- Atomic against a worker that appends below the new last id between check and change.
--- KEYS: stream.  ARGV: id of the last entry that Redis still knows, the id to go on after, 1 to move the stream's last
--- id there.  Returns 1, or 0 where the stream has new entries between the two; nothing is changed then.
+-- KEYS: stream.
+-- ARGV: last_known, entry_id, moves_last_id.
+-- New entries follow `entry_id`. With `moves_last_id` of 1 the stream's last id becomes that.
+-- Returns 1, or 0 where the stream has new entries between the two; nothing is changed then.
 if #redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], ARGV[2], 'COUNT', 1) > 0 then
   return 0
 end

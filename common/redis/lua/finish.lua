@@ -1,6 +1,8 @@
 -- Set fields of the run's state, if the last commit is there: after a failover the server may lack it.
 -- Atomic against a failover between the two.
--- KEYS: commits, state.  ARGV: id of the last commit, then names and values.  Returns 1 set, or 0.
+-- KEYS: commits, state.
+-- ARGV: last_commit_id, fields... (name, value).
+-- Returns 1 set, or 0.
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
   if info.err then

@@ -2,7 +2,9 @@
 -- They get another holder's name: a renewal by their former holder, which may be under way, would make them look
 -- held again for a whole lease.
 -- Atomic against a worker that has taken an entry over meanwhile: it keeps the entry.
--- KEYS: input stream.  ARGV: group, consumer, idle milliseconds, deliveries to subtract, new holder, entry ids.
+-- KEYS: stream.
+-- ARGV: group, consumer, idle_ms, num_subtracted, holder, entry_ids...
+-- `num_subtracted` deliveries are subtracted, and `holder` is the new one.
 for i = 6, #ARGV do
   local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])
   if #held == 1 then

@@ -1,10 +1,11 @@
 -- End, renew and admit requests under the limits of a run, in one unit: what one worker frees is drawn only
 -- once. Limits: concurrency, requests and tokens per minute; 0 is none. Time is the server's.
--- KEYS: hash of what is left, sorted set of requests in flight by the end of their lease.
--- ARGV: lane (eval or train), lease in ms, concurrency, requests per minute, tokens per minute, burst in ms,
--- share kept for evaluation, worker, number of its waiting evaluations, number of requests that ended, number of
--- those that go on; then (request id, tokens to give back, below zero where more were used) of those that ended, the
--- ids of those that go on, and (request id, tokens) of waiting ones, in order.
+-- KEYS: levels, in_flight.
+-- ARGV: lane, lease_ms, concurrency, requests_per_minute, tokens_per_minute, burst_ms, evaluation_share, worker,
+--   num_evaluations, num_ended, num_renewed, ended... (id, tokens), renewed..., waiting... (id, tokens).
+-- `levels` is a hash of what is left, `in_flight` a sorted set of requests by the end of their lease. The lane is eval
+-- or train; training leaves `evaluation_share` to evaluation, and `num_evaluations` wait at this worker. Of requests
+-- that ended come the tokens to give back, below zero where more were used. Waiting ones are in order.
 -- Returns how many waiting requests are admitted, and milliseconds after which to ask for the next one; -1
 -- where that depends on a request that ends.  Asking twice for the same request draws once.
 local time = redis.call('TIME')

@@ -1,9 +1,10 @@
 -- Move entries that no service of the run wrote out of a numbered stream, and lower its last id again, as one unit.
 -- Otherwise the stream would refuse all further numbers of the run. Atomic against the trainer, which appends, and
 -- against workers, which read and acknowledge: no client sees the stream without its entries or its last id.
--- KEYS: stream, dead letters.
--- ARGV: schema, least last id that the stream may be left with, then (entry's id, dead letter) pairs; an empty one
--- is of an entry that is in the dead letters already, or needs none.
+-- KEYS: stream, dead.
+-- ARGV: schema, floor, entries... (entry_id, dead_letter).
+-- `floor` is the least last id that the stream may be left with. An empty dead letter is of an entry that is in the
+-- dead letters already, or needs none.
 -- Returns how many entries were still there, or -1 without the stream.
 local function number(id)
   return tonumber(string.match(id, '^%d+'))

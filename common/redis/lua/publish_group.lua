@@ -1,7 +1,8 @@
 -- Publish all scores of a group, acknowledge its last trajectory and drop its results, as one unit, if the
 -- lease is still held. The field `published` stays: it keeps a late duplicate from starting the group again.
 -- Atomic against a worker that takes the trajectory over, and would publish the group a second time.
--- KEYS: trajectories, scores, the group's results.  ARGV: group, consumer, entry id, schema, payloads.
+-- KEYS: trajectories, scores, results.
+-- ARGV: group, consumer, entry_id, schema, payloads...
 -- Returns 1 published or 0 lease lost.
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if #held == 0 then

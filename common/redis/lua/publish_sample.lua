@@ -1,9 +1,9 @@
 -- Publish one sample of a group if the lease on its ticket is still held; acknowledge the ticket with
 -- the last sample.  Counting happens here, so that samples finishing at once cannot disagree on which
 -- of them is the last. Atomic against a worker that takes the ticket over, and publishes the same index.
--- KEYS: prompts, trajectories, the group's progress hash, the group's parts.
--- ARGV: group, consumer, ticket's entry id, index, group size, schema, payload; an empty payload only checks whether
--- the group is complete.
+-- KEYS: prompts, trajectories, progress, parts.
+-- ARGV: group, consumer, entry_id, index, group_size, schema, payload.
+-- An empty payload only checks whether the group is complete.
 -- Returns 0 lease lost, 1 published, 2 published and group complete, 3 the index was there already.
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if #held == 0 then

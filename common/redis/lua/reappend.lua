@@ -1,6 +1,7 @@
 -- Append the bytes of a dead letter to the log they came from, and remove the dead letter, as one unit.
 -- Atomic against a second `requeue` of the same entry.
--- KEYS: dead letters, log.  ARGV: dead letter's id, then field names and values.
+-- KEYS: dead, log.
+-- ARGV: dead_id, fields... (name, value).
 -- Returns 1 done, 0 the dead letter is gone.
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   return 0

@@ -1,9 +1,10 @@
 -- Take over entries of silent consumers, with the number of times each was delivered. What the caller still works on,
 -- because only its renewal was late, is no further delivery: its lease begins again, and its count stays.
 -- Atomic against other workers that reclaim: each entry gets one holder, and its count is that of its delivery.
--- KEYS: input stream.  ARGV: group, consumer, idle milliseconds, count, where to look for deliveries from the future
--- (empty for nowhere), latest plausible time (0 for any), the only holder to take from (empty for any), then the
--- entries that the caller works on.
+-- KEYS: stream.
+-- ARGV: group, consumer, idle_ms, count, look_from, latest_ms, holder, worked_on...
+-- Deliveries from the future are looked for from `look_from` on (empty: nowhere). `latest_ms` is the latest plausible
+-- time (0: any), and `holder` the only one to take from (empty: any). The caller works on the entries `worked_on`.
 -- Returns the server's time, where to look next, then (id, fields, deliveries) for each entry taken; only the time
 -- where the server's clock has jumped ahead, which makes held leases look expired.
 local WINDOW = 256

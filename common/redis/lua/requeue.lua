@@ -2,9 +2,9 @@
 -- The message is still in its stream, with its id and bytes: it only needs a holder, and gets one that counts as
 -- silent for longer than a lease, so that the next worker that reclaims takes it.
 -- Atomic against a second `requeue` of it, and against a worker that begins before its progress is restored.
--- KEYS: dead letters, input stream, progress hash of its group.
--- ARGV: dead letter's id, group, input's id, idle milliseconds, version at which the group was started or '', holder,
--- then the indices that are published already.
+-- KEYS: dead, stream, progress.
+-- ARGV: dead_id, group, entry_id, idle_ms, version, holder, published...
+-- The group was started at `version`, or ''; the indices `published` are there already.
 -- Returns 1 done, 0 the dead letter is gone, -1 the stream no longer has the message.
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   return 0

@@ -1,8 +1,9 @@
 -- Keep the result of one sample of a group; acknowledge its trajectory unless it is the last one.
 -- The last one stays pending until the whole group is published, so that another worker can take it over.
 -- Atomic against other samples of the group that are scored at once: exactly one of them is the last.
--- KEYS: trajectories, the group's results, tickets with results.
--- ARGV: group, consumer, entry id, ticket, index, group size, payload (empty: the result is there already).
+-- KEYS: trajectories, results, tickets.
+-- ARGV: group, consumer, entry_id, ticket, index, group_size, payload.
+-- `tickets` are those with results. An empty payload: the result is there already.
 -- Returns 0 lease lost, 1 kept and acknowledged, or the payloads of the group, which this consumer has to finish.
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if #held == 0 then

@@ -4,8 +4,10 @@
 -- A ticket that is removed while a worker holds it loses its lease and its progress: Redis had lost that it was
 -- settled. Without a lease no worker can settle it again.
 -- Atomic against a failover between the check of the mark and the trim, and between the trim and its note.
--- KEYS: stream, hash.  ARGV: id, the mark's field, mark, field for the id of the trim; for tickets also the workers'
--- group, and prefix and suffix of the ticket's number (its id minus 1) in keys of progress.
+-- KEYS: stream, marks.
+-- ARGV: entry_id, mark_field, mark, trim_field, group?, progress_prefix?, progress_suffix?.
+-- `trim_field` is for the id of the trim. For tickets the last three: the workers' group, and prefix and suffix of the
+-- ticket's number (its id minus 1) in keys of progress.
 -- Returns how many were removed, or -1 without the mark.
 if redis.call('HGET', KEYS[2], ARGV[2]) ~= ARGV[3] then
   return -1

@@ -16,7 +16,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from tidemill.common.config.servers import LimitsConfig
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.scripts import Admission
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Lane
@@ -36,6 +38,11 @@ class Permit:
     tokens: int
     used_tokens: int | None = None
 
+    @property
+    def unused_tokens(self) -> int:
+        """Tokens to give back; below zero where more were used."""
+        return 0 if self.used_tokens is None else self.tokens - self.used_tokens
+
 
 class Limiter:
     """The limits of one section of `servers`; `close` ends what the first request starts."""
@@ -49,7 +56,8 @@ class Limiter:
 
     def __init__(self, broker: Broker, keys: Keys, servers: str, config: LimitsConfig) -> None:
         self.servers, self.config, self._broker = servers, config, broker
-        self._keys = [keys.limits(servers), keys.requests(servers)]
+        self._levels = keys.limits(servers)
+        self._in_flight = keys.requests(servers)
         self._prefix, self._number = secrets.token_hex(6), 0
         self._lines = {lane: asyncio.Lock() for lane in Lane}
         self._num_waiting = Counter[Lane]()
@@ -105,10 +113,10 @@ class Limiter:
     async def _admission(self, lane: Lane, permit: Permit) -> None:
         while True:
             freed = self._freed  # taken before the call: what is freed during it counts too
-            num_admitted, wait_ms = await self._call(lane, waiting=permit)
-            if num_admitted:
+            admission = await self._call(lane, waiting=permit)
+            if admission.num_admitted:
                 return
-            hint_s = wait_ms / 1000 if wait_ms > 0 else LONGEST_PAUSE_S
+            hint_s = admission.wait_ms / 1000 if admission.wait_ms > 0 else LONGEST_PAUSE_S
             # Random: in step with the other workers, the same one would always come first.
             pause_s = min(max(hint_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             await _until_set(freed, pause_s)
@@ -139,26 +147,30 @@ class Limiter:
 
     async def _call(
         self, lane: Lane, held: list[str] | None = None, waiting: Permit | None = None
-    ) -> tuple[int, int]:
-        """One call of the script, with requests that have ended, those that are held, and one that waits.
-
-        Returns whether the one that waits is admitted (1 or 0), and after how many ms to ask again.
-        """
-        held = held or []
+    ) -> Admission:
+        """One call of the script, with requests that have ended, those that are held, and one that waits."""
         ended = [self._ended.popleft() for _ in range(min(len(self._ended), MAX_BATCH))]
-        limits, lease_ms = self.config, int(self.lease_s * 1000)
-        arguments: list[object] = [lane.value, lease_ms, limits.concurrency, limits.requests_per_minute]
-        arguments += [limits.tokens_per_minute, int(self.burst_s * 1000), self.evaluation_share]
-        arguments += [self._prefix, self._num_waiting[Lane.EVAL], len(ended), len(held)]
-        for permit in ended:
-            arguments += [permit.id, 0 if permit.used_tokens is None else permit.tokens - permit.used_tokens]
-        arguments += [*held, *([waiting.id, waiting.tokens] if waiting else [])]
         try:
-            num_admitted, wait_ms = await self._broker.script("limits", self._keys, arguments)
+            return await scripts.limits(
+                self._broker,
+                levels=self._levels,
+                in_flight=self._in_flight,
+                lane=lane.value,
+                lease_ms=int(self.lease_s * 1000),
+                concurrency=self.config.concurrency,
+                requests_per_minute=self.config.requests_per_minute,
+                tokens_per_minute=self.config.tokens_per_minute,
+                burst_ms=int(self.burst_s * 1000),
+                evaluation_share=self.evaluation_share,
+                worker=self._prefix,
+                num_evaluations=self._num_waiting[Lane.EVAL],
+                ended=[(permit.id, permit.unused_tokens) for permit in ended],
+                renewed=held or [],
+                waiting=[(waiting.id, waiting.tokens)] if waiting else [],
+            )
         except BaseException:  # the caller has given up: the ended requests are still to be reported
             self._ended.extendleft(ended)
             raise
-        return num_admitted, wait_ms
 
 
 async def _until_set(event: asyncio.Event, timeout_s: float) -> None:

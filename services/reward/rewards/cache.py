@@ -18,6 +18,7 @@ from typing import Any
 import msgpack
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import as_plain, pack
@@ -71,7 +72,8 @@ def _file_of(text: str) -> Path | None:
 
 class RewardCache:
     def __init__(self, broker: Broker, keys: Keys, max_bytes: int) -> None:
-        self._broker, self._keys = broker, keys.reward_cache
+        self._broker = broker
+        self._rewards, self._uses, self._totals = keys.reward_cache
         self._max_bytes = max_bytes
         self._calls: dict[str, asyncio.Task[RewardOutcome]] = {}
 
@@ -92,16 +94,25 @@ class RewardCache:
         return await asyncio.shield(call)
 
     async def _look_or_make(self, digest: str, make: Callable[[], Awaitable[RewardOutcome]]) -> RewardOutcome:
-        found = await self._broker.script("cache_get", self._keys, [digest])
-        if found is not None:
+        cached = await scripts.cache_get(
+            self._broker, rewards=self._rewards, uses=self._uses, totals=self._totals, digest=digest
+        )
+        if cached is not None:
             metrics.REWARD_CACHE.labels("hit").inc()
-            return RewardOutcome(**msgpack.unpackb(found))
+            return RewardOutcome(**msgpack.unpackb(cached))
         metrics.REWARD_CACHE.labels("miss").inc()
         outcome = await make()
         if outcome.is_ok:  # a failure is worth another attempt
             # Attempts belong to this call, not to later ones that find the result.
-            payload = pack(replace(outcome, tries=[]), as_plain)
-            await self._broker.script("cache_put", self._keys, [digest, payload, self._max_bytes])
+            await scripts.cache_put(
+                self._broker,
+                rewards=self._rewards,
+                uses=self._uses,
+                totals=self._totals,
+                digest=digest,
+                payload=pack(replace(outcome, tries=[]), as_plain),
+                max_bytes=self._max_bytes,
+            )
         return outcome
 
 

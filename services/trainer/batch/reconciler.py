@@ -21,6 +21,7 @@ from tidemill.common.config import RunConfig, load_recorded
 from tidemill.common.errors import BrokerError, ConfigError, OutageError, TidemillError
 from tidemill.common.files import write_atomically
 from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import CONFIG_FILE, RUNNING, update_state
 from tidemill.common.streams import (
@@ -135,7 +136,7 @@ class Reconciler:
         what was trained on; and a commit that an earlier trainer has sent, and that arrives late, is refused.
         """
         mark = Mark(self.keys.state, field, f'"{secrets.token_hex(8)}"'.encode())
-        await self.broker.script("mark", [mark.key], [mark.field, mark.value])
+        await scripts.mark(self.broker, marks=mark.key, field=mark.field, value=mark.value)
         return mark
 
     async def take_restart(self) -> bool:

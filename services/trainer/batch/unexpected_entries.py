@@ -11,7 +11,9 @@ from typing import Any
 
 import structlog
 
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
+from tidemill.common.redis.scripts import NO_STREAM
 from tidemill.common.streams import (
     START,
     DeadLetterWriter,
@@ -71,7 +73,7 @@ async def remove_unexpected(
         dead_letters[entry.entry_id] = b"" if is_known else codec.encode_payload(dead)
     # Without dead letters: an entry was removed by hand, and only the last id is left to be taken back.
     moved = await take_back(broker, keys, key, dead_letters, floor)
-    if moved < 0:
+    if moved == NO_STREAM:
         return 1
     log.error(
         "unexpected entries were dead-lettered, and the stream taken back to its own last entry",
@@ -83,12 +85,16 @@ async def remove_unexpected(
     return max(1, moved)
 
 
-async def take_back(broker: Broker, keys: Keys, key: str, taken: Mapping[str, bytes], floor: str) -> int:
+async def take_back(
+    broker: Broker, keys: Keys, key: str, dead_letters: Mapping[str, bytes], floor: str
+) -> int:
     """Remove entries from a numbered stream, add their dead letters (empty: none), and set its last id back
-    to its own newest entry or to `floor`, in one unit; returns how many entries there were, -1 where the
-    stream has vanished."""
-    pairs = [part for pair in taken.items() for part in pair]
-    return int(await broker.script("move_aside", [key, keys.dead], [SCHEMA, floor, *pairs]))
+    to its own newest entry or to `floor`, in one unit; returns how many entries there were, NO_STREAM where
+    the stream has vanished."""
+    entries = list(dead_letters.items())
+    return await scripts.move_aside(
+        broker, stream=key, dead=keys.dead, schema=SCHEMA, floor=floor, entries=entries
+    )
 
 
 async def _unexpected_at_end(broker: Broker, key: str, message_type: type[Message]) -> list[Record]:

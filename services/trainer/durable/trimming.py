@@ -115,12 +115,13 @@ class Trimmer:
             log.debug("streams trimmed", entries=removed)
         return removed
 
-    def _held(self, stream: StreamName) -> tuple[str, ...]:
+    def _held(self, stream: StreamName) -> tuple[str, str, str] | None:
         """For the streams of tickets, what `trim_before` needs to take them from workers that hold them."""
         for lane in Lane:
             if stream.key(self.context.keys) == self.context.keys.prompts(lane):
-                return ROLLOUT_GROUP, *self.context.keys.progress_around(lane)
-        return ()
+                prefix, suffix = self.context.keys.progress_around(lane)
+                return ROLLOUT_GROUP, prefix, suffix
+        return None
 
     async def _trim_archived(self) -> None:
         """Trim as the archiver makes progress, which may be long after the checkpoint that requested it."""

@@ -232,7 +232,7 @@ async def _one(limiter: Limiter) -> None:
 
 async def _waits(limiter: Limiter) -> bool:
     """Whether evaluation waits at some worker; without buckets the hash has nothing else."""
-    return bool(await limiter._broker.execute("EXISTS", limiter._keys[0]))
+    return bool(await limiter._broker.execute("EXISTS", limiter._levels))
 
 
 async def _is_empty(broker: Broker, keys: Keys) -> bool:
