@@ -125,6 +125,8 @@ def draw(logprobs_BV: Tensor, sampling: SamplingBatch, uniforms_B: Tensor) -> tu
 _COMPACT_BELOW = 0.75
 """Finished rows are dropped when less than this share of the batch is left: copying the cache costs too."""
 
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+"""What releases of transformers call a model's state: the first from 5.24 on, the others before."""
 
 Routes = NDArray[np.unsignedinteger[Any]]
 
@@ -375,8 +377,12 @@ class _Batch:
 
 
 def name_of_cache(model: Any) -> str:
-    """The argument and the output of the model that hold its state."""
-    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+    """The argument and the output of the model that hold its state.
+
+    A name that the model does not know is no error: it takes any, and samples as if it had seen one token.
+    """
+    parameters = signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[-1])
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,9 @@ prompt, samples that end at different times, and samples that go on from a part.
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import transformers as engine_module
 from tidemill.services.rollout.engines import trial
+from tidemill.services.rollout.engines.decoding import name_of_cache
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.engines.states import is_recurrent
 from tidemill.services.rollout.engines.transformers import TransformersEngine
@@ -86,6 +89,21 @@ async def test_the_rows_of_a_batch_are_computed_as_each_row_alone(family, tmp_pa
         )
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (lambda input_ids, cache=None, **kwargs: None, "cache"),
+        (lambda input_ids, cache_params=None, **kwargs: None, "cache_params"),
+        (lambda input_ids, past_key_values=None, **kwargs: None, "past_key_values"),
+        (lambda *args, **kwargs: None, "past_key_values"),
+    ],
+)
+def test_a_models_state_has_the_name_that_its_release_of_transformers_gives_it(
+    forward: Callable[..., None], name: str
+) -> None:
+    assert name_of_cache(SimpleNamespace(forward=forward)) == name
 
 
 def test_models_with_keys_and_values_alone_are_decoded_as_ever():
