@@ -6,6 +6,24 @@ is never a zero. A trajectory for which this machine cannot start something is h
 Two lanes, each with its own stream, loop and slots, so that evaluation does not queue behind
 training; only while suspects run apart (`quarantine.py`) both stop. A slot is freed when a score is
 published, when the lease is lost, or when the trajectory is dead-lettered.
+
+The tasks of a lane, what each waits for, and who wakes it:
+
+    run (LaneWorker)        a free slot, or the stop    woken by _release, by the stop
+      |  fetch: trajectories that came with an acknowledgement, else XREADGROUP
+      |  start: a task for each
+      v
+    _score, many            the reward's answer         woken by the reply of the child or server; cancelled
+      |                                                 where the lease is lost
+      |  _finish, when the task ends: a score to publish, and when it must be
+      v
+    _publish_for_ever       a score that is due         woken by the timer of the first score, then by Redis
+      |  one call: all scores that are there, their acknowledgements, and as many new trajectories
+      v
+    _release: slots are free, `run` goes on
+
+Beside them: renewals of leases (`Consumer`), and for each function the process that runs it (`functions/`).
+What ends together is sent together: requests to a child and its replies, scores and acknowledgements.
 """
 
 import asyncio
@@ -63,7 +81,8 @@ class WorkerMetrics:
             named.reward.execution for named in reward.rewards if isinstance(named.reward, FunctionReward)
         ]
         self._in_flight: Counter[Lane] = Counter()
-        self._num_unpublished = 0
+        self._num_scoring = 0
+        """Samples in flight in both lanes that do not only wait to be published."""
         self._statuses: Counter[ScoreStatus] = Counter()
         self._attempts: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
         """When heartbeats were made, with the scores and the failed attempts until then."""
@@ -81,8 +100,8 @@ class WorkerMetrics:
         """Change the number of samples in flight, and of those among them that only wait to be published:
         that is Redis's time, not the reward's."""
         self._in_flight[lane] += in_flight
-        self._num_unpublished += unpublished
-        self._activity.enter(SCORING if self._in_flight.total() > self._num_unpublished else IDLE)
+        self._num_scoring += in_flight - unpublished
+        self._activity.enter(SCORING if self._num_scoring > 0 else IDLE)
 
     def published(self, lane: Lane, score: Score) -> None:
         self._statuses[score.status] += 1
@@ -148,8 +167,11 @@ def _observe(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
 
 MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
-GATHER_S = 0.002
-"""How long the first score of a call waits for others: fewer calls, and fewer fetches after them."""
+GATHER_S, LONGEST_GATHER_S = 0.002, 0.005
+"""How long the first score of a call waits for others, at least and at most: fewer calls, and fewer fetches
+after them."""
+GATHER_SHARE = 0.01
+"""How long it waits, as a share of the time that its reward took: so little is lost of a slot's time."""
 
 
 async def serve(context: ServiceContext) -> None:
@@ -229,8 +251,15 @@ class RewardLane(LaneWorker[Trajectory]):
         self.num_held = 0
         metrics.SCORE_SLOTS.labels(lane).set_function(counts.slots)
         self.quarantine = quarantine or Quarantine(context)
-        self._finished: asyncio.Queue[tuple[Delivery[Trajectory], Score]] = asyncio.Queue()
+        self._finished: list[tuple[Delivery[Trajectory], Score]] = []
         """Scores to publish. The slots bound it: each is freed only when its score is published."""
+        self._is_due = asyncio.Event()
+        """Set when the scores in `_finished` have waited for others long enough."""
+        self._due_timer: asyncio.TimerHandle | None = None
+        self._num_unpublished = 0
+        """Scores in `_finished`, and those in the call that publishes."""
+        self._is_flushed = asyncio.Event()
+        self._is_flushed.set()
 
     async def run(self) -> None:
         """Score and publish until the service stops, then finish or hand back what is held."""
@@ -247,17 +276,24 @@ class RewardLane(LaneWorker[Trajectory]):
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
         """Fetch, once no suspects run. Demonstrations are acknowledged, and get no score."""
         await self.quarantine.until_open()
-        found = await super().fetch(count)
-        shown = [one for one in found if isinstance(one, Delivery) and is_demonstration(one.message.ticket)]
-        if not shown:
-            return found
-        await self.consumer.complete([(one, None) for one in shown], self.context.keys.scores(self.lane))
-        return [one for one in found if isinstance(one, Garbled) or not is_demonstration(one.message.ticket)]
+        fetched = await super().fetch(count)
+        demonstrations = [
+            entry
+            for entry in fetched
+            if isinstance(entry, Delivery) and is_demonstration(entry.message.ticket)
+        ]
+        if not demonstrations:
+            return fetched
+        acknowledged = [(delivery, None) for delivery in demonstrations]
+        await self.consumer.complete(acknowledged, self.context.keys.scores(self.lane))
+        return [entry for entry in fetched if entry not in demonstrations]
 
     async def accept(self, deliveries: list[Delivery[Trajectory]]) -> None:
         """Score those that may run beside any others, then the suspects."""
-        suspects = [delivery for delivery in deliveries if self.quarantine.is_suspect(delivery)]
-        trusted = [delivery for delivery in deliveries if not self.quarantine.is_suspect(delivery)]
+        suspects: list[Delivery[Trajectory]] = []
+        trusted: list[Delivery[Trajectory]] = []
+        for delivery in deliveries:
+            (suspects if self.quarantine.is_suspect(delivery) else trusted).append(delivery)
         await self.quarantine.admit(self.consumer, trusted)
         for delivery in trusted:
             if not delivery.is_lost:
@@ -288,7 +324,8 @@ class RewardLane(LaneWorker[Trajectory]):
 
     async def flush(self) -> None:
         """Publish the scores that are there."""
-        await self._finished.join()
+        self._is_due.set()
+        await self._is_flushed.wait()
 
     async def _score(self, delivery: Delivery[Trajectory]) -> Score | None:
         """The score to publish; None if it was or will be published with its group, or if the trajectory was
@@ -304,31 +341,48 @@ class RewardLane(LaneWorker[Trajectory]):
     def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score | None]) -> None:
         if task.cancelled() or task.exception() is not None or (score := task.result()) is None:
             self._release()
-        else:
-            self.counts.count(self.lane, unpublished=1)
-            self._finished.put_nowait((delivery, score))
+            return
+        self.counts.count(self.lane, unpublished=1)
+        self._finished.append((delivery, score))
+        self._num_unpublished += 1
+        self._is_flushed.clear()
+        gather_s = min(max(GATHER_S, GATHER_SHARE * score.latency_s), max(GATHER_S, LONGEST_GATHER_S))
+        due_at = asyncio.get_running_loop().time() + gather_s
+        if self._due_timer is None or due_at < self._due_timer.when():
+            self._cancel_timer()
+            self._due_timer = asyncio.get_running_loop().call_at(due_at, self._is_due.set)
+
+    def _cancel_timer(self) -> None:
+        if self._due_timer is not None:
+            self._due_timer.cancel()
+            self._due_timer = None
 
     async def _publish_for_ever(self) -> None:
         """Publish each score and the acknowledgement of its trajectory as one unit. One call takes the scores
-        that gathered during the call before and `GATHER_S`."""
+        that gathered during the call before, and while the first of them waited."""
+        out_key = self.context.keys.scores(self.lane)
         while True:
-            batch = [await self._finished.get()]
-            await asyncio.sleep(GATHER_S)
-            while len(batch) < MAX_BATCH and not self._finished.empty():
-                batch.append(self._finished.get_nowait())
+            await self._is_due.wait()
+            batch = self._finished[:MAX_BATCH]
+            del self._finished[:MAX_BATCH]
+            if not self._finished:
+                self._is_due.clear()
+                self._cancel_timer()
+            if not batch:
+                continue
             # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
             is_full = self.num_free == 0 and self.quarantine.is_open and not self.context.stopping.is_set()
             ahead = len(batch) if is_full else 0
-            out_key = self.context.keys.scores(self.lane)
-            for (_, score), is_published in zip(
-                batch, await self.consumer.complete(batch, out_key, ahead), strict=True
-            ):
-                self.counts.count(self.lane, unpublished=-1)
+            are_published = await self.consumer.complete(batch, out_key, ahead)
+            self.counts.count(self.lane, unpublished=-len(batch))
+            for (_, score), is_published in zip(batch, are_published, strict=True):
                 self._release()
                 if is_published:  # else the lease was lost
                     self.counts.published(self.lane, score)
-                # Last, because `flush` waits for it; after that the consumer hands back all it still holds.
-                self._finished.task_done()
+            self._num_unpublished -= len(batch)
+            # Last, because `flush` waits for it; after that the consumer hands back all it still holds.
+            if not self._num_unpublished:
+                self._is_flushed.set()
 
     def _release(self) -> None:
         self.num_held -= 1

@@ -200,8 +200,7 @@ class ProcessPool:
             AttemptError: the function failed, its time ran out, or it ended its process.
             MachineFaultError: no process can be started, and none is there.
         """
-        identity = tuple((sample.key, sample.is_evaluation) for sample in request.samples)
-        num_together = 1 if identity in self._crashing else UNRESTRICTED
+        num_together = 1 if self._crashing and _identity(request) in self._crashing else UNRESTRICTED
         while True:
             try:
                 if num_together == UNRESTRICTED:
@@ -209,7 +208,7 @@ class ProcessPool:
                 return await self._run_apart(request, timeout_s, num_together)
             except ProcessLostError as lost:
                 if lost.num_suspects == 1:
-                    self._crashing[identity] = None
+                    self._crashing[_identity(request)] = None
                     while len(self._crashing) > MOST_KNOWN:
                         self._crashing.popitem(last=False)
                     raise AttemptError(str(lost), is_timeout=lost.is_timeout) from None
@@ -320,6 +319,11 @@ class ProcessPool:
         reaper.add_done_callback(self._reapers.discard)
 
 
+def _identity(request: Request) -> object:
+    """By what a call is recognised when it is tried again: its samples."""
+    return tuple((sample.key, sample.is_evaluation) for sample in request.samples)
+
+
 class ScoringProcess(WorkerProcess):
     """One process with one function: calls go in with a number, answers come back with it.
 
@@ -364,26 +368,29 @@ class ScoringProcess(WorkerProcess):
         # It was idle: silence from before this call does not count.
         if not self._limits:
             self._beat_at = time.monotonic()
-        with self.request({"call": request.to_wire(), "timeout_s": timeout_s}) as (number, answer):
-            self._limits[number] = timeout_s
-            try:
-                await asyncio.wait({answer}, timeout=None if self._is_async else timeout_s)
-                if not answer.done():
-                    self._end_late(number, timeout_s)
-                found = answer.result()
-            except asyncio.CancelledError:
-                self._break_off(number)
-                raise
-            finally:
-                del self._limits[number]
-                if not self.is_sound and not self._limits:
-                    self.kill()
-        if found.get("again"):
+        number, answer = self.begin_request({"call": request.to_wire(), "timeout_s": timeout_s})
+        self._limits[number] = timeout_s
+        timer = None
+        if not self._is_async:
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._end_late, number, timeout_s)
+        try:
+            reply = await answer
+        except asyncio.CancelledError:
+            self._break_off(number)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.end_request(number)
+            del self._limits[number]
+            if not self.is_sound and not self._limits:
+                self.kill()
+        if reply.get("again"):
             raise MainThreadError
-        self._has_stragglers |= bool(found.get("is_timeout"))
-        if found.get("may_be_machines"):
+        self._has_stragglers |= bool(reply.get("is_timeout"))
+        if reply.get("may_be_machines"):
             self.is_sound = False  # it may be this process alone: the function leaks descriptors, say
-        return outcomes_of(found)
+        return outcomes_of(reply)
 
     @property
     def computes_at(self) -> str:
@@ -434,6 +441,10 @@ class ScoringProcess(WorkerProcess):
             self.fail(f"no result within {limit_s:g} s (timeout_s): {where}", True, owner)
 
     def _end_late(self, number: int, timeout_s: float) -> None:
+        """Fail a call of a plain function at its limit, unless it has just ended."""
+        answer = self.waiting[number]
+        if answer.done():
+            return
         call = self._long_calls.get(number)
         at = ""
         if call is not None:
@@ -444,11 +455,14 @@ class ScoringProcess(WorkerProcess):
             self.kill()  # the call that holds the interpreter's lock holds up all of them
             self.fail(reason, is_timeout=True)
             return
-        self.is_sound, self._has_stragglers = False, True
+        self.is_sound = False
+        self._has_stragglers = True
         # What computes all the time is a loop, or too slow; what waits may wait for a server.
         is_final = call is not None and call.is_hopeless
         is_code_error = call is not None and call.is_computing
-        raise AttemptError(reason, is_timeout=True, is_final=is_final, is_code_error=is_code_error)
+        answer.set_exception(
+            AttemptError(reason, is_timeout=True, is_final=is_final, is_code_error=is_code_error)
+        )
 
     def _break_off(self, number: int) -> None:
         """Cancel a call: a task can be cancelled; a thread cannot be stopped, so its process has to end."""

@@ -9,7 +9,6 @@ otherwise the score fails, and says whether only the sample or its whole group i
 """
 
 import asyncio
-import contextlib
 import math
 import random
 import time
@@ -102,10 +101,10 @@ class NamedReward:
         """How often it failed for good, by kind of failure."""
         self.log = FailureLog()
         """Its failed attempts, by cause."""
-        self._places = [
-            asyncio.Semaphore(config.max_concurrent) if config.max_concurrent else contextlib.nullcontext()
-            for _ in ("training", "evaluation")
-        ]
+        self._places: list[asyncio.Semaphore] = []
+        """Of training and of evaluation; empty without a limit."""
+        if config.max_concurrent:
+            self._places = [asyncio.Semaphore(config.max_concurrent) for _ in ("training", "evaluation")]
 
     def applies_to(self, sample: RewardSample) -> bool:
         return sample.lane in self.config.lanes and self.config.scores_source(
@@ -125,20 +124,22 @@ class NamedReward:
         """
         if not self.applies_to(sample):
             return RewardOutcome()
-
-        async def once() -> list[RewardOutcome]:
-            return [await self.reward.score(sample)]
-
-        async def make() -> RewardOutcome:
-            return (await self._attempt([sample], once))[0]
-
-        return await (self.cache.get_or_make(self.version, sample, make) if self.cache else make())
+        if self.cache is not None:
+            return await self.cache.get_or_make(self.version, sample, partial(self._attempt_one, sample))
+        return await self._attempt_one(sample)
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         if not self.applies_to(samples[0]):
             return [RewardOutcome() for _ in samples]
         assert isinstance(self.reward, FunctionReward)  # `per: group` is for functions only
         return await self._attempt(samples, partial(self.reward.score_group, samples))
+
+    async def _attempt_one(self, sample: RewardSample) -> RewardOutcome:
+        async def once() -> list[RewardOutcome]:
+            return [await self.reward.score(sample)]
+
+        (outcome,) = await self._attempt([sample], once)
+        return outcome
 
     async def _attempt(
         self, samples: list[RewardSample], once: Callable[[], Awaitable[list[RewardOutcome]]]
@@ -152,11 +153,13 @@ class NamedReward:
             self.log.note(f"reward {self.name}", failure.kind, str(failure), len(samples))
 
         try:
-            outcomes, tries = await attempt(self.name, self.config, placed, note)
+            outcomes, tries = await attempt(self.name, self.config, placed if self._places else once, note)
         except AttemptError as failure:
             self.failures[failure.kind] += len(samples)
             metrics.REWARD_FAILURES.labels(self.name, failure.kind).inc(len(samples))
             return [RewardOutcome.failed(failure) for _ in samples]
+        if not tries:
+            return outcomes
         return [replace(outcome, tries=tries) for outcome in outcomes]
 
 
@@ -299,7 +302,7 @@ def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s:
         error=total.error,
         is_code_error=total.is_code_error,
         on_failure=total.on_failure,
-        attempts=max(Counter(name for name, *_ in total.tries).values(), default=1),
+        attempts=max(Counter(name for name, *_ in total.tries).values()) if total.tries else 1,
         tries=tuple(total.tries),
         worker=worker,
         latency_s=latency_s,
