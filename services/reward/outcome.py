@@ -136,6 +136,8 @@ class RewardOutcome:
 class Reward(ABC):
     slots: int | None = None
     """Samples it makes sense to hold at once; None where only memory sets a limit."""
+    is_queueing: bool = False
+    """Whether samples beyond `reward.max_in_flight` wait where it runs, until others end."""
 
     @abstractmethod
     async def score(self, sample: RewardSample) -> RewardOutcome:
@@ -145,6 +147,9 @@ class Reward(ABC):
             AttemptError: it gave no value. The caller treats any other exception as one.
             MachineFaultError: this machine is short of something: no attempt was made.
         """
+
+    async def start(self) -> None:  # noqa: B027 (most need nothing)
+        """Start what it needs, so that the first sample does not wait for it. A failure shows with that."""
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Release its resources."""

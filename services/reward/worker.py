@@ -37,7 +37,7 @@ import structlog
 
 from tidemill.common.config import RewardConfig
 from tidemill.common.errors import MachineFaultError
-from tidemill.common.process.activity import Activity
+from tidemill.common.process.activity import LOAD, Activity
 from tidemill.common.process.failures import Failure
 from tidemill.common.process.heartbeats import BLOCKING, FAILING_SHARE, FAILURES, Heartbeat
 from tidemill.common.process.service import ServiceContext
@@ -167,11 +167,16 @@ def _observe(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
 
 MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
-GATHER_S, LONGEST_GATHER_S = 0.002, 0.005
-"""How long the first score of a call waits for others, at least and at most: fewer calls, and fewer fetches
-after them."""
-GATHER_SHARE = 0.01
-"""How long it waits, as a share of the time that its reward took: so little is lost of a slot's time."""
+GATHER_S = 0.002
+"""How long the first score of a call waits for others: fewer calls, and fewer fetches after them."""
+AHEAD_SHARE = 1 / 16
+"""Most samples that a full lane holds beyond its slots, as a share of these. The process that runs the
+function begins one the moment another ends, which needs no wake-up of the worker."""
+AHEAD_S = 0.04
+"""Time in which these must begin at the pace of the last scores. A worker whose rewards take long holds none,
+as other workers may begin them earlier."""
+PACE_SHARE = 0.1
+"""Weight of the last call's scores in the pace."""
 
 
 async def serve(context: ServiceContext) -> None:
@@ -181,16 +186,19 @@ async def serve(context: ServiceContext) -> None:
     reward = make_weighted_sum(config, dependencies)
     scorer = Scorer(reward, config, context.name, context.config.seed)
     post_processing = PostProcessing(config, reward)
-    counts = WorkerMetrics(
-        context.activity,
-        config,
-        reward,
-        post_processing.failures_by_name,
-        lambda: post_processing.log.failures,
-    )
-    context.reporters.append(counts.report)
     quarantine = Quarantine(context)
     try:
+        with context.activity.during(LOAD, "starts the processes of reward functions"):
+            # Before the lanes: other workers may score what this one could not begin yet.
+            await context.unless_stopping(reward.start())
+        counts = WorkerMetrics(
+            context.activity,
+            config,
+            reward,
+            post_processing.failures_by_name,
+            lambda: post_processing.log.failures,
+        )
+        context.reporters.append(counts.report)
         async with asyncio.TaskGroup() as lanes:
             for lane in (Lane.EVAL, Lane.TRAIN):
                 worker = RewardLane(context, lane, scorer, counts, post_processing, quarantine)
@@ -249,6 +257,12 @@ class RewardLane(LaneWorker[Trajectory]):
             self.consumer, context, lane, scorer.reward, post_processing, counts.published
         )
         self.num_held = 0
+        self._num_ahead = 0
+        """How many samples more than its slots this lane may hold."""
+        self._latency_s = 0.0
+        """How long scores have taken lately; 0 before the first."""
+        is_direct = not self.groups.is_needed and context.config.reward.delay_s is None
+        self._is_queueing = is_direct and scorer.reward.is_queueing
         metrics.SCORE_SLOTS.labels(lane).set_function(counts.slots)
         self.quarantine = quarantine or Quarantine(context)
         self._finished: list[tuple[Delivery[Trajectory], Score]] = []
@@ -271,7 +285,7 @@ class RewardLane(LaneWorker[Trajectory]):
 
     @property
     def num_free(self) -> int:
-        return self.counts.slots() - self.num_held
+        return self.counts.slots() + self._num_ahead - self.num_held
 
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
         """Fetch, once no suspects run. Demonstrations are acknowledged, and get no score."""
@@ -346,11 +360,10 @@ class RewardLane(LaneWorker[Trajectory]):
         self._finished.append((delivery, score))
         self._num_unpublished += 1
         self._is_flushed.clear()
-        gather_s = min(max(GATHER_S, GATHER_SHARE * score.latency_s), max(GATHER_S, LONGEST_GATHER_S))
-        due_at = asyncio.get_running_loop().time() + gather_s
-        if self._due_timer is None or due_at < self._due_timer.when():
-            self._cancel_timer()
-            self._due_timer = asyncio.get_running_loop().call_at(due_at, self._is_due.set)
+        if self._is_queueing:  # its process has gathered answers already
+            self._is_due.set()
+        elif self._due_timer is None:
+            self._due_timer = asyncio.get_running_loop().call_later(GATHER_S, self._is_due.set)
 
     def _cancel_timer(self) -> None:
         if self._due_timer is not None:
@@ -371,8 +384,9 @@ class RewardLane(LaneWorker[Trajectory]):
             if not batch:
                 continue
             # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
-            is_full = self.num_free == 0 and self.quarantine.is_open and not self.context.stopping.is_set()
-            ahead = len(batch) if is_full else 0
+            is_full = self.num_free <= 0 and self.quarantine.is_open and not self.context.stopping.is_set()
+            self._set_num_ahead(batch, is_full)
+            ahead = self.num_free + len(batch) if is_full else 0
             are_published = await self.consumer.complete(batch, out_key, ahead)
             self.counts.count(self.lane, unpublished=-len(batch))
             for (_, score), is_published in zip(batch, are_published, strict=True):
@@ -383,6 +397,14 @@ class RewardLane(LaneWorker[Trajectory]):
             # Last, because `flush` waits for it; after that the consumer hands back all it still holds.
             if not self._num_unpublished:
                 self._is_flushed.set()
+
+    def _set_num_ahead(self, batch: Sequence[tuple[Delivery[Trajectory], Score]], is_full: bool) -> None:
+        """Decide how many samples to hold beyond the slots: those that begin within `AHEAD_S`."""
+        latency_s = sum(score.latency_s for _, score in batch) / len(batch)
+        weight = PACE_SHARE if self._latency_s else 1.0
+        self._latency_s += weight * (latency_s - self._latency_s)
+        share = min(AHEAD_SHARE, AHEAD_S / max(self._latency_s, 1e-3))
+        self._num_ahead = int(share * self.counts.slots()) if is_full and self._is_queueing else 0
 
     def _release(self) -> None:
         self.num_held -= 1

@@ -8,8 +8,9 @@ its parent closes the socket or dies, whatever the function is doing.
 Plain functions run in threads: the first call in the main thread, others beside it. The worker decides how
 many run at once; with one at a time everything happens in the main thread.
 
-Async functions run on one event loop, any number at once. The loop reads the socket itself, and the answers of
-one iteration are sent in one write: a call costs two wake-ups, one when it comes and one when its wait ends. One that blocks instead of awaiting delays the
+Async functions run on one event loop, many at once. What this costs is the number of times that a process is
+woken up, so the loop reads the socket itself, calls beyond `at_once` wait here for their turn, and answers
+wait for others while such a call has taken their place. One that blocks instead of awaiting delays the
 calls beside it and nothing else. While the loop is blocked, every beat says for how long, by which call and
 in which line. This time counts against no call's limit; but if a single step takes longer than its call's
 limit, the worker kills the process.
@@ -62,6 +63,10 @@ BLOCKED_S = 0.5
 """A loop that has run no callback for this long is blocked."""
 MOST_THREADS = 256
 READ_BYTES = 1 << 18
+UNRESTRICTED = 1 << 30
+GATHER_SHARE = 0.05
+"""How long an answer waits for others, as a share of the time that its call took."""
+LONGEST_GATHER_S = 0.025
 MOST_ENDED = 256
 """Limits of calls that have ended, beyond twice the calls that run, that are kept."""
 LEAST_S = 0.05
@@ -83,6 +88,7 @@ def main(descriptor: int, parent: int) -> None:
         spec = read_frame(frames)
         if spec is None:
             return
+        at_once = spec.pop("at_once", UNRESTRICTED)
         send = sender(channel, _end)
         has_started = threading.Event()
         try:
@@ -91,7 +97,7 @@ def main(descriptor: int, parent: int) -> None:
             calls: LoopCalls | ThreadCalls
             if function.is_async:
                 # The worker sends no call before the first answer: `frames` has read nothing ahead.
-                calls = LoopCalls(function, send, channel)
+                calls = LoopCalls(function, send, channel, at_once)
             else:
                 calls = ThreadCalls(function, send)
                 threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
@@ -282,39 +288,48 @@ class OwnedTask(asyncio.Task[Any]):
 class LoopCall:
     """A call that runs on the loop."""
 
-    __slots__ = ("lost_s", "task", "timeout_s")
+    __slots__ = ("began_at", "lost_s", "task", "timeout_s")
 
-    def __init__(self, task: "asyncio.Task[None]", timeout_s: float, lost_s: float) -> None:
-        self.task, self.timeout_s = task, timeout_s
+    def __init__(self, task: "asyncio.Task[None]", timeout_s: float, began_at: float, lost_s: float) -> None:
+        self.task, self.timeout_s, self.began_at = task, timeout_s, began_at
         self.lost_s = lost_s
         """Seconds that the loop had been blocked when its limit began to count."""
 
 
 class LoopCalls:
-    """Calls of an async function.
+    """Calls of an async function, at most `at_once` of them; others wait until one ends.
 
-    What wakes the loop:
+    What wakes the loop, and what it does then:
 
-        a frame in the socket --> _read --> _start: a task for each call ------+
-        whatever the function awaits --> the task goes on, and ends in _answer |
-        the earliest limit --> _check_limits --> _fail_late                    |
-        the first answer of an iteration --> _send_answers, at its end <-------+
+        a frame in the socket              _read: begin the calls that came, or queue them
+        what the function awaits           its task goes on, or ends: begin the next call, keep the answer
+        the earliest limit of a call       _check_limits: fail it
+        an answer has waited long enough   _send_answers: all that are there, in one write
 
     Beats are sent by a thread of their own, also while the loop is blocked.
     """
 
-    def __init__(self, function: Callee, send: Send, channel: socket.socket) -> None:
+    def __init__(self, function: Callee, send: Send, channel: socket.socket, at_once: int) -> None:
         self._function, self._send, self._channel = function, send, channel
+        self._at_once = at_once
         self._decoder = FrameDecoder()
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
         self._thread = threading.get_ident()
         self._running: dict[int, LoopCall] = {}
+        self._queue: dict[int, dict[str, Any]] = {}
+        """Frames of calls that have not begun, by number, in their order."""
         self._limits: list[tuple[float, int]] = []
         """A heap: when the limit of each call ends, on the loop's clock, and its number. Of calls that have
         ended, too, until there are too many of these."""
         self._limit_timer: asyncio.TimerHandle | None = None
         self._answers: list[dict[str, Any]] = []
+        self._is_sending = False
+        """Whether the answers are sent in the next iteration."""
+        self._send_from = 0.0
+        """When a wake-up for something else takes the answers along."""
+        self._send_timer: asyncio.TimerHandle | None = None
+        """Sends the answers where nothing else wakes the loop before."""
         self._turned_at, self._lost_s = time.monotonic(), 0.0
         self._step: tuple[int | None, float] = (None, 0.0)
         """Id of the task that ran at the last beat, and since when."""
@@ -368,10 +383,14 @@ class LoopCalls:
         if not data:
             _end()
         for frame in self._decoder.feed(data):
-            if "call" in frame:
-                self._start(frame)
-            else:
+            if "call" not in frame:
                 self._break_off(frame["cancel"])
+            elif len(self._running) < self._at_once:
+                self._begin(frame)
+            else:
+                self._queue[frame["id"]] = frame
+        if self._answers and self._loop.time() >= self._send_from:
+            self._send_answers()
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> OwnedTask:
         """Create a task, and note which call it belongs to."""
@@ -379,34 +398,59 @@ class LoopCalls:
         task.owner = _current_call.get()
         return task
 
-    def _start(self, frame: dict[str, Any]) -> None:
+    def _begin(self, frame: dict[str, Any]) -> None:
         number = frame["id"]
         timeout_s = frame["timeout_s"]
         # The task copies the context with the number, and so do all tasks that the function creates.
         token = _current_call.set(number)
         task = self._loop.create_task(self._run(number, frame["call"]))
         _current_call.reset(token)
-        self._running[number] = LoopCall(task, timeout_s, self._lost_s)
-        self._set_limit(self._loop.time() + timeout_s, number)
+        now = self._loop.time()
+        self._running[number] = LoopCall(task, timeout_s, now, self._lost_s)
+        self._set_limit(now + timeout_s, number)
+
+    def _begin_next(self) -> bool:
+        """Begin the next call in the queue where there is a place; returns whether there was one."""
+        if not self._queue or len(self._running) >= self._at_once:
+            return False
+        self._begin(self._queue.pop(next(iter(self._queue))))
+        return True
 
     async def _run(self, number: int, call: dict[str, Any]) -> None:
         try:
             answer = await answer_to(self._function, call)
         except asyncio.CancelledError:
             answer = failure_to_wire(AttemptError("the function was cancelled from inside"))
-        if self._running.pop(number, None) is not None:  # else it is late or cancelled: nobody waits for it
-            self._answer(number, answer)
+        ended = self._running.pop(number, None)
+        if ended is not None:  # else it is late or cancelled: nobody waits for it
+            self._answer(number, answer, ended)
 
-    def _answer(self, number: int, answer: dict[str, Any]) -> None:
+    def _answer(self, number: int, answer: dict[str, Any], ended: LoopCall) -> None:
+        """Keep the answer of a call until it is sent: at once, unless the next call has taken its place."""
+        now = self._loop.time()
+        gather_s = min(GATHER_SHARE * (now - ended.began_at), LONGEST_GATHER_S) if self._begin_next() else 0.0
         if not self._answers:
-            self._loop.call_soon(self._send_answers)
+            self._send_from = now + gather_s / 2
         answer["id"] = number
         self._answers.append(answer)
+        if now >= self._send_from:
+            gather_s = 0.0
+        if gather_s == 0.0 and not self._is_sending:
+            self._is_sending = True
+            # In the next iteration: after the calls that end in this one.
+            self._loop.call_soon(self._send_answers)
+        elif self._send_timer is None and not self._is_sending:
+            self._send_timer = self._loop.call_at(now + gather_s, self._send_answers)
 
     def _send_answers(self) -> None:
+        self._is_sending = False
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
         answers = self._answers
         self._answers = []
-        self._send(*answers)
+        if answers:
+            self._send(*answers)
 
     def _set_limit(self, at: float, number: int) -> None:
         """Have `_check_limits` look at a call at this time of the loop's clock."""
@@ -434,21 +478,25 @@ class LoopCalls:
                 call.lost_s = self._lost_s
                 heapq.heappush(self._limits, (now + blocked_s, number))
             else:
-                self._fail_late(number, call.timeout_s)
+                self._fail_late(number, call)
         if self._limits:
             self._limit_timer = self._loop.call_at(self._limits[0][0], self._check_limits)
 
-    def _fail_late(self, number: int, timeout_s: float) -> None:
+    def _fail_late(self, number: int, call: LoopCall) -> None:
         """Cancel a call, and fail it even if it ignores that."""
         # First: `_run` finds the call gone then, and sends no second answer.
-        self._break_off(number)
-        error = AttemptError(f"no result within {timeout_s:g} s (timeout_s)", is_timeout=True)
-        self._answer(number, failure_to_wire(error))
+        del self._running[number]
+        call.task.cancel()
+        error = AttemptError(f"no result within {call.timeout_s:g} s (timeout_s)", is_timeout=True)
+        self._answer(number, failure_to_wire(error), call)
 
     def _break_off(self, number: int) -> None:
+        """Cancel a call whose caller has gone."""
+        self._queue.pop(number, None)
         call = self._running.pop(number, None)
         if call is not None:
             call.task.cancel()
+            self._begin_next()
 
 
 def _where(stack: "traceback.StackSummary") -> str:

@@ -16,6 +16,7 @@ process apart, each time at most half as many at once, until one is alone, and f
 """
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -54,14 +55,19 @@ GRACE_S = 5.0
 class Execution:
     """Calls one function. Evaluation has as many processes of its own, and never queues behind training."""
 
-    def __init__(self, function: Callee, num_processes: int, threads: int = 1) -> None:
+    def __init__(
+        self, function: Callee, num_processes: int, threads: int = 1, at_once: int = UNRESTRICTED
+    ) -> None:
+        """`at_once`: most calls of an async function that run at once; others wait in its process."""
         self._function, self._is_async = function, function.is_async
         self._least = SAMPLES_PER_PROCESS * num_processes
         self._pools: tuple[ProcessPool, ...] = ()
         if function.is_async or not function.is_cheap:
             size = 1 if function.is_async else num_processes
+            limit = {"at_once": at_once} if function.is_async else {}
             self._pools = tuple(
-                ProcessPool(function.spec(), size, threads, function.is_async) for _ in ("training", "eval")
+                ProcessPool({**function.spec(), **limit}, size, threads, function.is_async)
+                for _ in ("training", "eval")
             )
 
     @property
@@ -76,6 +82,11 @@ class Execution:
         return None if self._is_async or not self._pools else self._pools[0].capacity
 
     @property
+    def is_queueing(self) -> bool:
+        """Whether its process keeps calls beyond `at_once` until others end: it may be given more than run."""
+        return self._is_async
+
+    @property
     def notes(self) -> list[str]:
         texts = [
             text
@@ -83,6 +94,11 @@ class Execution:
             for text in (pool.blockage.note_text, pool.slow_text, pool.short_text)
         ]
         return [text for text in texts if text]
+
+    async def start(self) -> None:
+        """Start a process for training before the first sample comes."""
+        if self._pools:
+            await self._pools[0].start()
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
         """One outcome for each sample of the request.
@@ -192,6 +208,16 @@ class ProcessPool:
     @property
     def capacity(self) -> int:
         return self._size * self._calls_each
+
+    async def start(self) -> None:
+        """Start the first process. Where that fails, the first call tries again, and says why."""
+        with contextlib.suppress(MachineFaultError):
+            process = self._find_place()
+            assert process is not None, "no call has been made yet"
+            try:
+                await process.start(self._spec)
+            except StartupError:
+                self._discard(process)
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
         """Run a call in the next free place. Waiting for one does not count as its time.

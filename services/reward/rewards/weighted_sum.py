@@ -192,6 +192,11 @@ class WeightedSum:
         known = [count for count in counts if count is not None]
         return max(known) if len(known) == len(counts) else None
 
+    @property
+    def is_queueing(self) -> bool:
+        """Whether samples beyond `reward.max_in_flight` wait where the rewards run, until others end."""
+        return all(named.reward.is_queueing and not named.is_per_group for named in self.rewards)
+
     async def score(self, sample: RewardSample) -> Outcomes:
         """The outcome of each reward that scores samples one by one; all are asked at once."""
         single = [named for named in self.rewards if not named.is_per_group]
@@ -256,6 +261,10 @@ class WeightedSum:
     def failed_attempts(self) -> list[Failure]:
         """Attempts that failed, by reward and cause."""
         return [failure for named in self.rewards for failure in named.log.failures]
+
+    async def start(self) -> None:
+        """Start what the rewards need before the first sample comes."""
+        await asyncio.gather(*(named.reward.start() for named in self.rewards))
 
     async def close(self) -> None:
         await asyncio.gather(*(named.reward.close() for named in self.rewards))
