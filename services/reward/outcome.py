@@ -115,7 +115,8 @@ class RewardOutcome:
     """Whether it failed because the user's own code is wrong."""
 
     def __post_init__(self) -> None:
-        self.status = ScoreStatus(self.status)  # plain text when it was read from Redis
+        if type(self.status) is str:  # plain text when it was read from Redis
+            self.status = ScoreStatus(self.status)
 
     @property
     def is_ok(self) -> bool:
@@ -155,7 +156,7 @@ class Reward(ABC):
         """Release its resources."""
 
 
-class contained:  # noqa: N801 (a context manager, used like a function)
+class contained:  # a context manager, named like a function
     """Turn whatever the block raises, `sys.exit` included, into an `AttemptError`.
 
     Raises:
@@ -170,7 +171,9 @@ class contained:  # noqa: N801 (a context manager, used like a function)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception | SystemExit) or isinstance(error, AttemptError | MachineFaultError):
+        if error is None or isinstance(error, AttemptError | MachineFaultError):
+            return
+        if not isinstance(error, Exception | SystemExit):
             return
         fault = fault_in(error, "a reward could not be computed")
         if fault is not None:
@@ -178,7 +181,7 @@ class contained:  # noqa: N801 (a context manager, used like a function)
         raise AttemptError(describe(error)) from error
 
 
-class users_own:  # noqa: N801 (as above)
+class users_own:  # as above
     """Like `contained`, for users' code: KeyboardInterrupt and CancelledError become an `AttemptError` too.
 
     Only a requested cancellation of this task is raised on.

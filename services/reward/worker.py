@@ -15,7 +15,7 @@ The tasks of a lane, what each waits for, and who wakes it:
       v
     _score, many            the reward's answer         woken by the reply of the child or server; cancelled
       |                                                 where the lease is lost
-      |  _finish, when the task ends: a score to publish, and when it must be
+      |  a score to publish, and a timer for when it must be
       v
     _publish_for_ever       a score that is due         woken by the timer of the first score, then by Redis
       |  one call: all scores that are there, their acknowledgements, and as many new trajectories
@@ -169,7 +169,7 @@ MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
 GATHER_S = 0.002
 """How long the first score of a call waits for others: fewer calls, and fewer fetches after them."""
-AHEAD_SHARE = 1 / 16
+AHEAD_SHARE = 0.1
 """Most samples that a full lane holds beyond its slots, as a share of these. The process that runs the
 function begins one the moment another ends, which needs no wake-up of the worker."""
 AHEAD_S = 0.04
@@ -334,36 +334,37 @@ class RewardLane(LaneWorker[Trajectory]):
         self.counts.count(self.lane, in_flight=1)
         task = self.begin(delivery, self._score(delivery))
         # A callback, not the end of a coroutine: a task that is cancelled early never gets there.
-        task.add_done_callback(lambda _: self._finish(delivery, task))
+        task.add_done_callback(self._finish)
 
     async def flush(self) -> None:
         """Publish the scores that are there."""
         self._is_due.set()
         await self._is_flushed.wait()
 
-    async def _score(self, delivery: Delivery[Trajectory]) -> Score | None:
-        """The score to publish; None if it was or will be published with its group, or if the trajectory was
-        handed back."""
+    async def _score(self, delivery: Delivery[Trajectory]) -> bool:
+        """Score a trajectory; returns whether there is a score to publish. There is none if it was or will be
+        published with its group, or if the trajectory was handed back."""
         try:
-            if not self.groups.is_needed:
-                return await self.scorer.score(delivery.message, self.lane)
-            await self.groups.bring(delivery, self.scorer.outcomes)
+            if self.groups.is_needed:
+                await self.groups.bring(delivery, self.scorer.outcomes)
+                return False
+            score = await self.scorer.score(delivery.message, self.lane)
         except MachineFaultError as fault:
             await self.hand_back_for(fault, delivery)
-        return None
-
-    def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score | None]) -> None:
-        if task.cancelled() or task.exception() is not None or (score := task.result()) is None:
-            self._release()
-            return
-        self.counts.count(self.lane, unpublished=1)
+            return False
         self._finished.append((delivery, score))
         self._num_unpublished += 1
         self._is_flushed.clear()
+        self.counts.count(self.lane, unpublished=1)
         if self._is_queueing:  # its process has gathered answers already
             self._is_due.set()
         elif self._due_timer is None:
             self._due_timer = asyncio.get_running_loop().call_later(GATHER_S, self._is_due.set)
+        return True
+
+    def _finish(self, task: asyncio.Task[bool]) -> None:
+        if task.cancelled() or task.exception() is not None or not task.result():
+            self._release()
 
     def _cancel_timer(self) -> None:
         if self._due_timer is not None:
@@ -389,8 +390,8 @@ class RewardLane(LaneWorker[Trajectory]):
             ahead = self.num_free + len(batch) if is_full else 0
             are_published = await self.consumer.complete(batch, out_key, ahead)
             self.counts.count(self.lane, unpublished=-len(batch))
+            self._release(len(batch))
             for (_, score), is_published in zip(batch, are_published, strict=True):
-                self._release()
                 if is_published:  # else the lease was lost
                     self.counts.published(self.lane, score)
             self._num_unpublished -= len(batch)
@@ -406,8 +407,8 @@ class RewardLane(LaneWorker[Trajectory]):
         share = min(AHEAD_SHARE, AHEAD_S / max(self._latency_s, 1e-3))
         self._num_ahead = int(share * self.counts.slots()) if is_full and self._is_queueing else 0
 
-    def _release(self) -> None:
-        self.num_held -= 1
-        self.counts.count(self.lane, in_flight=-1)
-        self.quarantine.ended()
+    def _release(self, count: int = 1) -> None:
+        self.num_held -= count
+        self.counts.count(self.lane, in_flight=-count)
+        self.quarantine.ended(count)
         self.free_slot()

@@ -195,7 +195,7 @@ PLANTED = (
         "return not all(self.recorder.has_evaluation(version, name) for name in names)",
         "return bool(names)"),
     Mutant("a slot is not freed when a score is published", "services/reward/worker.py",
-        "                self._release()\n                if is_published:", "                if is_published:"),
+        "            self._release(len(batch))\n", ""),
     Mutant("an advantage has the sign of the group's other half",
         "services/trainer/policy/simulated_policy.py", 'np.array(sample.advantage, dtype="<f8").tobytes()',
         'np.array(-np.asarray(sample.advantage), dtype="<f8").tobytes()'),

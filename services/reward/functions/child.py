@@ -67,6 +67,8 @@ UNRESTRICTED = 1 << 30
 GATHER_SHARE = 0.05
 """How long an answer waits for others, as a share of the time that its call took."""
 LONGEST_GATHER_S = 0.025
+EARLIEST_SHARE = 0.75
+"""Share of that time after which a wake-up for something else takes the answers along."""
 MOST_ENDED = 256
 """Limits of calls that have ended, beyond twice the calls that run, that are kept."""
 LEAST_S = 0.05
@@ -430,7 +432,7 @@ class LoopCalls:
         now = self._loop.time()
         gather_s = min(GATHER_SHARE * (now - ended.began_at), LONGEST_GATHER_S) if self._begin_next() else 0.0
         if not self._answers:
-            self._send_from = now + gather_s / 2
+            self._send_from = now + gather_s * EARLIEST_SHARE
         answer["id"] = number
         self._answers.append(answer)
         if now >= self._send_from:

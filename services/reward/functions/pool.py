@@ -83,7 +83,7 @@ class Execution:
 
     @property
     def is_queueing(self) -> bool:
-        """Whether its process keeps calls beyond `at_once` until others end: it may be given more than run."""
+        """Whether its process keeps calls beyond `at_once` until others end."""
         return self._is_async
 
     @property

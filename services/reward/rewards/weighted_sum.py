@@ -183,14 +183,20 @@ class WeightedSum:
         self.rewards = list(rewards)
         self._is_named = is_named
         """Whether components carry the rewards' names: a single `reward.function` has none."""
+        self._single = [named for named in self.rewards if not named.is_per_group]
+        """Rewards that score samples one by one."""
         self.has_group_rewards = any(named.is_per_group for named in self.rewards)
 
     @property
     def slots(self) -> int | None:
         """Samples it makes sense to hold at once: the most that any reward can use; None: no limit."""
-        counts = [named.reward.slots for named in self.rewards]
-        known = [count for count in counts if count is not None]
-        return max(known) if len(known) == len(counts) else None
+        most = 0
+        for named in self.rewards:
+            count = named.reward.slots
+            if count is None:
+                return None
+            most = max(most, count)
+        return most
 
     @property
     def is_queueing(self) -> bool:
@@ -199,11 +205,11 @@ class WeightedSum:
 
     async def score(self, sample: RewardSample) -> Outcomes:
         """The outcome of each reward that scores samples one by one; all are asked at once."""
-        single = [named for named in self.rewards if not named.is_per_group]
-        if len(single) == 1:
-            return {single[0].name: await single[0].score(sample)}
-        outcomes = await _all_or_none([named.score(sample) for named in single])
-        return {named.name: outcome for named, outcome in zip(single, outcomes, strict=True)}
+        if len(self._single) == 1:
+            only = self._single[0]
+            return {only.name: await only.score(sample)}
+        outcomes = await _all_or_none([named.score(sample) for named in self._single])
+        return {named.name: outcome for named, outcome in zip(self._single, outcomes, strict=True)}
 
     async def score_group(self, samples: list[RewardSample]) -> list[Outcomes]:
         together = [named for named in self.rewards if named.is_per_group]
