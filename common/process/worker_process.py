@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from tidemill.common.process.children import FrameDecoder, frame_of, kill_group, spawn
 from tidemill.common.process.programs import Child, ending_in_words
@@ -22,7 +22,18 @@ LONGEST_LOOK_S = 0.1
 """Pause between two looks at whether a killed process has ended; doubles each time."""
 
 Frame = dict[str, Any]
-Answer = asyncio.Future[Frame]
+
+
+class Answer(Protocol):
+    """Where the answer to a request goes: a future, or what acts on it at once."""
+
+    def done(self) -> bool: ...
+
+    def set_result(self, frame: Frame, /) -> None: ...
+
+    def set_exception(self, error: BaseException, /) -> None: ...
+
+    def cancel(self) -> object: ...
 
 
 class StartupError(Exception):
@@ -115,7 +126,7 @@ class WorkerProcess:
         self._channel: _Channel | None = None
         """Open once the process is being started."""
         self._starting: asyncio.Task[None] | None = None
-        self._first_frame: Answer | None = None
+        self._first_frame: asyncio.Future[Frame] | None = None
         """The answer to the start: the first frame that the process sends."""
         self._lost = asyncio.Event()
         """Set once the socket is closed, from either side."""
@@ -149,25 +160,25 @@ class WorkerProcess:
         # A caller that is cancelled must not end the start for the others.
         await asyncio.shield(self._starting)
 
-    def begin_request(self, frame: Frame) -> tuple[int, Answer]:
-        """Send a request; returns its number, for `end_request`, and the future of its answer."""
+    def begin_request(self, frame: Frame, answer: Answer) -> int:
+        """Send a request; returns its number, for `end_request`. `answer` gets the frame that answers it."""
         number = next(self._numbers)
-        answer: Answer = asyncio.get_running_loop().create_future()
         # First: a frame that cannot be sent must leave nothing behind.
         self.send({"id": number, **frame})
         self.waiting[number] = answer
         if self._end_reason:  # the process had ended before: `fail` has missed this request
             self.fail(self._end_reason)
-        return number, answer
+        return number
 
     def end_request(self, number: int) -> None:
         """Forget a request, answered or not."""
         self.waiting.pop(number).cancel()
 
     @contextlib.contextmanager
-    def request(self, frame: Frame) -> Iterator[tuple[int, Answer]]:
+    def request(self, frame: Frame) -> Iterator[tuple[int, asyncio.Future[Frame]]]:
         """Send a request; yields its number and the future of its answer."""
-        number, answer = self.begin_request(frame)
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        number = self.begin_request(frame, answer)
         try:
             yield number, answer
         finally:

@@ -8,7 +8,7 @@ import asyncio
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -134,6 +134,10 @@ class RewardOutcome:
         )
 
 
+OnEnd = Callable[[RewardOutcome | None], None]
+BreakOff = Callable[[], None]
+
+
 class Reward(ABC):
     slots: int | None = None
     """Samples it makes sense to hold at once; None where only memory sets a limit."""
@@ -148,6 +152,15 @@ class Reward(ABC):
             AttemptError: it gave no value. The caller treats any other exception as one.
             MachineFaultError: this machine is short of something: no attempt was made.
         """
+
+    def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
+        """Begin an attempt for which no task has to wait, where that is possible at once.
+
+        `on_end` gets the outcome; None where it failed: then `score`, of a sample with the same trajectory,
+        raises the failure in place of another attempt. Returns what cancels the attempt; `on_end` is not
+        called then. None where no attempt was begun.
+        """
+        return None
 
     async def start(self) -> None:  # noqa: B027 (most need nothing)
         """Start what it needs, so that the first sample does not wait for it. A failure shows with that."""

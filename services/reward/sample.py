@@ -30,6 +30,8 @@ class RewardSample:
     trajectory: Trajectory
     lane: Lane = Lane.TRAIN
     """Whether its score is for training or for evaluation."""
+    began_at: float = field(default=0.0, compare=False)
+    """When its first attempt began, on the monotonic clock; 0 where none has."""
 
     @property
     def key(self) -> TrajectoryKey:

@@ -11,11 +11,13 @@ The tasks of a lane, what each waits for, and who wakes it:
 
     run (LaneWorker)        a free slot, or the stop    woken by _release, by the stop
       |  fetch: trajectories that came with an acknowledgement, else XREADGROUP
-      |  start: a task for each
+      |  start: a first attempt or a task for each
       v
-    _score, many            the reward's answer         woken by the reply of the child or server; cancelled
-      |                                                 where the lease is lost
-      |  a score to publish, and a timer for when it must be
+    first attempts          no task: _end_first is called with the reply of the child
+      |  a failed one goes on in a task
+    _score, many            the reward's answer         woken by the reply of the child or server
+      |                                                 both ended where the lease is lost
+      |  _keep: a score to publish, and when it must be
       v
     _publish_for_ever       a score that is due         woken by the timer of the first score, then by Redis
       |  one call: all scores that are there, their acknowledgements, and as many new trajectories
@@ -47,6 +49,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory, fault_of, is_demonstration
+from tidemill.services.reward.outcome import BreakOff, OnEnd, RewardOutcome
 from tidemill.services.reward.quarantine import Quarantine
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.groups import GroupScoring, PostProcessing
@@ -214,8 +217,19 @@ class Scorer:
         self.reward, self._config = reward, config
         self._worker, self._seed = worker, seed
 
-    async def score(self, trajectory: Trajectory, lane: Lane) -> Score:
-        """The score of one trajectory; a reward that fails never makes it raise.
+    def begin(self, trajectory: Trajectory, lane: Lane, on_end: OnEnd) -> BreakOff | None:
+        """Begin to score a trajectory where no task has to wait for it; see `Reward.begin`."""
+        return None if fault_of(trajectory) else self.reward.begin(RewardSample(trajectory, lane), on_end)
+
+    def finish(self, trajectory: Trajectory, lane: Lane, outcome: RewardOutcome, began_at: float) -> Score:
+        """The score of a trajectory whose only reward has this outcome."""
+        total = self.reward.sum_up({self.reward.rewards[0].name: outcome})
+        latency_s = time.monotonic() - began_at
+        return score_of(total, RewardSample(trajectory, lane), self._worker, latency_s)
+
+    async def score(self, trajectory: Trajectory, lane: Lane, began_at: float = 0.0) -> Score:
+        """The score of one trajectory; a reward that fails never makes it raise. A first attempt may have
+        begun before, `began_at` on the monotonic clock, and failed.
 
         Raises:
             MachineFaultError: this machine is short of something.
@@ -228,8 +242,8 @@ class Scorer:
                 error=problem,
                 worker=self._worker,
             )
-        started = time.monotonic()
-        sample = RewardSample(trajectory, lane)
+        started = began_at or time.monotonic()
+        sample = RewardSample(trajectory, lane, began_at)
         total = self.reward.sum_up(await self.outcomes(sample))
         return score_of(total, sample, self._worker, time.monotonic() - started)
 
@@ -265,6 +279,10 @@ class RewardLane(LaneWorker[Trajectory]):
         self._is_queueing = is_direct and scorer.reward.is_queueing
         metrics.SCORE_SLOTS.labels(lane).set_function(counts.slots)
         self.quarantine = quarantine or Quarantine(context)
+        self._first_attempts: dict[Delivery[Trajectory], BreakOff] = {}
+        """First attempts for which no task waits, and what ends each."""
+        self._watchers: dict[Delivery[Trajectory], asyncio.Future[asyncio.Task[bool] | None]] = {}
+        """Of first attempts that the drain waits for: the future of the task with further ones, if any."""
         self._finished: list[tuple[Delivery[Trajectory], Score]] = []
         """Scores to publish. The slots bound it: each is freed only when its score is published."""
         self._is_due = asyncio.Event()
@@ -329,29 +347,91 @@ class RewardLane(LaneWorker[Trajectory]):
         )
 
     def start(self, delivery: Delivery[Trajectory]) -> None:
+        """Begin to score: without a task where the first attempt needs none."""
         self.num_held += 1
         self.quarantine.began()
         self.counts.count(self.lane, in_flight=1)
-        task = self.begin(delivery, self._score(delivery))
+        if self._is_queueing:
+            began_at = time.monotonic()
+            on_end = partial(self._end_first, delivery, began_at)
+            break_off = self.scorer.begin(delivery.message, self.lane, on_end)
+            if break_off is not None:
+                self._first_attempts[delivery] = break_off
+                delivery.on_lost = partial(self._break_off, delivery)
+                return
+        self._start_task(delivery)
+
+    def _start_task(self, delivery: Delivery[Trajectory], began_at: float = 0.0) -> asyncio.Task[bool]:
+        task = self.begin(delivery, self._score(delivery, began_at))
         # A callback, not the end of a coroutine: a task that is cancelled early never gets there.
         task.add_done_callback(self._finish)
+        return task
+
+    def _end_first(
+        self, delivery: Delivery[Trajectory], began_at: float, outcome: RewardOutcome | None
+    ) -> None:
+        """Keep the score of a first attempt; a task makes further attempts where it failed."""
+        if self._first_attempts.pop(delivery, None) is None:
+            return  # broken off
+        task = None
+        if outcome is not None:
+            self._keep(delivery, self.scorer.finish(delivery.message, self.lane, outcome, began_at))
+        else:
+            task = self._start_task(delivery, began_at)
+        watcher = self._watchers.pop(delivery, None)
+        if watcher is not None and not watcher.done():
+            watcher.set_result(task)
+
+    def _break_off(self, delivery: Delivery[Trajectory]) -> None:
+        """End a first attempt: the lease is lost, or the worker must leave."""
+        self._first_attempts.pop(delivery)()
+        self._release()
+
+    async def _drain(self) -> None:
+        for delivery in self._first_attempts:
+            task = self._tasks.create_task(self._wait_for(delivery))
+            self.running.add(task)
+            task.add_done_callback(self.running.discard)
+        await super()._drain()
+
+    async def _wait_for(self, delivery: Delivery[Trajectory]) -> None:
+        """Wait for a first attempt, and for further ones; where cancelled, end them."""
+        watcher: asyncio.Future[asyncio.Task[bool] | None] = asyncio.get_running_loop().create_future()
+        self._watchers[delivery] = watcher
+        task = None
+        try:
+            task = await watcher
+            if task is not None:
+                await asyncio.wait({task})
+        except asyncio.CancelledError:
+            if delivery in self._first_attempts:
+                self._break_off(delivery)
+            elif task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+            raise
 
     async def flush(self) -> None:
         """Publish the scores that are there."""
         self._is_due.set()
         await self._is_flushed.wait()
 
-    async def _score(self, delivery: Delivery[Trajectory]) -> bool:
+    async def _score(self, delivery: Delivery[Trajectory], began_at: float = 0.0) -> bool:
         """Score a trajectory; returns whether there is a score to publish. There is none if it was or will be
         published with its group, or if the trajectory was handed back."""
         try:
             if self.groups.is_needed:
                 await self.groups.bring(delivery, self.scorer.outcomes)
                 return False
-            score = await self.scorer.score(delivery.message, self.lane)
+            score = await self.scorer.score(delivery.message, self.lane, began_at)
         except MachineFaultError as fault:
             await self.hand_back_for(fault, delivery)
             return False
+        self._keep(delivery, score)
+        return True
+
+    def _keep(self, delivery: Delivery[Trajectory], score: Score) -> None:
+        """Keep a score until it is published."""
         self._finished.append((delivery, score))
         self._num_unpublished += 1
         self._is_flushed.clear()
@@ -360,7 +440,6 @@ class RewardLane(LaneWorker[Trajectory]):
             self._is_due.set()
         elif self._due_timer is None:
             self._due_timer = asyncio.get_running_loop().call_later(GATHER_S, self._is_due.set)
-        return True
 
     def _finish(self, task: asyncio.Task[bool]) -> None:
         if task.cancelled() or task.exception() is not None or not task.result():

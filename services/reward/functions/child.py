@@ -411,12 +411,10 @@ class LoopCalls:
         self._running[number] = LoopCall(task, timeout_s, now, self._lost_s)
         self._set_limit(now + timeout_s, number)
 
-    def _begin_next(self) -> bool:
-        """Begin the next call in the queue where there is a place; returns whether there was one."""
-        if not self._queue or len(self._running) >= self._at_once:
-            return False
-        self._begin(self._queue.pop(next(iter(self._queue))))
-        return True
+    def _begin_next(self) -> None:
+        """Begin the next call in the queue where there is a place."""
+        if self._queue and len(self._running) < self._at_once:
+            self._begin(self._queue.pop(next(iter(self._queue))))
 
     async def _run(self, number: int, call: dict[str, Any]) -> None:
         try:
@@ -428,9 +426,13 @@ class LoopCalls:
             self._answer(number, answer, ended)
 
     def _answer(self, number: int, answer: dict[str, Any], ended: LoopCall) -> None:
-        """Keep the answer of a call until it is sent: at once, unless the next call has taken its place."""
+        """Keep the answer of a call until it is sent: at once, unless the next call has taken its place, and
+        there is one for the place after that, too: the worker sends others once it has this answer."""
+        self._begin_next()
         now = self._loop.time()
-        gather_s = min(GATHER_SHARE * (now - ended.began_at), LONGEST_GATHER_S) if self._begin_next() else 0.0
+        gather_s = 0.0
+        if self._queue:
+            gather_s = min(GATHER_SHARE * (now - ended.began_at), LONGEST_GATHER_S)
         if not self._answers:
             self._send_from = now + gather_s * EARLIEST_SHARE
         answer["id"] = number

@@ -17,7 +17,7 @@ from tidemill.services.reward.functions.pool import UNRESTRICTED, Execution
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
 from tidemill.services.reward.functions.signature import ROUTER, Style
-from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, BreakOff, OnEnd, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.sample import RewardSample
 
@@ -46,6 +46,11 @@ class FunctionReward(Reward):
     @property
     def is_queueing(self) -> bool:  # type: ignore[override]
         return self.execution.is_queueing
+
+    def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
+        if self._router is not None:
+            return None
+        return self.execution.begin(Request([sample]), self._timeout_s, on_end)
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         (outcome,) = await self.score_group([sample])

@@ -26,6 +26,8 @@ from tidemill.common.wire.messages import Score, ScoreStatus, Try
 from tidemill.services.reward.outcome import (
     MAX_TRY_CHARS,
     AttemptError,
+    BreakOff,
+    OnEnd,
     Reward,
     RewardOutcome,
     contained,
@@ -52,18 +54,20 @@ async def attempt(
     limits: RewardLimits,
     once: Callable[[], Awaitable[T]],
     on_failure: Callable[[AttemptError], None] = ignore_failure,
+    began_at: float = 0.0,
 ) -> tuple[T, list[Try]]:
     """The first result of `once` under the limits of reward `name`, and all attempts if it took several.
-    `on_failure` hears of each attempt that fails, before the next one.
+    `on_failure` hears of each attempt that fails, before the next one. The first attempt may have begun
+    before, `began_at` on the monotonic clock.
 
     Raises:
         AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
         MachineFaultError: this machine is short of something: the sample is for another one.
     """
     tries: list[Try] = []
-    ended = time.monotonic()
+    ended = began_at or time.monotonic()
     while True:
-        started = time.monotonic()
+        started = time.monotonic() if tries or not began_at else began_at
         failure: AttemptError | None = None
         try:
             with contained():
@@ -128,6 +132,12 @@ class NamedReward:
             return await self.cache.get_or_make(self.version, sample, partial(self._attempt_one, sample))
         return await self._attempt_one(sample)
 
+    def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
+        """Begin the first attempt at a sample where no task has to wait for it; see `Reward.begin`."""
+        if self.cache is not None or self._places or not self.applies_to(sample):
+            return None
+        return self.reward.begin(sample, on_end)
+
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         if not self.applies_to(samples[0]):
             return [RewardOutcome() for _ in samples]
@@ -153,7 +163,8 @@ class NamedReward:
             self.log.note(f"reward {self.name}", failure.kind, str(failure), len(samples))
 
         try:
-            outcomes, tries = await attempt(self.name, self.config, placed if self._places else once, note)
+            work = placed if self._places else once
+            outcomes, tries = await attempt(self.name, self.config, work, note, samples[0].began_at)
         except AttemptError as failure:
             self.failures[failure.kind] += len(samples)
             metrics.REWARD_FAILURES.labels(self.name, failure.kind).inc(len(samples))
@@ -202,6 +213,10 @@ class WeightedSum:
     def is_queueing(self) -> bool:
         """Whether samples beyond `reward.max_in_flight` wait where the rewards run, until others end."""
         return all(named.reward.is_queueing and not named.is_per_group for named in self.rewards)
+
+    def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
+        """Begin to score a sample where no task has to wait for it; see `Reward.begin`."""
+        return self.rewards[0].begin(sample, on_end) if len(self.rewards) == 1 else None
 
     async def score(self, sample: RewardSample) -> Outcomes:
         """The outcome of each reward that scores samples one by one; all are asked at once."""
