@@ -25,7 +25,8 @@ from tidemill.common.process.programs import ROOT, Child
 from tidemill.common.process.shortage import machine_faults, shortage_number
 from tidemill.common.wire.codec import pack
 
-Send = Callable[[dict[str, Any]], None]
+Send = Callable[..., None]
+"""Sends frames to the parent, in one write; called from any thread of a child."""
 LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 
@@ -118,6 +119,35 @@ async def receive(reader: StreamReader) -> dict[str, Any]:
     return content_of(await reader.readexactly(num_bytes))
 
 
+class FrameDecoder:
+    """Decodes the frames in a stream of bytes, which comes in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray()
+        """The beginning of a frame whose end has not come yet."""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The frames that are complete with `data`, in their order."""
+        buffer: bytes | bytearray = data
+        if self._unread:
+            self._unread += data
+            buffer = self._unread
+        frames = []
+        start = 0
+        while len(buffer) - start >= LENGTH.size:
+            (num_bytes,) = LENGTH.unpack_from(buffer, start)
+            body = start + LENGTH.size
+            if len(buffer) - body < num_bytes:
+                break
+            start = body + num_bytes
+            frames.append(content_of(bytes(buffer[body:start])))
+        if buffer is self._unread:
+            del self._unread[:start]
+        else:
+            self._unread += data[start:]
+        return frames
+
+
 def become_child(descriptor: int, parent: int, may_outlive: bool = False) -> socket.socket:
     """First call in a child's `main`; returns its end of the socket.
 
@@ -158,13 +188,17 @@ def read_frame(frames: BinaryIO) -> dict[str, Any] | None:
         return None
 
 
-def sender(channel: socket.socket) -> Send:
-    """A function that sends frames, from any thread of the child."""
+def sender(channel: socket.socket, on_gone: Callable[[], None] = lambda: None) -> Send:
+    """A function that sends frames, from any thread of the child. `on_gone` is called where the parent no
+    longer takes them; without it, whoever reads the socket notices that."""
     lock = threading.Lock()
 
-    def send(frame: dict[str, Any]) -> None:
-        data = frame_of(frame)
-        with lock, contextlib.suppress(OSError):  # the parent is gone: the reader ends the process
-            channel.sendall(data)
+    def send(*frames: dict[str, Any]) -> None:
+        data = b"".join(map(frame_of, frames))
+        try:
+            with lock:
+                channel.sendall(data)
+        except OSError:
+            on_gone()
 
     return send

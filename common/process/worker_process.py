@@ -7,10 +7,10 @@ The process ends with the service.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
-from tidemill.common.process.children import frame_of, kill_group, receive, spawn
+from tidemill.common.process.children import FrameDecoder, frame_of, kill_group, spawn
 from tidemill.common.process.programs import Child, ending_in_words
 from tidemill.common.process.shortage import machine_faults
 
@@ -22,7 +22,18 @@ LONGEST_LOOK_S = 0.1
 """Pause between two looks at whether a killed process has ended; doubles each time."""
 
 Frame = dict[str, Any]
-Answer = asyncio.Future[Frame]
+
+
+class Answer(Protocol):
+    """Where the answer to a request goes: a future, or what acts on it at once."""
+
+    def done(self) -> bool: ...
+
+    def set_result(self, frame: Frame, /) -> None: ...
+
+    def set_exception(self, error: BaseException, /) -> None: ...
+
+    def cancel(self) -> object: ...
 
 
 class StartupError(Exception):
@@ -38,6 +49,69 @@ class ProcessEndedError(Exception):
     """The process ended before it answered; the text says how."""
 
 
+class _Channel(asyncio.Protocol):
+    """The service's end of the socket. All frames of a loop iteration are sent in one write, and all that
+    have come are read at once: with hundreds of requests under way, each costs a share of a system call."""
+
+    def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[], object]) -> None:
+        self._on_frame, self._on_lost = on_frame, on_lost
+        self._loop = asyncio.get_running_loop()
+        self._decoder = FrameDecoder()
+        self._unsent: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._decoder.feed(data):
+            self._on_frame(frame)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._may_send.set()
+        self._on_lost()
+
+    def pause_writing(self) -> None:
+        self._may_send.clear()
+
+    def resume_writing(self) -> None:
+        self._may_send.set()
+
+    def send(self, frame: Frame) -> None:
+        data = frame_of(frame)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(data)
+
+    async def drain(self) -> None:
+        """Wait until the process has taken most of what was sent."""
+        self._flush()
+        await self._may_send.wait()
+
+    def finish(self) -> None:
+        """Send what is there, and that no more will come."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.write_eof()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _flush(self) -> None:
+        frames = self._unsent
+        self._unsent = []
+        if frames and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(frames))
+
+
 class WorkerProcess:
     """The service's side of one process: requests carry a number, and their answers the same one."""
 
@@ -48,12 +122,19 @@ class WorkerProcess:
             MachineFaultError: the machine is short of processes, descriptors or memory.
         """
         self._what = subject
-        self._process, self._channel = spawn(child)
-        self._writer: asyncio.StreamWriter | None = None
+        self._process, self._socket = spawn(child)
+        self._channel: _Channel | None = None
+        """Open once the process is being started."""
         self._starting: asyncio.Task[None] | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._first_frame: asyncio.Future[Frame] | None = None
+        """The answer to the start: the first frame that the process sends."""
+        self._lost = asyncio.Event()
+        """Set once the socket is closed, from either side."""
+        self._ending: asyncio.Task[None] | None = None
+        """Waits for the end of a process that has started, and fails what it did not answer."""
         self._numbers = itertools.count(1)
         self._end_reason = ""
+        self._has_started = False
         self.waiting: dict[int, Answer] = {}
         self.is_sound = True
         """Whether it may get further requests."""
@@ -70,6 +151,8 @@ class WorkerProcess:
             StartupError: it cannot, or not in time.
             MachineFaultError: this process is short of descriptors or memory.
         """
+        if self._has_started:
+            return
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(spec))
             # Retrieves the error: if every caller was cancelled, asyncio would log it as never retrieved.
@@ -77,20 +160,29 @@ class WorkerProcess:
         # A caller that is cancelled must not end the start for the others.
         await asyncio.shield(self._starting)
 
-    @contextlib.contextmanager
-    def request(self, frame: Frame) -> Iterator[tuple[int, Answer]]:
-        """Send a request; yields its number and the future of its answer."""
+    def begin_request(self, frame: Frame, answer: Answer) -> int:
+        """Send a request; returns its number, for `end_request`. `answer` gets the frame that answers it."""
         number = next(self._numbers)
-        answer = asyncio.get_running_loop().create_future()
+        # First: a frame that cannot be sent must leave nothing behind.
+        self.send({"id": number, **frame})
         self.waiting[number] = answer
+        if self._end_reason:  # the process had ended before: `fail` has missed this request
+            self.fail(self._end_reason)
+        return number
+
+    def end_request(self, number: int) -> None:
+        """Forget a request, answered or not."""
+        self.waiting.pop(number).cancel()
+
+    @contextlib.contextmanager
+    def request(self, frame: Frame) -> Iterator[tuple[int, asyncio.Future[Frame]]]:
+        """Send a request; yields its number and the future of its answer."""
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        number = self.begin_request(frame, answer)
         try:
-            self.send({"id": number, **frame})
-            if self._end_reason:  # the process had ended before: `fail` has missed this request
-                self.fail(self._end_reason)
             yield number, answer
         finally:
-            self.waiting.pop(number, None)
-            answer.cancel()
+            self.end_request(number)
 
     async def ask(self, frame: Frame, timeout_s: float) -> Frame:
         """The answer to a request.
@@ -106,30 +198,29 @@ class WorkerProcess:
             return answer.result()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame, without waiting for an answer."""
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame_of(frame))
+        """Send a frame with the others of this loop iteration, without waiting for an answer."""
+        if self._channel is not None and self._channel.is_open:
+            self._channel.send(frame)
 
     async def drain(self) -> None:
         """Wait until the process has taken most of what was sent."""
-        if self._writer is not None:
-            with contextlib.suppress(ConnectionError):  # the next request says why it ended
-                await self._writer.drain()
+        if self._channel is not None:
+            await self._channel.drain()
 
     def kill(self) -> None:
         """Kill it with all that it started."""
         self.is_sound = False
         kill_group(self._process)
-        if self._writer is not None:
-            self._writer.transport.abort()
+        if self._channel is not None:
+            self._channel.abort()
         else:
-            self._channel.close()
+            self._socket.close()
 
     async def wait(self) -> int:
         """Reap it after `kill`; returns its exit code, negative for a signal."""
         code = await self._reap()
-        if self._reading is not None:
-            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._ending is not None:
+            await asyncio.gather(self._ending, return_exceptions=True)
         return code
 
     async def end(self, grace_s: float) -> None:
@@ -137,10 +228,10 @@ class WorkerProcess:
         self.is_sound = False
         if self._starting is not None:
             self._starting.cancel()
-        if self._reading is not None and self._writer is not None and not self._writer.is_closing():
+        if self._ending is not None and self._channel is not None and self._channel.is_open:
             with contextlib.suppress(OSError):
-                self._writer.write_eof()
-            await asyncio.wait({self._reading}, timeout=grace_s)  # it kills the rest of the group
+                self._channel.finish()
+            await asyncio.wait({self._ending}, timeout=grace_s)  # it kills the rest of the group
         self.kill()
         await self.wait()
 
@@ -157,26 +248,42 @@ class WorkerProcess:
                 answer.set_exception(ProcessEndedError(reason))
 
     async def _start(self, spec: Frame) -> None:
+        loop = asyncio.get_running_loop()
+        self._first_frame = loop.create_future()
         with machine_faults(f"no connection to the process of {self._what}"):
-            reader, self._writer = await asyncio.open_connection(sock=self._channel)
+            _, self._channel = await loop.create_connection(
+                lambda: _Channel(self._take, self._lose), sock=self._socket
+            )
         self.send(spec)
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                answer = await receive(reader)
-        except TimeoutError:
+        await asyncio.wait({self._first_frame}, timeout=START_TIMEOUT_S)
+        if not self._first_frame.done():
             self.kill()
-            raise StartupError(f"importing {self._what} took longer than {START_TIMEOUT_S:g} s") from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise StartupError(await self._exit_reason()) from None
+            raise StartupError(f"importing {self._what} took longer than {START_TIMEOUT_S:g} s")
+        if self._first_frame.cancelled():
+            raise StartupError(await self._exit_reason())
+        answer = self._first_frame.result()
         if "error" in answer:
             self.kill()
             raise StartupError(answer["error"], int(answer.get("shortage", 0)))
-        self._reading = asyncio.create_task(self._read_for_ever(reader))
+        self._has_started = True
+        self._ending = asyncio.create_task(self._await_end())
 
-    async def _read_for_ever(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                self.receive(await receive(reader))
+    def _take(self, frame: Frame) -> None:
+        """Handle a frame: the first one is the answer to the start."""
+        assert self._first_frame is not None
+        if self._first_frame.done():
+            self.receive(frame)
+        else:
+            self._first_frame.set_result(frame)
+
+    def _lose(self) -> None:
+        """Note that the socket is closed, from either side."""
+        assert self._first_frame is not None
+        self._first_frame.cancel()
+        self._lost.set()
+
+    async def _await_end(self) -> None:
+        await self._lost.wait()
         self._end_reason = await self._exit_reason()
         # After the reason is set: requests made from now on find it.
         self.fail(self._end_reason)

@@ -57,6 +57,7 @@ class LaneWorker(ABC, Generic[M]):
         self._block_s = BLOCK_S
         self._longest_block_s = max(BLOCK_S, min(LONGEST_BLOCK_S, streams.lease_s / BLOCKS_PER_LEASE))
         self._slot_freed = asyncio.Event()
+        """Set when a slot is free, and when the service must stop: one wait for both."""
 
     @property
     @abstractmethod
@@ -78,6 +79,7 @@ class LaneWorker(ABC, Generic[M]):
         """Fetch and work until the service stops, then finish or hand back what is held."""
         # The consumer outlives the tasks: it renews the leases of messages that they still work on.
         async with self.consumer, self._tasks:
+            self._tasks.create_task(self._wake_to_stop(), name=f"stop {self.lane}")
             while not self.context.stopping.is_set():
                 if self.context.shortage.is_short:
                     await self._wait_out_shortage()
@@ -85,7 +87,7 @@ class LaneWorker(ABC, Generic[M]):
                 if (free := self.num_free) <= 0:
                     # Nothing is awaited between the check and this, so no freed slot is missed.
                     self._slot_freed.clear()
-                    await self.context.unless_stopping(self._slot_freed.wait())
+                    await self._slot_freed.wait()
                     continue
                 deliveries = []
                 # Dead-lettered before work begins, while the leases are surely held.
@@ -99,6 +101,11 @@ class LaneWorker(ABC, Generic[M]):
                         deliveries.append(entry)
                 await self._accept_or_hand_back(deliveries)
             await self._drain()
+
+    async def _wake_to_stop(self) -> None:
+        """Wake the lane that waits for a slot when the service must stop."""
+        await self.context.stopping.wait()
+        self._slot_freed.set()
 
     async def _accept_or_hand_back(self, deliveries: list[Delivery[M]]) -> None:
         """Begin to work on messages, unless this machine has proved to be short since they were asked for."""

@@ -81,6 +81,8 @@ def schema_of(message: Message) -> bytes:
 
 
 def _needs(message: Message) -> list[str]:
+    if not type(message).changes_meaning:
+        return []
     return [name for name in type(message).changes_meaning if message.__dict__[name] is not None]
 
 

@@ -5,6 +5,7 @@ Fields of a newer minor schema are ignored. Token ids travel end to end and are 
 `text` rides along for people and reward functions only.
 """
 
+import math
 import time
 from enum import StrEnum
 from functools import cached_property
@@ -249,9 +250,9 @@ class Trajectory(PromptFields):
         if self.claim is not None:
             return ""
         digest = xxhash.xxh3_64()
-        for segment in self.segments:
+        for segment in (self, *self.forks):
             for ids in (segment.prompt_ids, segment.completion_ids):
-                digest.update(np.int64(len(ids)).tobytes())
+                digest.update(len(ids).to_bytes(8, "little"))
                 digest.update(np.ascontiguousarray(ids).data)
         return digest.hexdigest()
 
@@ -362,7 +363,7 @@ class Score(Message):
     def _check_value(self) -> Self:
         if (self.status is ScoreStatus.OK) != (self.value is not None):
             raise ValueError(f"a score with status {self.status} cannot have value {self.value}")
-        if self.value is not None and not np.isfinite(self.value):
+        if self.value is not None and not math.isfinite(self.value):
             raise ValueError(f"a score must be finite, got {self.value}")
         if self.teacher_logprobs is not None and not np.isfinite(self.teacher_logprobs).all():
             raise ValueError("a teacher's logprobs must be finite")

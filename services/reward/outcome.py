@@ -8,11 +8,12 @@ import asyncio
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
+from types import TracebackType
 from typing import Any
 
 from tidemill.common.errors import MachineFaultError, RewardError
@@ -114,7 +115,8 @@ class RewardOutcome:
     """Whether it failed because the user's own code is wrong."""
 
     def __post_init__(self) -> None:
-        self.status = ScoreStatus(self.status)  # plain text when it was read from Redis
+        if type(self.status) is str:  # plain text when it was read from Redis
+            self.status = ScoreStatus(self.status)
 
     @property
     def is_ok(self) -> bool:
@@ -132,9 +134,15 @@ class RewardOutcome:
         )
 
 
+OnEnd = Callable[[RewardOutcome | None], None]
+BreakOff = Callable[[], None]
+
+
 class Reward(ABC):
     slots: int | None = None
     """Samples it makes sense to hold at once; None where only memory sets a limit."""
+    is_queueing: bool = False
+    """Whether samples beyond `reward.max_in_flight` wait where it runs, until others end."""
 
     @abstractmethod
     async def score(self, sample: RewardSample) -> RewardOutcome:
@@ -145,44 +153,67 @@ class Reward(ABC):
             MachineFaultError: this machine is short of something: no attempt was made.
         """
 
+    def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
+        """Begin an attempt for which no task has to wait, where that is possible at once.
+
+        `on_end` gets the outcome; None where it failed: then `score`, of a sample with the same trajectory,
+        raises the failure in place of another attempt. Returns what cancels the attempt; `on_end` is not
+        called then. None where no attempt was begun.
+        """
+        return None
+
+    async def start(self) -> None:  # noqa: B027 (most need nothing)
+        """Start what it needs, so that the first sample does not wait for it. A failure shows with that."""
+
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Release its resources."""
 
 
-@contextmanager
-def contained() -> Iterator[None]:
+class contained:  # a context manager, named like a function
     """Turn whatever the block raises, `sys.exit` included, into an `AttemptError`.
 
     Raises:
         MachineFaultError: this machine is short of something, which says nothing of the sample.
     """
-    try:
-        yield
-    except (AttemptError, MachineFaultError):
-        raise
-    except (Exception, SystemExit) as error:
+
+    # Classes and not generators: these run for each score, at a third of the cost.
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, AttemptError | MachineFaultError):
+            return
+        if not isinstance(error, Exception | SystemExit):
+            return
         fault = fault_in(error, "a reward could not be computed")
         if fault is not None:
             raise fault from error
         raise AttemptError(describe(error)) from error
 
 
-@contextmanager
-def users_own() -> Iterator[None]:
+class users_own:  # as above
     """Like `contained`, for users' code: KeyboardInterrupt and CancelledError become an `AttemptError` too.
 
     Only a requested cancellation of this task is raised on.
     """
-    try:
-        yield
-    except AttemptError:
-        raise
-    except BaseException as error:
+
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, AttemptError):
+            return
         if isinstance(error, asyncio.CancelledError):
             with suppress(RuntimeError):  # no loop runs in this thread
                 task = asyncio.current_task()
                 if task is not None and task.cancelling() > 0:
-                    raise
+                    return
         raise AttemptError(
             describe(error), is_code_error=is_code_error(error), may_be_machines=is_machine_fault(error)
         ) from error

@@ -43,8 +43,8 @@ class Quarantine:
         self._num_running += 1
         self._is_quiet.clear()
 
-    def ended(self) -> None:
-        self._num_running -= 1
+    def ended(self, count: int = 1) -> None:
+        self._num_running -= count
         if not self._num_running:
             self._is_quiet.set()
 

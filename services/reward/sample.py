@@ -1,8 +1,11 @@
 """One completion as rewards see it. Imported by scoring processes too, so it stays light."""
 
 import copy
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
 
 from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import Lane, Trajectory, TrajectoryKey
@@ -27,6 +30,8 @@ class RewardSample:
     trajectory: Trajectory
     lane: Lane = Lane.TRAIN
     """Whether its score is for training or for evaluation."""
+    began_at: float = field(default=0.0, compare=False)
+    """When its first attempt began, on the monotonic clock; 0 where none has."""
 
     @property
     def key(self) -> TrajectoryKey:
@@ -93,6 +98,50 @@ class RewardSample:
             return [*before, {**last, **first, "content": content}, *after]
         return [*before, last, first, *after]
 
+    def to_wire(self) -> dict[str, Any]:
+        """What a function may be given of it, for `from_wire` in a scoring process. The worker has validated
+        the trajectory; nothing of it is validated again on the way.
+
+        Example: `{"ticket": 7, "index": 1, "step": 2, "text": "#### 4", "ids": b"..."}`; other fields only
+        where they are not empty.
+        """
+        trajectory = self.trajectory
+        tree: dict[str, Any] = {
+            "ticket": trajectory.ticket,
+            "index": trajectory.index,
+            "step": trajectory.step,
+            "text": trajectory.text,
+        }
+        for name, default in _OPTIONAL_FIELDS.items():
+            value = getattr(trajectory, name)
+            if value is not None and value != default:
+                tree[name] = value
+        session = trajectory.session
+        if session is None:
+            ids = trajectory.completion_ids
+        else:
+            ids = self.last.completion_ids
+            tree["session"] = {
+                "messages": session.messages,
+                "reward": session.reward,
+                "metrics": session.metrics,
+                "turn_rewards": self.turn_rewards,
+            }
+        tree["ids"] = np.ascontiguousarray(ids).data
+        return tree
+
+    @classmethod
+    def from_wire(cls, tree: dict[str, Any], lane: Lane) -> "RewardSample":
+        """The sample in a scoring process. Its `trajectory` is a `ReceivedTrajectory`."""
+        ids = memoryview(tree.pop("ids")).cast("i")
+        session = tree.pop("session", None)
+        rewards = session.pop("turn_rewards") if session is not None else ()
+        segment = ReceivedSegment(ids, [ReceivedTurn(reward) for reward in rewards])
+        received = ReceivedTrajectory(
+            segments=(segment,), session=ReceivedSession(**session) if session is not None else None, **tree
+        )
+        return cls(cast(Trajectory, received), lane)
+
     def fields(self) -> dict[str, Any]:
         """The arguments of `compute_score`, by name; `extra_info` is a new dict.
 
@@ -119,6 +168,61 @@ class RewardSample:
             "ground_truth": trajectory.ground_truth,
             "extra_info": {**trajectory.extra, **of_sample},
         }
+
+
+_OPTIONAL_FIELDS: dict[str, Any] = {
+    "data_source": "",
+    "ground_truth": None,
+    "extra": {},
+    "prompt_text": "",
+    "own_text": "",
+    "thought": None,
+}
+"""Fields that are left out at their default. No thought and an empty one are different."""
+
+
+@dataclass(slots=True)
+class ReceivedTurn:
+    reward: float | None
+
+
+@dataclass(slots=True)
+class ReceivedSegment:
+    completion_ids: Sequence[int]
+    """[T] int32."""
+    turns: list[ReceivedTurn]
+
+
+@dataclass(slots=True)
+class ReceivedSession:
+    """What rewards see of a `Session`."""
+
+    messages: list[dict[str, Any]]
+    reward: float | None
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True)
+class ReceivedTrajectory:
+    """The fields of a `Trajectory` that functions are given, under the same names. Its only segment is the
+    last one, with the turns of all."""
+
+    ticket: int
+    index: int
+    step: int
+    text: str
+    segments: tuple[ReceivedSegment]
+    session: ReceivedSession | None
+    data_source: str = ""
+    ground_truth: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    prompt_text: str = ""
+    own_text: str = ""
+    thought: str | None = None
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return self.ticket, self.index
 
 
 def lines_of(messages: ChatMessages, between: str = "\n") -> str:

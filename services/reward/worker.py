@@ -6,6 +6,26 @@ is never a zero. A trajectory for which this machine cannot start something is h
 Two lanes, each with its own stream, loop and slots, so that evaluation does not queue behind
 training; only while suspects run apart (`quarantine.py`) both stop. A slot is freed when a score is
 published, when the lease is lost, or when the trajectory is dead-lettered.
+
+The tasks of a lane, what each waits for, and who wakes it:
+
+    run (LaneWorker)        a free slot, or the stop    woken by _release, by the stop
+      |  fetch: trajectories that came with an acknowledgement, else XREADGROUP
+      |  start: a first attempt or a task for each
+      v
+    first attempts          no task: _end_first is called with the reply of the child
+      |  a failed one goes on in a task
+    _score, many            the reward's answer         woken by the reply of the child or server
+      |                                                 both ended where the lease is lost
+      |  _keep: a score to publish, and when it must be
+      v
+    _publish_for_ever       a score that is due         woken by the timer of the first score, then by Redis
+      |  one call: all scores that are there, their acknowledgements, and as many new trajectories
+      v
+    _release: slots are free, `run` goes on
+
+Beside them: renewals of leases (`Consumer`), and for each function the process that runs it (`functions/`).
+What ends together is sent together: requests to a child and its replies, scores and acknowledgements.
 """
 
 import asyncio
@@ -19,7 +39,7 @@ import structlog
 
 from tidemill.common.config import RewardConfig
 from tidemill.common.errors import MachineFaultError
-from tidemill.common.process.activity import Activity
+from tidemill.common.process.activity import LOAD, Activity
 from tidemill.common.process.failures import Failure
 from tidemill.common.process.heartbeats import BLOCKING, FAILING_SHARE, FAILURES, Heartbeat
 from tidemill.common.process.service import ServiceContext
@@ -29,6 +49,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Lane, Score, ScoreStatus, Trajectory, fault_of, is_demonstration
+from tidemill.services.reward.outcome import BreakOff, OnEnd, RewardOutcome
 from tidemill.services.reward.quarantine import Quarantine
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.groups import GroupScoring, PostProcessing
@@ -63,7 +84,8 @@ class WorkerMetrics:
             named.reward.execution for named in reward.rewards if isinstance(named.reward, FunctionReward)
         ]
         self._in_flight: Counter[Lane] = Counter()
-        self._num_unpublished = 0
+        self._num_scoring = 0
+        """Samples in flight in both lanes that do not only wait to be published."""
         self._statuses: Counter[ScoreStatus] = Counter()
         self._attempts: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
         """When heartbeats were made, with the scores and the failed attempts until then."""
@@ -81,8 +103,8 @@ class WorkerMetrics:
         """Change the number of samples in flight, and of those among them that only wait to be published:
         that is Redis's time, not the reward's."""
         self._in_flight[lane] += in_flight
-        self._num_unpublished += unpublished
-        self._activity.enter(SCORING if self._in_flight.total() > self._num_unpublished else IDLE)
+        self._num_scoring += in_flight - unpublished
+        self._activity.enter(SCORING if self._num_scoring > 0 else IDLE)
 
     def published(self, lane: Lane, score: Score) -> None:
         self._statuses[score.status] += 1
@@ -150,6 +172,14 @@ MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
 GATHER_S = 0.002
 """How long the first score of a call waits for others: fewer calls, and fewer fetches after them."""
+AHEAD_SHARE = 0.1
+"""Most samples that a full lane holds beyond its slots, as a share of these. The process that runs the
+function begins one the moment another ends, which needs no wake-up of the worker."""
+AHEAD_S = 0.04
+"""Time in which these must begin at the pace of the last scores. A worker whose rewards take long holds none,
+as other workers may begin them earlier."""
+PACE_SHARE = 0.1
+"""Weight of the last call's scores in the pace."""
 
 
 async def serve(context: ServiceContext) -> None:
@@ -159,16 +189,19 @@ async def serve(context: ServiceContext) -> None:
     reward = make_weighted_sum(config, dependencies)
     scorer = Scorer(reward, config, context.name, context.config.seed)
     post_processing = PostProcessing(config, reward)
-    counts = WorkerMetrics(
-        context.activity,
-        config,
-        reward,
-        post_processing.failures_by_name,
-        lambda: post_processing.log.failures,
-    )
-    context.reporters.append(counts.report)
     quarantine = Quarantine(context)
     try:
+        with context.activity.during(LOAD, "starts the processes of reward functions"):
+            # Before the lanes: other workers may score what this one could not begin yet.
+            await context.unless_stopping(reward.start())
+        counts = WorkerMetrics(
+            context.activity,
+            config,
+            reward,
+            post_processing.failures_by_name,
+            lambda: post_processing.log.failures,
+        )
+        context.reporters.append(counts.report)
         async with asyncio.TaskGroup() as lanes:
             for lane in (Lane.EVAL, Lane.TRAIN):
                 worker = RewardLane(context, lane, scorer, counts, post_processing, quarantine)
@@ -184,8 +217,19 @@ class Scorer:
         self.reward, self._config = reward, config
         self._worker, self._seed = worker, seed
 
-    async def score(self, trajectory: Trajectory, lane: Lane) -> Score:
-        """The score of one trajectory; a reward that fails never makes it raise.
+    def begin(self, trajectory: Trajectory, lane: Lane, on_end: OnEnd) -> BreakOff | None:
+        """Begin to score a trajectory where no task has to wait for it; see `Reward.begin`."""
+        return None if fault_of(trajectory) else self.reward.begin(RewardSample(trajectory, lane), on_end)
+
+    def finish(self, trajectory: Trajectory, lane: Lane, outcome: RewardOutcome, began_at: float) -> Score:
+        """The score of a trajectory whose only reward has this outcome."""
+        total = self.reward.sum_up({self.reward.rewards[0].name: outcome})
+        latency_s = time.monotonic() - began_at
+        return score_of(total, RewardSample(trajectory, lane), self._worker, latency_s)
+
+    async def score(self, trajectory: Trajectory, lane: Lane, began_at: float = 0.0) -> Score:
+        """The score of one trajectory; a reward that fails never makes it raise. A first attempt may have
+        begun before, `began_at` on the monotonic clock, and failed.
 
         Raises:
             MachineFaultError: this machine is short of something.
@@ -198,8 +242,8 @@ class Scorer:
                 error=problem,
                 worker=self._worker,
             )
-        started = time.monotonic()
-        sample = RewardSample(trajectory, lane)
+        started = began_at or time.monotonic()
+        sample = RewardSample(trajectory, lane, began_at)
         total = self.reward.sum_up(await self.outcomes(sample))
         return score_of(total, sample, self._worker, time.monotonic() - started)
 
@@ -227,10 +271,27 @@ class RewardLane(LaneWorker[Trajectory]):
             self.consumer, context, lane, scorer.reward, post_processing, counts.published
         )
         self.num_held = 0
+        self._num_ahead = 0
+        """How many samples more than its slots this lane may hold."""
+        self._latency_s = 0.0
+        """How long scores have taken lately; 0 before the first."""
+        is_direct = not self.groups.is_needed and context.config.reward.delay_s is None
+        self._is_queueing = is_direct and scorer.reward.is_queueing
         metrics.SCORE_SLOTS.labels(lane).set_function(counts.slots)
         self.quarantine = quarantine or Quarantine(context)
-        self._finished: asyncio.Queue[tuple[Delivery[Trajectory], Score]] = asyncio.Queue()
+        self._first_attempts: dict[Delivery[Trajectory], BreakOff] = {}
+        """First attempts for which no task waits, and what ends each."""
+        self._watchers: dict[Delivery[Trajectory], asyncio.Future[asyncio.Task[bool] | None]] = {}
+        """Of first attempts that the drain waits for: the future of the task with further ones, if any."""
+        self._finished: list[tuple[Delivery[Trajectory], Score]] = []
         """Scores to publish. The slots bound it: each is freed only when its score is published."""
+        self._is_due = asyncio.Event()
+        """Set when the scores in `_finished` have waited for others long enough."""
+        self._due_timer: asyncio.TimerHandle | None = None
+        self._num_unpublished = 0
+        """Scores in `_finished`, and those in the call that publishes."""
+        self._is_flushed = asyncio.Event()
+        self._is_flushed.set()
 
     async def run(self) -> None:
         """Score and publish until the service stops, then finish or hand back what is held."""
@@ -242,22 +303,29 @@ class RewardLane(LaneWorker[Trajectory]):
 
     @property
     def num_free(self) -> int:
-        return self.counts.slots() - self.num_held
+        return self.counts.slots() + self._num_ahead - self.num_held
 
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
         """Fetch, once no suspects run. Demonstrations are acknowledged, and get no score."""
         await self.quarantine.until_open()
-        found = await super().fetch(count)
-        shown = [one for one in found if isinstance(one, Delivery) and is_demonstration(one.message.ticket)]
-        if not shown:
-            return found
-        await self.consumer.complete([(one, None) for one in shown], self.context.keys.scores(self.lane))
-        return [one for one in found if isinstance(one, Garbled) or not is_demonstration(one.message.ticket)]
+        fetched = await super().fetch(count)
+        demonstrations = [
+            entry
+            for entry in fetched
+            if isinstance(entry, Delivery) and is_demonstration(entry.message.ticket)
+        ]
+        if not demonstrations:
+            return fetched
+        acknowledged = [(delivery, None) for delivery in demonstrations]
+        await self.consumer.complete(acknowledged, self.context.keys.scores(self.lane))
+        return [entry for entry in fetched if entry not in demonstrations]
 
     async def accept(self, deliveries: list[Delivery[Trajectory]]) -> None:
         """Score those that may run beside any others, then the suspects."""
-        suspects = [delivery for delivery in deliveries if self.quarantine.is_suspect(delivery)]
-        trusted = [delivery for delivery in deliveries if not self.quarantine.is_suspect(delivery)]
+        suspects: list[Delivery[Trajectory]] = []
+        trusted: list[Delivery[Trajectory]] = []
+        for delivery in deliveries:
+            (suspects if self.quarantine.is_suspect(delivery) else trusted).append(delivery)
         await self.quarantine.admit(self.consumer, trusted)
         for delivery in trusted:
             if not delivery.is_lost:
@@ -279,59 +347,147 @@ class RewardLane(LaneWorker[Trajectory]):
         )
 
     def start(self, delivery: Delivery[Trajectory]) -> None:
+        """Begin to score: without a task where the first attempt needs none."""
         self.num_held += 1
         self.quarantine.began()
         self.counts.count(self.lane, in_flight=1)
-        task = self.begin(delivery, self._score(delivery))
+        if self._is_queueing:
+            began_at = time.monotonic()
+            on_end = partial(self._end_first, delivery, began_at)
+            break_off = self.scorer.begin(delivery.message, self.lane, on_end)
+            if break_off is not None:
+                self._first_attempts[delivery] = break_off
+                delivery.on_lost = partial(self._break_off, delivery)
+                return
+        self._start_task(delivery)
+
+    def _start_task(self, delivery: Delivery[Trajectory], began_at: float = 0.0) -> asyncio.Task[bool]:
+        task = self.begin(delivery, self._score(delivery, began_at))
         # A callback, not the end of a coroutine: a task that is cancelled early never gets there.
-        task.add_done_callback(lambda _: self._finish(delivery, task))
+        task.add_done_callback(self._finish)
+        return task
+
+    def _end_first(
+        self, delivery: Delivery[Trajectory], began_at: float, outcome: RewardOutcome | None
+    ) -> None:
+        """Keep the score of a first attempt; a task makes further attempts where it failed."""
+        if self._first_attempts.pop(delivery, None) is None:
+            return  # broken off
+        task = None
+        if outcome is not None:
+            self._keep(delivery, self.scorer.finish(delivery.message, self.lane, outcome, began_at))
+        else:
+            task = self._start_task(delivery, began_at)
+        watcher = self._watchers.pop(delivery, None)
+        if watcher is not None and not watcher.done():
+            watcher.set_result(task)
+
+    def _break_off(self, delivery: Delivery[Trajectory]) -> None:
+        """End a first attempt: the lease is lost, or the worker must leave."""
+        self._first_attempts.pop(delivery)()
+        self._release()
+
+    async def _drain(self) -> None:
+        for delivery in self._first_attempts:
+            task = self._tasks.create_task(self._wait_for(delivery))
+            self.running.add(task)
+            task.add_done_callback(self.running.discard)
+        await super()._drain()
+
+    async def _wait_for(self, delivery: Delivery[Trajectory]) -> None:
+        """Wait for a first attempt, and for further ones; where cancelled, end them."""
+        watcher: asyncio.Future[asyncio.Task[bool] | None] = asyncio.get_running_loop().create_future()
+        self._watchers[delivery] = watcher
+        task = None
+        try:
+            task = await watcher
+            if task is not None:
+                await asyncio.wait({task})
+        except asyncio.CancelledError:
+            if delivery in self._first_attempts:
+                self._break_off(delivery)
+            elif task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+            raise
 
     async def flush(self) -> None:
         """Publish the scores that are there."""
-        await self._finished.join()
+        self._is_due.set()
+        await self._is_flushed.wait()
 
-    async def _score(self, delivery: Delivery[Trajectory]) -> Score | None:
-        """The score to publish; None if it was or will be published with its group, or if the trajectory was
-        handed back."""
+    async def _score(self, delivery: Delivery[Trajectory], began_at: float = 0.0) -> bool:
+        """Score a trajectory; returns whether there is a score to publish. There is none if it was or will be
+        published with its group, or if the trajectory was handed back."""
         try:
-            if not self.groups.is_needed:
-                return await self.scorer.score(delivery.message, self.lane)
-            await self.groups.bring(delivery, self.scorer.outcomes)
+            if self.groups.is_needed:
+                await self.groups.bring(delivery, self.scorer.outcomes)
+                return False
+            score = await self.scorer.score(delivery.message, self.lane, began_at)
         except MachineFaultError as fault:
             await self.hand_back_for(fault, delivery)
-        return None
+            return False
+        self._keep(delivery, score)
+        return True
 
-    def _finish(self, delivery: Delivery[Trajectory], task: asyncio.Task[Score | None]) -> None:
-        if task.cancelled() or task.exception() is not None or (score := task.result()) is None:
+    def _keep(self, delivery: Delivery[Trajectory], score: Score) -> None:
+        """Keep a score until it is published."""
+        self._finished.append((delivery, score))
+        self._num_unpublished += 1
+        self._is_flushed.clear()
+        self.counts.count(self.lane, unpublished=1)
+        if self._is_queueing:  # its process has gathered answers already
+            self._is_due.set()
+        elif self._due_timer is None:
+            self._due_timer = asyncio.get_running_loop().call_later(GATHER_S, self._is_due.set)
+
+    def _finish(self, task: asyncio.Task[bool]) -> None:
+        if task.cancelled() or task.exception() is not None or not task.result():
             self._release()
-        else:
-            self.counts.count(self.lane, unpublished=1)
-            self._finished.put_nowait((delivery, score))
+
+    def _cancel_timer(self) -> None:
+        if self._due_timer is not None:
+            self._due_timer.cancel()
+            self._due_timer = None
 
     async def _publish_for_ever(self) -> None:
         """Publish each score and the acknowledgement of its trajectory as one unit. One call takes the scores
-        that gathered during the call before and `GATHER_S`."""
+        that gathered during the call before, and while the first of them waited."""
+        out_key = self.context.keys.scores(self.lane)
         while True:
-            batch = [await self._finished.get()]
-            await asyncio.sleep(GATHER_S)
-            while len(batch) < MAX_BATCH and not self._finished.empty():
-                batch.append(self._finished.get_nowait())
+            await self._is_due.wait()
+            batch = self._finished[:MAX_BATCH]
+            del self._finished[:MAX_BATCH]
+            if not self._finished:
+                self._is_due.clear()
+                self._cancel_timer()
+            if not batch:
+                continue
             # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
-            is_full = self.num_free == 0 and self.quarantine.is_open and not self.context.stopping.is_set()
-            ahead = len(batch) if is_full else 0
-            out_key = self.context.keys.scores(self.lane)
-            for (_, score), is_published in zip(
-                batch, await self.consumer.complete(batch, out_key, ahead), strict=True
-            ):
-                self.counts.count(self.lane, unpublished=-1)
-                self._release()
+            is_full = self.num_free <= 0 and self.quarantine.is_open and not self.context.stopping.is_set()
+            self._set_num_ahead(batch, is_full)
+            ahead = self.num_free + len(batch) if is_full else 0
+            are_published = await self.consumer.complete(batch, out_key, ahead)
+            self.counts.count(self.lane, unpublished=-len(batch))
+            self._release(len(batch))
+            for (_, score), is_published in zip(batch, are_published, strict=True):
                 if is_published:  # else the lease was lost
                     self.counts.published(self.lane, score)
-                # Last, because `flush` waits for it; after that the consumer hands back all it still holds.
-                self._finished.task_done()
+            self._num_unpublished -= len(batch)
+            # Last, because `flush` waits for it; after that the consumer hands back all it still holds.
+            if not self._num_unpublished:
+                self._is_flushed.set()
 
-    def _release(self) -> None:
-        self.num_held -= 1
-        self.counts.count(self.lane, in_flight=-1)
-        self.quarantine.ended()
+    def _set_num_ahead(self, batch: Sequence[tuple[Delivery[Trajectory], Score]], is_full: bool) -> None:
+        """Decide how many samples to hold beyond the slots: those that begin within `AHEAD_S`."""
+        latency_s = sum(score.latency_s for _, score in batch) / len(batch)
+        weight = PACE_SHARE if self._latency_s else 1.0
+        self._latency_s += weight * (latency_s - self._latency_s)
+        share = min(AHEAD_SHARE, AHEAD_S / max(self._latency_s, 1e-3))
+        self._num_ahead = int(share * self.counts.slots()) if is_full and self._is_queueing else 0
+
+    def _release(self, count: int = 1) -> None:
+        self.num_held -= count
+        self.counts.count(self.lane, in_flight=-count)
+        self.quarantine.ended(count)
         self.free_slot()

@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
 from tidemill.services.reward.sample import RewardSample
 
 FAILING = 40
@@ -14,10 +14,8 @@ FAILING = 40
 LONGEST_S = 0.8
 
 
-class SimulatedReward:
-    """Implements `Reward`, and stands for a function that is given whole groups."""
-
-    slots = None
+class SimulatedReward(Reward):
+    """Stands also for a function that is given whole groups."""
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         await asyncio.sleep(LONGEST_S)

@@ -8,7 +8,9 @@ its parent closes the socket or dies, whatever the function is doing.
 Plain functions run in threads: the first call in the main thread, others beside it. The worker decides how
 many run at once; with one at a time everything happens in the main thread.
 
-Async functions run on one event loop, any number at once. One that blocks instead of awaiting delays the
+Async functions run on one event loop, many at once. What this costs is the number of times that a process is
+woken up, so the loop reads the socket itself, calls beyond `at_once` wait here for their turn, and answers
+wait for others while such a call has taken their place. One that blocks instead of awaiting delays the
 calls beside it and nothing else. While the loop is blocked, every beat says for how long, by which call and
 in which line. This time counts against no call's limit; but if a single step takes longer than its call's
 limit, the worker kills the process.
@@ -17,11 +19,13 @@ limit, the worker kills the process.
 import asyncio
 import contextlib
 import contextvars
+import heapq
 import importlib
 import os
 import queue
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,10 +35,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
 from typing import Any, BinaryIO
-from weakref import WeakKeyDictionary
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.children import Send, become_child, read_frame, sender, startup_failure
+from tidemill.common.process.children import (
+    FrameDecoder,
+    Send,
+    become_child,
+    read_frame,
+    sender,
+    startup_failure,
+)
 from tidemill.common.process.shortage import NO_THREAD, is_machine_fault
 from tidemill.services.reward.functions.request import (
     Callee,
@@ -52,6 +62,15 @@ LONG_S = 1.0
 BLOCKED_S = 0.5
 """A loop that has run no callback for this long is blocked."""
 MOST_THREADS = 256
+READ_BYTES = 1 << 18
+UNRESTRICTED = 1 << 30
+GATHER_SHARE = 0.05
+"""How long an answer waits for others, as a share of the time that its call took."""
+LONGEST_GATHER_S = 0.025
+EARLIEST_SHARE = 0.75
+"""Share of that time after which a wake-up for something else takes the answers along."""
+MOST_ENDED = 256
+"""Limits of calls that have ended, beyond twice the calls that run, that are kept."""
 LEAST_S = 0.05
 """Shortest time over which the load is measured."""
 CALLER = "services/reward/functions/reward_function.py"
@@ -59,7 +78,7 @@ OUR_FILES = ("services/reward/", "/asyncio/", "/contextlib.py")
 
 _has_used_signals = threading.Event()
 _thread = threading.local()
-_current_call: contextvars.ContextVar[int] = contextvars.ContextVar("call")
+_current_call: contextvars.ContextVar[int | None] = contextvars.ContextVar("call", default=None)
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -71,13 +90,19 @@ def main(descriptor: int, parent: int) -> None:
         spec = read_frame(frames)
         if spec is None:
             return
-        send = sender(channel)
+        at_once = spec.pop("at_once", UNRESTRICTED)
+        send = sender(channel, _end)
         has_started = threading.Event()
         try:
             function = _loaded(spec)
             function.prepare()
-            calls = LoopCalls(function, send) if function.is_async else ThreadCalls(function, send)
-            threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
+            calls: LoopCalls | ThreadCalls
+            if function.is_async:
+                # The worker sends no call before the first answer: `frames` has read nothing ahead.
+                calls = LoopCalls(function, send, channel, at_once)
+            else:
+                calls = ThreadCalls(function, send)
+                threading.Thread(target=_read_for_ever, args=(frames, calls), daemon=True).start()
             threading.Thread(target=_beat_for_ever, args=(calls, send, has_started), daemon=True).start()
         except Exception as error:
             if not isinstance(error, ConfigError) and not is_machine_fault(error):
@@ -102,13 +127,18 @@ def _loaded(spec: dict[str, Any]) -> Callee:
     return made
 
 
-def _read_for_ever(frames: BinaryIO, calls: "LoopCalls | ThreadCalls") -> None:
+def _read_for_ever(frames: BinaryIO, calls: "ThreadCalls") -> None:
     with contextlib.suppress(OSError):
         while (frame := read_frame(frames)) is not None:
             calls.take(frame)
+    _end()
+
+
+def _end() -> None:
+    """End this process: its parent has closed the socket. Calls that no caller waits for may still run."""
     # `_exit` flushes no buffers.
     sys.stdout.flush()
-    os._exit(0)  # calls that no caller waits for may still be running
+    os._exit(0)
 
 
 def _beat_for_ever(calls: "LoopCalls | ThreadCalls", send: Send, has_started: threading.Event) -> None:
@@ -251,21 +281,60 @@ def _computing_s() -> float:
     return total_s
 
 
+class OwnedTask(asyncio.Task[Any]):
+    """A task of the loop, with the number of the call that it belongs to."""
+
+    owner: int | None = None
+
+
+class LoopCall:
+    """A call that runs on the loop."""
+
+    __slots__ = ("began_at", "lost_s", "task", "timeout_s")
+
+    def __init__(self, task: "asyncio.Task[None]", timeout_s: float, began_at: float, lost_s: float) -> None:
+        self.task, self.timeout_s, self.began_at = task, timeout_s, began_at
+        self.lost_s = lost_s
+        """Seconds that the loop had been blocked when its limit began to count."""
+
+
 class LoopCalls:
-    def __init__(self, function: Callee, send: Send) -> None:
-        self._function, self._send = function, send
+    """Calls of an async function, at most `at_once` of them; others wait until one ends.
+
+    What wakes the loop, and what it does then:
+
+        a frame in the socket              _read: begin the calls that came, or queue them
+        what the function awaits           its task goes on, or ends: begin the next call, keep the answer
+        the earliest limit of a call       _check_limits: fail it
+        an answer has waited long enough   _send_answers: all that are there, in one write
+
+    Beats are sent by a thread of their own, also while the loop is blocked.
+    """
+
+    def __init__(self, function: Callee, send: Send, channel: socket.socket, at_once: int) -> None:
+        self._function, self._send, self._channel = function, send, channel
+        self._at_once = at_once
+        self._decoder = FrameDecoder()
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
         self._thread = threading.get_ident()
-        self._running: dict[int, tuple[asyncio.Task[dict[str, Any]], asyncio.TimerHandle]] = {}
-        self._owners: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
+        self._running: dict[int, LoopCall] = {}
+        self._queue: dict[int, dict[str, Any]] = {}
+        """Frames of calls that have not begun, by number, in their order."""
+        self._limits: list[tuple[float, int]] = []
+        """A heap: when the limit of each call ends, on the loop's clock, and its number. Of calls that have
+        ended, too, until there are too many of these."""
+        self._limit_timer: asyncio.TimerHandle | None = None
+        self._answers: list[dict[str, Any]] = []
+        self._is_sending = False
+        """Whether the answers are sent in the next iteration."""
+        self._send_from = 0.0
+        """When a wake-up for something else takes the answers along."""
+        self._send_timer: asyncio.TimerHandle | None = None
+        """Sends the answers where nothing else wakes the loop before."""
         self._turned_at, self._lost_s = time.monotonic(), 0.0
         self._step: tuple[int | None, float] = (None, 0.0)
         """Id of the task that ran at the last beat, and since when."""
-
-    def take(self, frame: dict[str, Any]) -> None:
-        """Start a call on the loop, or cancel one."""
-        self._loop.call_soon_threadsafe(self._start if "call" in frame else self._break_off, frame)
 
     def state(self) -> dict[str, Any]:
         """For how long the loop has been blocked, by which call, and in which line; empty if it is not."""
@@ -281,7 +350,7 @@ class LoopCalls:
         return {
             "blocked_s": blocked_s,
             "step_s": now - self._step[1],
-            "id": self._owners.get(task),
+            "id": getattr(task, "owner", None),
             "where": _where(traceback.extract_stack(frame)) if frame is not None else "",
         }
 
@@ -292,6 +361,7 @@ class LoopCalls:
 
     def serve(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.add_reader(self._channel, self._read)
         self._turn()
         while not self._loop.is_closed():
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # the task that raised it holds it too
@@ -303,43 +373,134 @@ class LoopCalls:
         self._turned_at = now
         self._loop.call_later(TICK_S, self._turn)
 
-    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+    def _read(self) -> None:
+        """Take all that has come: calls to start, and numbers of calls to cancel."""
+        try:
+            # The socket blocks, for `send` in two threads; this read does not.
+            data = self._channel.recv(READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            _end()
+        for frame in self._decoder.feed(data):
+            if "call" not in frame:
+                self._break_off(frame["cancel"])
+            elif len(self._running) < self._at_once:
+                self._begin(frame)
+            else:
+                self._queue[frame["id"]] = frame
+        if self._answers and self._loop.time() >= self._send_from:
+            self._send_answers()
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> OwnedTask:
         """Create a task, and note which call it belongs to."""
-        task = asyncio.Task(work, loop=loop, **options)
-        if (owner := _current_call.get(None)) is not None:
-            self._owners[task] = owner
+        task = OwnedTask(work, loop=loop, **options)
+        task.owner = _current_call.get()
         return task
 
-    def _start(self, frame: dict[str, Any]) -> None:
-        number, timeout_s = frame["id"], frame["timeout_s"]
-        _current_call.set(number)  # the context is this callback's own
-        task = self._loop.create_task(answer_to(self._function, frame["call"]))
-        timer = self._loop.call_later(timeout_s, self._check_limit, number, timeout_s, self._lost_s)
-        self._running[number] = task, timer
-        task.add_done_callback(lambda _: self._answer(number, task))
+    def _begin(self, frame: dict[str, Any]) -> None:
+        number = frame["id"]
+        timeout_s = frame["timeout_s"]
+        # The task copies the context with the number, and so do all tasks that the function creates.
+        token = _current_call.set(number)
+        task = self._loop.create_task(self._run(number, frame["call"]))
+        _current_call.reset(token)
+        now = self._loop.time()
+        self._running[number] = LoopCall(task, timeout_s, now, self._lost_s)
+        self._set_limit(now + timeout_s, number)
 
-    def _check_limit(self, number: int, timeout_s: float, lost_s: float) -> None:
-        """Cancel a call at its limit, and fail it even if it ignores that; blocked time extends the limit."""
-        if (left_s := self._lost_s - lost_s) > 0:
-            timer = self._loop.call_later(left_s, self._check_limit, number, timeout_s, self._lost_s)
-            self._running[number] = self._running[number][0], timer
-            return
-        # First: `_answer` finds the call gone then, and sends no second answer.
-        self._break_off({"cancel": number})
-        error = AttemptError(f"no result within {timeout_s:g} s (timeout_s)", is_timeout=True)
-        self._send({"id": number, **failure_to_wire(error)})
+    def _begin_next(self) -> None:
+        """Begin the next call in the queue where there is a place."""
+        if self._queue and len(self._running) < self._at_once:
+            self._begin(self._queue.pop(next(iter(self._queue))))
 
-    def _break_off(self, frame: dict[str, Any]) -> None:
-        if found := self._running.pop(frame["cancel"], None):
-            found[0].cancel()
-            found[1].cancel()
+    async def _run(self, number: int, call: dict[str, Any]) -> None:
+        try:
+            answer = await answer_to(self._function, call)
+        except asyncio.CancelledError:
+            answer = failure_to_wire(AttemptError("the function was cancelled from inside"))
+        ended = self._running.pop(number, None)
+        if ended is not None:  # else it is late or cancelled: nobody waits for it
+            self._answer(number, answer, ended)
 
-    def _answer(self, number: int, task: "asyncio.Task[dict[str, Any]]") -> None:
-        if (found := self._running.pop(number, None)) is None:
-            return  # late or cancelled: no answer is wanted
-        found[1].cancel()
-        cancelled = failure_to_wire(AttemptError("the function was cancelled from inside"))
-        self._send({"id": number, **(cancelled if task.cancelled() else task.result())})
+    def _answer(self, number: int, answer: dict[str, Any], ended: LoopCall) -> None:
+        """Keep the answer of a call until it is sent: at once, unless the next call has taken its place, and
+        there is one for the place after that, too: the worker sends others once it has this answer."""
+        self._begin_next()
+        now = self._loop.time()
+        gather_s = 0.0
+        if self._queue:
+            gather_s = min(GATHER_SHARE * (now - ended.began_at), LONGEST_GATHER_S)
+        if not self._answers:
+            self._send_from = now + gather_s * EARLIEST_SHARE
+        answer["id"] = number
+        self._answers.append(answer)
+        if now >= self._send_from:
+            gather_s = 0.0
+        if gather_s == 0.0 and not self._is_sending:
+            self._is_sending = True
+            # In the next iteration: after the calls that end in this one.
+            self._loop.call_soon(self._send_answers)
+        elif self._send_timer is None and not self._is_sending:
+            self._send_timer = self._loop.call_at(now + gather_s, self._send_answers)
+
+    def _send_answers(self) -> None:
+        self._is_sending = False
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        answers = self._answers
+        self._answers = []
+        if answers:
+            self._send(*answers)
+
+    def _set_limit(self, at: float, number: int) -> None:
+        """Have `_check_limits` look at a call at this time of the loop's clock."""
+        if len(self._limits) > 2 * len(self._running) + MOST_ENDED:
+            self._limits = [limit for limit in self._limits if limit[1] in self._running]
+            heapq.heapify(self._limits)
+        heapq.heappush(self._limits, (at, number))
+        timer = self._limit_timer
+        if timer is None or at < timer.when():
+            if timer is not None:
+                timer.cancel()
+            self._limit_timer = self._loop.call_at(at, self._check_limits)
+
+    def _check_limits(self) -> None:
+        """Fail the calls whose limit has come; time in which the loop was blocked extends it."""
+        self._limit_timer = None
+        now = self._loop.time()
+        while self._limits and (self._limits[0][0] <= now or self._limits[0][1] not in self._running):
+            _, number = heapq.heappop(self._limits)
+            call = self._running.get(number)
+            if call is None:
+                continue
+            blocked_s = self._lost_s - call.lost_s
+            if blocked_s > 0:
+                call.lost_s = self._lost_s
+                heapq.heappush(self._limits, (now + blocked_s, number))
+            else:
+                self._fail_late(number, call)
+        if self._limits:
+            self._limit_timer = self._loop.call_at(self._limits[0][0], self._check_limits)
+
+    def _fail_late(self, number: int, call: LoopCall) -> None:
+        """Cancel a call, and fail it even if it ignores that."""
+        # First: `_run` finds the call gone then, and sends no second answer.
+        del self._running[number]
+        call.task.cancel()
+        error = AttemptError(f"no result within {call.timeout_s:g} s (timeout_s)", is_timeout=True)
+        self._answer(number, failure_to_wire(error), call)
+
+    def _break_off(self, number: int) -> None:
+        """Cancel a call whose caller has gone."""
+        self._queue.pop(number, None)
+        call = self._running.pop(number, None)
+        if call is not None:
+            call.task.cancel()
+            self._begin_next()
 
 
 def _where(stack: "traceback.StackSummary") -> str:

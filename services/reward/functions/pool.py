@@ -16,6 +16,7 @@ process apart, each time at most half as many at once, until one is alone, and f
 """
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,10 +28,11 @@ from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.failures import doubling
 from tidemill.common.process.programs import Child
 from tidemill.common.process.shortage import find_shortage, make_fault
-from tidemill.common.process.worker_process import StartupError, WorkerProcess
+from tidemill.common.process.worker_process import Answer, StartupError, WorkerProcess
 from tidemill.common.telemetry import metrics
+from tidemill.common.wire.messages import Trajectory
 from tidemill.services.reward.functions.request import Callee, LongCall, Request, outcomes_of
-from tidemill.services.reward.outcome import AttemptError, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, BreakOff, OnEnd, RewardOutcome
 
 log = structlog.get_logger(__name__)
 
@@ -54,14 +56,19 @@ GRACE_S = 5.0
 class Execution:
     """Calls one function. Evaluation has as many processes of its own, and never queues behind training."""
 
-    def __init__(self, function: Callee, num_processes: int, threads: int = 1) -> None:
+    def __init__(
+        self, function: Callee, num_processes: int, threads: int = 1, at_once: int = UNRESTRICTED
+    ) -> None:
+        """`at_once`: most calls of an async function that run at once; others wait in its process."""
         self._function, self._is_async = function, function.is_async
         self._least = SAMPLES_PER_PROCESS * num_processes
         self._pools: tuple[ProcessPool, ...] = ()
         if function.is_async or not function.is_cheap:
             size = 1 if function.is_async else num_processes
+            limit = {"at_once": at_once} if function.is_async else {}
             self._pools = tuple(
-                ProcessPool(function.spec(), size, threads, function.is_async) for _ in ("training", "eval")
+                ProcessPool({**function.spec(), **limit}, size, threads, function.is_async)
+                for _ in ("training", "eval")
             )
 
     @property
@@ -76,6 +83,11 @@ class Execution:
         return None if self._is_async or not self._pools else self._pools[0].capacity
 
     @property
+    def is_queueing(self) -> bool:
+        """Whether its process keeps calls beyond `at_once` until others end."""
+        return self._is_async
+
+    @property
     def notes(self) -> list[str]:
         texts = [
             text
@@ -83,6 +95,18 @@ class Execution:
             for text in (pool.blockage.note_text, pool.slow_text, pool.short_text)
         ]
         return [text for text in texts if text]
+
+    def begin(self, request: Request, timeout_s: float, on_end: OnEnd) -> BreakOff | None:
+        """Begin a call for one sample without a task that waits for it; see `Reward.begin`."""
+        if not self._is_async:
+            return None
+        return self._pools[request.samples[0].is_evaluation].begin(request, timeout_s, on_end)
+
+    async def start(self) -> None:
+        """Start the process of an async function for training before the first sample comes. Those of plain
+        functions start as calls need them."""
+        if self._is_async:
+            await self._pools[0].start()
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
         """One outcome for each sample of the request.
@@ -184,6 +208,8 @@ class ProcessPool:
         self._reapers: set[asyncio.Task[int]] = set()
         self._crashing: OrderedDict[object, None] = OrderedDict()
         """Samples whose call has crashed a process: further attempts run alone, or others would be lost."""
+        self._failed: dict[int, tuple[Trajectory, Exception]] = {}
+        """By id of its trajectory: why a call that `begin` began has failed, for `run`."""
         self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
         self._num_refused = 0
         self.short_text = ""
@@ -193,6 +219,34 @@ class ProcessPool:
     def capacity(self) -> int:
         return self._size * self._calls_each
 
+    async def start(self) -> None:
+        """Start the first process. Where that fails, the first call tries again, and says why."""
+        with contextlib.suppress(MachineFaultError):
+            process = self._find_place()
+            assert process is not None, "no call has been made yet"
+            try:
+                await process.start(self._spec)
+            except StartupError:
+                self._discard(process)
+
+    def begin(self, request: Request, timeout_s: float, on_end: OnEnd) -> BreakOff | None:
+        """Begin a call of an async function for one sample, where its process has started."""
+        process = self._processes[0] if self._processes else None
+        if process is None or not process.is_ready or self._crashing or self._line.locked():
+            return None
+        process.num_taken += 1
+
+        def end(outcomes: list[RewardOutcome] | None, error: Exception | None) -> None:
+            self._leave(process)
+            if outcomes is not None and len(outcomes) == 1:
+                on_end(outcomes[0])
+            elif error is not None:
+                trajectory = request.samples[0].trajectory
+                self._failed[id(trajectory)] = (trajectory, error)
+                on_end(None)
+
+        return process.begin(request, timeout_s, end)
+
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
         """Run a call in the next free place. Waiting for one does not count as its time.
 
@@ -200,16 +254,17 @@ class ProcessPool:
             AttemptError: the function failed, its time ran out, or it ended its process.
             MachineFaultError: no process can be started, and none is there.
         """
-        identity = tuple((sample.key, sample.is_evaluation) for sample in request.samples)
-        num_together = 1 if identity in self._crashing else UNRESTRICTED
+        num_together = 1 if self._crashing and _identity(request) in self._crashing else UNRESTRICTED
         while True:
             try:
+                if self._failed:
+                    self._raise_failure(request)
                 if num_together == UNRESTRICTED:
                     return await self._run_in_pool(request, timeout_s)
                 return await self._run_apart(request, timeout_s, num_together)
             except ProcessLostError as lost:
                 if lost.num_suspects == 1:
-                    self._crashing[identity] = None
+                    self._crashing[_identity(request)] = None
                     while len(self._crashing) > MOST_KNOWN:
                         self._crashing.popitem(last=False)
                     raise AttemptError(str(lost), is_timeout=lost.is_timeout) from None
@@ -217,6 +272,13 @@ class ProcessPool:
                     num_together = max(1, min(num_together, lost.num_suspects) // 2)
             except MainThreadError:  # the pool is pinned to one call at a time; apart, that is asked for
                 num_together = 1 if num_together < UNRESTRICTED else UNRESTRICTED
+
+    def _raise_failure(self, request: Request) -> None:
+        """Raise the failure of the call that was begun for this request, if there was one."""
+        failed = self._failed.pop(id(request.samples[0].trajectory), None)
+        if failed is not None:
+            _, error = failed
+            raise error
 
     async def close(self) -> None:
         for process in [*self._processes, *([self._apart] if self._apart else [])]:
@@ -245,15 +307,19 @@ class ProcessPool:
         try:
             return await process.run(self._spec, request, timeout_s)
         finally:  # also where this call was cancelled
-            process.num_taken -= 1
             if process.is_main_only:
                 self._sizing.pin()
             self._sizing.observe(process.load, is_wanted=self._line.locked())
             # Counted once: a call that is cancelled brings no load of its own.
             process.load = None
-            if not process.is_sound and not process.num_taken:
-                self._discard(process)
-            self._freed.set()
+            self._leave(process)
+
+    def _leave(self, process: "ScoringProcess") -> None:
+        """Free the place of a call that has ended."""
+        process.num_taken -= 1
+        if not process.is_sound and not process.num_taken:
+            self._discard(process)
+        self._freed.set()
 
     def _find_place(self) -> "ScoringProcess | None":
         """The process with the fewest calls: an idle one, a new one, or one that takes one more."""
@@ -320,6 +386,54 @@ class ProcessPool:
         reaper.add_done_callback(self._reapers.discard)
 
 
+def _identity(request: Request) -> object:
+    """By what a call is recognised when it is tried again: its samples."""
+    return tuple((sample.key, sample.is_evaluation) for sample in request.samples)
+
+
+EndOfCall = Callable[[list[RewardOutcome] | None, Exception | None], None]
+
+
+class BegunCall(Answer):
+    """A call of an async function for which no task waits: its answer is acted on as it comes."""
+
+    __slots__ = ("_end", "_is_done", "_process", "number")
+
+    def __init__(self, process: "ScoringProcess", end: EndOfCall) -> None:
+        self._process, self._end = process, end
+        self._is_done = False
+        self.number = 0
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def set_result(self, frame: dict[str, Any], /) -> None:
+        self._finish()
+        try:
+            outcomes = self._process._outcomes_of(frame)
+        except Exception as error:
+            self._end(None, error)
+        else:
+            self._end(outcomes, None)
+
+    def set_exception(self, error: BaseException, /) -> None:
+        assert isinstance(error, Exception)
+        self._finish()
+        self._end(None, error)
+
+    def cancel(self) -> None:
+        """Nothing: `break_off` cancels it."""
+
+    def break_off(self) -> None:
+        self._process._break_off(self.number)
+        self._finish()
+        self._end(None, None)
+
+    def _finish(self) -> None:
+        self._is_done = True
+        self._process._end_call(self.number)
+
+
 class ScoringProcess(WorkerProcess):
     """One process with one function: calls go in with a number, answers come back with it.
 
@@ -359,31 +473,55 @@ class ScoringProcess(WorkerProcess):
             if error.shortage:
                 raise make_fault(error.shortage, "the scoring process could not start", str(error)) from None
             raise AttemptError(str(error)) from None
-        if self._is_async and self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        number = self._begin_call(request, timeout_s, answer)
+        timer = None
+        if not self._is_async:
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._end_late, number, timeout_s)
+        try:
+            reply = await answer
+        except asyncio.CancelledError:
+            self._break_off(number)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._end_call(number)
+        return self._outcomes_of(reply)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its function is loaded, and it may get further calls."""
+        return self.is_sound and self._watching is not None
+
+    def begin(self, request: Request, timeout_s: float, end: "EndOfCall") -> BreakOff:
+        """Begin a call of an async function in a process that is ready. `end` gets its outcomes, or why there
+        are none. Returns what cancels it; `end` is called then with nothing."""
+        call = BegunCall(self, end)
+        call.number = self._begin_call(request, timeout_s, call)
+        return call.break_off
+
+    def _begin_call(self, request: Request, timeout_s: float, answer: Answer) -> int:
         # It was idle: silence from before this call does not count.
         if not self._limits:
             self._beat_at = time.monotonic()
-        with self.request({"call": request.to_wire(), "timeout_s": timeout_s}) as (number, answer):
-            self._limits[number] = timeout_s
-            try:
-                await asyncio.wait({answer}, timeout=None if self._is_async else timeout_s)
-                if not answer.done():
-                    self._end_late(number, timeout_s)
-                found = answer.result()
-            except asyncio.CancelledError:
-                self._break_off(number)
-                raise
-            finally:
-                del self._limits[number]
-                if not self.is_sound and not self._limits:
-                    self.kill()
-        if found.get("again"):
+        number = self.begin_request({"call": request.to_wire(), "timeout_s": timeout_s}, answer)
+        self._limits[number] = timeout_s
+        return number
+
+    def _end_call(self, number: int) -> None:
+        self.end_request(number)
+        del self._limits[number]
+        if not self.is_sound and not self._limits:
+            self.kill()
+
+    def _outcomes_of(self, reply: dict[str, Any]) -> list[RewardOutcome]:
+        if reply.get("again"):
             raise MainThreadError
-        self._has_stragglers |= bool(found.get("is_timeout"))
-        if found.get("may_be_machines"):
+        self._has_stragglers |= bool(reply.get("is_timeout"))
+        if reply.get("may_be_machines"):
             self.is_sound = False  # it may be this process alone: the function leaks descriptors, say
-        return outcomes_of(found)
+        return outcomes_of(reply)
 
     @property
     def computes_at(self) -> str:
@@ -415,6 +553,11 @@ class ScoringProcess(WorkerProcess):
             suspects = len(left) + self._has_stragglers if to_blame is None else int(number == to_blame)
             answer.set_exception(ProcessLostError(reason, suspects, is_timeout))
 
+    async def start(self, spec: dict[str, Any]) -> None:
+        await super().start(spec)
+        if self._is_async and self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
     async def _watch(self) -> None:
         """Kill an async process that does not beat: some call holds the interpreter's lock."""
         while self.is_sound:
@@ -434,6 +577,10 @@ class ScoringProcess(WorkerProcess):
             self.fail(f"no result within {limit_s:g} s (timeout_s): {where}", True, owner)
 
     def _end_late(self, number: int, timeout_s: float) -> None:
+        """Fail a call of a plain function at its limit, unless it has just ended."""
+        answer = self.waiting[number]
+        if answer.done():
+            return
         call = self._long_calls.get(number)
         at = ""
         if call is not None:
@@ -444,11 +591,14 @@ class ScoringProcess(WorkerProcess):
             self.kill()  # the call that holds the interpreter's lock holds up all of them
             self.fail(reason, is_timeout=True)
             return
-        self.is_sound, self._has_stragglers = False, True
+        self.is_sound = False
+        self._has_stragglers = True
         # What computes all the time is a loop, or too slow; what waits may wait for a server.
         is_final = call is not None and call.is_hopeless
         is_code_error = call is not None and call.is_computing
-        raise AttemptError(reason, is_timeout=True, is_final=is_final, is_code_error=is_code_error)
+        answer.set_exception(
+            AttemptError(reason, is_timeout=True, is_final=is_final, is_code_error=is_code_error)
+        )
 
     def _break_off(self, number: int) -> None:
         """Cancel a call: a task can be cancelled; a thread cannot be stopped, so its process has to end."""

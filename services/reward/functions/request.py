@@ -9,8 +9,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from tidemill.common.wire.codec import decode_payload, encode_payload
-from tidemill.common.wire.messages import Lane, Trajectory
+from tidemill.common.wire.messages import Lane
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome, users_own
 from tidemill.services.reward.sample import RewardSample
 
@@ -32,18 +31,23 @@ class Request:
     """For each score: the score, its status, error and components."""
 
     def to_wire(self) -> dict[str, Any]:
-        return {
+        """Plain values for a frame, without what is not there."""
+        tree: dict[str, Any] = {
             "lane": self.samples[0].lane.value,
-            "samples": [encode_payload(sample.trajectory) for sample in self.samples],
-            "given": dict(self.given),
-            "scores": self.scores,
-            "notes": self.notes,
+            "samples": [sample.to_wire() for sample in self.samples],
         }
+        if self.given:
+            tree["given"] = dict(self.given)
+        if self.scores is not None:
+            tree["scores"] = self.scores
+            tree["notes"] = self.notes
+        return tree
 
     @classmethod
     def from_wire(cls, tree: dict[str, Any]) -> "Request":
-        lane, payloads = Lane(tree.pop("lane")), tree.pop("samples")
-        return cls([RewardSample(decode_payload(one, Trajectory), lane) for one in payloads], **tree)
+        lane = Lane(tree.pop("lane"))
+        samples = [RewardSample.from_wire(sample, lane) for sample in tree.pop("samples")]
+        return cls(samples, **tree)
 
 
 class LongCall(NamedTuple):

@@ -9,10 +9,9 @@ import copy
 import difflib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from tidemill.common.errors import ConfigError
@@ -97,34 +96,40 @@ class RewardFunction(Callee):
         with users_own():
             if request.scores is not None:
                 return await self._post_processed(request.scores)
-            log, num_samples = TrlLog(), len(request.samples)
-            returned = []
-            for arguments in self._calls(request, log):
-                given = self.function(**arguments)
-                returned.append(await given if self.is_async else given)
-            with returned_by(self.function):
-                if self.how.style is Style.TRL:
-                    return interpret_list(returned[0], num_samples, log.metrics, log.extra)
-                if self.how.style is Style.VERL_BATCH:
-                    return interpret_batch(returned[0], num_samples)
-                return [interpret(one) for one in returned]
-
-    def _calls(self, request: Request, log: TrlLog) -> Iterator[dict[str, Any]]:
-        """The arguments of each call: one for all samples where the function takes lists."""
-        kwargs = {} if self.is_made else self.kwargs
-        if self.how.style is Style.TRL:
-            yield trl_arguments(self.how, request.samples, log, kwargs)
-        elif self.how.style is Style.VERL_BATCH:
-            yield batch_arguments(self.how, request.samples, kwargs)
-        elif self.how.style is Style.VERIFIERS:
-            yield from (rubric_arguments(self.how, sample, kwargs) for sample in request.samples)
-        else:
+            if self.how.style in (Style.TRL, Style.VERL_BATCH):
+                return await self._call_with_lists(request)
+            kwargs = {} if self.is_made else self.kwargs
             given = self._given(request)
-            yield from (verl_arguments(self.how, sample, given, kwargs) for sample in request.samples)
+            returned = []
+            for sample in request.samples:
+                if self.how.style is Style.VERIFIERS:
+                    arguments = rubric_arguments(self.how, sample, kwargs)
+                else:
+                    arguments = verl_arguments(self.how, sample, given, kwargs)
+                value = self.function(**arguments)
+                returned.append(await value if self.is_async else value)
+            with returned_by(self.function):
+                return [interpret(value) for value in returned]
 
-    def _given(self, request: Request) -> dict[str, Any]:
+    async def _call_with_lists(self, request: Request) -> list[RewardOutcome]:
+        """Call a function once for all samples."""
+        kwargs = {} if self.is_made else self.kwargs
+        num_samples = len(request.samples)
+        log = TrlLog()
+        if self.how.style is Style.TRL:
+            arguments = trl_arguments(self.how, request.samples, log, kwargs)
+        else:
+            arguments = batch_arguments(self.how, request.samples, kwargs)
+        value = self.function(**arguments)
+        returned = await value if self.is_async else value
+        with returned_by(self.function):
+            if self.how.style is Style.TRL:
+                return interpret_list(returned, num_samples, log.metrics, log.extra)
+            return interpret_batch(returned, num_samples)
+
+    def _given(self, request: Request) -> Kwargs:
         if not self.tokenizer:
-            return dict(request.given)
+            return request.given
         if not self.tokenizers:
             from transformers import AutoTokenizer
 
@@ -159,15 +164,23 @@ class RewardFunction(Callee):
         return self.post_process(scores)
 
 
-@contextmanager
-def returned_by(function: Callable[..., Any]) -> Iterator[None]:
+class returned_by:  # a context manager, named like a function
     """What the block says about a function's result is the function's error: add where it is defined."""
-    try:
-        yield
-    except AttemptError as error:
-        where = defined_at(function)
-        problem = f"{error} ({where})" if where else str(error)
-        raise AttemptError(problem, is_code_error=True) from None
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, AttemptError):
+            where = defined_at(self._function)
+            problem = f"{error} ({where})" if where else str(error)
+            raise AttemptError(problem, is_code_error=True) from None
 
 
 def verl_arguments(
@@ -187,7 +200,8 @@ def verl_arguments(
     for name in (ROUTER, TOKENIZER):
         if (name in given and how.takes(name)) or name in how.required:
             arguments[name] = given.get(name)
-    return arguments | dict(kwargs)
+    arguments.update(kwargs)
+    return arguments
 
 
 def batch_arguments(how: CallConvention, samples: Sequence[RewardSample], kwargs: Kwargs) -> dict[str, Any]:

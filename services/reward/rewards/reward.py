@@ -13,11 +13,11 @@ from functools import partial
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.reward.functions.pool import Execution
+from tidemill.services.reward.functions.pool import UNRESTRICTED, Execution
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
 from tidemill.services.reward.functions.signature import ROUTER, Style
-from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, BreakOff, OnEnd, Reward, RewardOutcome
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.sample import RewardSample
 
@@ -32,15 +32,25 @@ class FunctionReward(Reward):
         num_processes: int,
         router: Callable[[], Awaitable[str]] | None = None,
         threads: int = 1,
+        at_once: int = UNRESTRICTED,
     ) -> None:
         self.function = function
-        self.execution = Execution(function, num_processes, threads)
+        self.execution = Execution(function, num_processes, threads, at_once)
         self._timeout_s, self._router = timeout_s, router
 
     @property
     def slots(self) -> int | None:  # type: ignore[override]
         """Slots of the function's processes; grows while its calls are measured to wait."""
         return self.execution.slots
+
+    @property
+    def is_queueing(self) -> bool:  # type: ignore[override]
+        return self.execution.is_queueing
+
+    def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
+        if self._router is not None:
+            return None
+        return self.execution.begin(Request([sample]), self._timeout_s, on_end)
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         (outcome,) = await self.score_group([sample])
@@ -55,6 +65,9 @@ class FunctionReward(Reward):
     ) -> list[RewardOutcome]:
         return await self.execution.run(Request(samples, scores=scores), self._timeout_s)
 
+    async def start(self) -> None:
+        await self.execution.start()
+
     async def close(self) -> None:
         await self.execution.close()
 
@@ -62,7 +75,9 @@ class FunctionReward(Reward):
 def make_function(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> FunctionReward:
     router = partial(dependencies.router_address, config.router) if config.router else None
     section, function = dependencies.config.reward, load_checked(name, config)
-    return FunctionReward(function, config.timeout_s, section.processes, router, section.threads)
+    return FunctionReward(
+        function, config.timeout_s, section.processes, router, section.threads, section.max_in_flight
+    )
 
 
 def load_checked(name: str, config: NamedRewardConfig) -> RewardFunction:

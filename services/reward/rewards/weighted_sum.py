@@ -9,7 +9,6 @@ otherwise the score fails, and says whether only the sample or its whole group i
 """
 
 import asyncio
-import contextlib
 import math
 import random
 import time
@@ -27,6 +26,8 @@ from tidemill.common.wire.messages import Score, ScoreStatus, Try
 from tidemill.services.reward.outcome import (
     MAX_TRY_CHARS,
     AttemptError,
+    BreakOff,
+    OnEnd,
     Reward,
     RewardOutcome,
     contained,
@@ -53,18 +54,20 @@ async def attempt(
     limits: RewardLimits,
     once: Callable[[], Awaitable[T]],
     on_failure: Callable[[AttemptError], None] = ignore_failure,
+    began_at: float = 0.0,
 ) -> tuple[T, list[Try]]:
     """The first result of `once` under the limits of reward `name`, and all attempts if it took several.
-    `on_failure` hears of each attempt that fails, before the next one.
+    `on_failure` hears of each attempt that fails, before the next one. The first attempt may have begun
+    before, `began_at` on the monotonic clock.
 
     Raises:
         AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
         MachineFaultError: this machine is short of something: the sample is for another one.
     """
     tries: list[Try] = []
-    ended = time.monotonic()
+    ended = began_at or time.monotonic()
     while True:
-        started = time.monotonic()
+        started = time.monotonic() if tries or not began_at else began_at
         failure: AttemptError | None = None
         try:
             with contained():
@@ -102,10 +105,10 @@ class NamedReward:
         """How often it failed for good, by kind of failure."""
         self.log = FailureLog()
         """Its failed attempts, by cause."""
-        self._places = [
-            asyncio.Semaphore(config.max_concurrent) if config.max_concurrent else contextlib.nullcontext()
-            for _ in ("training", "evaluation")
-        ]
+        self._places: list[asyncio.Semaphore] = []
+        """Of training and of evaluation; empty without a limit."""
+        if config.max_concurrent:
+            self._places = [asyncio.Semaphore(config.max_concurrent) for _ in ("training", "evaluation")]
 
     def applies_to(self, sample: RewardSample) -> bool:
         return sample.lane in self.config.lanes and self.config.scores_source(
@@ -125,20 +128,28 @@ class NamedReward:
         """
         if not self.applies_to(sample):
             return RewardOutcome()
+        if self.cache is not None:
+            return await self.cache.get_or_make(self.version, sample, partial(self._attempt_one, sample))
+        return await self._attempt_one(sample)
 
-        async def once() -> list[RewardOutcome]:
-            return [await self.reward.score(sample)]
-
-        async def make() -> RewardOutcome:
-            return (await self._attempt([sample], once))[0]
-
-        return await (self.cache.get_or_make(self.version, sample, make) if self.cache else make())
+    def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
+        """Begin the first attempt at a sample where no task has to wait for it; see `Reward.begin`."""
+        if self.cache is not None or self._places or not self.applies_to(sample):
+            return None
+        return self.reward.begin(sample, on_end)
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
         if not self.applies_to(samples[0]):
             return [RewardOutcome() for _ in samples]
         assert isinstance(self.reward, FunctionReward)  # `per: group` is for functions only
         return await self._attempt(samples, partial(self.reward.score_group, samples))
+
+    async def _attempt_one(self, sample: RewardSample) -> RewardOutcome:
+        async def once() -> list[RewardOutcome]:
+            return [await self.reward.score(sample)]
+
+        (outcome,) = await self._attempt([sample], once)
+        return outcome
 
     async def _attempt(
         self, samples: list[RewardSample], once: Callable[[], Awaitable[list[RewardOutcome]]]
@@ -152,11 +163,14 @@ class NamedReward:
             self.log.note(f"reward {self.name}", failure.kind, str(failure), len(samples))
 
         try:
-            outcomes, tries = await attempt(self.name, self.config, placed, note)
+            work = placed if self._places else once
+            outcomes, tries = await attempt(self.name, self.config, work, note, samples[0].began_at)
         except AttemptError as failure:
             self.failures[failure.kind] += len(samples)
             metrics.REWARD_FAILURES.labels(self.name, failure.kind).inc(len(samples))
             return [RewardOutcome.failed(failure) for _ in samples]
+        if not tries:
+            return outcomes
         return [replace(outcome, tries=tries) for outcome in outcomes]
 
 
@@ -180,22 +194,37 @@ class WeightedSum:
         self.rewards = list(rewards)
         self._is_named = is_named
         """Whether components carry the rewards' names: a single `reward.function` has none."""
+        self._single = [named for named in self.rewards if not named.is_per_group]
+        """Rewards that score samples one by one."""
         self.has_group_rewards = any(named.is_per_group for named in self.rewards)
 
     @property
     def slots(self) -> int | None:
         """Samples it makes sense to hold at once: the most that any reward can use; None: no limit."""
-        counts = [named.reward.slots for named in self.rewards]
-        known = [count for count in counts if count is not None]
-        return max(known) if len(known) == len(counts) else None
+        most = 0
+        for named in self.rewards:
+            count = named.reward.slots
+            if count is None:
+                return None
+            most = max(most, count)
+        return most
+
+    @property
+    def is_queueing(self) -> bool:
+        """Whether samples beyond `reward.max_in_flight` wait where the rewards run, until others end."""
+        return all(named.reward.is_queueing and not named.is_per_group for named in self.rewards)
+
+    def begin(self, sample: RewardSample, on_end: OnEnd) -> BreakOff | None:
+        """Begin to score a sample where no task has to wait for it; see `Reward.begin`."""
+        return self.rewards[0].begin(sample, on_end) if len(self.rewards) == 1 else None
 
     async def score(self, sample: RewardSample) -> Outcomes:
         """The outcome of each reward that scores samples one by one; all are asked at once."""
-        single = [named for named in self.rewards if not named.is_per_group]
-        if len(single) == 1:
-            return {single[0].name: await single[0].score(sample)}
-        outcomes = await _all_or_none([named.score(sample) for named in single])
-        return {named.name: outcome for named, outcome in zip(single, outcomes, strict=True)}
+        if len(self._single) == 1:
+            only = self._single[0]
+            return {only.name: await only.score(sample)}
+        outcomes = await _all_or_none([named.score(sample) for named in self._single])
+        return {named.name: outcome for named, outcome in zip(self._single, outcomes, strict=True)}
 
     async def score_group(self, samples: list[RewardSample]) -> list[Outcomes]:
         together = [named for named in self.rewards if named.is_per_group]
@@ -254,6 +283,10 @@ class WeightedSum:
         """Attempts that failed, by reward and cause."""
         return [failure for named in self.rewards for failure in named.log.failures]
 
+    async def start(self) -> None:
+        """Start what the rewards need before the first sample comes."""
+        await asyncio.gather(*(named.reward.start() for named in self.rewards))
+
     async def close(self) -> None:
         await asyncio.gather(*(named.reward.close() for named in self.rewards))
 
@@ -299,7 +332,7 @@ def score_of(total: RewardOutcome, sample: RewardSample, worker: str, latency_s:
         error=total.error,
         is_code_error=total.is_code_error,
         on_failure=total.on_failure,
-        attempts=max(Counter(name for name, *_ in total.tries).values(), default=1),
+        attempts=max(Counter(name for name, *_ in total.tries).values()) if total.tries else 1,
         tries=tuple(total.tries),
         worker=worker,
         latency_s=latency_s,

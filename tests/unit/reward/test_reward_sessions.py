@@ -125,4 +125,8 @@ def test_a_rewritten_history_is_scored_by_its_last_segment() -> None:
 def test_a_session_reaches_scoring_processes_whole() -> None:
     sample = sample_of(reward=0.5)
     (body,) = [frame_of(Request([sample]).to_wire())[4:]]
-    assert Request.from_wire(content_of(body)).samples == [sample]
+    (received,) = Request.from_wire(content_of(body)).samples
+    for name in ("key", "lane", "prompt", "chat", "said", "conversation", "turn_rewards", "of_thought"):
+        assert getattr(received, name) == getattr(sample, name), name
+    assert received.fields() == sample.fields()
+    assert list(received.last.completion_ids) == sample.last.completion_ids.tolist() != []

@@ -90,10 +90,11 @@ def test_the_cache_tells_thoughts_apart():
 
 
 def test_scoring_processes_and_the_wire_keep_the_thought():
-    sample = sample_of()
-    assert codec.decode(codec.encode(sample.trajectory), Trajectory) == sample.trajectory
-    body = frame_of(Request([sample]).to_wire())[4:]
-    assert Request.from_wire(content_of(body)).samples == [sample]
+    for sample in map(sample_of, (None, "", "a thought")):
+        assert codec.decode(codec.encode(sample.trajectory), Trajectory) == sample.trajectory
+        (received,) = Request.from_wire(content_of(frame_of(Request([sample]).to_wire())[4:])).samples
+        assert received.of_thought == sample.of_thought
+        assert (received.fields(), received.said) == (sample.fields(), sample.said)
     assert b"thought" not in codec.encode(sample_of(None).trajectory)[b"p"], "runs without it write no more"
 
 
