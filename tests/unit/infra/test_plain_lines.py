@@ -7,6 +7,7 @@ import pytest
 from infra.plain_lines import (
     NOT_YET_PLAIN,
     REPO,
+    SEEN_BY_USERS,
     Source,
     Violation,
     check,
@@ -234,3 +235,8 @@ def test_all_rows_of_the_list_exist_and_none_stands_twice() -> None:
 
     assert missing == []
     assert len(set(NOT_YET_PLAIN)) == len(NOT_YET_PLAIN)
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(SEEN_BY_USERS))
+def test_names_that_users_see_are_still_fields(file: str, name: str) -> None:
+    assert f"\n    {name}: " in (REPO / file).read_text()
