@@ -197,6 +197,17 @@ ENDS: list[tuple[str, str, int]] = [
     ),
     ("class A:\n    def __del__(self): print('freed')\na = A()", "freed\n", 0),
     ("class A:\n    def __del__(self): print('freed')\na = A(); a.itself = a", "freed\n", 0),
+    ("import os\nclass A:\n    def __del__(self): os.write(1, b'freed')\na = A()", "freed", 0),
+    ("import os\nclass A:\n    def __del__(self): os.write(1, b'x')\ndef f(): return a\na = A()", "x", 0),
+    (
+        "import io, os, sys\nclass Out(io.StringIO):\n"
+        "    def flush(self): os.write(1, self.getvalue().encode()); self.truncate(0); self.seek(0)\n"
+        "sys.stdout = Out()\nprint('mine')", "mine\n", 0,
+    ),
+    (
+        "import io, os\nclass Out(io.IOBase):\n    def flush(self): os.write(1, b'closed')\n"
+        "out = Out()", "closed", 0,
+    ),
     ("out = open(1, 'w'); out.write('buffered')", "buffered", 0),
     ("import sys\nsys.stdout = open(1, 'w'); print('mine')", "mine\n", 0),
     ("import sys\nsys.exit('words')", "", 1),
