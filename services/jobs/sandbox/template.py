@@ -145,8 +145,8 @@ def _serve() -> "object":
 
 
 def _run(code: "object") -> None:
-    """Run a program in the module `__main__`, and end as the interpreter does: an uncaught exception is
-    shown, threads are waited for, functions of `atexit` are called, files are flushed, destructors are called.
+    """Run a program in the module `__main__`, and end as the interpreter does: show an uncaught exception,
+    wait for threads, call the functions of `atexit`, flush files, call destructors.
 
     What the template had is not freed, unlike there: that would copy all of its memory.
     """
