@@ -13,7 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import typer
@@ -28,7 +31,7 @@ SETTINGS = {
     "call, 10 tests": ("call", 10),
     "statement, 10 tests": ("statement", 10),
 }
-PARTS = ("worker", "reward", "redis")
+PROCESSES = ("worker", "reward", "redis")
 SIDE = '''
 import asyncio, json, os, sys, tempfile, time
 from pathlib import Path
@@ -41,19 +44,18 @@ from tests.support.trajectories import make_config
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.redis.broker import URL_VARIABLE
 
-_, form, tests, completions = sys.argv
-tests, completions = range(int(tests)), int(completions)
+form = sys.argv[1]
+tests = range(int(sys.argv[2]))
+completions = int(sys.argv[3])
 IN_FLIGHT = 4
 CONFIG = SandboxConfig(time_s=30.0, total_s=300.0)
 WORK = "import time\\nbegan = time.process_time()\\nwhile time.process_time() - began < 0.001: pass\\n"
 FUNCTION = "def f(x): return x + 1"
-CODE, TESTS = {
-    "stdin": (
-        "print(int(input()) + 1)",
-        {"inputs": [str(x) for x in tests], "outputs": [str(x + 1) for x in tests]},
-    ),
-    "call": (FUNCTION, {"fn_name": "f", "inputs": [[x] for x in tests], "outputs": [x + 1 for x in tests]}),
-    "statement": (FUNCTION, [f"assert f({x}) == {x + 1}" for x in tests]),
+CODE = "print(int(input()) + 1)" if form == "stdin" else FUNCTION
+TESTS = {
+    "stdin": {"inputs": [str(x) for x in tests], "outputs": [str(x + 1) for x in tests]},
+    "call": {"fn_name": "f", "inputs": [[x] for x in tests], "outputs": [x + 1 for x in tests]},
+    "statement": [f"assert f({x}) == {x + 1}" for x in tests],
 }[form]
 
 
@@ -82,9 +84,11 @@ async def main(folder):
             return {"worker": used_s(worker), "reward": time.process_time(), "redis": redis}
 
         await score(completions)
-        before, began = await used(), time.monotonic()
+        before = await used()
+        began = time.monotonic()
         await asyncio.gather(*(score(number) for number in range(completions)))
-        wall_s, after = time.monotonic() - began, await used()
+        wall_s = time.monotonic() - began
+        after = await used()
         await reward.close()
     figures = {name: after[name] - before[name] for name in before}
     print(json.dumps(figures | {"wall": wall_s}))
@@ -114,32 +118,39 @@ def measure(checkout: Path, form: str, tests: int, programs: int) -> dict[str, f
     return {name: 1000 * value / (completions * tests) for name, value in seconds.items()}
 
 
+def total_ms(figures: dict[str, float]) -> float:
+    """CPU of a program in all processes."""
+    return sum(figures[process] for process in PROCESSES)
+
+
+def mean_of(name: str, measured: Sequence[dict[str, float]]) -> float:
+    return mean(figures[name] for figures in measured)
+
+
 def main(programs: int = 300, beside: Path | None = None) -> None:
     """Measure what a program costs, here and in another checkout."""
-    checkouts = {"here": REPO} | ({"beside": beside.resolve()} if beside else {})
+    checkouts = {"here": REPO}
+    if beside:
+        checkouts["beside"] = beside.resolve()
+    in_round = programs // ROUNDS
     rows: list[tuple[str, ...]] = []
     result: dict[str, Any] = {}
     for name, (form, tests) in SETTINGS.items():
         print(f"running: {name}", flush=True)
-
-        def side(checkout: Path, form: str = form, tests: int = tests) -> dict[str, float]:
-            return measure(checkout, form, tests, programs // ROUNDS)
-
-        rounds = in_turns({key: lambda path=path: side(path) for key, path in checkouts.items()}, ROUNDS)
+        sides = {key: partial(measure, path, form, tests, in_round) for key, path in checkouts.items()}
         totals: dict[str, list[float]] = {}
-        for key, measured in rounds.items():
-            totals[key] = [sum(each[part] for part in PARTS) for each in measured]
-            means = {part: sum(each[part] for each in measured) / ROUNDS for part in (*PARTS, "wall")}
-            total = sum(totals[key]) / ROUNDS
-            cells = (*(means[part] for part in PARTS), total, means["wall"])
+        for key, measured in in_turns(sides, ROUNDS).items():
+            totals[key] = [total_ms(figures) for figures in measured]
+            cells = [mean_of(process, measured) for process in PROCESSES]
+            cells += [mean(totals[key]), mean_of("wall", measured)]
             rows.append((f"{name}: {key}", *(f"{cell:.1f}" for cell in cells)))
-            result[f"{name}: {key}"] = round(total, 2)
+            result[f"{name}: {key}"] = round(mean(totals[key]), 2)
         if beside:
             ratio = paired_ratio(totals["here"], totals["beside"])
             rows.append((f"{name}: ratio", "", "", "", f"{ratio:.2f}", ""))
             result[f"{name}: ratio"] = ratio
     columns = "form,worker ms,reward ms,Redis ms,CPU ms,time ms"
-    title = f"A program of 1 ms of work, in the mean of {ROUNDS} x {programs // ROUNDS}"
+    title = f"A program of 1 ms of work, in the mean of {ROUNDS} x {in_round}"
     print_table(title, columns, rows, machine())
     print_result({"cpu_ms": result})
 

@@ -36,7 +36,8 @@ def _serve() -> "object":
     import sys
     import types
 
-    new_pids, new_mounts = 0x20000000, 0x00020000
+    new_pids = 0x20000000
+    new_mounts = 0x00020000
     control = socket.socket(fileno=int(sys.argv.pop()))
     with open(int(sys.argv.pop()), "rb") as file:
         setup = json.load(file)
@@ -89,7 +90,9 @@ def _serve() -> "object":
         if len(descriptors) != 5:
             os._exit(0)  # the worker has ended
         request = json.loads(message)
-        answer, order, *streams = descriptors
+        answer = descriptors[0]
+        order = descriptors[1]
+        streams = descriptors[2:]
         ask("unshare", new_pids)
         init = os.fork()
         if init == 0:
@@ -183,7 +186,9 @@ def _run(code: "object") -> None:
     # In this order: streams that a program has made may need its globals for what they still hold, and so may
     # destructors, which the collection calls.
     has_lost = not _flush()
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    sys.stdin = sys.__stdin__
+    sys.stdout = sys.__stdout__
+    sys.stderr = sys.__stderr__
     sys.modules.pop("__main__", None)
     del main, code
     collect()
