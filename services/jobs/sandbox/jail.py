@@ -162,7 +162,8 @@ def _run_cold(program: _Program, time_s: float, has_file: bool) -> Result:
         calls = stack.enter_context(tempfile.TemporaryFile())
         calls.write(read_filter())
         calls.seek(0)
-        order, fed = program.order, program.stdin
+        order = program.order
+        fed = program.stdin
         started = time.monotonic()
         inputs = []
         command = make_command(program.config)

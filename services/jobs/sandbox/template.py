@@ -19,7 +19,7 @@ filter, before it forks. All of that fails loudly, and then no line of the progr
 """
 
 
-def _serve(scope: "dict[str, object]") -> "object":
+def _serve() -> "object":
     """Run programs until the worker ends or enough have run. Returns only in the process of a program, which
     it becomes by what is returned: its code."""
     import contextlib
@@ -34,8 +34,10 @@ def _serve(scope: "dict[str, object]") -> "object":
     import signal
     import socket
     import sys
+    import types
 
-    new_pids, new_mounts = 0x20000000, 0x00020000
+    new_pids = 0x20000000
+    new_mounts = 0x00020000
     control = socket.socket(fileno=int(sys.argv.pop()))
     with open(int(sys.argv.pop()), "rb") as file:
         setup = json.load(file)
@@ -88,7 +90,9 @@ def _serve(scope: "dict[str, object]") -> "object":
         if len(descriptors) != 5:
             os._exit(0)  # the worker has ended
         request = json.loads(message)
-        answer, order, *streams = descriptors
+        answer = descriptors[0]
+        order = descriptors[1]
+        streams = descriptors[2:]
         ask("unshare", new_pids)
         init = os.fork()
         if init == 0:
@@ -103,9 +107,12 @@ def _serve(scope: "dict[str, object]") -> "object":
             program = os.fork()
             if program == 0:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                for name in [name for name in scope if not name.startswith("__")]:
-                    del scope[name]  # a program's globals are its own
-                return launcher["_program"](3, scope, compiled)  # type: ignore[operator]
+                # A module of its own: what the program leaves in it is freed at its end.
+                main = types.ModuleType("__main__")
+                started = vars(sys.modules["__main__"]).items()
+                vars(main).update((name, value) for name, value in started if name.startswith("__"))
+                sys.modules["__main__"] = main
+                return launcher["_program"](3, vars(main), compiled)  # type: ignore[operator]
             while True:
                 ended, status = os.wait()
                 if ended == program:
@@ -140,9 +147,9 @@ def _serve(scope: "dict[str, object]") -> "object":
     os._exit(0)
 
 
-def _run(code: "object", scope: "dict[str, object]") -> None:
-    """Run a program, and end as the interpreter does: an uncaught exception is shown, threads are waited for,
-    functions of `atexit` are called, files are flushed, destructors are called.
+def _run(code: "object") -> None:
+    """Run a program in the module `__main__`, and end as the interpreter does: show an uncaught exception,
+    wait for threads, call the functions of `atexit`, flush files, call destructors.
 
     What the template had is not freed, unlike there: that would copy all of its memory.
     """
@@ -155,10 +162,12 @@ def _run(code: "object", scope: "dict[str, object]") -> None:
     # Before the program runs, which may change modules, as any program may.
     end = os._exit
     kill = os.kill
+    collect = gc.collect
     number = 0
     error = None
+    main = sys.modules["__main__"]
     try:
-        exec(code, scope)  # type: ignore[arg-type]
+        exec(code, vars(main))  # type: ignore[arg-type]
     except SystemExit as leave:
         number = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if number and not isinstance(leave.code, int):
@@ -174,21 +183,37 @@ def _run(code: "object", scope: "dict[str, object]") -> None:
         atexit._run_exitfuncs()
     except BaseException as raised:
         sys.excepthook(type(raised), raised, raised.__traceback__)
-    for name in list(scope):
-        if name != "__builtins__":
-            scope[name] = None
-    gc.collect()
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        try:
-            if stream is not None and not stream.closed:
-                stream.flush()
-        except BaseException:
-            number = 120
+    # In this order: streams that a program has made may need its globals for what they still hold, and so may
+    # destructors, which the collection calls.
+    has_lost = not _flush()
+    sys.stdin = sys.__stdin__
+    sys.stdout = sys.__stdout__
+    sys.stderr = sys.__stderr__
+    sys.modules.pop("__main__", None)
+    del main, code
+    collect()
+    if not _flush() or has_lost:
+        number = 120
     if error is KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         kill(os.getpid(), signal.SIGINT)
     end(number & 0xFF)
 
 
+def _flush() -> "bool":
+    """Write what standard output and error hold; whether that went well."""
+    import sys
+
+    is_flushed = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except BaseException:
+            # As in the interpreter, what is lost of errors is no error.
+            is_flushed = is_flushed and stream is sys.stderr
+    return is_flushed
+
+
 if __name__ == "__main__":
-    _run(_serve(globals()), globals())
+    _run(_serve())

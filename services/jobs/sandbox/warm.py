@@ -66,7 +66,8 @@ class WarmProgram:
 
     def __init__(self, answers: socket.socket, init: int) -> None:
         """`init` is a descriptor (pidfd) of the first process of the program's namespace."""
-        self._answers, self._init = answers, init
+        self._answers = answers
+        self._init = init
         self._poll = select.poll()
         self._poll.register(answers, select.POLLIN)
 

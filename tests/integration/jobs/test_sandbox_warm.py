@@ -95,8 +95,8 @@ ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
 
 def test_nothing_of_a_program_is_left_for_the_next_one(warm: WarmJails) -> None:
     before = ran(SNAPSHOT)
-    left = ran(LEFT)
-    assert (left["outcome"], left["code"]) == ("done", 0), left
+    result = ran(LEFT)
+    assert (result["outcome"], result["code"]) == ("done", 0), result
     after = ran(SNAPSHOT + "import json; assert not hasattr(json, 'left')")
     assert (after["outcome"], after["code"]) == ("done", 0), after
     assert json.loads(after["stdout"]) == json.loads(before["stdout"])
@@ -145,8 +145,8 @@ def test_daemons_of_a_program_are_dead_before_its_result_is_there(warm: WarmJail
 def test_no_signal_of_a_program_reaches_its_template(warm: WarmJails, attack: str) -> None:
     assert ran("print('first')")["stdout"] == "first\n"
     template = template_pid(warm)
-    found = ran(f"import os, signal\ntry:\n    {attack}\nexcept OSError: pass\nprint('through')")
-    assert found["stdout"] in ("through\n", ""), found
+    result = ran(f"import os, signal\ntry:\n    {attack}\nexcept OSError: pass\nprint('through')")
+    assert result["stdout"] in ("through\n", ""), result
     assert ran("print('next')")["stdout"] == "next\n"
     assert template_pid(warm) == template
 
@@ -167,8 +167,8 @@ sys.exit(3)
 
 
 def test_a_program_has_no_descriptor_by_which_it_could_answer_for_its_jail(warm: WarmJails) -> None:
-    found = ran(REPLACED)
-    assert (found["stdout"], found["code"]) == ("0 0\n", 3), found
+    result = ran(REPLACED)
+    assert (result["stdout"], result["code"]) == ("0 0\n", 3), result
 
 
 def test_programs_get_random_numbers_of_their_own(warm: WarmJails) -> None:
@@ -197,6 +197,17 @@ ENDS: list[tuple[str, str, int]] = [
     ),
     ("class A:\n    def __del__(self): print('freed')\na = A()", "freed\n", 0),
     ("class A:\n    def __del__(self): print('freed')\na = A(); a.itself = a", "freed\n", 0),
+    ("import os\nclass A:\n    def __del__(self): os.write(1, b'freed')\na = A()", "freed", 0),
+    ("import os\nclass A:\n    def __del__(self): os.write(1, b'x')\ndef f(): return a\na = A()", "x", 0),
+    (
+        "import io, os, sys\nclass Out(io.StringIO):\n"
+        "    def flush(self): os.write(1, self.getvalue().encode()); self.truncate(0); self.seek(0)\n"
+        "sys.stdout = Out()\nprint('mine')", "mine\n", 0,
+    ),
+    (
+        "import io, os\nclass Out(io.IOBase):\n    def flush(self): os.write(1, b'closed')\n"
+        "out = Out()", "closed", 0,
+    ),
     ("out = open(1, 'w'); out.write('buffered')", "buffered", 0),
     ("import sys\nsys.stdout = open(1, 'w'); print('mine')", "mine\n", 0),
     ("import sys\nsys.exit('words')", "", 1),
@@ -218,8 +229,8 @@ ENDS: list[tuple[str, str, int]] = [
 
 @pytest.mark.parametrize(("code", "stdout", "status"), ENDS)
 def test_a_program_ends_as_in_a_jail_of_its_own(each_jail: None, code: str, stdout: str, status: int) -> None:
-    found = ran(code)
-    assert (found["stdout"], found["code"]) == (stdout, status), found
+    result = ran(code)
+    assert (result["stdout"], result["code"]) == (stdout, status), result
 
 
 def test_an_interpreter_serves_a_bounded_number_of_programs(
