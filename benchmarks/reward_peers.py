@@ -5,8 +5,8 @@
 PYTHON is the interpreter of an environment that has the peer. TRL is in the extra `dev`; for verl:
 
     python -m venv build/verl && build/verl/bin/pip install --no-deps verl==0.9.1
-    build/verl/bin/pip install torch==2.13.0 transformers==5.19.0 ray==2.60.0 \
-        tensordict omegaconf numpy packaging
+    build/verl/bin/pip install torch==2.13.0 transformers==5.10.4 ray==2.60.0 tensordict==0.15.3 \
+        omegaconf==2.4.0 aiohttp==3.14.5 codetiming==1.4.0 orjson==3.13.0 numpy==2.4.6 packaging==26.4
 
 MODEL is the folder of a small model with its tokenizer. At most SLOTS calls are in flight. Prints one line of
 JSON: the peer's version, seconds on the wall, and seconds of CPU of this process, which does all the work.
