@@ -154,7 +154,9 @@ SANDBOX_JOBS = counter("sandbox_jobs_total", "Sandboxed runs by how they ended",
 TICKETS_ISSUED = counter("tickets_issued_total", "Tickets issued, regular and replacements", ["kind"])
 GROUPS_SETTLED = counter("groups_settled_total", "Groups that reached their end", ["outcome"])
 DUPLICATES_DROPPED = counter("duplicates_dropped_total", "Entries whose key was there already", ["stream"])
-STRAY_ENTRIES = counter("stray_entries_total", "Unexpected entries moved out of a stream", ["stream"])
+UNEXPECTED_ENTRIES = counter(
+    "unexpected_entries_total", "Unexpected entries moved out of a stream", ["stream"]
+)
 STALENESS_VIOLATIONS = counter(
     "staleness_violations_total", "Trajectories refused because a token was too old"
 )

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF009 (what looks like a mutable default is a field: option() and argument() make one)
 """Every command of `tidemill`: a dataclass with its help and its options, and the function that does it.
 
 The function is named, and imported when its command is called, so that `--help` is answered at once: nothing
@@ -174,7 +173,7 @@ def overrides_option(text: str = "Override one field, such as trainer.steps=20. 
 @dataclass(frozen=True, kw_only=True)
 class OfRun:
     run_id: str | None = run_argument()
-    runs_dir: Path | None = runs_dir_option()
+    runs_dir: Path | None = runs_dir_option()  # noqa: RUF009, it makes a field
 
 
 _GPUS_TEXT = "Number of GPUs of the whole run, to compute its memory. Without it: those of this machine."
@@ -571,7 +570,7 @@ class DeadFilter:
 class DeadChoice(DeadFilter, OfRun):
     """Dead letters by their ids, or all that the filter leaves."""
 
-    ids: list[str] = argument("Ids of dead letters.", [], "ID")
+    ids: list[str] = argument("Ids of dead letters.", [], "ID")  # noqa: RUF009, it makes a field
     has_all: bool = option("--all", "All dead letters that the filters leave.", False)
     run_id: str | None = run_option()
 

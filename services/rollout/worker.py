@@ -101,13 +101,14 @@ class RolloutWorker(LaneWorker[Ticket]):
         self.player = player
         config = context.config
         max_groups = config.rollout.max_groups_in_flight
-        self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
         # The KV cache limits training only, so that evaluation never waits for training.
         if max_groups == "auto" and engine.reports and lane is Lane.TRAIN:
             most_tokens = config.data.max_prompt_tokens + config.max_completion_tokens
             most_tokens = min(config.model.max_model_len, most_tokens)
             self.slots = Slots(START, config.largest_group_size * most_tokens)
             engine.on_report = self.slots.report
+        else:
+            self.slots = Slots(UNREPORTED if max_groups == "auto" else max_groups)
         self._count()
         self._published: Batched[tuple[int, int, float]] = Batched(partial(_count_published, lane))
         self.num_turns = 0

@@ -172,11 +172,12 @@ class PromptPlan:
     ) -> None:
         self.sources, self._config = sources, config
         named = config.data.prompt_sources
-        weights, limits = [source.weight for source in named] or [1.0], _limits(named, sources)
+        weights = [source.weight for source in named]
+        limits = _limits(named, sources)
         shown = _limits(config.data.demonstrations, demonstrations)
         _check_limits([*(limits if sources else ()), *shown], config)
-        # Not used without sources.
-        self._mixture = Mixture(weights, config.seed, limits)
+        # One source without a name has all the weight; without sources the mixture is not used.
+        self._mixture = Mixture(weights or [1.0], config.seed, limits)
         self.places = BatchPlaces(demonstrations, shown, config) if demonstrations else None
         self._curriculum: Curriculum | None = None
         if config.data.curriculum is not None and sources:
@@ -184,7 +185,10 @@ class PromptPlan:
         self.fingerprint = sources[0].fingerprint if sources else ""
         """Digest over everything that decides which prompt is at which position of which source."""
         if config.data.sources:
-            parts = [(s.name, s.fingerprint, w, n) for s, w, n in zip(sources, weights, limits, strict=False)]
+            parts = [
+                (source.name, source.fingerprint, weight, limit)
+                for source, weight, limit in zip(sources, weights, limits, strict=True)
+            ]
             own = zip(demonstrations, config.data.demonstrations, shown, strict=True)
             parts += [(s.name, s.fingerprint, one.weight, n) for s, one, n in own]
             self.fingerprint = xxhash.xxh3_128_hexdigest(repr(parts).encode())

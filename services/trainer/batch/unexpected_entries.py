@@ -81,7 +81,7 @@ async def remove_unexpected(
         entries=[entry.entry_id for entry in unexpected],
         last_id=newest,
     )
-    metrics.STRAY_ENTRIES.labels(name).inc(max(1, moved))
+    metrics.UNEXPECTED_ENTRIES.labels(name).inc(max(1, moved))
     return max(1, moved)
 
 

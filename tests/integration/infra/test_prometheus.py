@@ -38,7 +38,7 @@ EMPTY = {
     r"tidemill_sandbox_": "no reward runs code",
     r"tidemill_session_|tidemill_environment_|tidemill_agent_": "samples are single turns",
     r"tidemill_(duplicates_|leases_lost|handed_back)": "no worker loses or gives back what it holds",
-    r"tidemill_stray_entries_": "nobody writes into the numbered streams by hand",
+    r"tidemill_unexpected_entries_": "nobody writes into the numbered streams by hand",
     r"tidemill_redis_wait_": "Redis is never away",
 }
 """What has no data in this run, and why, by the metrics that an expression reads."""
