@@ -63,10 +63,10 @@ class AttemptError(RewardError):
 
     `is_timeout` says that the time limit was reached, `is_final` that a retry cannot help. `kind` is the kind
     of failure, for counts: one of a small fixed set. `retry_after_s` is the pause that a server asked for:
-    the next attempt waits at least that long. `is_code_error` says that the user's own code is wrong, and not
-    a server, a limit of rate or the machine, which recover. `may_be_machines` says that users' code raised it
-    as if the machine were short of something: whoever runs the code finds out. `tries` has all attempts, if
-    this is the last of several.
+    the next attempt waits at least that long. `is_code_error` says that the user's own code is wrong, or a
+    ground truth of the data, and not a server, a limit of rate or the machine, which recover.
+    `may_be_machines` says that users' code raised it as if the machine were short of something: whoever runs
+    the code finds out. `tries` has all attempts, if this is the last of several.
     """
 
     def __init__(
@@ -88,6 +88,12 @@ class AttemptError(RewardError):
         self.is_code_error = is_code_error
         self.may_be_machines = may_be_machines
         self.tries: list[Try] = []
+
+
+def truth_error(message: str, kind: str = "") -> AttemptError:
+    """What a reward of ours raises for a ground truth that it cannot compare with: no retry helps, and a run
+    all of whose ground truths are so has to end, as with an error of users' code."""
+    return AttemptError(message, is_final=True, kind=kind, is_code_error=True)
 
 
 @dataclass(slots=True)
@@ -112,7 +118,7 @@ class RewardOutcome:
     on_failure: OnFailure = ""
     """For a sum that failed: the strictest policy among the failed rewards; empty: the section's policy."""
     is_code_error: bool = False
-    """Whether it failed because the user's own code is wrong."""
+    """Whether it failed because the user's own code, or a ground truth, is wrong."""
 
     def __post_init__(self) -> None:
         if type(self.status) is str:  # plain text when it was read from Redis

@@ -39,6 +39,8 @@ SHM, LEAST_SHM = "/dev/shm", GIB
 LEAST_FREE = 0.9
 """Share of a GPU's memory that has to be free."""
 SLOW_COPY, SLOW_SUM, SLOW_DISK, SLOW_FSYNC_S = 8 * GB, 5 * GB, 0.2 * GB, 0.05
+DISK_BYTES = 256 * MIB
+"""Written to see how fast the disk is."""
 BYTES_OF_A_MASTER = 12
 """Bytes of a parameter in a checkpoint: float32, and two moments of Adam."""
 
@@ -258,14 +260,15 @@ def _look_at_shared_memory() -> Iterator[Fact]:
 def _look_at_disk(config: RunConfig, runs: Path, size: int) -> Iterator[Fact]:
     """How fast the disk is, and whether checkpoints and full versions of this run fit on it."""
     folder = next(path for path in (runs, *runs.resolve().parents) if path.is_dir())
-    block, blocks = os.urandom(8 * MIB), 32
+    block = os.urandom(8 * MIB)
+    num_blocks = max(1, DISK_BYTES // len(block))
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".tidemill-check-", buffering=0) as file:
             started = time.perf_counter()
-            for _ in range(blocks):
+            for _ in range(num_blocks):
                 file.write(block)
             os.fsync(file)
-            rate = blocks * len(block) / (time.perf_counter() - started)
+            rate = num_blocks * len(block) / (time.perf_counter() - started)
             fsync_s = _seconds(lambda: _append(file), 15)
     except OSError as error:
         yield Fact("disk", f"{folder}: {error.strerror}", "name another with TIDEMILL_RUNS_DIR", True)

@@ -1,6 +1,7 @@
-"""What the tests of the whole trainer share: contexts of a trainer process."""
+"""What these tests share: contexts of a trainer process, and what is said while a history is read."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support.models import tiny_model
 from tests.support.whole_trainer import trainer_context
+from tidemill.common.history import history as history_module
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
@@ -42,3 +44,18 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def history_log() -> Iterator[list[logging.LogRecord]]:
+    """What reading a history has logged so far."""
+    records: list[logging.LogRecord] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    keeper = Keeper()
+    history_module.log.addHandler(keeper)
+    yield records
+    history_module.log.removeHandler(keeper)

@@ -7,7 +7,7 @@ becomes where it has gaps. Accents count in either form of Unicode. A row withou
 import unicodedata
 from typing import Any
 
-from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.outcome import truth_error
 
 
 def compute_score(
@@ -22,7 +22,7 @@ def compute_score(
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     texts = [text for truth in truths for text in _texts(truth)]
     if not texts:
-        raise AttemptError("exact_match needs a ground truth, got an empty list", is_final=True)
+        raise truth_error("exact_match needs a ground truth, got an empty list")
     solution = _normalised(solution_str, ignore_case)
     return float(solution in [_normalised(text, ignore_case) for text in texts])
 
@@ -35,9 +35,8 @@ def _texts(truth: Any) -> list[str]:
         return [str(truth), str(int(truth))]
     is_text = isinstance(truth, str) and truth.strip()
     if not is_text and not (isinstance(truth, int | float) and truth == truth):
-        raise AttemptError(
-            f"exact_match needs a text, a number or a list of them as ground truth, got {str(truth)[:80]!r}",
-            is_final=True,
+        raise truth_error(
+            f"exact_match needs a text, a number or a list of them as ground truth, got {str(truth)[:80]!r}"
         )
     return [str(truth)]
 

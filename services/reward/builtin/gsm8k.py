@@ -24,7 +24,7 @@ import re
 from decimal import Decimal
 from typing import Any, Literal
 
-from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.outcome import truth_error
 
 MARK = "####"
 _MINUS = "\u2010\u2011\u2013\u2212-"
@@ -94,7 +94,7 @@ def _truth(ground_truth: Any) -> Decimal:
     text = str(ground_truth)
     truth = _strict(text) if MARK in text else _strict(MARK + text)
     if truth is None:
-        raise AttemptError(f"gsm8k needs a number as ground truth, got {text[:40]!r}", is_final=True)
+        raise truth_error(f"gsm8k needs a number as ground truth, got {text[:40]!r}")
     return truth
 
 

@@ -37,7 +37,7 @@ from tidemill.services.reward.builtin.math_text import (
     without_counted,
     without_modulus,
 )
-from tidemill.services.reward.outcome import AttemptError
+from tidemill.services.reward.outcome import AttemptError, truth_error
 
 BACKSTOP_S = 60.0
 """Seconds on the clock beyond the CPU limit: a backstop for code that waits."""
@@ -63,7 +63,7 @@ def compute_score(
     warm_up()
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     if not truths:
-        raise AttemptError("math needs a ground truth, got an empty list", is_final=True)
+        raise truth_error("math needs a ground truth, got an empty list")
     with _limit(limit_s):
         # All of them, also after a right one: a truth that cannot be read must not hide behind right answers.
         return float(any([_is_right(_truth_text(truth), solution_str) for truth in truths]))
@@ -82,9 +82,8 @@ def warm_up() -> None:
 def _truth_text(truth: Any) -> str:
     is_number = isinstance(truth, int | float) and math.isfinite(truth)
     if not is_number and not (isinstance(truth, str) and truth.strip().lower() not in _MISSING):
-        raise AttemptError(
-            f"math needs a number, a text or a list of them as ground truth, got {str(truth)[:80]!r}",
-            is_final=True,
+        raise truth_error(
+            f"math needs a number, a text or a list of them as ground truth, got {str(truth)[:80]!r}"
         )
     return str(truth)
 
@@ -94,7 +93,7 @@ def _is_right(truth_text: str, solution: str) -> bool:
     truth = formula_of_words(normalised(truth_text if box is None else box))
     gold = _parse(truth)
     if not gold and not are_words(truth):
-        raise AttemptError(f"the ground truth {truth_text[:80]!r} cannot be read as a formula", is_final=True)
+        raise truth_error(f"the ground truth {truth_text[:80]!r} cannot be read as a formula")
     box = last_box(solution)
     if box is None:
         solution = answer_tag(solution)
@@ -118,7 +117,7 @@ def _is_right(truth_text: str, solution: str) -> bool:
         sides = [_parse(side) for side in numeric_sides(answer_text)]
         return all(_verify(gold, side) for side in sides if side)
     if gold and not _verify(gold, gold):
-        raise AttemptError(f"the ground truth {truth_text[:80]!r} does not equal itself", is_final=True)
+        raise truth_error(f"the ground truth {truth_text[:80]!r} does not equal itself")
     return False
 
 

@@ -32,7 +32,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.codec import pack
 from tidemill.services.reward.answer_tag import answer_tag
-from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome
+from tidemill.services.reward.outcome import AttemptError, Reward, RewardOutcome, truth_error
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.sample import RewardSample
 
@@ -145,7 +145,9 @@ class SandboxReward(Reward):
         if "error" in result:
             # Deleted, or the next attempt would find this failure instead of running anything.
             await self._broker.execute("DEL", self._keys.sandbox_result(job_id))
-            raise AttemptError(result["error"], is_final=result["is_final"], kind="sandbox")
+            if result["is_final"]:
+                raise truth_error(result["error"], kind="sandbox")
+            raise AttemptError(result["error"], kind="sandbox")
         return result
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Ends a run whose reward fails by an error of its own code: such an error does not pass.
+"""Ends a run whose reward fails by an error of its own code or data: such an error does not pass.
 
 Counted are scores in a row that failed that way, in the order in which they arrive; a score with a value, or
 one that failed by a server, a limit of rate or the machine, begins the count again. What was scored before
@@ -66,13 +66,14 @@ class CodeErrors:
         self._reason = score.error
 
     def check(self, what: str = "") -> None:
-        """Raises ConfigError: so many scores in a row failed by the reward's own code that all of them will.
+        """Raises ConfigError: so many scores in a row failed by the reward's own code or data that all will.
         `what` was to be scored, for the message."""
         is_slow = self._num_in_row >= LEAST_SLOW and time.monotonic() - self._first_at > SLOW_S
         if not self._is_on or not (self._num_in_row >= self._limit or is_slow):
             return
         raise ConfigError(
             f"the reward's own code fails: the last {self._num_in_row} scores{what} failed, and none had a "
-            f"value. The reason of the last one: {self._reason}. Such an error does not pass by itself: "
-            f"correct the code, try it with `{command_line('check', 'CONFIG')}`, then resume the run"
+            f"value. The reason of the last one: {self._reason}. Such an error does not pass by itself: correct "
+            "the code, or the ground truths where the reason names one, try it with "
+            f"`{command_line('check', 'CONFIG')}`, then resume the run"
         )

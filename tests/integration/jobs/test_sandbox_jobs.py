@@ -96,7 +96,7 @@ async def test_code_is_scored_by_the_workers_of_its_run(make, start, run):
     assert found[8].detail["sandbox"]["first_failure"]["stdout"] == "2\n"
     with pytest.raises(AttemptError, match="ground truth") as caught:
         await reward.score(sample(DOUBLES, tests={"inputs": [1]}))
-    assert caught.value.is_final
+    assert caught.value.is_final and caught.value.is_code_error
     await run.stop_all("sandbox-0")
 
 

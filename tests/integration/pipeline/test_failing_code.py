@@ -1,6 +1,7 @@
 """Users' code that fails in a worker says so where people look, and ends the run where it always fails."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ async def test_a_reward_that_fails_gives_its_reason_and_ends_the_run(tmp_path: P
         assert await run.wait("trainer") == ConfigError.exit_code
         last = run.log_of("trainer").strip().splitlines()[-1]
     assert "the reward's own code fails" in last and reason.partition(": ")[2] in last
+
+
+@pytest.mark.parametrize("function", ["math", "gsm8k"])
+async def test_ground_truths_that_no_built_in_reward_can_read_end_the_run(tmp_path: Path, function: str):
+    config = simulated_config(tmp_path, reward__function=function, reward__workers=1)
+    rows = [{"prompt": f"w{i % 29}", "ground_truth": "?"} for i in range(64)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    async with ServiceRun(tmp_path, config) as run:
+        run.start_all()
+        assert await run.wait("trainer") == ConfigError.exit_code
+        last = run.log_of("trainer").strip().splitlines()[-1]
+    assert "ground truth" in last and "'?'" in last and "then resume the run" in last
 
 
 async def test_an_environment_that_fails_gives_its_reason_while_the_run_goes_on(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
+from jsonschema.validators import validator_for
 
 from tidemill.common.config.run import StreamsConfig
 from tidemill.common.process.programs import ROOT
@@ -39,9 +39,18 @@ def with_defaults(text: str) -> str:
     return VARIABLE.sub(lambda match: match[2] or "", text)
 
 
+@pytest.fixture(scope="module")
+def specification() -> Any:
+    """What says whether a tree is a Compose file. The schema is checked once: that takes longest."""
+    schema = get_builtin_schema("vendor.compose-spec")
+    validator = validator_for(schema)
+    validator.check_schema(schema)
+    return validator(schema)
+
+
 @pytest.mark.parametrize("path", [FILE, *OVERRIDES], ids=lambda path: path.name)
-def test_it_meets_the_schema_of_the_compose_specification(path: Path) -> None:
-    jsonschema.validate(yaml.safe_load(path.read_text()), get_builtin_schema("vendor.compose-spec"))
+def test_it_meets_the_schema_of_the_compose_specification(specification: Any, path: Path) -> None:
+    specification.validate(yaml.safe_load(path.read_text()))
 
 
 def merged(base: Any, over: Any) -> Any:
@@ -52,11 +61,13 @@ def merged(base: Any, over: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", OVERRIDES, ids=lambda path: path.stem)
-def test_what_goes_on_top_changes_services_that_are_there_and_the_whole_is_valid(path: Path) -> None:
+def test_what_goes_on_top_changes_services_that_are_there_and_the_whole_is_valid(
+    specification: Any, path: Path
+) -> None:
     over = yaml.safe_load(path.read_text())["services"]
     assert set(over) - set(SERVICES) <= {"cpu-base"}
     whole = merged({"services": SERVICES}, {"services": over})
-    jsonschema.validate(whole, get_builtin_schema("vendor.compose-spec"))
+    specification.validate(whole)
     for name in set(over) & set(SERVICES):
         assert whole["services"][name]["cap_drop"] == ["ALL"], f"{name} gets more rights"
         if "image" in over[name]:

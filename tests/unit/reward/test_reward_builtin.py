@@ -130,7 +130,7 @@ def test_gsm8k_flexible_takes_the_last_number_and_format_score_rewards_the_form(
 def test_gsm8k_without_a_number_to_compare_with_fails_for_good(truth: Any) -> None:
     with pytest.raises(AttemptError, match="gsm8k needs a number") as caught:
         gsm8k.compute_score("", "#### 18", truth)
-    assert caught.value.is_final
+    assert caught.value.is_final and caught.value.is_code_error
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_limit_of_math_is_final_by_cpu_time_and_not_by_the_clock_of_a_busy_mac
 def test_math_without_a_readable_ground_truth_fails_for_good(truth: Any) -> None:
     with pytest.raises(AttemptError, match=r"ground truth") as caught:
         math_equivalence.compute_score("", "\\boxed{1}", truth)
-    assert caught.value.is_final
+    assert caught.value.is_final and caught.value.is_code_error
 
 
 def test_math_takes_a_list_of_ground_truths_as_alternatives() -> None:
@@ -359,4 +359,4 @@ def test_exact_match_takes_numbers_as_text_and_accents_in_either_form() -> None:
 def test_exact_match_without_a_ground_truth_fails_for_good(truth: Any) -> None:
     with pytest.raises(AttemptError, match="exact_match needs") as caught:
         exact_match.compute_score("", "None", truth)
-    assert caught.value.is_final
+    assert caught.value.is_final and caught.value.is_code_error

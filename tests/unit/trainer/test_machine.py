@@ -11,6 +11,11 @@ from tidemill.services.trainer import machine
 from tidemill.services.trainer.machine import GIB, Fact, examine
 
 
+@pytest.fixture(autouse=True)
+def little_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "DISK_BYTES", 8 << 20)
+
+
 def facts_of(tmp_path: Path, **sections: Any) -> dict[str, Fact]:
     model = tiny_model(tmp_path / "model")
     request = {

@@ -207,16 +207,18 @@ async def test_what_is_trimmed_between_two_reads_is_not_passed_over(broker, keys
         assert sorted(seen) == list(range(STEPS))
 
 
-async def test_who_does_not_see_the_folder_is_told_how_many_are_missing(broker, keys, run_dir, caplog):
+async def test_who_does_not_see_the_folder_is_told_how_many_are_missing(
+    broker, keys, run_dir, history_log
+):
     await trim_before(broker, keys.commits, entry_id_of(5))
     for folder in (None, run_dir.parent / "elsewhere"):
         history = History(keys.run_id, folder, broker)
         assert [commit.step for commit in await commits_in(history)] == list(range(5, STEPS))
         assert await commits_in(history, Selection(steps=(1, 2))) == []
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [5, 5]
-    caplog.clear()
+    assert [record.args[0] for record in history_log if isinstance(record.args, tuple)] == [5, 5]
+    history_log.clear()
     assert len(await commits_in(History(keys.run_id, run_dir, broker))) == STEPS
-    assert not caplog.records
+    assert not history_log
 
 
 async def test_an_emptied_redis_has_no_commits_whatever_the_journal_says(broker, keys, run_dir):
