@@ -373,6 +373,7 @@ class RewardLane(LaneWorker[Trajectory]):
         """Keep the score of a first attempt; a task makes further attempts where it failed."""
         if self._first_attempts.pop(delivery, None) is None:
             return  # broken off
+        delivery.on_lost = None
         task = None
         if outcome is not None:
             self._keep(delivery, self.scorer.finish(delivery.message, self.lane, outcome, began_at))
@@ -410,9 +411,14 @@ class RewardLane(LaneWorker[Trajectory]):
                 task.cancel()
                 await asyncio.wait({task})
             raise
+        finally:
+            self._watchers.pop(delivery, None)
 
     async def flush(self) -> None:
         """Publish the scores that are there."""
+        # Those for which `_wait_for` was cancelled before it began.
+        for delivery in list(self._first_attempts):
+            self._break_off(delivery)
         self._is_due.set()
         await self._is_flushed.wait()
 

@@ -39,7 +39,9 @@ def put(broker: Broker, keys: Keys) -> Callable[..., Any]:
     """Append samples whose texts are run as code."""
 
     async def put(*texts: str) -> None:
-        await append(broker, keys.trajectories(), *(make_trajectory(0, i, text=t) for i, t in enumerate(texts)))
+        await append(
+            broker, keys.trajectories(), *(make_trajectory(0, i, text=t) for i, t in enumerate(texts))
+        )
 
     return put
 
