@@ -373,6 +373,7 @@ class RewardLane(LaneWorker[Trajectory]):
         """Keep the score of a first attempt; a task makes further attempts where it failed."""
         if self._first_attempts.pop(delivery, None) is None:
             return  # broken off
+        delivery.on_lost = None
         task = None
         if outcome is not None:
             self._keep(delivery, self.scorer.finish(delivery.message, self.lane, outcome, began_at))
@@ -410,9 +411,14 @@ class RewardLane(LaneWorker[Trajectory]):
                 task.cancel()
                 await asyncio.wait({task})
             raise
+        finally:
+            self._watchers.pop(delivery, None)
 
     async def flush(self) -> None:
         """Publish the scores that are there."""
+        # Those for which `_wait_for` was cancelled before it began.
+        for delivery in list(self._first_attempts):
+            self._break_off(delivery)
         self._is_due.set()
         await self._is_flushed.wait()
 
@@ -465,7 +471,7 @@ class RewardLane(LaneWorker[Trajectory]):
                 continue
             # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
             is_full = self.num_free <= 0 and self.quarantine.is_open and not self.context.stopping.is_set()
-            self._set_num_ahead(batch, is_full)
+            self._set_num_ahead(batch)
             ahead = self.num_free + len(batch) if is_full else 0
             are_published = await self.consumer.complete(batch, out_key, ahead)
             self.counts.count(self.lane, unpublished=-len(batch))
@@ -478,13 +484,19 @@ class RewardLane(LaneWorker[Trajectory]):
             if not self._num_unpublished:
                 self._is_flushed.set()
 
-    def _set_num_ahead(self, batch: Sequence[tuple[Delivery[Trajectory], Score]], is_full: bool) -> None:
-        """Decide how many samples to hold beyond the slots: those that begin within `AHEAD_S`."""
+    def _set_num_ahead(self, batch: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
+        """Decide how many samples to hold beyond the slots: those that begin within `AHEAD_S`; none while
+        there are free slots."""
         latency_s = sum(score.latency_s for _, score in batch) / len(batch)
         weight = PACE_SHARE if self._latency_s else 1.0
         self._latency_s += weight * (latency_s - self._latency_s)
-        share = min(AHEAD_SHARE, AHEAD_S / max(self._latency_s, 1e-3))
-        self._num_ahead = int(share * self.counts.slots()) if is_full and self._is_queueing else 0
+        num_slots = self.counts.slots()
+        if num_slots > self.num_held or not self._is_queueing:
+            self._num_ahead = 0
+        elif self.num_free <= 0:
+            # Only then, or `run` might be fetching for the difference.
+            share = min(AHEAD_SHARE, AHEAD_S / max(self._latency_s, 1e-3))
+            self._num_ahead = int(share * num_slots)
 
     def _release(self, count: int = 1) -> None:
         self.num_held -= count

@@ -259,7 +259,8 @@ class Watch:
 
     def fetches(self, lane: Any) -> None:
         """A lane fetches for its free slots: the others are those of samples at work, or being published."""
-        num_at_work = len(lane.running) + lane._finished._unfinished_tasks
+        num_running = sum(not task.done() for task in lane.running) + len(lane._first_attempts)
+        num_at_work = num_running + lane._num_unpublished
         if lane.num_held != num_at_work:
             self.broken.append(f"slots: {lane.num_held} are taken, and {num_at_work} samples are at work")
 

@@ -208,7 +208,7 @@ class ProcessPool:
         self._reapers: set[asyncio.Task[int]] = set()
         self._crashing: OrderedDict[object, None] = OrderedDict()
         """Samples whose call has crashed a process: further attempts run alone, or others would be lost."""
-        self._failed: dict[int, tuple[Trajectory, Exception]] = {}
+        self._failed: OrderedDict[int, tuple[Trajectory, Exception]] = OrderedDict()
         """By id of its trajectory: why a call that `begin` began has failed, for `run`."""
         self.blockage = Blockage(str(spec["reference"]).rpartition(":")[2])
         self._num_refused = 0
@@ -240,12 +240,20 @@ class ProcessPool:
             self._leave(process)
             if outcomes is not None and len(outcomes) == 1:
                 on_end(outcomes[0])
-            elif error is not None:
+            elif error is not None or outcomes is not None:
                 trajectory = request.samples[0].trajectory
-                self._failed[id(trajectory)] = (trajectory, error)
+                reason = error or AttemptError(f"it gave {len(outcomes or ())} outcomes for one sample")
+                self._failed[id(trajectory)] = (trajectory, reason)
+                # Some are never asked for: their leases were lost meanwhile.
+                while len(self._failed) > MOST_KNOWN:
+                    self._failed.popitem(last=False)
                 on_end(None)
 
-        return process.begin(request, timeout_s, end)
+        try:
+            return process.begin(request, timeout_s, end)
+        except Exception:  # it cannot be sent: `run` says why
+            self._leave(process)
+            return None
 
     async def run(self, request: Request, timeout_s: float) -> list[RewardOutcome]:
         """Run a call in the next free place. Waiting for one does not count as its time.
