@@ -472,7 +472,8 @@ class RewardLane(LaneWorker[Trajectory]):
             # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
             is_full = self.num_free <= 0 and self.quarantine.is_open and not self.context.stopping.is_set()
             self._set_num_ahead(batch)
-            ahead = self.num_free + len(batch) if is_full else 0
+            # Without those that `run` has not taken yet.
+            ahead = self.num_free + len(batch) - self.consumer.num_ahead if is_full else 0
             are_published = await self.consumer.complete(batch, out_key, ahead)
             self.counts.count(self.lane, unpublished=-len(batch))
             self._release(len(batch))
@@ -491,7 +492,7 @@ class RewardLane(LaneWorker[Trajectory]):
         weight = PACE_SHARE if self._latency_s else 1.0
         self._latency_s += weight * (latency_s - self._latency_s)
         num_slots = self.counts.slots()
-        if num_slots > self.num_held or not self._is_queueing:
+        if num_slots > self.num_held + self.consumer.num_ahead or not self._is_queueing:
             self._num_ahead = 0
         elif self.num_free <= 0:
             # Only then, or `run` might be fetching for the difference.
