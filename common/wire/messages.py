@@ -250,8 +250,9 @@ class Trajectory(PromptFields):
         if self.claim is not None:
             return ""
         digest = xxhash.xxh3_64()
-        for segment in (self, *self.forks):
-            for ids in (segment.prompt_ids, segment.completion_ids):
+        rows: tuple[Trajectory | Segment, ...] = (self, *self.forks)
+        for row in rows:
+            for ids in (row.prompt_ids, row.completion_ids):
                 digest.update(len(ids).to_bytes(8, "little"))
                 digest.update(np.ascontiguousarray(ids).data)
         return digest.hexdigest()
