@@ -335,7 +335,8 @@ class Score(Message):
     detail: dict[str, Any] = Field(default_factory=dict)
     error: str = ""
     is_code_error: bool = Field(
-        False, description="failed by the user's own code or data, not by a server, a limit of rate or the machine"
+        False,
+        description="failed by the user's own code or data, not by a server, a limit of rate or the machine",
     )
     on_failure: OnFailure = ""
     attempts: int = Field(1, ge=1)
