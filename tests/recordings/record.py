@@ -107,9 +107,7 @@ class Recordings:
         metrics = sorted({row["name"] for result in results for row in result["metrics"]})
         recorded = Made(made_by, replay.digests, metrics, round(time.monotonic() - started_at, 1))
         self._write_table(self.table() | {recording.name: recorded})
-        self.say(
-            f"{recording.name}: recorded and replayed in {recorded.seconds:.0f} s, last {recorded.digests[-1]}"
-        )
+        self.say(f"{recording.name}: recorded and replayed in {recorded.seconds:.0f} s")
         return recorded
 
     def replay(self, recording: Recording, checkout: Path = REPO) -> Replay:
