@@ -96,8 +96,8 @@ def call_of_verl(delays_s: Sequence[float], slots: int, model: str) -> Callable[
         RateLimitedRewardManager.init_class(config, tokenizer)
         manager = RateLimitedRewardManager(config, tokenizer, compute_score)
         manager.loop = asyncio.get_running_loop()
-        scored = await asyncio.gather(*map(manager.run_single, samples))
-        return sum(one["reward_score"] == 1.0 for one in scored)
+        scores = await asyncio.gather(*map(manager.run_single, samples))
+        return sum(score["reward_score"] == 1.0 for score in scores)
 
     return lambda: asyncio.new_event_loop().run_until_complete(score_all())
 

@@ -89,18 +89,21 @@ class Measured:
     @classmethod
     def of(cls, tree: Mapping[str, Any], num_samples: int) -> "Measured":
         """The line of JSON of `reward_side`."""
-        cpu_ms = {part: 1000 * tree["cpu_s"].get(part, 0.0) / num_samples for part in PARTS}
+        cpu_ms = {name: 1000 * tree["cpu_s"].get(name, 0.0) / num_samples for name in PARTS}
         return cls(tree["wall_s"], cpu_ms, tree["lost"], tree["twice"], tree["killed"])
 
     @classmethod
     def median_of(cls, rounds: Sequence["Measured"]) -> "Measured":
         """Medians of times; losses and kills are added up."""
+        cpu_ms = {}
+        for name in PARTS:
+            cpu_ms[name] = median(measured.cpu_ms[name] for measured in rounds)
         return cls(
-            median(one.wall_s for one in rounds),
-            {part: median(one.cpu_ms[part] for one in rounds) for part in PARTS},
-            sum(one.lost for one in rounds),
-            sum(one.twice for one in rounds),
-            sum(one.killed for one in rounds),
+            median(measured.wall_s for measured in rounds),
+            cpu_ms,
+            sum(measured.lost for measured in rounds),
+            sum(measured.twice for measured in rounds),
+            sum(measured.killed for measured in rounds),
         )
 
 
@@ -184,20 +187,22 @@ def measure_builds(
     title = f"Scoring {len(delays_s):,} samples of {DELAY_S[0] / SCALE:g} to {DELAY_S[1] / SCALE:g} s"
     note = f"{machine()}. CPU in ms a score, by part and of all. Medians of {rounds}."
     print_table(title, columns, rows, note)
-    for name, one in figures.items():
-        print(f"{name}: {one.killed} workers killed, {one.lost} samples lost, {one.twice} scored twice")
+    for name, of_build in figures.items():
+        print(
+            f"{name}: {of_build.killed} workers killed, {of_build.lost} samples lost, {of_build.twice} twice"
+        )
     return figures
 
 
 def row_of(
-    name: str, setting: str, measured: Measured, ideal_s: float, num_samples: int
+    build: str, setting: str, measured: Measured, ideal_s: float, num_samples: int
 ) -> tuple[object, ...]:
     """A line of the table."""
-    parts = [f"{measured.cpu_ms[part]:.2f}" for part in PARTS]
+    parts = [f"{measured.cpu_ms[name]:.2f}" for name in PARTS]
     per_second = f"{num_samples / measured.wall_s:,.0f}"
     efficiency = f"{ideal_s / measured.wall_s:.3f}"
     times = (f"{measured.wall_s:.2f}", f"{ideal_s:.2f}")
-    return name, setting, *times, per_second, *parts, f"{measured.total_ms:.2f}", efficiency
+    return build, setting, *times, per_second, *parts, f"{measured.total_ms:.2f}", efficiency
 
 
 def measure_peers(pythons: Mapping[str, str], delays_s: Sequence[float]) -> dict[str, dict[str, float]]:
@@ -246,9 +251,9 @@ def main(
     result: dict[str, Any] = {"efficiency": today.efficiency, "cpu_ms": today.cpu_ms}
     result |= {"lost": today.lost, "twice": today.twice, "killed": today.killed}
     if beside:
-        other = figures[beside]
-        ratios = {name: round(today.cpu_ms[name] / other.cpu_ms[name], 3) for name in today.cpu_ms}
-        result["beside"] = {"ref": beside, "efficiency": other.efficiency, "cpu_ms": other.cpu_ms}
+        older = figures[beside]
+        ratios = {name: round(today.cpu_ms[name] / older.cpu_ms[name], 3) for name in today.cpu_ms}
+        result["beside"] = {"ref": beside, "efficiency": older.efficiency, "cpu_ms": older.cpu_ms}
         result["beside"]["cpu_ratio"] = ratios
     if peers:
         result["peers"] = peers

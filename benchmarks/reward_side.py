@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,10 @@ from tidemill.common.streams import OffsetReader, append
 from tidemill.common.streams.entries import Entry
 from tidemill.common.wire.messages import Score, Trajectory
 
-GROUP_SIZE, TOKENS, APPEND_BATCH = 5, 256, 512
-READY_S, SCORES_S = 300.0, 3600.0
+GROUP_SIZE = 5
+TOKENS = 256
+APPEND_BATCH = 512
+READY_S = 300.0
 READ_COUNT = 1000
 BLOCK_S = 0.1
 LEASE_S = 3.0
@@ -52,33 +53,39 @@ class PartsOfCpu:
 
     def __init__(self, run: ServiceRun) -> None:
         self._run = run
-        self._of_ended: Counter[str] = Counter()
+        self._of_killed = {"worker": 0.0, "child": 0.0}
         self._before = self._now()
 
     def seconds(self) -> dict[str, float]:
         """Those since this object was made."""
         now = self._now()
-        return {part: now[part] - self._before[part] for part in now}
+        return {name: now[name] - self._before[name] for name in now}
 
     def keep(self, name: str) -> None:
         """Keep what a worker has used, before it is killed."""
-        self._of_ended.update(self._of_worker(name))
+        worker_s, children_s = self._of_worker(name)
+        self._of_killed["worker"] += worker_s
+        self._of_killed["child"] += children_s
 
-    def _now(self) -> Counter[str]:
-        found = Counter(self._of_ended)
-        found["benchmark"] = time.process_time()
-        found["redis"] = cpu_s(self._run.redis.pid or 0)
+    def _now(self) -> dict[str, float]:
+        used_s = {
+            **self._of_killed,
+            "redis": cpu_s(self._run.redis.pid or 0),
+            "benchmark": time.process_time(),
+        }
         for name in self._run.processes:
-            found.update(self._of_worker(name))
-        return found
+            worker_s, children_s = self._of_worker(name)
+            used_s["worker"] += worker_s
+            used_s["child"] += children_s
+        return used_s
 
-    def _of_worker(self, name: str) -> dict[str, float]:
+    def _of_worker(self, name: str) -> tuple[float, float]:
         pid = self._run.processes[name].pid
         try:
             children = psutil.Process(pid).children(recursive=True)
         except psutil.NoSuchProcess:
-            return {}
-        return {"worker": cpu_s(pid), "child": sum(cpu_s(child.pid) for child in children)}
+            return 0.0, 0.0
+        return cpu_s(pid), sum(cpu_s(child.pid) for child in children)
 
 
 def cpu_s(pid: int) -> float:

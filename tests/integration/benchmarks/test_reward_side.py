@@ -9,7 +9,7 @@ def test_workers_that_are_killed_lose_no_sample_and_score_none_twice() -> None:
     measured = measure(REPO, 2, 8, 2, DELAYS_S)
     assert (measured.killed, measured.lost, measured.twice) == (2, 0, 0)
     assert set(measured.cpu_ms) == set(PARTS)
-    assert all(measured.cpu_ms[part] > 0.0 for part in PARTS)
+    assert min(measured.cpu_ms.values()) > 0.0
     assert measured.wall_s > sum(DELAYS_S) / 16
 
 

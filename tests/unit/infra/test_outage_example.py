@@ -53,18 +53,21 @@ def test_an_attempt_at_a_right_answer_ends_or_does_not_by_itself() -> None:
 
 def test_the_share_that_fails_is_the_one_that_is_given() -> None:
     """Of 4,000 answers; three attempts leave 0.8 cubed without a score."""
-    failed = [
-        [flaky_tests.times_out(str(i), "#### 17", attempt) for attempt in (1, 2, 3)] for i in range(4000)
-    ]
-    assert sum(first for first, *_ in failed) / 4000 == pytest.approx(0.8, abs=0.02)
-    assert sum(map(all, failed)) / 4000 == pytest.approx(0.512, abs=0.02)
+    num_failed = 0
+    num_always_failed = 0
+    for question in map(str, range(4000)):
+        failures = [flaky_tests.times_out(question, "#### 17", attempt) for attempt in (1, 2, 3)]
+        num_failed += failures[0]
+        num_always_failed += all(failures)
+    assert num_failed / 4000 == pytest.approx(0.8, abs=0.02)
+    assert num_always_failed / 4000 == pytest.approx(0.512, abs=0.02)
 
 
 def test_the_runs_differ_in_what_a_failure_means_alone() -> None:
-    configs = {
-        arm: load_config(compare.CONFIG, [f"{name}={value}" for name, value in changes.items()])
-        for arm, changes in compare.ARMS.items()
-    }
+    configs = {}
+    for arm, changes in compare.ARMS.items():
+        words = [f"{name}={value}" for name, value in changes.items()]
+        configs[arm] = load_config(compare.CONFIG, words)
     tests = {arm: config.reward.named["tests"] for arm, config in configs.items()}
     assert {arm: (reward.max_attempts, reward.on_failure) for arm, reward in tests.items()} == {
         "zeros": (1, 0.0),
