@@ -209,7 +209,7 @@ class Consumer(Generic[M]):
             index=index,
             field=f"{index}:{number}",
             field_before=f"{index}:{number - 1}" if number else "",
-            part=part,
+            payload=part,
             check=partial(self._check_current, [delivery]),
         )
         reply = await self._under_lease(delivery, call, PartReply.LEASE_LOST)

@@ -67,10 +67,12 @@ def replay(
 
 
 def _chosen(names: list[str] | None) -> list[Recording]:
-    names = [recording.name for recording in RECORDINGS]
+    all_names = [recording.name for recording in RECORDINGS]
     for name in names or ():
-        if name not in names:
-            raise RecordingError(f"--only {name}: there is no such recording. There are {', '.join(names)}")
+        if name not in all_names:
+            raise RecordingError(
+                f"--only {name}: there is no such recording. There are {', '.join(all_names)}"
+            )
     return [recording for recording in RECORDINGS if not names or recording.name in names]
 
 

@@ -107,15 +107,14 @@ class Recordings:
         metrics = sorted({row["name"] for result in results for row in result["metrics"]})
         recorded = Made(made_by, replay.digests, metrics, round(time.monotonic() - started_at, 1))
         self._write_table(self.table() | {recording.name: recorded})
-        last = recorded.digests[-1]
-        self.say(f"{recording.name}: recorded and replayed in {recorded.seconds:.0f} s, last {last}")
+        self.say(f"{recording.name}: recorded and replayed in {recorded.seconds:.0f} s")
         return recorded
 
     def replay(self, recording: Recording, checkout: Path = REPO) -> Replay:
         """Train all steps of a recording again with the code of a checkout, and compare the results.
 
         Raises:
-            RecordingError: it has not been made, or the replay ended without its results.
+            RecordingError: it has not been recorded, or the replay ended without its results.
         """
         recorded = self.table().get(recording.name)
         if recorded is None:
