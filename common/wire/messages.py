@@ -219,7 +219,9 @@ class Trajectory(PromptFields):
         if self.claim is not None:
             return ""
         digest = xxhash.xxh3_64()
-        for segment in (self, *self.forks):
+        # Without `segments`, which would be built for this alone.
+        rows: list[Trajectory | Segment] = [self, *self.forks]
+        for segment in rows:
             for ids in (segment.prompt_ids, segment.completion_ids):
                 digest.update(len(ids).to_bytes(8, "little"))
                 digest.update(np.ascontiguousarray(ids).data)
