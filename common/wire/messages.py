@@ -250,6 +250,7 @@ class Trajectory(PromptFields):
         if self.claim is not None:
             return ""
         digest = xxhash.xxh3_64()
+        # Without `segments`, which would be built for this alone.
         rows: tuple[Trajectory | Segment, ...] = (self, *self.forks)
         for row in rows:
             for ids in (row.prompt_ids, row.completion_ids):
