@@ -253,6 +253,8 @@ UNSAFE = re.compile(
 RUNS_TEXT = re.compile(r"(?<![.\w])(?:eval|exec)\(")
 SANDBOX = "services/jobs/sandbox/"
 """Where running untrusted code is the purpose."""
+COMPILED = ("services/jobs/sandbox/warm.py", "services/jobs/sandbox/template.py")
+"""Hand code that the worker has compiled to a jail, which trusts its worker. Nothing comes back that way."""
 
 
 RQ = re.compile(r"^\s*(?:import rq\b|from rq\S* import .*\b(?:Queue|\w*Worker|Job|Repeat)\b)", re.MULTILINE)
@@ -271,7 +273,8 @@ def test_nothing_in_the_repository_unpickles_or_runs_what_it_reads():
         f"{name}:{number}"
         for name, text in texts.items()
         for number, line in enumerate(text.splitlines(), 1)
-        if UNSAFE.search(line) or (RUNS_TEXT.search(line) and not name.startswith(SANDBOX))
+        if (UNSAFE.search(line) and not (name in COMPILED and line.strip() == "import marshal"))
+        or (RUNS_TEXT.search(line) and not name.startswith(SANDBOX))
     ]
     offenders += [name for name, text in texts.items() if RQ.search(text) and "JSONSerializer" not in text]
     assert len(texts) > 100
