@@ -19,6 +19,20 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 
 SERVICES = ("rollout", "reward", "trainer")
+GATED = """
+import time
+from pathlib import Path
+
+num_calls = 0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global num_calls
+    num_calls += 1
+    while num_calls > {num_free} and not Path({gate!r}).exists():
+        time.sleep(0.01)
+    return float(len(solution_str) % 2)
+"""
 
 
 class ServiceRun:
@@ -121,12 +135,12 @@ class ServiceRun:
         self.processes[name].kill()
         self.processes[name].wait()
 
-    async def stop(self, name: str, timeout_s: float = 30.0) -> int:
+    async def stop(self, name: str, timeout_s: float = PATIENCE_S) -> int:
         """SIGTERM, and wait for the exit code."""
         self.processes[name].send_signal(signal.SIGTERM)
         return await self.wait(name, timeout_s)
 
-    async def wait(self, name: str, timeout_s: float = 120.0) -> int:
+    async def wait(self, name: str, timeout_s: float = PATIENCE_S) -> int:
         """Wait for a process to end; returns its exit code."""
         return await asyncio.to_thread(self.processes[name].wait, timeout_s)
 
@@ -187,3 +201,15 @@ def simulated_config(folder: Path, **overrides: Any) -> RunConfig:
             node = node.setdefault(parent, {})
         node[last] = value
     return RunConfig.model_validate(tree)
+
+
+def hold_scores(folder: Path, num_free: int) -> Path:
+    """Have the reward of `simulated_config` score so many samples, and the others once the returned file is
+    there.
+
+    For what has to happen in the middle of a run: one that goes on may be over before its test has a core.
+    Give the run a `reward__timeout_s` above the wait.
+    """
+    gate = folder / "gate"
+    (folder / "reward.py").write_text(GATED.format(num_free=num_free, gate=str(gate)))
+    return gate

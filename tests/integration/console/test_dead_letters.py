@@ -10,7 +10,7 @@ import numpy as np
 from redis.exceptions import ResponseError
 
 from tests.support.letters import make_ticket
-from tests.support.runs import ServiceRun, simulated_config
+from tests.support.runs import ServiceRun, hold_scores, simulated_config
 from tests.support.training import assert_nothing_lost, make_score, messages
 from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
@@ -93,7 +93,10 @@ async def test_poison_and_refused_prompts_do_not_stop_the_run(tmp_path: Path) ->
         data__eval={"held": str(held_out)},
         rollout__sampling={"max_tokens": 8},
         rollout__simulated={"tokens": 8, "vocab_size": 32, "group_s": 0.05},
+        reward__timeout_s=600.0,
     )
+    # Those of four steps: the run may not end before it is poisoned again.
+    gate = hold_scores(tmp_path, 4 * GROUPS * SIZE)
     async with ServiceRun(tmp_path, config) as run:
         keys = run.keys
         await poison(run)
@@ -104,6 +107,7 @@ async def test_poison_and_refused_prompts_do_not_stop_the_run(tmp_path: Path) ->
         await run.reach(2)
         await poison(run)
         run.kill("trainer")  # or what is among the commits would never be read
+        gate.touch()
         run.start("trainer")
         assert await run.wait("trainer") == 0, run.log_of("trainer")
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.rewards import code_reward, make_sample
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.redis.broker import URL_VARIABLE
 from tidemill.common.redis.client import make_blocking_client
@@ -120,7 +120,7 @@ async def test_a_result_that_cannot_be_read_fails_one_attempt_and_no_other(make,
             key = hostile.keys("rq:job:*")[0].decode()
             hostile.set(run.keys.sandbox_result(key.removeprefix("rq:job:")), answer)
             try:
-                return await asyncio.wait_for(running, 30)
+                return await asyncio.wait_for(running, PATIENCE_S)
             finally:
                 hostile.delete(key)
 
@@ -139,7 +139,7 @@ async def test_a_run_killed_with_its_worker_is_done_by_another(make, start, monk
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended with the one before
             process.kill()
     start("second")
-    assert (await asyncio.wait_for(waiting, 120)).value == 1.0
+    assert (await asyncio.wait_for(waiting, PATIENCE_S)).value == 1.0
 
 
 async def test_without_workers_there_is_a_timeout_and_no_zero(make, monkeypatch):
@@ -155,7 +155,7 @@ async def test_a_result_is_there_for_whoever_asks_again(make, start, run):
     first = await make().score(sample(DOUBLES))
     run.kill("sandbox-0")
     another = make()  # as after the death of a reward worker
-    assert await asyncio.wait_for(another.score(sample(DOUBLES)), 120) == first
+    assert await asyncio.wait_for(another.score(sample(DOUBLES)), PATIENCE_S) == first
 
 
 async def test_a_run_without_sandboxes_is_said_in_words(run, start):

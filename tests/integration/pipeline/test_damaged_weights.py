@@ -4,28 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import ServiceRun, simulated_config
+from tests.support.runs import ServiceRun, hold_scores, simulated_config
 from tests.support.training import messages, num_commits
 from tests.support.waiting import wait_until
 from tidemill.common.run.weight_files import WEIGHTS_FOLDER
 from tidemill.common.wire.messages import WeightManifest
 
 STEPS = 8
-REWARD = """
-import time
-from pathlib import Path
-
-num_calls = 0
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    global num_calls
-    num_calls += 1
-    while num_calls > {num_free} and not Path("{gate}").exists():
-        time.sleep(0.01)
-    return float(len(solution_str) % 2)
-"""
-"""Scores so many samples; the others wait until the file is there."""
 
 
 def flip(path: Path) -> None:
@@ -41,8 +26,7 @@ async def test_a_version_with_a_flipped_bit_is_written_again_and_nothing_is_lost
     )
     # Enough for the first step, and too little for the run: it may not end before its worker is killed.
     num_free = (1 + max_staleness) * config.trainer.groups_per_step * config.trainer.group_size
-    gate = tmp_path / "gate"
-    (tmp_path / "reward.py").write_text(REWARD.format(num_free=num_free, gate=gate))
+    gate = hold_scores(tmp_path, num_free)
     async with ServiceRun(tmp_path, config) as run:
 
         async def newest() -> WeightManifest:

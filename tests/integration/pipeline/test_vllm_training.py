@@ -47,7 +47,7 @@ async def test_engine_and_trainer_agree_after_every_in_flight_update(tmp_path: P
     async with ServiceRun(tmp_path, _config(), is_forked=False) as run:
         run.start_all()
         assert await run.wait("trainer", 500) == 0
-        assert await run.stop("rollout", 120) == 0
+        assert await run.stop("rollout") == 0
         commits = await read_range(run.broker, run.keys.commits, Commit)
         entries = await read_range(run.broker, run.keys.trajectories(), Trajectory)
         entries += await read_range(run.broker, run.keys.trajectories(Lane.EVAL), Trajectory)

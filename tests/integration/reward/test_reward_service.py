@@ -47,10 +47,15 @@ async def scores(run: ServiceRun, count: int = 0) -> list[Score]:
 
 ASYNC = """
     import asyncio
+    from pathlib import Path
 
     async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        await asyncio.sleep(float(solution_str))
-        return {"score": 1.0, "slept": float(solution_str)}
+        if solution_str != "held":
+            await asyncio.sleep(float(solution_str))
+            return {"score": 1.0, "slept": float(solution_str)}
+        while not Path(ground_truth).exists():
+            await asyncio.sleep(0.01)
+        return {"score": 1.0, "slept": 0.0}
 """
 
 PLAIN = """
@@ -72,16 +77,20 @@ async def test_scores_flow_and_sigterm_drains(tmp_path: Path) -> None:
         (beat,) = await wait_until(lambda: read_heartbeats(run.broker, run.keys))
         assert (beat.name, beat.role) == ("w1", "reward")
 
-        await put(run, *["1.5"] * 10, first=50)
+        gate = tmp_path / "gate"
+        await put(run, *["held"] * 10, first=50, ground_truth=str(gate))
 
         async def are_held() -> bool:
             return await num_pending(run.broker, run.keys) == 10
 
         await wait_until(are_held)
-        await run.stop_all("w1")
+        run.processes["w1"].terminate()
+        await wait_until(lambda: "draining" in run.log_of("w1"))
+        gate.touch()
+        assert await run.wait("w1") == 0, run.log_of("w1")
         made = await scores(run)
         assert sorted(score.key for score in made) == [(t, 0) for t in range(60)]
-        assert {score.components["slept"] for score in made} == {0.01, 1.5}
+        assert {score.components["slept"] for score in made} == {0.01, 0.0}
         assert await num_pending(run.broker, run.keys) == 0
         assert await read_heartbeats(run.broker, run.keys) == []
 
