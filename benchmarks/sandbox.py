@@ -2,6 +2,7 @@
 
     python -m benchmarks.sandbox                      # 300 programs of 1 ms of work in each form
     python -m benchmarks.sandbox --beside FOLDER      # and the same in another checkout, in turns
+    python -m benchmarks.sandbox --only "1 test"
 
 A reward asks, one sandbox worker runs, both over a real Redis. Completions have 1 or 10 tests; each test is a
 program. `worker` is the sandbox worker with all that it starts, `reward` the process that asks, `Redis` the
@@ -115,7 +116,9 @@ def measure(checkout: Path, form: str, tests: int, programs: int) -> dict[str, f
             check=True,
         )
     seconds = json.loads(done.stdout.splitlines()[-1])
-    return {name: 1000 * value / (completions * tests) for name, value in seconds.items()}
+    figures = {name: 1000 * value / (completions * tests) for name, value in seconds.items()}
+    print(f"  {total_ms(figures):6.1f} ms of CPU in {checkout}", flush=True)
+    return figures
 
 
 def total_ms(figures: dict[str, float]) -> float:
@@ -127,8 +130,8 @@ def mean_of(name: str, measured: Sequence[dict[str, float]]) -> float:
     return mean(figures[name] for figures in measured)
 
 
-def main(programs: int = 300, beside: Path | None = None) -> None:
-    """Measure what a program costs, here and in another checkout."""
+def main(programs: int = 300, beside: Path | None = None, only: str = "") -> None:
+    """Measure what a program costs, here and in another checkout; `only` is part of the names of forms."""
     checkouts = {"here": REPO}
     if beside:
         checkouts["beside"] = beside.resolve()
@@ -136,6 +139,8 @@ def main(programs: int = 300, beside: Path | None = None) -> None:
     rows: list[tuple[str, ...]] = []
     result: dict[str, Any] = {}
     for name, (form, tests) in SETTINGS.items():
+        if only not in name:
+            continue
         print(f"running: {name}", flush=True)
         sides = {key: partial(measure, path, form, tests, in_round) for key, path in checkouts.items()}
         totals: dict[str, list[float]] = {}

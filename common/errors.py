@@ -63,6 +63,10 @@ class UnreadableError(StoreError):
     """A payload cannot be read, though others in the same store can."""
 
 
+class RefusedError(StoreError):
+    """A store answers, and refuses the keys of this process: waiting does not change that."""
+
+
 class ArchiveError(TidemillError):
     """The archive of a run is damaged, or not what its manifest says."""
 

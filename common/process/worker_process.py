@@ -54,7 +54,8 @@ class _Channel(asyncio.Protocol):
     have come are read at once: with hundreds of requests under way, each costs a share of a system call."""
 
     def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[], object]) -> None:
-        self._on_frame, self._on_lost = on_frame, on_lost
+        self._on_frame = on_frame
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._decoder = FrameDecoder()
         self._unsent: list[bytes] = []

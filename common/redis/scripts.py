@@ -137,12 +137,12 @@ async def append_part(
     index: int,
     field: str,
     field_before: str,
-    part: bytes,
+    payload: bytes,
     check: Check | None = None,
 ) -> PartReply:
     """Keep a part of a sample of a held ticket. `field_before` is that of the part before, empty for none."""
     keys = [prompts, progress, parts]
-    args = [group, consumer, entry_id, index, field, field_before, part]
+    args = [group, consumer, entry_id, index, field, field_before, payload]
     return PartReply(await broker.script("append_part", keys, args, check))
 
 

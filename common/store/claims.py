@@ -6,7 +6,8 @@ that readers need no config. Guarantees: a file is whole and durable before the 
 gets the record as it would have come through the stream, byte for byte. If the payload is missing, wrong, or
 cannot be read while others can, it gets the entry's own few fields with the reason in `fault`: that sample
 has failed, and no other; so it is with a payload in a store that this process cannot open. Readers wait for a
-store that is away, as for Redis. A file is removed only when no entry claims it and none can any more.
+store that is away, as for Redis, but not for one that refuses their keys: after a minute of that they end
+with the reason. A file is removed only when no entry claims it and none can any more.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from tidemill.common.errors import CodecError, ConfigError, StoreError, UnreadableError
+from tidemill.common.errors import CodecError, ConfigError, RefusedError, StoreError, UnreadableError
 from tidemill.common.files import StorageError, storage_errors, write_atomically
 from tidemill.common.store.objects import Objects
 from tidemill.common.threads import BoundedThreads
@@ -50,6 +51,8 @@ wait for it one after the other."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 """Pauses between attempts to use a store that is away."""
+REFUSED_S = 60.0
+"""For so long a store that refuses the keys is asked again: new rights take a while to hold everywhere."""
 LAST_PAUSE_S = 2.0
 """Longest pause between attempts to read a payload that cannot be read while others can."""
 MAX_OTHERS = 8
@@ -156,7 +159,7 @@ class ClaimStore:
 
         Raises:
             StoreError: the store is away, which says nothing about the payload; `UnreadableError` where other
-                payloads can be read.
+                payloads can be read, `RefusedError` where it refuses this process's keys.
         """
         if not isinstance(message, Trajectory):
             return message
@@ -202,8 +205,9 @@ class ClaimStore:
         except (OSError, StoreError) as error:
             if isinstance(error.__cause__ if url else error, FileNotFoundError):
                 raise FileNotFoundError(_reason(error)) from None
-            is_there = isinstance(error, OSError) and self._gives_others(name)
-            kind = UnreadableError if is_there else StoreError
+            kind = RefusedError if isinstance(error, RefusedError) else StoreError
+            if isinstance(error, OSError) and self._gives_others(name):
+                kind = UnreadableError
             raise kind(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
         # The folder exists: should it vanish now, `_write` must not make an empty one in its place.
         self._has_folder |= not url
@@ -303,13 +307,37 @@ class ClaimStore:
         return self._opened[url]
 
 
+class _Refusals:
+    """For how long a store has refused the keys of this process."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def note(self, error: Exception) -> None:
+        """Take note of a failed call. Raises ConfigError: it is a refusal, as all were for `REFUSED_S`."""
+        if not isinstance(error, RefusedError):
+            self._since = None
+            return
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        if now - self._since >= REFUSED_S:
+            raise ConfigError(f"{error} It has refused for {REFUSED_S:g} s") from error
+
+
 async def with_choices_in(claims: ClaimStore, sample: Trajectory) -> Trajectory:
-    """Like `ClaimStore.check_in_choices`, on a thread. Waits for a store that is away, without any limit."""
+    """Like `ClaimStore.check_in_choices`, on a thread. Waits for a store that is away, without any limit.
+
+    Raises:
+        ConfigError: the store refuses the keys of this process.
+    """
     pause_s = FIRST_PAUSE_S
+    refusals = _Refusals()
     while True:
         try:
             return await claims.threads.run(claims.check_in_choices, sample)
         except (StorageError, StoreError) as error:
+            refusals.note(error)
             log.warning("waiting for the store of choices", error=str(error))
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -317,14 +345,20 @@ async def with_choices_in(claims: ClaimStore, sample: Trajectory) -> Trajectory:
 
 async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) -> Any:
     """Like `ClaimStore.resolve`, on a thread. Waits while the store is away, and some seconds for a payload
-    that cannot be read while others can; without `is_patient`, returns the fault instead."""
+    that cannot be read while others can; without `is_patient`, returns the fault instead.
+
+    Raises:
+        ConfigError: the store refuses the keys of this process.
+    """
     pause_s = FIRST_PAUSE_S
+    refusals = _Refusals()
     while True:
         try:
             return await claims.threads.run(claims.resolve, message)
         except StoreError as error:
             if not is_patient or (isinstance(error, UnreadableError) and pause_s > LAST_PAUSE_S):
                 return with_fault(message, str(error))
+            refusals.note(error)
             log.warning("waiting for the store of large trajectories", error=str(error))
         # All readers lost the store at once, and must not all return at once.
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))

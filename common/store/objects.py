@@ -4,13 +4,17 @@ An object exists as a whole or not at all. The client repeats requests after tem
 answers of 500 and more), with growing pauses; an error that is raised was final, or lasted longer than that.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.errors import ConfigError, StoreError, TidemillError
+from tidemill.common.errors import ConfigError, RefusedError, StoreError, TidemillError
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
+REFUSED = re.compile(r"status code: (400|401|403)\b")
+"""Answers for keys that are missing, wrong or too weak, and (400) for those that have expired. Looked for in
+the text: where the client lists, its error has no class of its own."""
 
 
 class Objects:
@@ -40,6 +44,8 @@ class Objects:
             ) from None
         self._obstore: Any = obstore
         self._error = error
+        self._url = url
+        self._field = field
 
     def read(self, path: str, start: int, length: int) -> bytes:
         data = self._do(path, lambda: self._obstore.get_range(self._store, path, start=start, length=length))
@@ -77,4 +83,12 @@ class Objects:
             return work()
         except Exception as problem:  # as above
             reason = (str(problem).splitlines() or [type(problem).__name__])[0][:300]
-            raise self._error(f"object store: {path}: {reason}") from problem
+            refusal = REFUSED.search(str(problem))
+            if refusal is None:
+                raise self._error(f"object store: {path}: {reason}") from problem
+            kind = RefusedError if self._error is StoreError else self._error
+            raise kind(
+                f"object store: {path}: it refuses this process's keys (status {refusal[1]}). Check the "
+                "variables AWS_... (GOOGLE_..., AZURE_...) of this process, and what they may do at "
+                f"{self._url} ({self._field}). It says: {reason}"
+            ) from problem

@@ -99,6 +99,11 @@ class Consumer(Generic[M]):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._renewal
 
+    @property
+    def num_ahead(self) -> int:
+        """Messages that are here already for the next `fetch`."""
+        return len(self._ahead)
+
     async def fetch(self, count: int, block_s: float) -> list[Delivery[M] | Garbled]:
         """Up to `count` messages, abandoned ones first; waits `block_s` for new ones. `Garbled` ones are for
         `dead_letter`."""
@@ -204,7 +209,7 @@ class Consumer(Generic[M]):
             index=index,
             field=f"{index}:{number}",
             field_before=f"{index}:{number - 1}" if number else "",
-            part=part,
+            payload=part,
             check=partial(self._check_current, [delivery]),
         )
         reply = await self._under_lease(delivery, call, PartReply.LEASE_LOST)

@@ -391,7 +391,6 @@ async def trim_before(
     if mark is None:
         # Not `~`, by which Redis would leave some of them.
         return int(await broker.execute("XTRIM", key, "MINID", entry_id))
-    group, prefix, suffix = held or (None, None, None)
     num_removed = await scripts.trim(
         broker,
         stream=key,
@@ -400,9 +399,9 @@ async def trim_before(
         mark_field=mark.field,
         mark=mark.value,
         trim_field=_trim_field(key),
-        group=group,
-        progress_prefix=prefix,
-        progress_suffix=suffix,
+        group=held[0] if held else None,
+        progress_prefix=held[1] if held else None,
+        progress_suffix=held[2] if held else None,
     )
     if num_removed == NO_MARK:
         raise MarkLostError(f"Redis has lost a mark in {mark.key}")

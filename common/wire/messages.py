@@ -250,8 +250,10 @@ class Trajectory(PromptFields):
         if self.claim is not None:
             return ""
         digest = xxhash.xxh3_64()
-        for segment in (self, *self.forks):
-            for ids in (segment.prompt_ids, segment.completion_ids):
+        # Without `segments`, which would be built for this alone.
+        rows: tuple[Trajectory | Segment, ...] = (self, *self.forks)
+        for row in rows:
+            for ids in (row.prompt_ids, row.completion_ids):
                 digest.update(len(ids).to_bytes(8, "little"))
                 digest.update(np.ascontiguousarray(ids).data)
         return digest.hexdigest()
@@ -335,7 +337,8 @@ class Score(Message):
     detail: dict[str, Any] = Field(default_factory=dict)
     error: str = ""
     is_code_error: bool = Field(
-        False, description="failed by the user's own code or data, not by a server, a limit of rate or the machine"
+        False,
+        description="failed by the user's own code or data, not by a server, a limit of rate or the machine",
     )
     on_failure: OnFailure = ""
     attempts: int = Field(1, ge=1)

@@ -168,6 +168,8 @@ def _observe(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
     metrics.SCORE_SECONDS.labels(lane).observe_many(seconds)
 
 
+START_WAIT_S = 10.0
+"""Longest time that a worker takes no samples because functions are being loaded."""
 MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
 GATHER_S = 0.002
@@ -190,10 +192,12 @@ async def serve(context: ServiceContext) -> None:
     scorer = Scorer(reward, config, context.name, context.config.seed)
     post_processing = PostProcessing(config, reward)
     quarantine = Quarantine(context)
+    starting = asyncio.create_task(reward.start(), name="start of rewards")
     try:
         with context.activity.during(LOAD, "starts the processes of reward functions"):
-            # Before the lanes: other workers may score what this one could not begin yet.
-            await context.unless_stopping(reward.start())
+            # Before the lanes: other workers may score what this one could not begin yet. Calls of a function
+            # that takes longer to load wait for the same start.
+            await context.unless_stopping(asyncio.wait({starting}, timeout=START_WAIT_S))
         counts = WorkerMetrics(
             context.activity,
             config,
@@ -207,6 +211,7 @@ async def serve(context: ServiceContext) -> None:
                 worker = RewardLane(context, lane, scorer, counts, post_processing, quarantine)
                 lanes.create_task(worker.run(), name=f"lane {lane}")
     finally:  # the HTTP client and servers close after the rewards that use them
+        starting.cancel()
         await post_processing.close()
         await reward.close()
         await dependencies.close()
@@ -472,7 +477,8 @@ class RewardLane(LaneWorker[Trajectory]):
             # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
             is_full = self.num_free <= 0 and self.quarantine.is_open and not self.context.stopping.is_set()
             self._set_num_ahead(batch)
-            ahead = self.num_free + len(batch) if is_full else 0
+            # Without those that `run` has not taken yet.
+            ahead = self.num_free + len(batch) - self.consumer.num_ahead if is_full else 0
             are_published = await self.consumer.complete(batch, out_key, ahead)
             self.counts.count(self.lane, unpublished=-len(batch))
             self._release(len(batch))
@@ -491,7 +497,7 @@ class RewardLane(LaneWorker[Trajectory]):
         weight = PACE_SHARE if self._latency_s else 1.0
         self._latency_s += weight * (latency_s - self._latency_s)
         num_slots = self.counts.slots()
-        if num_slots > self.num_held or not self._is_queueing:
+        if num_slots > self.num_held + self.consumer.num_ahead or not self._is_queueing:
             self._num_ahead = 0
         elif self.num_free <= 0:
             # Only then, or `run` might be fetching for the difference.

@@ -44,8 +44,8 @@ def make(
     """Record runs with the code of a commit, and print the table of their digests."""
     recordings = Recordings(at, folder.absolute(), _print)
     for recording in _chosen(only):
-        made = recordings.make(recording, fresh)
-        print(f"{recording.name:18} {' '.join(made.digests)}")
+        recorded = recordings.make(recording, fresh)
+        print(f"{recording.name:18} {' '.join(recorded.digests)}")
 
 
 @app.command()
@@ -67,10 +67,12 @@ def replay(
 
 
 def _chosen(names: list[str] | None) -> list[Recording]:
-    known = [recording.name for recording in RECORDINGS]
+    all_names = [recording.name for recording in RECORDINGS]
     for name in names or ():
-        if name not in known:
-            raise RecordingError(f"--only {name}: there is no such recording. There are {', '.join(known)}")
+        if name not in all_names:
+            raise RecordingError(
+                f"--only {name}: there is no such recording. There are {', '.join(all_names)}"
+            )
     return [recording for recording in RECORDINGS if not names or recording.name in names]
 
 

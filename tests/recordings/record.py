@@ -89,9 +89,9 @@ class Recordings:
         """
         made_by = self._made_by(recording)
         table = self.table()
-        made = table.get(recording.name)
-        if made is not None and made.made_by == made_by and not is_fresh:
-            return made
+        recorded = table.get(recording.name)
+        if recorded is not None and recorded.made_by == made_by and not is_fresh:
+            return recorded
         self._check_out()
         self._make_models(recording)
         started_at = time.monotonic()
@@ -105,28 +105,28 @@ class Recordings:
             )
         _check_shows(recording, results)
         metrics = sorted({row["name"] for result in results for row in result["metrics"]})
-        made = Made(made_by, replay.digests, metrics, round(time.monotonic() - started_at, 1))
-        self._write_table(self.table() | {recording.name: made})
-        self.say(f"{recording.name}: recorded and replayed in {made.seconds:.0f} s, last {made.digests[-1]}")
-        return made
+        recorded = Made(made_by, replay.digests, metrics, round(time.monotonic() - started_at, 1))
+        self._write_table(self.table() | {recording.name: recorded})
+        self.say(f"{recording.name}: recorded and replayed in {recorded.seconds:.0f} s")
+        return recorded
 
     def replay(self, recording: Recording, checkout: Path = REPO) -> Replay:
         """Train all steps of a recording again with the code of a checkout, and compare the results.
 
         Raises:
-            RecordingError: it has not been made, or the replay ended without its results.
+            RecordingError: it has not been recorded, or the replay ended without its results.
         """
-        made = self.table().get(recording.name)
-        if made is None:
+        recorded = self.table().get(recording.name)
+        if recorded is None:
             raise RecordingError(
                 f"{recording.name} has not been recorded in {self.folder}; "
                 "first run `python -m tests.recordings make`"
             )
         started_at = time.monotonic()
         results = self._results(recording, checkout)
-        replay = _compared(recording, results, made.metrics, time.monotonic() - started_at)
-        if replay.digests != made.digests:
-            replay.differences.append(f"digests are {replay.digests}; recorded were {made.digests}")
+        replay = _compared(recording, results, recorded.metrics, time.monotonic() - started_at)
+        if replay.digests != recorded.digests:
+            replay.differences.append(f"digests are {replay.digests}; recorded were {recorded.digests}")
         return replay
 
     def table(self) -> dict[str, Made]:
@@ -138,7 +138,7 @@ class Recordings:
         return {name: Made(**row) for name, row in rows.items()}
 
     def _write_table(self, table: dict[str, Made]) -> None:
-        rows = {name: asdict(made) for name, made in sorted(table.items())}
+        rows = {name: asdict(recorded) for name, recorded in sorted(table.items())}
         text = json.dumps({"commit": self.commit, "recordings": rows}, indent=2)
         (self.folder / TABLE).write_text(text + "\n")
 

@@ -12,10 +12,10 @@ def test_a_recorded_run_is_trained_to_the_same_weights(name: str) -> None:
     """Where this machine has no recording of it yet, the code of that commit makes one first."""
     recordings = Recordings()
     (recording,) = (recording for recording in RECORDINGS if recording.name == name)
-    made = recordings.make(recording)
+    recorded = recordings.make(recording)
     replay = recordings.replay(recording)
     assert not replay.differences, "\n".join(replay.differences)
-    assert replay.digests == made.digests
+    assert replay.digests == recorded.digests
 
 
 def test_a_clone_without_the_commit_is_said_to_be_one() -> None:

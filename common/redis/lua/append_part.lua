@@ -1,8 +1,8 @@
 -- Keep the next part of a sample that is being generated, if the lease on its ticket is still held.
 -- Atomic against a worker that takes the ticket over: it reads every part that was kept, and none is added later.
 -- KEYS: prompts, progress, parts.
--- ARGV: group, consumer, entry_id, index, field, field_before, part.
--- `field_before` is that of the part before it, or ''. The first 16 bytes of a part identify its play: parts of two
+-- ARGV: group, consumer, entry_id, index, field, field_before, payload.
+-- `field_before` is that of the part before it, or ''. The first 16 bytes of a payload identify its play: parts of two
 -- plays never follow each other.
 -- Returns 0 lease lost, 1 kept, 2 kept in place of an older one, 3 not kept: Redis has lost the part before it, or
 -- the sample is published.

@@ -46,4 +46,4 @@ def _program(descriptor: "int", scope: "dict[str, object]", compiled: "dict[str,
 
 
 if __name__ == "__main__":
-    exec(_program(int(__import__("sys").argv.pop()), globals(), {}))  # type: ignore[call-overload]
+    exec(_program(int(__import__("sys").argv.pop()), globals(), {}))  # type: ignore[arg-type]

@@ -150,7 +150,8 @@ class CodeWorker(Worker):
         self._prepare = prepare
         self._run_code = run_code
         self._keys = keys
-        self._fault: MachineFaultError | None = None
+        self._faults: list[MachineFaultError] = []
+        """Of the machine, in the job under way."""
         super().__init__(
             [keys.sandbox_queue],
             # RQ refuses a name whose former holder was killed, so it is new at every start.
@@ -174,7 +175,7 @@ class CodeWorker(Worker):
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Do what RQ does for a job in this process; `_run_apart` forks. RQ forks here, and its fork connects
         to Redis, and copies the memory that all of this takes."""
-        self._fault = None
+        self._faults.clear()
         try:
             self.prepare_execution(job)
             self.perform_job(job, queue)
@@ -183,14 +184,14 @@ class CodeWorker(Worker):
             with contextlib.suppress(ChildProcessError):  # reaps orphans of jobs
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-        if self._fault is not None:
-            self._wait_out_shortage(self._fault)
+        if self._faults:
+            self._wait_out_shortage(self._faults[-1])
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
         """Of a job that has failed. RQ puts it back into the queue, or the reward worker that waits for it
         asks again."""
         if isinstance(exc_info[1], MachineFaultError):
-            self._fault = exc_info[1]
+            self._faults.append(exc_info[1])
             return
         super().handle_exception(job, *exc_info)
 

@@ -462,6 +462,10 @@ class LoopCalls:
             self._limits = [limit for limit in self._limits if limit[1] in self._running]
             heapq.heapify(self._limits)
         heapq.heappush(self._limits, (at, number))
+        self._look_at_limits(at)
+
+    def _look_at_limits(self, at: float) -> None:
+        """Have `_check_limits` called at this time, or before: one timer for all calls."""
         timer = self._limit_timer
         if timer is None or at < timer.when():
             if timer is not None:
@@ -484,7 +488,7 @@ class LoopCalls:
             else:
                 self._fail_late(number, call)
         if self._limits:
-            self._limit_timer = self._loop.call_at(self._limits[0][0], self._check_limits)
+            self._look_at_limits(self._limits[0][0])
 
     def _fail_late(self, number: int, call: LoopCall) -> None:
         """Cancel a call, and fail it even if it ignores that."""

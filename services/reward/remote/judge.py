@@ -41,25 +41,38 @@ from tidemill.services.reward.sample import ChatMessages, RewardSample, lines_of
 
 SHOWN_CHARS = 200
 _SIGN = "\u2212-"
-_DASH = f"\u2010-\u2015~{_SIGN}"
-_GROUPING = "_'\u2019\u00a0\u2009\u202f"
+_DASH = f"\u2010-\u2015~\uff5e{_SIGN}"
+_GROUPING = "_'\u2019\u00a0\u00b4\u066c\u2007\u2009\u202f"
+_POINTS = "\u00b7\u066b\uff0c\uff0e\u70b9\u9ede"
+"""Decimal points of other scripts, and a comma that may be one."""
+_SLASHES = "/\u00f7\u2044\u2215\uff0f"
+_FRACTIONS = "\u00bc-\u00be\u2150-\u215e"
+_MARKUP = "[*_`\u00ad\u200b\u2060]{0,3}"
+"""What may stand within a number and is no part of it: emphasis, characters without width."""
+_POWERS = " (?:thousand|million|billion)\\b"
 # Other forms of numbers are matched too, without a group, so that no part of them is tried again. A comma
 # groups thousands: `8,5` is not 85.
 _WHOLE = r"\d{1,3}+(?:,\d{3})++|\d++"
 _NUMBER = rf"[+{_SIGN}]?(?:(?:{_WHOLE})(?:\.\d++)?+|\.\d++)(?:[eE][+{_SIGN}]?\d++)?+%?+"
 _ANY_NUMBER = rf"[+{_SIGN}]?(?:\d++(?:[,{_GROUPING}]\d++)*+(?:\.\d++)?+|\.\d++)(?:[eE][+{_SIGN}]?\d++)?+%?+"
-NUMBER = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?![\w%]|[.,{_GROUPING}]\d)|{_ANY_NUMBER})")
+_MORE = rf"[\w%]|[.,{_GROUPING}]\d|\.\.+\d| ?[{_FRACTIONS}]|{_POWERS}"
+NUMBER = re.compile(rf"(?<![\w.])(?:({_NUMBER})(?!{_MORE})|{_ANY_NUMBER})")
+_JOINTS = rf".,:^*x\u00d7{_POINTS}{_GROUPING}"
 _CUT_BEFORE = re.compile(
-    rf"(?:\d[.,:/^*\u00d7{_GROUPING}{_DASH}]?|\d[eE][+{_SIGN}]?|(?<!\w)\.|(?<!\w)[\u2013{_SIGN}])\Z"
+    rf"(?:\d{_MARKUP}[{_JOINTS}{_SLASHES}{_DASH}]?{_MARKUP}|\d(?:\.\.+|\u2026)|\d(?:\{{,\}}|\\,)"
+    rf"|\d[eE][+{_SIGN}]?|(?<!\w)\.|(?<!\w)[\u2013{_SIGN}])\Z"
 )
 """What stands before a part of a number: further digits, a decimal point, a sign."""
 _CUT_SIGNS = ("+", "-", "\u2212")
 _CUT_BEFORE_SIGN = re.compile(r"\d[eE]?\Z")
 _CUT_AFTER = re.compile(
-    rf"\d|[.,:^*\u00d7{_GROUPING}]\d|[eE][+{_SIGN}]?\d| \d{{3}}(?!\d)"
-    r"|[\u00b2\u00b3\u00b9\u2070-\u2079\u00bc-\u00be\u2150-\u215e]"
+    rf"{_MARKUP}[{_JOINTS}]?{_MARKUP}\d|(?:\{{,\}}|\\,)\d|[eE][+{_SIGN}]?\d| \d{{3}}(?!\d)| \d+/\d"
+    rf"|[\u00b2\u00b3\u00b9\u2070-\u2079]| ?[{_FRACTIONS}]|[kKM](?!\w)|{_POWERS}"
 )
-_NOT_THE_WHOLE = re.compile(rf"\s?/\s?\d|[{_DASH}]\d| (?:or|to) \d")
+_NOT_THE_WHOLE = re.compile(
+    rf"{_MARKUP}\s{{0,3}}[{_SLASHES}]\s{{0,3}}{_MARKUP}\d"
+    rf"|{_MARKUP}(?:[{_DASH}]|\.\.+|\u2026)\d| [{_DASH}] \d[\d.]*(?!\s*\w)| (?:or|to|through) \d"
+)
 """A fraction or range. A regex may match what follows its number, and so say that it counts for nothing."""
 _CONTEXT_CHARS = 12
 THOUGHT_START = "<think>"
@@ -200,7 +213,7 @@ def _captured(match: re.Match[str], group: int | str) -> _Captured:
     text = match[group] or ""
     words = match.string
     # A window: the search is anchored at its end, and would be tried from each character of a long text.
-    before = words[max(0, start - 4) : start]
+    before = words[max(0, start - 8) : start]
     is_cut_before = False
     if text[:1].isdigit() or text[:1] == ".":
         is_cut_before = _CUT_BEFORE.search(before) is not None

@@ -73,7 +73,7 @@ class CodeErrors:
             return
         raise ConfigError(
             f"the reward's own code fails: the last {self._num_in_row} scores{what} failed, and none had a "
-            f"value. The reason of the last one: {self._reason}. Such an error does not pass by itself: correct "
-            "the code, or the ground truths where the reason names one, try it with "
+            f"value. The reason of the last one: {self._reason}. Such an error does not pass by itself: "
+            "correct the code, or the ground truths where the reason names one, try it with "
             f"`{command_line('check', 'CONFIG')}`, then resume the run"
         )

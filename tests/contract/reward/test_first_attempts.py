@@ -1,5 +1,5 @@
-"""First attempts of an async function, for which no task of the worker waits: what fails, dies, is late, is lost or
-is stopped ends as it does where a task waits for it."""
+"""First attempts of an async function, for which no task of the worker waits: what fails, dies, is late, is
+lost or is stopped ends as it does where a task waits for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def reward(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def tasks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When the first attempt of each sample began for which the lane started a task; 0 where there was none."""
+    """When the first attempts began for which the lane started a task; 0 where there was none."""
     started: list[float] = []
     start_task = RewardLane._start_task
 

@@ -10,7 +10,22 @@ from tests.support.waiting import wait_until
 from tidemill.common.run.weight_files import WEIGHTS_FOLDER
 from tidemill.common.wire.messages import WeightManifest
 
-STEPS, GROUPS = 8, 4
+STEPS = 8
+REWARD = """
+import time
+from pathlib import Path
+
+num_calls = 0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global num_calls
+    num_calls += 1
+    while num_calls > {num_free} and not Path("{gate}").exists():
+        time.sleep(0.01)
+    return float(len(solution_str) % 2)
+"""
+"""Scores so many samples; the others wait until the file is there."""
 
 
 def flip(path: Path) -> None:
@@ -21,7 +36,13 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 async def test_a_version_with_a_flipped_bit_is_written_again_and_nothing_is_lost(tmp_path, max_staleness):
-    config = simulated_config(tmp_path, trainer__steps=STEPS, trainer__max_staleness=max_staleness)
+    config = simulated_config(
+        tmp_path, trainer__steps=STEPS, trainer__max_staleness=max_staleness, reward__timeout_s=600.0
+    )
+    # Enough for the first step, and too little for the run: it may not end before its worker is killed.
+    num_free = (1 + max_staleness) * config.trainer.groups_per_step * config.trainer.group_size
+    gate = tmp_path / "gate"
+    (tmp_path / "reward.py").write_text(REWARD.format(num_free=num_free, gate=gate))
     async with ServiceRun(tmp_path, config) as run:
 
         async def newest() -> WeightManifest:
@@ -37,6 +58,7 @@ async def test_a_version_with_a_flipped_bit_is_written_again_and_nothing_is_lost
         run.start_all()
         await wait_until(lambda: num_commits(run.broker, run.keys))
         run.kill("rollout")
+        gate.touch()
         await wait_until(stands_still)
         damaged = await newest()
         flip(run.run_dir / WEIGHTS_FOLDER / damaged.folder / damaged.files[-1].name)

@@ -19,12 +19,15 @@ from tidemill.common.streams import append
 from tidemill.common.wire.messages import DeadLetter, Score, ScoreStatus
 
 
-def run_of(folder: Path, source: str, lease_s: float = 30.0, **reward: Any) -> ServiceRun:
+def run_of(
+    folder: Path, source: str, lease_s: float = 30.0, most_deliveries: int = 5, **reward: Any
+) -> ServiceRun:
     """A run whose reward is the function of this source."""
     path = folder / "reward.py"
     path.write_text(dedent(source))
     section = {"function": f"{path}:compute_score", "backoff_s": 0.01} | reward
-    return ServiceRun(folder, make_config(run_id="test", reward=section, streams={"lease_s": lease_s}))
+    streams = {"lease_s": lease_s, "max_attempts": most_deliveries}
+    return ServiceRun(folder, make_config(run_id="test", reward=section, streams=streams))
 
 
 async def put(run: ServiceRun, *texts: str, first: int = 0, **fields: Any) -> None:
@@ -149,7 +152,9 @@ async def test_of_forty_samples_that_die_with_their_worker_only_the_one_to_blame
                 os.kill(os.getppid(), signal.SIGKILL)  # the worker: as running out of memory does
             return 1.0
     """
-    async with run_of(tmp_path, source, lease_s=0.5, processes=1, max_in_flight=40) as run:
+    # Five lives: two with any others, one with a few, one alone, and one that gives it up. With a shorter
+    # lease a worker that waits for a core would look silent.
+    async with run_of(tmp_path, source, lease_s=1.0, most_deliveries=4, processes=1, max_in_flight=40) as run:
         await put(run, *("poison" if ticket == 17 else "fine" for ticket in range(40)))
         for life in range(8):
             worker = run.start("reward", f"w{life}")

@@ -4,8 +4,10 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.venvs import BUILD, python_with
 from tests.support.versions import Chain
 from tests.support.waiting import wait_until
-from tidemill.common.errors import ConfigError, StoreError, WeightsError
+from tidemill.common.errors import ConfigError, RefusedError, StoreError, WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.history import History, StreamName
 from tidemill.common.run.weight_files import MANIFEST_FILE
@@ -195,6 +197,37 @@ async def test_while_the_store_does_not_answer_other_calls_go_on(url, tmp_path, 
     for writer in connections:
         writer.close()
     server.close()
+
+
+@pytest.mark.parametrize("status", [400, 401, 403])
+def test_keys_that_the_store_refuses_are_named_with_status_and_setting(url, tmp_path, monkeypatch, status):
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_PUT = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    sample = make_trajectory(3, 1)
+    claim = ClaimStore(tmp_path / RUN, 1, url).check_in(sample)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        store = ClaimStore(tmp_path / RUN, 1, url)
+        for call in (lambda: store.resolve(claim), lambda: store.check_in(sample), lambda: store.settled(9)):
+            with pytest.raises(RefusedError) as refused:
+                call()
+            assert f"status {status}" in str(refused.value)
+            assert "AWS_" in str(refused.value) and "streams.claim_check_url" in str(refused.value)
+        with pytest.raises(WeightsError, match=f"status {status}"):
+            open_remote(url, RUN).read_all("manifest.json")
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

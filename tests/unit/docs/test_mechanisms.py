@@ -116,7 +116,7 @@ def test_all_tables_are_read() -> None:
     ("where", "problem"),
     [
         ("`consumer.py` `_settling_all`", "common/streams/consumer.py has no _settling_all"),
-        ("`reward/worker.py` `_drain`", "services/reward/worker.py has no _drain"),
+        ("`rollout/worker.py` `_drain`", "services/rollout/worker.py has no _drain"),
         (
             "`group_filter.py` `PendingGroup.take`",
             "services/trainer/groups/group_filter.py has no PendingGroup.take",

@@ -83,7 +83,16 @@ ANYWHERE = {"regex": r"\d+"}
         "8.5", "1e-1", "1E+1", "1,000", "1'000", "1\u202f000", "1 000", "8,5", "8/10", "8 / 10", "7-8", "7–8",
         "7 or 8", "7 to 8", "8:30", "10^2", "2*5", "8½", "10²", "8.5.1", "1_000",
     )),
+    *((WHOLE, f"Score: {number}") for number in (  # of other scripts, in TeX, with emphasis within
+        "8\u066b5", "8\uff0e5", "8\uff0c5", "8·5", "8\u70b95", "8\u066c000", "8\u2007000", "8{,}000",
+        r"8\,000", "8\u204410", "8÷10", "8\uff0f10", "8  /  10", "8**/10**", "8.**5**", "8**.5", "8\u200b5",
+        "8 ½", "8 1/2", "8k", "8 million", "8x10", "0x10", "8\uff5e9", "8..9", "8…9", "8 - 9", "8 – 9.",
+        "8 through 9",
+    )),
     *((ANYWHERE, f"Score: {number}") for number in ("-3", "−3", "–3", "**-3**", ".5", "8.5", "5e-3", "8/10")),
+    *((ANYWHERE, f"Score: {number}") for number in (
+        "8\u066b5", "8÷10", "8**/**10", "8…9", "8{,}000", "8**.5",
+    )),
     ({"regex": r"Score: *([0-9])"}, "Score: 10"),
     ({"regex": r"[0-9]"}, "Score: 10"),
     ({"regex": r".*(\d)"}, "Score: 10"),
@@ -107,6 +116,7 @@ def test_a_part_of_a_number_is_no_verdict(config: dict[str, Any], words: str) ->
     ({"regex": r"Score: *(\d+)/10"}, "Score: 8/10", 8.0),
     *((WHOLE, f"Score: {words}", 8.0) for words in (
         "8", "8.", "8, since", "8. 3 errors", "8 of 10", "8 - good", "8-ish", "8%", "8:", "8\n10", "8 or so",
+        "8 - 3 errors", "8x better", "8** of **10**", "8…", "8 km", "8 (3 errors)", "\u0668", "\uff18",
     )),
     *((ANYWHERE, words, 8.0) for words in ("Score-8", "Score:8", "**8**", "[[8]]", "(8)", "v=8", "- 8")),
 ])  # fmt: skip
@@ -119,7 +129,7 @@ def test_a_number_without_a_regex_is_read_as_a_whole(words: str, value: float) -
     assert read(words) == value
 
 
-@pytest.mark.parametrize("words", ["8,5", "1,00", "1'000", "10,0000", "8½"])
+@pytest.mark.parametrize("words", ["8,5", "1,00", "1'000", "10,0000", "8½", "8 ½", "8..9", "8 million"])
 def test_a_number_of_which_only_a_part_could_be_read_is_none(words: str) -> None:
     with pytest.raises(RemoteFault, match="one finite number"):
         read(words)

@@ -207,9 +207,7 @@ async def test_what_is_trimmed_between_two_reads_is_not_passed_over(broker, keys
         assert sorted(seen) == list(range(STEPS))
 
 
-async def test_who_does_not_see_the_folder_is_told_how_many_are_missing(
-    broker, keys, run_dir, history_log
-):
+async def test_who_does_not_see_the_folder_is_told_how_many_are_missing(broker, keys, run_dir, history_log):
     await trim_before(broker, keys.commits, entry_id_of(5))
     for folder in (None, run_dir.parent / "elsewhere"):
         history = History(keys.run_id, folder, broker)

@@ -15,7 +15,10 @@ LUA = resources.files("tidemill.common.redis") / "lua"
 NAMES = sorted(file.name.removesuffix(".lua") for file in LUA.iterdir() if file.name.endswith(".lua"))
 NOT_OF_LUA = ("broker", "check")
 """Parameters of the functions that no script gets."""
-REPEATED, OPTIONAL, COUNT = "...", "?", "num_"
+REPEATED = "..."
+OPTIONAL = "?"
+COUNT = "num_"
+"""Marks of the words in a script's comment: `entries...`, `mark?`, `num_ended` of `ended...`."""
 REPLIES: dict[str, Any] = {"limits": (0, 0), "reclaim": [1, b"", []]}
 """Replies of more than a number, for the calls below."""
 
@@ -106,10 +109,15 @@ class Recorder:
     """Takes the call of a script in place of Redis."""
 
     def __init__(self, reply: Any) -> None:
-        self.reply, self.keys, self.args = reply, list[Any](), list[Any]()
+        self.reply = reply
+        self.name = ""
+        self.keys: list[Any] = []
+        self.args: list[Any] = []
 
     async def script(self, name: str, keys: Sequence[Any], args: Sequence[Any], check: Any = None) -> Any:
-        self.name, self.keys, self.args = name, list(keys), list(args)
+        self.name = name
+        self.keys = list(keys)
+        self.args = list(args)
         return self.reply
 
 
@@ -128,7 +136,10 @@ def flat(values: Any) -> list[Any]:
         return [int(values)]
     if not isinstance(values, list):
         return [values]
-    return [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    items: list[Any] = []
+    for value in values:
+        items += value if isinstance(value, tuple) else (value,)
+    return items
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,7 +161,7 @@ async def test_a_call_has_everything_where_the_script_reads_it(name: str) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_that_a_script_replies_has_a_name(name: str) -> None:
     kind = get_type_hints(getattr(scripts, name))["return"]
-    kinds = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, IntEnum)]
+    kinds = [k for k in (kind, *get_args(kind)) if isinstance(k, type) and issubclass(k, IntEnum)]
     numbers = {int(number) for number in re.findall(r"(?:return|result =) (-?\d+)\b", code_of(name))}
     for enum in kinds:
         assert numbers == {member.value for member in enum}

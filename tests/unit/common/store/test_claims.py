@@ -14,11 +14,13 @@ import xxhash
 from tests.support.sessions import played
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
-from tidemill.common.errors import StoreError, UnreadableError
+from tidemill.common.errors import ConfigError, RefusedError, StoreError, UnreadableError
 from tidemill.common.files import StorageError
 from tidemill.common.store import ClaimStore, claims, resolved
+from tidemill.common.store.claims import with_choices_in
 from tidemill.common.wire import codec
-from tidemill.common.wire.messages import ScoreStatus, Trajectory, fault_of
+from tidemill.common.wire.choices import Rows
+from tidemill.common.wire.messages import Choices, ScoreStatus, Trajectory, fault_of
 from tidemill.common.wire.segments import check_tokens
 from tidemill.services.trainer.groups.group_filter import (
     ENVIRONMENT_FAULT,
@@ -285,3 +287,58 @@ def test_a_group_that_failures_drop_says_what_is_missing(tmp_path):
     config = trainer_config(reward__on_failure="drop_group", group_size=4)
     outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
     assert isinstance(outcome, Refusal) and "cannot be had" in outcome.detail
+
+
+class RefusingObjects:
+    """A store that answers 403 to everything, `num_refusals` times."""
+
+    def __init__(self, num_refusals: int, payload: bytes = b"") -> None:
+        self.num_refusals = num_refusals
+        self.payload = payload
+
+    def read_all(self, name: str) -> bytes:
+        self._refuse()
+        return self.payload
+
+    def write(self, name: str, payload: bytes) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        self.num_refusals -= 1
+        if self.num_refusals >= 0:
+            raise RefusedError("it refuses this process's keys (status 403)")
+
+
+def refusing_store(path: Path, monkeypatch: pytest.MonkeyPatch, objects: RefusingObjects) -> ClaimStore:
+    monkeypatch.setattr(ClaimStore, "_objects", lambda _, url: objects)
+    monkeypatch.setattr(claims, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(claims, "LONGEST_PAUSE_S", 0.01)
+    return ClaimStore(path, 1, "s3://bucket/run")
+
+
+async def test_a_store_that_refuses_the_keys_ends_its_readers_and_writers_with_the_reason(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(claims, "REFUSED_S", 0.05)
+    claim = ClaimStore(tmp_path, 1).check_in(make_trajectory(3, 1))
+    there = claim.model_copy(
+        update={"claim": claim.claim.model_copy(update={"pointer": f"s3://bucket/run/{claim.claim.pointer}"})}
+    )
+    store = refusing_store(tmp_path, monkeypatch, RefusingObjects(10**6))
+    with pytest.raises(ConfigError, match="status 403"):
+        await resolved(store, sent(there))
+    choices = make_trajectory(choices=Choices(rows={"kept": Rows.of_lists([[0, 9], [1], [2]])}))
+    with pytest.raises(ConfigError, match="status 403"):
+        await with_choices_in(store, choices)
+    assert "status 403" in fault_of(await resolved(store, sent(there), is_patient=False)), "a person"
+
+
+async def test_rights_that_come_late_are_waited_for(tmp_path, monkeypatch):
+    whole = make_trajectory(3, 1)
+    claim = ClaimStore(tmp_path, 1).check_in(whole)
+    there = claim.model_copy(
+        update={"claim": claim.claim.model_copy(update={"pointer": f"s3://bucket/run/{claim.claim.pointer}"})}
+    )
+    objects = RefusingObjects(3, codec.encode_payload(whole))
+    read = await resolved(refusing_store(tmp_path, monkeypatch, objects), sent(there))
+    assert codec.encode_payload(read) == codec.encode_payload(whole)
