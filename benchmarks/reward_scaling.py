@@ -183,7 +183,7 @@ def measure_builds(
             measured = Measured.median_of(results)
             figures[name].add(setting, measured, ideal_s)
             rows.append(row_of(name, setting, measured, ideal_s, len(delays_s)))
-    columns = "build,consumers x slots,time s,ideal s,scores/s,worker,child,Redis,benchmark,all,efficiency"
+    columns = "build,slots,time s,ideal s,scores/s,worker,child,Redis,bench,all,efficiency"
     title = f"Scoring {len(delays_s):,} samples of {DELAY_S[0] / SCALE:g} to {DELAY_S[1] / SCALE:g} s"
     note = f"{machine()}. CPU in ms a score, by part and of all. Medians of {rounds}."
     print_table(title, columns, rows, note)
