@@ -248,11 +248,11 @@ def _over_a_lease(rng: random.Random) -> float:
 
 def _put_back(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
     """What a worker of an older release could not read is put back before the trainer has heard of it."""
-    setup = replace(setup, claims=True, steps=4, rewards=2, sample_s=1.0)
+    setup = replace(setup, claims=True, steps=4, rewards=2, sample_s=1.0, per_group=False)
     at_s = round(at_s / 2.0, 3)
-    older = Fault(at_s, "older", "reward-9", {"for_s": 0.5 + for_s})
-    freeze = Fault(at_s, "freeze", "trainer", {"for_s": 1.25 * LEASE_S})
-    return setup, [older, freeze, *(Fault(round(at_s + 1.0 + i, 3), "operate") for i in range(3))]
+    older = Fault(at_s, "older", "reward-9", {"for_s": 1.5 + for_s})
+    freeze = Fault(at_s, "freeze", "trainer", {"for_s": 1.5 * LEASE_S})
+    return setup, [older, freeze, *(Fault(round(at_s + 1.0 + i, 3), "operate") for i in range(5))]
 
 
 def _other_weights(rng: random.Random, setup: Setup, at_s: float, for_s: float) -> Crafted:
