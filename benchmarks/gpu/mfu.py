@@ -30,7 +30,7 @@ from benchmarks.report import print_figures, print_table
 from tests.support.models import run_config
 from tidemill.common.config import RunConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.memory.estimate import GIB, trainer_take, usable

@@ -60,7 +60,7 @@ from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.prompts import load_tokenizer
 from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.evaluation import Evaluations, Evaluator
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 

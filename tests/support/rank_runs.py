@@ -4,7 +4,7 @@ import multiprocessing
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 
 from tests.support.losses import with_statistics
 from tests.support.models import MAX_COMPLETION, emptied, make_relatives, masked, with_masks
+from tests.support.samples import changed
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
@@ -71,7 +73,7 @@ def prepared(
     for sample, found in zip(samples, precomputed, strict=True):
         kept = {name: values for name, values in found.items() if proximal or name != "proximal_logprobs"}
         returns = {"returns": found["values"] + 0.5} if "values" in found else {}
-        done.append(replace(sample, **kept, **returns))
+        done.append(changed(sample, **kept, **returns))
     return with_statistics(done, config.algorithm)
 
 

@@ -10,18 +10,19 @@ its layout, unless a sample alone is larger; the bins of a micro-batch have like
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
-
-import numpy as np
 
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.messages import TrajectoryKey
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import (
     ENOUGH_IN_COMMON,
     MOST_KEYS,
     SCORES_OF_A_TOKEN,
-    Trie,
+    NodeCount,
+    common_lengths,
     in_order,
     num_different,
     with_routes,
@@ -75,32 +76,49 @@ class PrefixOrder:
         """Only trees compute common beginnings once."""
         self._layout, self._keys = layout, [sample.key for sample in samples]
         is_shared = layout.startswith("tree")
-        rows = [sorted(_rows_of(sample), key=in_order) for sample in samples] if is_shared else []
-        self._alone = [
-            Bin(
-                members=(i,),
-                tokens=num_different(rows[i]) if is_shared else sample.num_tokens,
-                row_tokens=sample.num_tokens,
-                rows=len(sample.segments),
-                widest=max(len(prompt_ids) + count for prompt_ids, count in sample.segments),
-                # Causal: half of the square.
-                scores=sum((len(prompt_ids) + count) ** 2 / 2 for prompt_ids, count in sample.segments),
+        self._alone: list[Bin] = []
+        first_rows: list[Int32] = []
+        beginnings: list[bytes] = []
+        for i, sample in enumerate(samples):
+            tokens = sample.num_tokens
+            if is_shared:
+                rows = list(_rows_of(sample))
+                keys = [in_order(ids) for ids in rows]
+                if len(rows) > 1:
+                    rows = [ids for _, ids in sorted(zip(keys, rows, strict=True), key=itemgetter(0))]
+                    tokens = num_different(rows)
+                first_rows.append(rows[0])
+                beginnings.append(min(keys))
+            lengths = [len(ids) for ids in sample.rows]
+            self._alone.append(
+                Bin(
+                    members=(i,),
+                    tokens=tokens,
+                    row_tokens=sample.num_tokens,
+                    rows=len(lengths),
+                    widest=max(lengths),
+                    # Causal: half of the square.
+                    scores=sum(length**2 / 2 for length in lengths),
+                )
             )
-            for i, sample in enumerate(samples)
-        ]
-        first = [in_order(own[0]) for own in rows]
         self._order = sorted(
             range(len(samples)),
-            key=lambda i: (self._keys[i][0], first[i] if is_shared else b"", self._keys[i]),
+            key=lambda i: (self._keys[i][0], beginnings[i] if is_shared else b"", self._keys[i]),
         )
-        tries: dict[int, Trie] = {}
         self._shared = [0] * len(samples)
         """Tokens that each sample shares with the one before it in the order; 0 where they are too few."""
-        for i in self._order if is_shared else ():
-            trie = tries.setdefault(self._keys[i][0], Trie())
-            common = trie.shared(rows[i][0])
-            trie.add(rows[i][0])
-            self._shared[i] = common if common >= ENOUGH_IN_COMMON * self._alone[i].tokens else 0
+        if is_shared:
+            self._count_shared(first_rows)
+
+    def _count_shared(self, first_rows: Sequence[Int32]) -> None:
+        commons = common_lengths([first_rows[i] for i in self._order])
+        ticket = None
+        for i, common in zip(self._order, commons, strict=True):
+            if self._keys[i][0] != ticket:  # groups share nothing
+                ticket, common = self._keys[i][0], 0
+                count = NodeCount()
+            shared = count.add(len(first_rows[i]), common)
+            self._shared[i] = shared if shared >= ENOUGH_IN_COMMON * self._alone[i].tokens else 0
 
     @property
     def num_tokens(self) -> int:
@@ -158,10 +176,15 @@ def cost(one: Bin, scores_of_a_token: float) -> float:
 
 
 def form_micro_batches(
-    samples: Iterable[Sample], max_tokens: int, num_ranks: int = 1, layout: Layout = "tree"
+    samples: Iterable[Sample],
+    max_tokens: int,
+    num_ranks: int = 1,
+    layout: Layout = "tree",
+    is_at_start: bool = False,
 ) -> list[MicroBatch]:
     """Distribute samples over micro-batches, each of a bin of at most `max_tokens` for each of `num_ranks`.
-    The longest samples come first, so that the bins of a micro-batch have like sizes."""
+    The longest samples come first, so that the bins of a micro-batch have like sizes. `is_at_start` as for
+    `MicroBatch`."""
     samples = list(samples)
     order = PrefixOrder(samples, layout)
     filled = [order.fill(order.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
@@ -173,7 +196,7 @@ def form_micro_batches(
             # `split_samples` sees these samples alone, and may cut them so that they do not fit; seldom.
             if num_bins == 1 or _fillings(PrefixOrder(own, layout), num_ranks, max_tokens):
                 break
-        batches.append(MicroBatch(own))
+        batches.append(MicroBatch(own, is_at_start))
         bins = bins[num_bins:]
     return batches
 
@@ -245,8 +268,5 @@ def split_groups(
 
 def _rows_of(sample: Sample) -> Iterator[Int32]:
     """Prompt and completion of each of the sample's rows, end to end, with their routes."""
-    start = 0
-    for number, (prompt_ids, num_completion) in enumerate(sample.segments):
-        ids = np.concatenate([prompt_ids, sample.completion_ids[start : start + num_completion]])
+    for number, ids in enumerate(sample.rows):
         yield with_routes(ids, sample.routes[number].keys if sample.routes else None)
-        start += num_completion

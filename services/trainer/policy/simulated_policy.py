@@ -26,7 +26,9 @@ from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
+from tidemill.services.trainer.groups.columns import SampleColumns
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.state import PolicyState, SavesState, ShardReader
 from tidemill.services.trainer.policy.usage import Profiled, Usage
@@ -59,7 +61,9 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         time.sleep(self._trainer.simulated.group_s * len(batch.samples) / self._trainer.group_size)
         for sample in batch.samples:
             self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
-            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # one, or one a token
+            # One number, or where each token has its own, all of them.
+            advantage = sample.columns["advantages"] if sample.advantage is None else sample.advantage
+            self._pending.append(np.array(advantage, dtype="<f8").tobytes())
         self._pending.append(b"|")
         normalisation, num_trained = self._trainer.algorithm.normalisation, batch.num_trained
         counted = count_batch(batch, normalisation, self._max_completion_tokens)
@@ -76,7 +80,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
     def zero(self) -> None:
         self._pending.clear()
 
-    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
+    def precompute(self, samples: Sequence[Sample]) -> list[SampleColumns]:
         """Take `prepare_s` for each `group_size` samples; logprobs of all models are those of the rollout."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
         algorithm = self._trainer.algorithm

@@ -27,7 +27,9 @@ from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch, total_metrics
-from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
+from tidemill.services.trainer.groups.columns import SampleColumns
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
 from tidemill.services.trainer.policy.finite import find_broken_weights, refuse_broken_weights
@@ -275,7 +277,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             keep_hidden=head is not None and head.reads_policy,
         )
         values_N = head(tile, scores.hidden_NH) if head is not None else None
-        tokens = trained_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
+        tokens = trained_tokens(tile, batch, scores, values_N, algorithm.normalisation)
         loss, sums = policy_loss(tokens, algorithm, self._surrogate)
         loss.backward()
         return sums if scores.changed_N is None else sums | rerouted(scores.changed_N)
@@ -335,9 +337,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         head = self._value_head.named() if self._value_head else []
         return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
-    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
+    def precompute(self, samples: Sequence[Sample]) -> list[SampleColumns]:
         parts, order = self._deal_groups(samples)
-        algorithm, found = self._config.algorithm, [Precomputed() for part in parts for _ in part]
+        algorithm, found = self._config.algorithm, [SampleColumns() for part in parts for _ in part]
         wanted = {
             "proximal_logprobs": ("logprobs", self._config.needs_proximal),
             "values": ("values", self._value_head is not None),
@@ -393,7 +395,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
-    ) -> list[Precomputed]:
+    ) -> list[SampleColumns]:
         """`logprobs` of all completion tokens, `entropies` where they are needed, `values` where a head is
         given; in the order of the parts. Only samples of one part share a forward pass. float32, or float64
         for a model of that precision."""
@@ -401,7 +403,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
         names += ["values"] * (head is not None)
-        found: list[Precomputed] = [
+        found: list[SampleColumns] = [
             {name: np.zeros(len(sample.completion_ids), dtype=wide) for name in names}
             for part in parts
             for sample in part

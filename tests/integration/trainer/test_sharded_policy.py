@@ -16,7 +16,7 @@ from tidemill.common.run.weight_files import read_chain, verified_files
 from tidemill.common.weights.bits import read_safetensors
 from tidemill.common.weights.delta import check_whole, write_whole
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.weights.store import WeightStore
 

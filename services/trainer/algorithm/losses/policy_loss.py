@@ -41,18 +41,18 @@ def policy_loss(
 ) -> tuple[Tensor, Sums]:
     """The unnormalised loss of N >= 1 trained tokens, with its gradient, and its diagnostics.
 
-    With `old_logprobs: recompute` the old policy is the one at the step's start: `proximal_logprobs_N`, or
-    where those are None the current one, without gradient. Then the ratio is exactly 1, the clip is inactive,
+    With `old_logprobs: recompute` the old policy is the one at the step's start: `proximal_logprobs`, or
+    where there are none the current one, without gradient. Then the ratio is exactly 1, the clip is inactive,
     and every token keeps its gradient `importance * A * grad logprob`, however stale it is. This is the
     default: clipping against the rollout policy instead (`rollout`) silences the tokens that the steps in
     between have moved most, and counts numerical mismatch as movement. Measured on a toy task (40 steps, 6
     seeds, lr 5e-3 to 5e-2), mean reward over the run: `recompute` with weights up to 2 0.75 to 0.89,
     `rollout` 0.62 to 0.87 at one step of staleness; 0.66 to 0.82 against 0.37 to 0.75 at four.
     """
-    tokens = tokens.floored().without_demonstrations()
+    tokens = tokens.comparable()
     proximal_N = tokens.logprobs_N.detach()
-    if tokens.proximal_logprobs_N is not None and algorithm.loss_traits.has_ratio:
-        proximal_N = tokens.proximal_logprobs_N
+    if "proximal_logprobs" in tokens.columns and algorithm.loss_traits.has_ratio:
+        proximal_N = tokens.columns["proximal_logprobs"]
     old_N = proximal_N if algorithm.old_logprobs == "recompute" else tokens.rollout_logprobs_N
     sequences, drift_N = (tokens.sequence_N, tokens.num_sequences), proximal_N - tokens.rollout_logprobs_N
     importance_N, raw_N, is_bounded_N = importance_weights(drift_N, *sequences, algorithm)
@@ -62,7 +62,7 @@ def policy_loss(
         logprobs_N=tokens.logprobs_N,
         sequence_N=tokens.sequence_N,
         num_sequences=tokens.num_sequences,
-        penalised_N=tokens.penalised_N,
+        penalised_N=tokens.columns.get("penalised"),
     )
     importance_N, raw_N = tokens.of_sampled(importance_N), tokens.of_sampled(raw_N)
     result = surrogate(ratio, algorithm)
@@ -74,16 +74,18 @@ def policy_loss(
         "raw_weight_square_sum": raw_N.square().sum(),
     }
     loss_N = -importance_N * result.objective_N
-    if tokens.factors_N is not None:
-        loss_N, sums["left_out"] = tokens.factors_N * loss_N, (tokens.factors_N == 0).sum()
+    factors_N = tokens.columns.get("factors")
+    if factors_N is not None:
+        loss_N = factors_N * loss_N
+        sums["left_out"] = (factors_N == 0).sum()
     if algorithm.off_policy_threshold is not None:
         is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
         loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()
     # Tokens that were left out above have the terms from here on all the same: they lose the policy's alone.
-    if tokens.reference_logprobs_N is not None:
+    if "reference_logprobs" in tokens.columns:
         # Over all ids on both sides: over the kept ones alone a policy would differ from itself.
         unmasked_N = tokens.unmasked_logprobs_N
-        kl_N = kl_penalty(unmasked_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
+        kl_N = kl_penalty(unmasked_N, tokens.columns["reference_logprobs"], algorithm.kl, ratio.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N
@@ -127,20 +129,22 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
 
 def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
     """weight * KL(policy || teacher) of each token; its sums go into `sums`."""
-    if tokens.teacher_logprobs_N is None or tokens.teacher_weights_N is None:
+    if "teacher_logprobs" not in tokens.columns:
         return torch.zeros_like(tokens.weights_N)
-    kl_N = teacher_kl(tokens.unmasked_logprobs_N, tokens.teacher_logprobs_N, algorithm.teacher)
-    has_teacher_N = tokens.teacher_weights_N > 0
+    weights_N = tokens.columns["teacher_weights"]
+    kl_N = teacher_kl(tokens.unmasked_logprobs_N, tokens.columns["teacher_logprobs"], algorithm.teacher)
+    has_teacher_N = weights_N > 0
     sums["teacher_kl_sum"] = (kl_N.detach() * has_teacher_N).sum()
     sums["teacher_tokens"] = has_teacher_N.sum()
-    return tokens.teacher_weights_N * kl_N
+    return weights_N * kl_N
 
 
 def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
     """The weighted value loss of each token; its diagnostics go into `sums`."""
-    values_N, old_N, returns_N = tokens.values_N, tokens.old_values_N, tokens.returns_N
-    assert values_N is not None and old_N is not None and returns_N is not None, "they come together"
-    loss_N = value_loss(values_N, old_N, returns_N, algorithm.value.clip)
+    assert tokens.values_N is not None, "it is asked for where there is a value head"
+    old_N = tokens.columns["values"]
+    returns_N = tokens.columns["returns"]
+    loss_N = value_loss(tokens.values_N, old_N, returns_N, algorithm.value.clip)
     sums["value_loss_sum"] = loss_N.detach().sum()
     sums["value_square_error_sum"] = (old_N - returns_N).square().sum()
     sums["return_sum"], sums["return_square_sum"] = returns_N.sum(), returns_N.square().sum()

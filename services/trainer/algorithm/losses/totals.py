@@ -9,7 +9,7 @@ import torch
 
 from tidemill.services.trainer.algorithm.losses.policy_loss import Sums
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, denominator
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ written again are in test_losses_independent.py.
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from tests.support.models import make_samples
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import KlConfig, RejectionConfig, TeacherTermConfig
 from tidemill.common.config.algorithm_table import CORRECTIONS
-from tidemill.services.trainer.algorithm.advantages.shaping import with_shaped_reward
+from tidemill.services.trainer.algorithm.advantages.shaping import shaped_reward
 from tidemill.services.trainer.algorithm.losses.corrections import (
     kl_penalty,
     rejected_tokens,
@@ -396,10 +395,10 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(case):
 @pytest.mark.parametrize("case", LOSSES)
 def test_absurd_ratios_stay_finite(case):
     far_N, near_N = torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, -500.0])  # e^499 is infinite in float32
-    tokens = replace(
-        make_tokens([0.5, 0.5], [0.5, 0.5], [-1.0, 1.0]), logprobs_N=near_N.requires_grad_(),
-        rollout_logprobs_N=far_N, advantages_N=torch.tensor([-1.0, 1.0]), sequence_N=torch.tensor([0, 1]),
-        num_sequences=2, reference_logprobs_N=far_N,
+    tokens = make_tokens(
+        [0.5, 0.5], [0.5, 0.5], [-1.0, 1.0], logprobs_N=near_N.requires_grad_(), rollout_logprobs_N=far_N,
+        advantages_N=torch.tensor([-1.0, 1.0]), sequence_N=torch.tensor([0, 1]), num_sequences=2,
+        reference_logprobs_N=far_N,
     )  # fmt: skip
     terms = loss_of(tokens, kl={"place": "loss"}, **FROZEN, **LOSSES[case])
     terms.loss.backward()
@@ -544,10 +543,10 @@ class TestNoTokenTakesOverAStep:
     @pytest.mark.parametrize(("bound", "expected"), [(10.0, 10.0), (None, math.exp(10) - 11)])
     def test_k3_in_the_reward_stops_at_the_same_bound(self, bound, expected):
         (sample,) = make_samples(1)
-        object.__setattr__(sample, "reference_logprobs", sample.rollout_logprobs + 10.0)
+        sample.fill("reference_logprobs", sample.rollout_logprobs + 10.0)
         kl = {"place": "reward", "estimator": "k3", "coefficient": 1.0, "bound": bound}
-        shaped = with_shaped_reward(sample, AlgorithmConfig(kl=kl, **FROZEN), max_tokens=100)
-        assert shaped.shaped_reward == pytest.approx(sample.reward - expected * sample.num_trained, rel=1e-5)
+        shaped = shaped_reward(sample, AlgorithmConfig(kl=kl, **FROZEN), max_tokens=100)
+        assert shaped == pytest.approx(sample.reward - expected * sample.num_trained, rel=1e-5)
 
     @pytest.mark.parametrize("loss", ["ppo", "gspo"])
     def test_a_bad_token_that_became_likely_is_bounded_by_default(self, loss):
