@@ -30,7 +30,7 @@ from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
 from tidemill.services.trainer.algorithm.losses.mini_batch import fill_statistics
 from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
-from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches
+from tidemill.services.trainer.groups.bins import PrefixOrder, fit_together, form_micro_batches
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
 from tidemill.services.trainer.groups.micro_batch import MicroBatch, rebuild
@@ -243,6 +243,11 @@ class StepRunner:
         is_first = len(result.mini_batches) == 1
         unassigned: list[Group] = []
         waiting: list[Sample] = []
+        bin_tokens, num_bins = self.policy.bins
+        layout = self.policy.layout
+        least = MIN_FILL * bin_tokens * num_bins
+        num_waiting = 0
+        """Tokens of what waits, common beginnings once."""
         while places:
             if not arrived:
                 num_missing = self.trainer.groups_per_step - len(result.groups) - len(unassigned)
@@ -256,16 +261,22 @@ class StepRunner:
                 continue  # what each group is trained with depends on those that are still to come
             self._assign(unassigned)
             result.groups += unassigned
-            waiting += [sample for group in unassigned for sample in group.samples]
+            samples = [sample for group in unassigned for sample in group.samples]
             unassigned = []
-            bin_tokens, num_bins = self.policy.bins
-            layout = self.policy.layout
+            waiting += samples
+            # More groups are on their way: a micro-batch that is not half full waits for them.
+            if places:
+                num_waiting += PrefixOrder(samples, layout).num_tokens
+                if num_waiting < least and fit_together(waiting, bin_tokens, num_bins, layout):
+                    continue
             batches = form_micro_batches(waiting, bin_tokens, num_bins, layout, is_at_start=is_first)
             waiting = []
-            # More groups are on their way: a micro-batch that is not half full waits for them.
-            least = MIN_FILL * bin_tokens * num_bins
-            if places and batches and PrefixOrder(batches[-1].samples, layout).num_tokens < least:
-                waiting = list(batches.pop().samples)
+            num_waiting = 0
+            if places and batches:
+                num_tokens = PrefixOrder(batches[-1].samples, layout).num_tokens
+                if num_tokens < least:
+                    waiting = list(batches.pop().samples)
+                    num_waiting = num_tokens
             await self._accumulate(batches, mini)
 
     def _assign(self, groups: Sequence[Group]) -> None:

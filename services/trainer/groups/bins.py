@@ -43,23 +43,30 @@ class Bin:
     `widest` each; `scores` are pairs of a token and one that it attends to.
     """
 
-    members: tuple[int, ...] = ()
+    members: Sequence[int] = ()
     tokens: int = 0
     row_tokens: int = 0
     rows: int = 0
     widest: int = 0
     scores: float = 0.0
 
-    def joined(self, other: "Bin", shared: int = 0) -> "Bin":
-        """This bin with the samples of another one, of whose tokens `shared` are here already."""
-        return Bin(
-            self.members + other.members,
-            self.tokens + other.tokens - shared,
-            self.row_tokens + other.row_tokens,
-            self.rows + other.rows,
-            max(self.widest, other.widest),
-            self.scores + other.scores - shared**2 / 2,
-        )
+    def joined(self, other: "Bin") -> "Bin":
+        """This bin with the samples of another one, which shares nothing with it."""
+        both = self.copied()
+        both.members = (*self.members, *other.members)
+        both.add(other)
+        return both
+
+    def copied(self) -> "Bin":
+        return Bin(self.members, self.tokens, self.row_tokens, self.rows, self.widest, self.scores)
+
+    def add(self, other: "Bin", shared: int = 0) -> None:
+        """Add the counts of another bin, of whose tokens `shared` are here already."""
+        self.tokens += other.tokens - shared
+        self.row_tokens += other.row_tokens
+        self.rows += other.rows
+        self.widest = max(self.widest, other.widest)
+        self.scores += other.scores - shared**2 / 2
 
     def takes(self, other: "Bin", max_tokens: int, layout: Layout, shared: int = 0) -> bool:
         """Whether both together are one tile of at most `max_tokens` positions."""
@@ -80,27 +87,23 @@ class PrefixOrder:
         first_rows: list[Int32] = []
         beginnings: list[bytes] = []
         for i, sample in enumerate(samples):
-            tokens = sample.num_tokens
+            num_tokens = num_different_tokens = sample.num_tokens
+            num_rows = len(sample.segments)
             if is_shared:
                 rows = list(_rows_of(sample))
-                keys = [in_order(ids) for ids in rows]
-                if len(rows) > 1:
-                    rows = [ids for _, ids in sorted(zip(keys, rows, strict=True), key=itemgetter(0))]
-                    tokens = num_different(rows)
+                if num_rows > 1:
+                    rows.sort(key=in_order)
+                    num_different_tokens = num_different(rows)
                 first_rows.append(rows[0])
-                beginnings.append(min(keys))
-            lengths = [len(ids) for ids in sample.rows]
-            self._alone.append(
-                Bin(
-                    members=(i,),
-                    tokens=tokens,
-                    row_tokens=sample.num_tokens,
-                    rows=len(lengths),
-                    widest=max(lengths),
-                    # Causal: half of the square.
-                    scores=sum(length**2 / 2 for length in lengths),
-                )
-            )
+                beginnings.append(in_order(rows[0]))
+            if num_rows == 1:
+                widest = num_tokens
+                scores = num_tokens**2 / 2  # causal: half of the square
+            else:
+                lengths = [len(prompt_ids) + count for prompt_ids, count in sample.segments]
+                widest = max(lengths)
+                scores = sum(length**2 / 2 for length in lengths)
+            self._alone.append(Bin((i,), num_different_tokens, num_tokens, num_rows, widest, scores))
         self._order = sorted(
             range(len(samples)),
             key=lambda i: (self._keys[i][0], beginnings[i] if is_shared else b"", self._keys[i]),
@@ -123,7 +126,7 @@ class PrefixOrder:
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples, common beginnings once."""
-        return sum(one.tokens for one in self._alone) - sum(self._shared)
+        return sum(alone.tokens for alone in self._alone) - sum(self._shared)
 
     def key_of(self, one: Bin) -> TrajectoryKey:
         return self._keys[one.members[0]]
@@ -131,14 +134,23 @@ class PrefixOrder:
     def cut(self, max_tokens: int) -> list[Bin]:
         """Parts of neighbours that share their beginning, each at most one tile of `max_tokens`, unless a
         sample alone is larger."""
-        found: list[Bin] = []
+        parts: list[Bin] = []
+        members: list[int] = []
+        part = Bin()
         for i in self._order:
-            alone, shared = self._alone[i], self._shared[i]
-            if shared and found[-1].takes(alone, max_tokens, self._layout, shared):
-                found[-1] = found[-1].joined(alone, shared)
+            alone = self._alone[i]
+            shared = self._shared[i]
+            if shared and part.takes(alone, max_tokens, self._layout, shared):
+                part.add(alone, shared)
             else:
-                found.append(alone)
-        return found
+                part = alone.copied()
+                members = []
+                parts.append(part)
+            members.append(i)
+            part.members = members
+        for part in parts:
+            part.members = tuple(part.members)
+        return parts
 
     def fill(self, parts: Iterable[Bin], max_tokens: int) -> list[Bin]:
         """First-fit decreasing: parts in bins of at most one tile of `max_tokens`; a larger part has a bin of
@@ -173,6 +185,13 @@ class PrefixOrder:
 def cost(one: Bin, scores_of_a_token: float) -> float:
     """Cost of a bin, in tokens; `scores_of_a_token` attention scores cost as much as a token."""
     return one.tokens + one.scores / scores_of_a_token
+
+
+def fit_together(samples: Iterable[Sample], max_tokens: int, num_ranks: int, layout: Layout) -> bool:
+    """Whether samples that have fewer than `max_tokens` different tokens are one bin for certain, so that
+    they need not be tried: on one rank, in rows without padding, with few enough keys."""
+    row_tokens = sum(sample.num_tokens for sample in samples)
+    return num_ranks == 1 and layout != "padded" and row_tokens <= MOST_KEYS * max_tokens
 
 
 def form_micro_batches(
@@ -228,7 +247,7 @@ def split_samples(
         too_large = sum(len(one.members) > 1 and not one.takes(Bin(), max_tokens, layout) for one in bins)
         return too_large, max(cost(one, scores_of_a_token) for one in bins)
 
-    return [one.members for one in min(tried, key=badness)]
+    return [tuple(chosen.members) for chosen in min(tried, key=badness)]
 
 
 def _cuts(order: PrefixOrder, num_bins: int, max_tokens: int) -> list[list[Bin]]:

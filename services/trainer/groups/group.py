@@ -124,7 +124,12 @@ class Group(RecordedGroup):
         demonstration. Shapes [A]."""
         if self.is_demonstration:
             return []
-        return [self.trajectories[sample.key[1]].token_versions()[sample.mask] for sample in self.samples]
+        versions = []
+        for sample in self.samples:
+            versions_T = self.trajectories[sample.key[1]].token_versions()
+            is_whole = sample.num_trained == len(versions_T)
+            versions.append(versions_T if is_whole else versions_T[sample.mask])
+        return versions
 
     def forget(self) -> None:
         """Drop everything that has arrived, to read it again."""

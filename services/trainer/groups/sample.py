@@ -116,28 +116,29 @@ class Sample:
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
-        lengths = {name: len(values_T) for name, values_T in self.columns.items()}
-        if any(length != num_tokens for length in (*lengths.values(), len(self.mask))):
+        if any(len(array_T) != num_tokens for array_T in (self.mask, *self.columns.values())):
+            lengths = {name: len(values_T) for name, values_T in self.columns.items()}
             raise ValueError(
                 f"trajectory {self.key}: {num_tokens} completion ids, columns of {lengths} and a mask of "
                 f"{len(self.mask)} must have one length"
             )
-        if sum(segment.num_completion for segment in self.segments) != num_tokens:
-            raise ValueError(
-                f"trajectory {self.key}: its segments do not have {num_tokens} completion tokens"
-            )
-        num_prompt = 0
+        num_prompt = num_completion = 0
         for segment in self.segments:
             if not len(segment.prompt_ids):
                 raise ValueError(
                     f"trajectory {self.key}: the prompt is empty, nothing predicts the first token"
                 )
             num_prompt += len(segment.prompt_ids)
+            num_completion += segment.num_completion
+        if num_completion != num_tokens:
+            raise ValueError(
+                f"trajectory {self.key}: its segments do not have {num_tokens} completion tokens"
+            )
         if self.routes:
             self._check_routes()
         if not math.isfinite(self.reward):
             raise ValueError(f"trajectory {self.key}: reward {self.reward} must be finite")
-        if not all(math.isfinite(turn.reward) for turn in self.turns):
+        if self.turns and not all(math.isfinite(turn.reward) for turn in self.turns):
             raise ValueError(f"trajectory {self.key}: rewards of turns must be finite")
         if self.kept is not None and len(self.kept) != num_tokens:
             raise ValueError(f"trajectory {self.key}: {len(self.kept)} sampling masks, not {num_tokens}")
@@ -313,7 +314,11 @@ def fill_teacher(
 
 def num_sampled(trajectory: Trajectory) -> int:
     """Completion tokens that the model sampled, in all segments: a completion's length, in every metric."""
-    return sum(int(np.count_nonzero(segment.mask)) for segment in trajectory.segments)
+    count = 0
+    for segment in trajectory.segments:
+        is_whole = segment.loss_mask is None
+        count += len(segment.completion_ids) if is_whole else int(np.count_nonzero(segment.mask))
+    return count
 
 
 def sampled_mask(trajectory: Trajectory) -> Bits:

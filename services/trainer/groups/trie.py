@@ -175,7 +175,8 @@ def _common_to_neighbours(sequences: Sequence[Int32]) -> list[int]:
     differs = np.append(differs, len(before))
     starts = np.cumsum([0, *shorter[:-1]])
     first_differing = differs[np.searchsorted(differs, starts)]
-    return np.minimum(first_differing - starts, shorter).tolist()
+    commons: list[int] = np.minimum(first_differing - starts, shorter).tolist()
+    return commons
 
 
 def num_common(left: Int32, right: Int32) -> int:

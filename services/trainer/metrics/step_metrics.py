@@ -43,12 +43,13 @@ def step_metrics(
     scores = [s for group in rewarded for s in group.scores.values()]
     queued = [s for group in rewarded for s in group.queued_s.values()]
     sampled = [t for group in groups for t in group.sampled]
+    lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
     staleness = _staleness(step, groups)
     segments = [segment for t in (*trajectories, *shown) for segment in t.segments]
     sums, updates = result.sums, result.updates
     return {
-        **(_reward_metrics(rewarded) | _length_metrics(sampled) if rewarded else {}),
-        "completion_tokens": float(sum(map(num_sampled, (*sampled, *shown)))),
+        **(_reward_metrics(rewarded) | _length_metrics(sampled, lengths) if rewarded else {}),
+        "completion_tokens": float(lengths.sum() + sum(map(num_sampled, shown))),
         "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
@@ -70,8 +71,7 @@ def step_metrics(
     }
 
 
-def _length_metrics(sampled: Sequence[Trajectory]) -> dict[str, float]:
-    lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
+def _length_metrics(sampled: Sequence[Trajectory], lengths: NDArray[np.int64]) -> dict[str, float]:
     return {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
@@ -136,8 +136,7 @@ def usage_metrics(
 def _record_bytes(trajectory: Trajectory) -> int:
     """About how many bytes Redis holds for one trajectory and its score."""
     ids = sum(len(s.prompt_ids) + 2 * len(s.completion_ids) for s in trajectory.segments)
-    texts = (trajectory.text, trajectory.thought or "", trajectory.prompt_text)
-    text = sum(len(part.encode()) for part in texts)
+    text = len(f"{trajectory.text}{trajectory.thought or ''}{trajectory.prompt_text}".encode())
     said = len(repr(trajectory.session.messages)) if trajectory.session else 0
     return BYTES_OF_A_TOKEN * ids + text + said + ENTRY_BYTES
 

@@ -55,7 +55,7 @@ thread: tiles of 320 to 768 tokens 0.74 to 0.77 s, of 2,048 0.82 s; one padded r
 row by row 1.5 s."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TokenRow:
     """The part of one sequence that has to pass through the model to score its tokens: a whole sample, or one
     segment of it. `places` are those of the targets among the sample's completion tokens."""
@@ -119,19 +119,29 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
     Tokens after the last scored one, and that one itself, predict nothing that is needed: cut off. Samples
     are numbered from `first` on."""
     rows = []
+    longest = max((sample.num_tokens for sample in samples), default=0)
+    # Of a completion that is scored as a whole, places and sources are slices of this.
+    numbers = np.arange(longest, dtype=np.int32)
     for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True), first):
         start = 0
+        is_whole = bool(scored_T.all())
         for number, (prompt_ids, num_completion) in enumerate(sample.segments):
             end = start + num_completion
-            chosen = np.flatnonzero(scored_T[start:end])
+            chosen = numbers[:num_completion] if is_whole else np.flatnonzero(scored_T[start:end])
             if len(chosen):
-                own_ids = sample.completion_ids[start:end]
-                sources = (len(prompt_ids) - 1 + chosen).astype(np.int32)
+                first_source = len(prompt_ids) - 1
+                targets = sample.completion_ids[start:end]
+                if is_whole:
+                    places = numbers[start:end]
+                    sources = numbers[first_source : first_source + num_completion]
+                else:
+                    places = (start + chosen).astype(np.int32)
+                    sources = (first_source + chosen).astype(np.int32)
+                    targets = targets[chosen]
                 ids = sample.rows[number][: sources[-1] + 1]
-                places = (start + chosen).astype(np.int32)
                 kept = sample.kept and sample.kept.take(places)
                 routes = sample.routes[number] if sample.routes else None
-                rows.append(TokenRow(i, ids, sources, own_ids[chosen], places, kept, routes))
+                rows.append(TokenRow(i, ids, sources, targets, places, kept, routes))
             start = end
     return rows
 
