@@ -26,7 +26,7 @@ from benchmarks.report import in_turns, paired_ratio, print_result
 from tests.support.models import tiny_llama
 from tests.support.samples import changed
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.packing import Layout, make_rows, make_tile, plan_tiles
@@ -120,7 +120,7 @@ def make_policy(model: Any, samples: Sequence[Sample], budget_tokens: int) -> Tr
 
 def train_step(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens: int) -> float:
     """Form micro-batches, accumulate them, update; returns the gradient norm."""
-    sums = MicroBatchMetrics()
+    sums = Sums()
     for batch in form_micro_batches(samples, budget_tokens):
         sums += policy.accumulate(batch)
     return policy.update(sums.denominator).grad_norm

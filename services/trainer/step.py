@@ -28,7 +28,7 @@ from tidemill.common.wire.messages import Commit, Outcome, TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
 from tidemill.services.trainer.algorithm.losses.mini_batch import fill_statistics
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
 from tidemill.services.trainer.groups.bins import PrefixOrder, fit_together, form_micro_batches
 from tidemill.services.trainer.groups.group import Group
@@ -48,7 +48,7 @@ class MiniBatch:
     """What one optimizer update was made of: micro-batches in order of training."""
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    sums: MicroBatchMetrics = field(default_factory=MicroBatchMetrics)
+    sums: Sums = field(default_factory=Sums)
     update: UpdateResult | None = None
 
 
@@ -68,9 +68,9 @@ class StepResult:
         return [sample for group in self.groups for sample in group.samples]
 
     @property
-    def sums(self) -> MicroBatchMetrics:
+    def sums(self) -> Sums:
         """Sums over all mini-batches of all passes."""
-        return sum((mini.sums for mini in self._all), MicroBatchMetrics())
+        return sum((mini.sums for mini in self._all), Sums())
 
     @property
     def updates(self) -> list[UpdateResult]:

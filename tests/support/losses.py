@@ -10,7 +10,8 @@ import torch
 from tests.support.samples import changed
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.losses import mini_batch
-from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
+from tidemill.services.trainer.algorithm.losses.sums import TileSums
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
 from tidemill.services.trainer.groups.columns import TRAINED_WITH
@@ -50,7 +51,7 @@ class LossTerms(NamedTuple):
     """What `policy_loss` returns."""
 
     loss: torch.Tensor
-    sums: Sums
+    sums: TileSums
 
 
 def loss_of(tokens: Tokens, **algorithm: Any) -> LossTerms:

@@ -24,7 +24,7 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.choices import Rows
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.adapters import Adapters
@@ -161,8 +161,8 @@ def gradients_of(policy: TransformersPolicy) -> torch.Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
 
-def accumulate_all(policy: Policy, batches: list[MicroBatch]) -> MicroBatchMetrics:
-    return sum((policy.accumulate(batch) for batch in batches), MicroBatchMetrics())
+def accumulate_all(policy: Policy, batches: list[MicroBatch]) -> Sums:
+    return sum((policy.accumulate(batch) for batch in batches), Sums())
 
 
 def train(policy: Policy, batches: list[MicroBatch]) -> UpdateResult:

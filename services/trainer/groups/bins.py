@@ -10,7 +10,6 @@ its layout, unless a sample alone is larger; the bins of a micro-batch have like
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Literal
 
 from tidemill.common.wire.arrays import Int32

@@ -16,7 +16,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Score, Trajectory
 from tidemill.common.wire.segments import SessionEnd
 from tidemill.services.trainer.algorithm.advantages.shaping import log_ratios
-from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
+from tidemill.services.trainer.algorithm.losses.sums import loss_metrics
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample, num_sampled
 from tidemill.services.trainer.policy.usage import Usage

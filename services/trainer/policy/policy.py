@@ -27,7 +27,7 @@ from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
 from tidemill.common.wire.choices import Routing
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
@@ -64,7 +64,7 @@ class Policy(Protocol):
         """The routers that are given the experts which the engine chose, so that samples need their routes;
         None where nothing is replayed."""
 
-    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+    def accumulate(self, batch: MicroBatch) -> Sums:
         """Add the batch's gradient, unnormalised, to what has been accumulated. After an exception the
         accumulated gradients are undefined: call `zero` and start the step again."""
 

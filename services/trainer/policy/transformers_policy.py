@@ -23,10 +23,10 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
-from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
+from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums, add_tiles, count_batch
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch, total_metrics
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample, without_choices
@@ -200,7 +200,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             return Critic(model, self._make_scorer, self._device)
         return ValueHead(model, algorithm.value.detach, self._device)
 
-    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+    def accumulate(self, batch: MicroBatch) -> Sums:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
         return self._accumulate(batch, self._plan(batch.samples))
 
@@ -228,29 +228,28 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
     def _make_tile(self, planned: PlannedTile) -> Tile:
         return make_tile(planned)
 
-    def _accumulate(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
+    def _accumulate(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> Sums:
         lengths = [len(row) for _, rows in plan for row in rows]
-        tiles, positions = [], 0
-        compared = self._compare_routes(batch, plan) if self._begins_update else MicroBatchMetrics()
+        tiles: list[TileSums] = []
+        positions = 0
+        compared = self._compare_routes(batch, plan) if self._begins_update else Sums()
         self._begins_update = False
         for planned in plan:
             tile = self._make_tile(planned)
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
-        counted = replace(
-            count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens),
-            positions=positions,
-            row_tokens=sum(lengths),
-            row_pairs=sum(length * (length + 1) // 2 for length in lengths),
-        )
-        return counted + total_metrics(tiles) + compared
+        counts = count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens)
+        counts["positions"] = positions
+        counts["row_tokens"] = sum(lengths)
+        counts["row_pairs"] = sum(length * (length + 1) // 2 for length in lengths)
+        return counts + add_tiles(tiles) + compared
 
     @torch.no_grad()
-    def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
+    def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> Sums:
         """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
         choice: two passes, which the other ranks make too."""
         if self.routing is None:
-            return MicroBatchMetrics()
+            return Sums()
         # Without demonstrations: no engine has chosen for them, nor said a logprob.
         rows = [row for _, own in plan[:1] for row in own if row.routes is not None]
         rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
@@ -261,13 +260,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             own = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows if rows]
             sums.append(float(np.abs(logprobs_N - np.concatenate(own)).sum()) if own else 0.0)
         with_routes, without = sums
-        return MicroBatchMetrics(
+        return Sums(
             compared_tokens=sum(len(row.targets) for row in tile.rows) if rows else 0,
             replayed_gap_sum=with_routes,
             unreplayed_gap_sum=without,
         )
 
-    def _train_tile(self, tile: Tile, batch: MicroBatch) -> Sums:
+    def _train_tile(self, tile: Tile, batch: MicroBatch) -> TileSums:
         """Add one tile's gradient; return its sums, still on the device."""
         algorithm, head = self._algorithm, self._value_head
         scores = self._scorer.score(

@@ -28,17 +28,14 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
     value_loss,
 )
 from tidemill.services.trainer.algorithm.losses.routing import expert_counts, router_terms
+from tidemill.services.trainer.algorithm.losses.sums import EXPERTS, TileSums
 from tidemill.services.trainer.algorithm.losses.surrogates import SurrogateFunction
 from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
-
-Sums = dict[str, Tensor]
-"""Detached tensors by the names of `MicroBatchMetrics`: sums over tokens, and largest values (`*_max`).
-Tokens of each expert are in `expert_counts/<layer>`, [E]."""
 
 
 def policy_loss(
     tokens: Tokens, algorithm: AlgorithmConfig, surrogate: SurrogateFunction
-) -> tuple[Tensor, Sums]:
+) -> tuple[Tensor, TileSums]:
     """The unnormalised loss of N >= 1 trained tokens, with its gradient, and its diagnostics.
 
     With `old_logprobs: recompute` the old policy is the one at the step's start: `proximal_logprobs`, or
@@ -112,10 +109,10 @@ def policy_loss(
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
     counts = expert_counts(tokens.routing)
-    return loss, sums | {f"expert_counts/{layer}": count_E for layer, count_E in enumerate(counts)}
+    return loss, sums | {f"{EXPERTS}{layer}": count_E for layer, count_E in enumerate(counts)}
 
 
-def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
+def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
     """The loss of each token, for demonstrations their imitation loss, whose sums go into `sums`.
 
     Logprobs -0.5 and -2 of demonstrations with a weight of 0.1: 0.05 and 0.2.
@@ -127,7 +124,7 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
     return torch.where(is_shown_N, -weights_N * tokens.logprobs_N, loss_N)
 
 
-def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
+def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
     """weight * KL(policy || teacher) of each token; its sums go into `sums`."""
     if "teacher_logprobs" not in tokens.columns:
         return torch.zeros_like(tokens.weights_N)
@@ -139,7 +136,7 @@ def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Ten
     return weights_N * kl_N
 
 
-def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
+def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
     """The weighted value loss of each token; its diagnostics go into `sums`."""
     assert tokens.values_N is not None, "it is asked for where there is a value head"
     old_N = tokens.columns["values"]
@@ -151,7 +148,7 @@ def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tenso
     return algorithm.value.coefficient * loss_N
 
 
-def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
+def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
     """The routers' weighted losses of each token; their unweighted means over layers go into `sums`."""
     sequences = tokens.sequence_N, tokens.num_sequences
     balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
@@ -161,7 +158,7 @@ def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tens
 
 
 @torch.no_grad()
-def _sums(tokens: Tokens, surrogate: Surrogate) -> Sums:
+def _sums(tokens: Tokens, surrogate: Surrogate) -> TileSums:
     gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
     unmasked_gap_N = tokens.unmasked_logprobs_N - tokens.rollout_logprobs_N
 

@@ -9,7 +9,6 @@ order: they agree on the number of forward passes, and a rank with fewer adds pa
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.choices import Rows
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout, split_groups, split_samples
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Routes, Sample, SegmentTokens, TurnEnd
@@ -188,7 +187,7 @@ class RankPolicy(TransformersPolicy):
         if isinstance(root, FSDPModule) and any(weight.requires_grad for weight in root.parameters()):
             self._roots.append(root)
 
-    def accumulate(self, batch: MicroBatch | None) -> MicroBatchMetrics:
+    def accumulate(self, batch: MicroBatch | None) -> Sums:
         """Train this rank's share of the micro-batch that rank 0 has; the metrics are those of all shares."""
         is_at_start = batch is not None and batch.is_at_start
         (samples,), _, is_at_start = self._deal(batch.samples if batch else (), self._split, is_at_start)
@@ -197,16 +196,17 @@ class RankPolicy(TransformersPolicy):
         # Before the first pass: in each of them ranks wait for each other.
         num_missing = self._num_missing(plan)
         self._reduce_gradients(not self._reduces_once)
-        metrics = self._accumulate(own, plan)
+        sums = self._accumulate(own, plan)
         for _ in range(num_missing):
             self._pass_nothing()
         # Where no rank had a token there is none to sum: the update is skipped, as on one rank.
         self._holds_gradients |= self._reduces_once and len(plan) + num_missing > 0
         num_alike = self._config.context_size
-        # Ranks that share tiles have the same metrics, except positions: each counts its own columns.
-        parts = self._ranks.gather(pack(metrics))[::num_alike]
-        total = sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
-        return replace(total, positions=total.positions * num_alike)
+        # Ranks that share tiles have the same sums, except positions: each counts its own columns.
+        parts = self._ranks.gather(pack(dict(sums)))[::num_alike]
+        total = sum((unpack(part) for part in parts), Sums())
+        total["positions"] *= num_alike
+        return total
 
     def _make_tile(self, planned: PlannedTile) -> Tile:
         tile = super()._make_tile(planned)

@@ -24,8 +24,8 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
     teacher_kl,
     value_loss,
 )
+from tidemill.services.trainer.algorithm.losses.sums import Sums, add_tiles, loss_metrics
 from tidemill.services.trainer.algorithm.losses.tokens import denominator, token_weight
-from tidemill.services.trainer.algorithm.losses.totals import total_metrics
 from tidemill.services.trainer.policy.head import score_logits
 
 ROLLOUT = {"old_logprobs": "rollout"}
@@ -466,9 +466,17 @@ def test_tiles_are_joined_by_their_sums_and_largest_values():
         {"tokens": torch.tensor(n), "weight_max": tensor(x)[0], "expert_counts/0": torch.tensor([n, 1])}
         for n, x in ((1, 3.0), (2, 2.0))
     ]
-    found = total_metrics(tiles)
+    found = add_tiles(tiles)
     assert (found.tokens, found.weight_max, found.expert_counts) == (3, 3.0, ((3, 2),))
-    assert total_metrics([]).expert_counts == ()
+    assert add_tiles([]).expert_counts == ()
+
+
+def test_a_sum_that_nothing_else_knows_is_a_metric_by_its_name():
+    """Over the 4 tokens that were sampled, not the 6 that were trained; 2 are of a demonstration."""
+    sums = Sums(tokens=3, imitation_tokens=2, surprise_sum=3.0, surprise_max=2.0, note=1.0)
+    metrics = loss_metrics(sums + Sums(tokens=3, surprise_sum=5.0, surprise_max=7.0))
+    assert (metrics["surprise"], metrics["surprise/max"]) == (2.0, 7.0)
+    assert not {"note", "loss_sum", "entropy_sum"} & metrics.keys()
 
 
 @pytest.mark.parametrize(
@@ -593,9 +601,8 @@ class TestNoTokenTakesOverAStep:
             return tokens.logprobs_N.grad, terms
 
         gradient_N, terms = terms_of(0.0)
-        metrics = total_metrics([terms.sums])
-        values = (getattr(metrics, name) for name in metrics.__dataclass_fields__ if name != "expert_counts")
-        assert all(map(math.isfinite, values)), metrics
+        metrics = add_tiles([terms.sums])
+        assert all(map(math.isfinite, metrics.values())), metrics
         assert gradient_N[0].item() == 0.0 and torch.isfinite(gradient_N).all()
         # The ratio, or the weight, may be that of the whole sequence.
         if fields.get("loss") not in ("gspo", "gmpo", "vespo"):

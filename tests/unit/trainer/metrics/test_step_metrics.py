@@ -14,7 +14,7 @@ from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, Commit, Trajectory
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
 from tidemill.services.trainer.groups.sample import make_sample
@@ -51,9 +51,7 @@ def two_samples() -> Group:
 
 
 def step_of(*groups: Group) -> StepResult:
-    return StepResult(
-        list(groups), [MiniBatch([], MicroBatchMetrics(), UpdateResult(grad_norm=0.25, lr=1e-3))]
-    )
+    return StepResult(list(groups), [MiniBatch([], Sums(), UpdateResult(grad_norm=0.25, lr=1e-3))])
 
 
 def step_of_two_groups() -> StepResult:
@@ -68,7 +66,7 @@ def step_of_two_groups() -> StepResult:
         [sample_of(1, 0, 3, ((2, 0),)), sample_of(1, 1, 1, ((4, 0),))],
         [make_score(1, 0, 0.5, latency_s=3.0), make_score(1, 1, None, latency_s=6.0)],
     )
-    sums = MicroBatchMetrics(
+    sums = Sums(
         sequences=3, tokens=9, denominator=4.5, loss_sum=-9.0, entropy_sum=18.0, kl_sum=0.45,
         rollout_kl_sum=0.9, clipped_low=1, clipped_high=2, clipped_dual=3, weight_sum=9.9, weight_max=1.5,
         weights_bounded=3, raw_weight_sum=12.0, raw_weight_square_sum=20.0, mismatch_sum=1.8,
@@ -137,7 +135,7 @@ def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominato
 def test_a_value_head_is_judged_by_the_variance_it_explains():
     # Returns 0, 1, 2, 1: mean 1, variance 0.5. Squared errors of 0.1 each: 1 - 0.1 / 0.5 = 0.8.
     result = step_of_two_groups()
-    result.mini_batches[0].sums = MicroBatchMetrics(
+    result.mini_batches[0].sums = Sums(
         tokens=4, value_loss_sum=0.2, value_square_error_sum=0.4, return_sum=4.0, return_square_sum=6.0
     )
     result.mini_batches[0].update = UpdateResult(grad_norm=math.nan, lr=1e-3)
@@ -151,7 +149,7 @@ def test_a_step_with_nothing_to_train_has_finite_numbers():
     empty = [sample_of(0, index, 0, ((4, 0),)) for index in range(2)]
     group = group_of(empty, [make_score(0, 0, 1.0), make_score(0, 1, 1.0)])
     update = UpdateResult(0.0, 1e-3, skipped=True, reason="nothing")
-    numbers = step_metrics(4, StepResult([group], [MiniBatch([], MicroBatchMetrics(), update)]), 0, 1.0)
+    numbers = step_metrics(4, StepResult([group], [MiniBatch([], Sums(), update)]), 0, 1.0)
     assert all(math.isfinite(value) for value in numbers.values())
     assert (numbers["loss"], numbers["update_skipped"], numbers["staleness/max"]) == (0.0, 1.0, 0.0)
 

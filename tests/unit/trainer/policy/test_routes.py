@@ -27,7 +27,7 @@ from tests.support.sessions import session_samples
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.algorithm.losses.routing import sequence_balance
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, loss_metrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums, loss_metrics
 from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches
 from tidemill.services.trainer.groups.sample import Sample, make_routes
 from tidemill.services.trainer.policy.compiling import compile_model
@@ -153,10 +153,14 @@ def test_the_estimate_of_memory_counts_their_logits():
     assert sizes == [2 * 3, 2 * 4, 4, 0], "experts of each layer; GLM's first layer is dense"
 
 
+def counts_of(*layers: tuple[int, ...]) -> dict[str, Any]:
+    return {f"expert_counts/{number}": np.array(layer) for number, layer in enumerate(layers)}
+
+
 def test_metrics_by_hand():
-    one = MicroBatchMetrics(tokens=1, expert_counts=((1, 1, 0, 0), (2, 0, 0, 0)), balance_sum=2.0)
-    two = MicroBatchMetrics(tokens=1, expert_counts=((1, 1, 0, 0), (0, 1, 1, 0)), balance_sum=4.0)
-    metrics = loss_metrics(MicroBatchMetrics() + one + two)
+    one = Sums({"tokens": 1, "balance_sum": 2.0} | counts_of((1, 1, 0, 0), (2, 0, 0, 0)))
+    two = Sums({"tokens": 1, "balance_sum": 4.0} | counts_of((1, 1, 0, 0), (0, 1, 1, 0)))
+    metrics = loss_metrics(Sums() + one + two)
     # Layer 0: (2, 2, 0, 0), entropy log 2 of log 4. Layer 1: (2, 1, 1, 0), entropy 1.5 log 2.
     assert metrics["experts/max_load"] == 2.0
     assert metrics["experts/entropy"] == pytest.approx((0.5 + 0.75) / 2)
