@@ -24,7 +24,7 @@ from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.wire.arrays import Bits, Float64
 from tidemill.services.trainer.algorithm.losses.corrections import importance_weights
 from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES
-from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Ratio
+from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Tokens
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample
 
@@ -43,9 +43,9 @@ def fill_statistics(groups: Sequence[Group], algorithm: AlgorithmConfig) -> None
         factors_N /= mean_weight(samples, algorithm)
     loss = LOSSES.get(algorithm.loss)
     if loss and loss.choose:
-        ratio = start_ratio(samples, algorithm)
+        tokens = start_tokens(samples, algorithm)
         places = [(sample.key, int(place)) for sample in samples for place in np.flatnonzero(sample.mask)]
-        chosen = loss.choose(ratio, loss.surrogate(ratio, algorithm), places, algorithm)
+        chosen = loss.choose(tokens, loss.surrogate(tokens, algorithm), places, algorithm)
         if loss.leaves_out:
             factors_N[chosen] = 0.0
         else:
@@ -91,7 +91,7 @@ def mean_weight(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> float:
     return float(weights_M.mean()) if len(weights_M) and weights_M.any() else 1.0
 
 
-def start_ratio(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Ratio:
+def start_tokens(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Tokens:
     """The trained tokens of the samples as the loss will see them first, in float64."""
     start_N, rollout_N = (_trained(samples, name) for name in ("start_logprobs", "rollout_logprobs"))
     advantages = [sample.columns["advantages"][sample.mask].astype(np.float64) for sample in samples]
@@ -99,7 +99,15 @@ def start_ratio(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Ratio:
     old_N = start_N if algorithm.old_logprobs == "recompute" else rollout_N
     arrays = (start_N - old_N, _joined(advantages), start_N, _sequences(samples))
     log_N, advantages_N, logprobs_N, sequence_N = map(torch.from_numpy, arrays)
-    return Ratio(log_N, advantages_N, logprobs_N, sequence_N, len(samples))
+    return Tokens(
+        logprobs_N=logprobs_N,
+        weights_N=torch.ones_like(logprobs_N),
+        sequence_N=sequence_N,
+        num_sequences=len(samples),
+        entropies_N=torch.zeros_like(logprobs_N),
+        columns={"rollout_logprobs": torch.from_numpy(rollout_N), "advantages": advantages_N},
+        log_N=log_N,
+    )
 
 
 def _sequences(samples: Sequence[Sample]) -> NDArray[np.int64]:

@@ -13,6 +13,8 @@ micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 Shape legend: N trained tokens of a forward pass, from any number of sequences.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
 from tidemill.services.trainer.algorithm.losses.routing import expert_counts, router_terms
 from tidemill.services.trainer.algorithm.losses.sums import EXPERTS, TileSums
 from tidemill.services.trainer.algorithm.losses.surrogates import SurrogateFunction
-from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
+from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Surrogate, Tokens
 
 
 def policy_loss(
@@ -53,16 +55,9 @@ def policy_loss(
     old_N = proximal_N if algorithm.old_logprobs == "recompute" else tokens.rollout_logprobs_N
     sequences, drift_N = (tokens.sequence_N, tokens.num_sequences), proximal_N - tokens.rollout_logprobs_N
     importance_N, raw_N, is_bounded_N = importance_weights(drift_N, *sequences, algorithm)
-    ratio = Ratio(
-        log_N=tokens.logprobs_N - old_N,
-        advantages_N=tokens.advantages_N,
-        logprobs_N=tokens.logprobs_N,
-        sequence_N=tokens.sequence_N,
-        num_sequences=tokens.num_sequences,
-        penalised_N=tokens.columns.get("penalised"),
-    )
+    tokens = replace(tokens, log_N=tokens.logprobs_N - old_N)
     importance_N, raw_N = tokens.of_sampled(importance_N), tokens.of_sampled(raw_N)
-    result = surrogate(ratio, algorithm)
+    result = surrogate(tokens, algorithm)
     sums = _sums(tokens, result) | {
         "weight_sum": importance_N.sum(),
         "weight_max": importance_N.max(),
@@ -82,7 +77,7 @@ def policy_loss(
     if "reference_logprobs" in tokens.columns:
         # Over all ids on both sides: over the kept ones alone a policy would differ from itself.
         unmasked_N = tokens.unmasked_logprobs_N
-        kl_N = kl_penalty(unmasked_N, tokens.columns["reference_logprobs"], algorithm.kl, ratio.ratio_N)
+        kl_N = kl_penalty(unmasked_N, tokens.columns["reference_logprobs"], algorithm.kl, tokens.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N

@@ -3,7 +3,7 @@
 Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class Tokens:
     routing: tuple[LayerRouting, ...] = ()
     """Routing of each mixture layer, where it is wanted; with gradient."""
 
+    log_N: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """log(current / old), with gradient; 0 until the loss sets it, before it asks a surrogate."""
+
     @property
     def rollout_logprobs_N(self) -> Tensor:
         return self.columns["rollout_logprobs"]
@@ -53,6 +56,21 @@ class Tokens:
     @property
     def advantages_N(self) -> Tensor:
         return self.columns["advantages"]
+
+    @property
+    def penalised_N(self) -> Tensor | None:
+        """1 for the tokens that the loss penalises; None where it chooses none."""
+        return self.columns.get("penalised")
+
+    @property
+    def ratio_N(self) -> Tensor:
+        """current / old, per token, finite."""
+        return self.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    @property
+    def old_logprobs_N(self) -> Tensor:
+        """Logprobs under the old policy, without gradient."""
+        return (self.logprobs_N - self.log_N).detach()
 
     def comparable(self) -> "Tokens":
         """The same as the loss sees them: logprobs of at least `LOGPROB_FLOOR`, and demonstrations as tokens
@@ -99,29 +117,6 @@ class Tokens:
         """The values, 0 for demonstrations."""
         is_shown_N = self.is_shown_N
         return values_N if is_shown_N is None else values_N.masked_fill(is_shown_N, 0.0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ratio:
-    """The policy against the old one: `log_N` with gradient, and what a loss needs to group its tokens."""
-
-    log_N: Tensor
-    advantages_N: Tensor
-    logprobs_N: Tensor
-    sequence_N: Tensor
-    num_sequences: int
-    penalised_N: Tensor | None = None
-    """1 for the tokens that the loss penalises; None where it chooses none."""
-
-    @property
-    def ratio_N(self) -> Tensor:
-        """current / old, per token, finite."""
-        return self.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-    @property
-    def old_logprobs_N(self) -> Tensor:
-        """Logprobs under the old policy, without gradient."""
-        return (self.logprobs_N - self.log_N).detach()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

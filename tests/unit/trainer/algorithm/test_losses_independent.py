@@ -29,7 +29,7 @@ from tests.support.training import make_score, plain_sample, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.losses.mini_batch import mean_weight, start_ratio, top_entropy
+from tidemill.services.trainer.algorithm.losses.mini_batch import mean_weight, start_tokens, top_entropy
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES, find_loss, token_covariances
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
@@ -289,7 +289,7 @@ def test_covariances_and_what_is_chosen_by_hand():
     ]
     kl_cov = AlgorithmConfig(loss="kl_cov", covariance={"share": 0.5}, **ROLLOUT)
     np.testing.assert_allclose(
-        token_covariances(start_ratio(samples, kl_cov)), [1.0, -1.0, 0.0, 0.0], atol=1e-6
+        token_covariances(start_tokens(samples, kl_cov)), [1.0, -1.0, 0.0, 0.0], atol=1e-6
     )
     assert chosen(samples, kl_cov) == [True, False, True, False], "2 of 4, the first of equal"
     fields = {"loss": "clip_cov", "covariance": {"share": 0.01, "low": -0.5, "high": 0.5}}
@@ -302,7 +302,7 @@ def test_covariances_and_what_is_chosen_by_hand():
 
 def chosen(samples: list[Sample], algorithm: AlgorithmConfig) -> list[bool]:
     """Whether the loss chooses each trained token of a mini-batch."""
-    ratio, (surrogate, choose, _) = start_ratio(samples, algorithm), LOSSES[algorithm.loss]
+    ratio, (surrogate, choose, _) = start_tokens(samples, algorithm), LOSSES[algorithm.loss]
     places = [(sample.key, place) for sample in samples for place in range(len(sample.mask))]
     assert choose is not None
     found = choose(ratio, surrogate(ratio, algorithm), places, algorithm)
