@@ -55,7 +55,7 @@ class ModelFlops:
         """FLOPs of micro-batches: without padding, shared tokens once, pairs reduced by the same share."""
         tokens = min(sums.positions, sums.row_tokens)
         pairs = sums.row_pairs * tokens / max(sums.row_tokens, 1)
-        return self.token * tokens + self.score * sums.tokens + self.pair * pairs
+        return float(self.token * tokens + self.score * sums.tokens + self.pair * pairs)
 
 
 def count_flops(model: PreTrainedModel) -> ModelFlops:

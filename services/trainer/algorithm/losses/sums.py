@@ -190,7 +190,7 @@ def _effective_share(sums: Sums) -> float:
     if not sums.sampled_tokens or not sums.raw_weight_square_sum:
         return 1.0
     # Equal weights give a little more than 1 by rounding.
-    return min(1.0, sums.raw_weight_sum**2 / (sums.sampled_tokens * sums.raw_weight_square_sum))
+    return min(1.0, float(sums.raw_weight_sum**2 / (sums.sampled_tokens * sums.raw_weight_square_sum)))
 
 
 def _value_metrics(sums: Sums, tokens: float) -> dict[str, float]:
