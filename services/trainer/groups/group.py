@@ -43,8 +43,12 @@ class Group(RecordedGroup):
     @classmethod
     def of(cls, ticket: Ticket | Trajectory) -> "Group":
         """An empty group for a ticket that was issued just now, or for a demonstration."""
-        size, min_version = ticket.group_size, ticket.min_version
-        return cls(ticket.ticket, ticket.step, group_size=size, ticket_min_version=min_version)
+        return cls(
+            ticket.ticket,
+            ticket.step,
+            group_size=ticket.group_size,
+            ticket_min_version=ticket.min_version,
+        )
 
     def sample_at(self, index: int) -> Sample:
         """The sample of the trajectory at this index; it is made once.
@@ -117,7 +121,8 @@ class Group(RecordedGroup):
         none for a demonstration."""
         if self.is_demonstration:
             return []
-        return [one for one in self.trajectories.values() if not one.is_greedy and not fault_of(one)]
+        trajectories = self.trajectories.values()
+        return [sample for sample in trajectories if not sample.is_greedy and not fault_of(sample)]
 
     def trained_versions(self) -> list[Int32]:
         """For each sample, the version that produced each of its trained tokens; no version has produced a
@@ -139,4 +144,6 @@ class Group(RecordedGroup):
         # A new dictionary: the policy may be computing for the samples of the old one.
         self.arrived = {}
         self.precomputed_for = -1
-        self.started_version, self.oldest_sampled, self.is_ahead = -1, UNKNOWN_VERSION, False
+        self.started_version = -1
+        self.oldest_sampled = UNKNOWN_VERSION
+        self.is_ahead = False

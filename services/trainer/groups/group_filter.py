@@ -84,20 +84,22 @@ class GroupFilter:
         rewards: dict[int, float] = {}
         failures: dict[int, tuple[str, str]] = {}
         for index, score in sorted(group.scores.items()):
-            found = self._reward(group.trajectories[index], score, are_masked, teacher is not None)
-            if not isinstance(found, tuple):
-                rewards[index] = found
+            reward = self._reward(group.trajectories[index], score, are_masked, teacher is not None)
+            if not isinstance(reward, tuple):
+                rewards[index] = reward
                 continue
-            failures[index] = found
+            failures[index] = reward
             # A reward with a failure policy of its own puts it into the score; else the run's holds.
             if (score.on_failure or self.reward.on_failure) == "drop_group":
-                return Refusal(FAILED_SCORE, found[1])
+                _, detail = reward
+                return Refusal(FAILED_SCORE, detail)
         greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
         sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
         left_out = [(index, reason) for index, (reason, _) in failures.items()]
         left_out += [(index, GREEDY) for index in greedy]
         if not self.has_baseline:
-            rewards, greedy = sampled, {}
+            rewards = sampled
+            greedy = {}
         elif not greedy:
             return Refusal(NO_BASELINE, "its greedy sample has no score, or it was given none")
         if len(rewards) < self.reward.min_group_size or not sampled:

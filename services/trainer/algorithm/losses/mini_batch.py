@@ -36,7 +36,8 @@ def fill_statistics(groups: Sequence[Group], algorithm: AlgorithmConfig) -> None
         return
     # By key: sums, quantiles and ties are the same, whatever the order of arrival.
     samples = sorted((sample for group in groups for sample in group.samples), key=lambda s: s.key)
-    factors_N, penalised_N = np.ones(sum(sample.num_trained for sample in samples)), None
+    factors_N = np.ones(sum(sample.num_trained for sample in samples))
+    penalised_N = None
     if algorithm.top_entropy_quantile < 1.0:
         factors_N *= top_entropy(_trained(samples, "entropies"), algorithm.top_entropy_quantile)
     if algorithm.importance.normalise:
@@ -93,7 +94,8 @@ def mean_weight(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> float:
 
 def start_tokens(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Tokens:
     """The trained tokens of the samples as the loss will see them first, in float64."""
-    start_N, rollout_N = (_trained(samples, name) for name in ("start_logprobs", "rollout_logprobs"))
+    start_N = _trained(samples, "start_logprobs")
+    rollout_N = _trained(samples, "rollout_logprobs")
     advantages = [sample.columns["advantages"][sample.mask].astype(np.float64) for sample in samples]
     # With `recompute` the old policy is that of the start: the ratio is 1.
     old_N = start_N if algorithm.old_logprobs == "recompute" else rollout_N
