@@ -23,7 +23,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.report import in_turns, paired_ratio, print_figures
-from tests.support.training import sample_of
+from tests.support.samples import sample_of
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.routers import find_routers
 from tidemill.common.wire import codec
@@ -32,7 +32,7 @@ from tidemill.common.wire.messages import ChoiceRows, SamplingParams
 from tidemill.services.rollout.engines.decoding import DecodingRow, RouteRecorder, decode_batch
 from tidemill.services.rollout.engines.engine import GenerationRequest, StopTexts
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import Sample, make_routes, without_choices
+from tidemill.services.trainer.groups.sample import Sample, make_routes, without_choices
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 GROUPS, SIZE, PROMPT, COMPLETION, PAIRS = 4, 16, 64, 48, 11

@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 import torch
 
-from tests.support.training import sample_of
-from tidemill.services.trainer.groups.samples import Sample
+from tests.support.samples import sample_of
+from tidemill.services.trainer.groups.sample import Sample
 
 
 def is_gpu() -> bool:

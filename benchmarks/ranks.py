@@ -28,9 +28,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.report import machine, print_result, print_table
 from tests.support.models import run_config
-from tests.support.training import sample_of
+from tests.support.samples import sample_of
 from tidemill.services.trainer.groups.bins import PrefixOrder, cost, form_micro_batches, split_samples
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.packing import make_rows, plan_tiles

@@ -9,7 +9,6 @@ the same work. SIDE `bare`: our side and a bare loop of torch in turns.
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,10 +24,11 @@ from transformers import LlamaForCausalLM
 from benchmarks.device import Peak, is_gpu, now_s, random_sample
 from benchmarks.report import in_turns, paired_ratio, print_result
 from tests.support.models import tiny_llama
+from tests.support.samples import changed
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.packing import Layout, make_rows, make_tile, plan_tiles
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
@@ -99,7 +99,7 @@ def make_batch(case: Case, vocab_size: int, scale: int) -> list[Sample]:
     firsts = (samples[i - i % case.group].prompt_ids for i in range(case.sequences))
     shares = ((i % case.turns + 1) / case.turns for i in range(case.sequences))
     return [
-        replace(sample, prompt_ids=first[: round(len(first) * share)])
+        changed(sample, prompt_ids=first[: round(len(first) * share)])
         for sample, first, share in zip(samples, firsts, shares, strict=True)
     ]
 
@@ -120,7 +120,7 @@ def make_policy(model: Any, samples: Sequence[Sample], budget_tokens: int) -> Tr
 
 def train_step(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens: int) -> float:
     """Form micro-batches, accumulate them, update; returns the gradient norm."""
-    sums = MicroBatchMetrics()
+    sums = Sums()
     for batch in form_micro_batches(samples, budget_tokens):
         sums += policy.accumulate(batch)
     return policy.update(sums.denominator).grad_norm

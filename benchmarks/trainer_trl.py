@@ -14,7 +14,7 @@ from trl.trainer.utils import pad
 from benchmarks.device import Peak, is_gpu, now_s
 from benchmarks.trainer_sides import GROUP_SIZE, LR, MAX_GRAD_NORM
 from tests.support.models import write_tokenizer
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.sample import Sample
 
 PLAIN: dict[str, Any] = {
     "beta": 0.0,

@@ -29,7 +29,7 @@ from benchmarks.gpu.parts import DID_NOT_START
 from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures
 from tests.support.models import logprobs_of, run_config
-from tests.support.training import sample_of
+from tests.support.samples import sample_of
 from tidemill.common.config import RunConfig
 from tidemill.common.config.weights import WeightsConfig
 from tidemill.common.errors import ConfigError, TidemillError

@@ -29,8 +29,8 @@ from benchmarks.gpu.shapes import make_model, shape_of
 from benchmarks.report import print_figures, print_table
 from tests.support.models import run_config
 from tidemill.common.config import RunConfig
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.algorithm.losses.sums import Sums
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.memory.estimate import GIB, trainer_take, usable
@@ -171,7 +171,7 @@ def _measured(policy: Policy, work: Work, vocab_size: int, ranks: int) -> dict[s
     }
 
 
-def _step(policy: Policy, batches: Sequence[MicroBatch]) -> tuple[float, MicroBatchMetrics, float]:
+def _step(policy: Policy, batches: Sequence[MicroBatch]) -> tuple[float, Sums, float]:
     """Seconds, sums and gradient norm of a step."""
     started = now_s()
     sums = reduce(add, (policy.accumulate(batch) for batch in batches))

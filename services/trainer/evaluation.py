@@ -48,8 +48,8 @@ from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.prompts import Prompt
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
 from tidemill.services.trainer.durable.trimming import Trimmer
-from tidemill.services.trainer.groups.group_filter import PendingGroup
-from tidemill.services.trainer.groups.samples import num_sampled
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.sample import num_sampled
 from tidemill.services.trainer.metrics.step_metrics import component_values
 
 log = structlog.get_logger(__name__)
@@ -212,11 +212,11 @@ class Evaluator:
         first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)
 
-    async def _collect(self, tickets: Sequence[Ticket], code_errors: CodeErrors) -> list[PendingGroup]:
+    async def _collect(self, tickets: Sequence[Ticket], code_errors: CodeErrors) -> list[Group]:
         """Read the lane until every sample of every ticket is scored or dead, or no more can come. Raises
         ConfigError: see `evaluate`."""
         broker, keys = self.context.broker, self.context.keys
-        groups = {ticket.ticket: PendingGroup.of(ticket) for ticket in tickets}
+        groups = {ticket.ticket: Group.of(ticket) for ticket in tickets}
         dead: dict[str, set[TrajectoryKey]] = {}
         dead_letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))
         readers, is_exhausted = self._readers(self._letters_read), False
@@ -295,7 +295,7 @@ class Evaluator:
             return False
         return id_order(status.last_delivered) >= id_order(newest)
 
-    def _sum_up(self, groups: Sequence[PendingGroup]) -> Evaluations:
+    def _sum_up(self, groups: Sequence[Group]) -> Evaluations:
         scored: defaultdict[str, list[list[Score]]] = defaultdict(list)
         samples: defaultdict[str, list[Trajectory]] = defaultdict(list)
         for (dataset, _), group in zip(self.prompts, groups, strict=True):
@@ -304,7 +304,7 @@ class Evaluator:
             samples[dataset] += [group.trajectories[index] for index in made]
         return {name: self._numbers(rows, samples[name]) for name, rows in scored.items()}
 
-    def _reasons(self, groups: Sequence[PendingGroup]) -> dict[str, str]:
+    def _reasons(self, groups: Sequence[Group]) -> dict[str, str]:
         """By dataset: the most frequent cause of its failed samples, as the last of them gives it."""
         logs: defaultdict[str, FailureLog] = defaultdict(FailureLog)
         for (dataset, _), group in zip(self.prompts, groups, strict=True):
@@ -358,7 +358,7 @@ async def _read_all(reader: OffsetReader[Any], block_s: float = 0.0) -> list[Any
     return entries
 
 
-def _missing(groups: Mapping[int, PendingGroup]) -> set[TrajectoryKey]:
+def _missing(groups: Mapping[int, Group]) -> set[TrajectoryKey]:
     """The samples without a trajectory or without its score."""
     return {
         (ticket, index)

@@ -14,7 +14,7 @@ is 1.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -27,12 +27,14 @@ from tidemill.common.process.service import StoppedError
 from tidemill.common.wire.messages import Commit, Outcome, TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.coefficients import coefficient_metrics
-from tidemill.services.trainer.algorithm.losses.mini_batch import with_statistics
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.mini_batch import fill_statistics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler, Dropped, Precompute
-from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample, rebuild, without_proximal
+from tidemill.services.trainer.groups.bins import PrefixOrder, fit_together, form_micro_batches
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import GroupFilter
+from tidemill.services.trainer.groups.micro_batch import MicroBatch, rebuild
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread, UpdateResult
 
 log = structlog.get_logger(__name__)
@@ -46,7 +48,7 @@ class MiniBatch:
     """What one optimizer update was made of: micro-batches in order of training."""
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    sums: MicroBatchMetrics = field(default_factory=MicroBatchMetrics)
+    sums: Sums = field(default_factory=Sums)
     update: UpdateResult | None = None
 
 
@@ -54,7 +56,7 @@ class MiniBatch:
 class StepResult:
     """What one step did: groups in order of entry, mini-batches of the first pass in order of training."""
 
-    groups: list[TrainableGroup] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     mini_batches: list[MiniBatch] = field(default_factory=list)
     repeated: list[MiniBatch] = field(default_factory=list)
     """Mini-batches of later passes: the same again."""
@@ -66,9 +68,9 @@ class StepResult:
         return [sample for group in self.groups for sample in group.samples]
 
     @property
-    def sums(self) -> MicroBatchMetrics:
+    def sums(self) -> Sums:
         """Sums over all mini-batches of all passes."""
-        return sum((mini.sums for mini in self._all), MicroBatchMetrics())
+        return sum((mini.sums for mini in self._all), Sums())
 
     @property
     def updates(self) -> list[UpdateResult]:
@@ -110,13 +112,13 @@ def make_commit(
         sizes=sizes or {},
         metrics=metrics,
         digest=digest,
-        samples_digest=samples_digest(keys, {group.ticket: group.source for group in result.groups}),
+        samples_digest=samples_digest(keys, {group.ticket: group for group in result.groups}),
         started_at=started_at,
         finished_at=time.time(),
     )
 
 
-def samples_digest(keys: Sequence[TrajectoryKey], groups: Mapping[int, PendingGroup]) -> str:
+def samples_digest(keys: Sequence[TrajectoryKey], groups: Mapping[int, Group]) -> str:
     """Which tokens, choices and rewards a step was trained on. xxh3-64, 16 hex digits.
 
     After a loss of Redis the same tickets may be generated again: a replay must not take these samples for
@@ -165,7 +167,7 @@ class StepRunner:
         StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`)."""
         self.thread.hold()
         result = self._begin()
-        arrived: deque[TrainableGroup] = deque()
+        arrived: deque[Group] = deque()
         for number in range(self.trainer.mini_batches):
             mini = MiniBatch()
             result.mini_batches.append(mini)
@@ -178,7 +180,7 @@ class StepRunner:
         await self._finish(result)
         return result
 
-    async def replay(self, commit: Commit, groups: dict[int, PendingGroup]) -> StepResult:
+    async def replay(self, commit: Commit, groups: dict[int, Group]) -> StepResult:
         """Train a committed step again from the streams' records, with the recorded composition.
 
         Raises:
@@ -193,19 +195,17 @@ class StepRunner:
         all_groups = [self._filtered(groups[ticket], commit.step) for ticket in commit.groups]
         # All of it before the first update, as above.
         needed = [g for g in all_groups if g.ticket in later or self.precompute.is_needed_always]
-        ready = {group.ticket: group for group in await self._precomputed(needed, commit.step)}
-        result.groups += [ready.get(group.ticket, group) for group in all_groups]
+        await self._precompute(needed, commit.step)
+        result.groups += all_groups
         for number, composition in enumerate(commit.mini_batches):
             mini = MiniBatch()
             result.mini_batches.append(mini)
             tickets = {ticket for micro in composition for ticket, _ in micro}
             # In the order in which they entered, as when they were first trained.
-            groups_of_mini = self._assigned([g for g in result.groups if g.ticket in tickets])
-            assigned = {group.ticket: group for group in groups_of_mini}
-            result.groups = [assigned.get(group.ticket, group) for group in result.groups]
+            groups_of_mini = [group for group in result.groups if group.ticket in tickets]
+            self._assign(groups_of_mini)
             by_key = {sample.key: sample for group in groups_of_mini for sample in group.samples}
-            batches = rebuild(composition, by_key)
-            await self._accumulate(batches if number else [without_proximal(b) for b in batches], mini)
+            await self._accumulate(rebuild(composition, by_key, is_at_start=number == 0), mini)
             await self._update(mini)
         await self._repeat(result, commit.passes)
         await self._finish(result)
@@ -220,9 +220,9 @@ class StepRunner:
             await self._accumulate(rebuild([batch.keys for batch in first.micro_batches], samples), mini)
             await self._update(mini)
 
-    def _filtered(self, group: PendingGroup, step: int) -> TrainableGroup:
+    def _filtered(self, group: Group, step: int) -> Group:
         outcome = self.group_filter.select(group)
-        if isinstance(outcome, TrainableGroup):
+        if isinstance(outcome, Group):
             return outcome
         raise TidemillError(
             f"ticket {group.ticket} was trained at step {step}, but cannot be trained again: "
@@ -234,51 +234,63 @@ class StepRunner:
         step: int,
         mini: MiniBatch,
         result: StepResult,
-        arrived: deque[TrainableGroup],
+        arrived: deque[Group],
         assembler: BatchAssembler,
     ) -> None:
         """Fill one mini-batch with the next groups to arrive, and train them as they come. `arrived` are
         groups of the step that are in no mini-batch yet."""
         places = self.trainer.groups_per_step // self.trainer.mini_batches
         is_first = len(result.mini_batches) == 1
-        unassigned: list[TrainableGroup] = []
+        unassigned: list[Group] = []
         waiting: list[Sample] = []
+        bin_tokens, num_bins = self.policy.bins
+        layout = self.policy.layout
+        least = MIN_FILL * bin_tokens * num_bins
+        num_waiting = 0
+        """Tokens of what waits, common beginnings once."""
         while places:
             if not arrived:
                 num_missing = self.trainer.groups_per_step - len(result.groups) - len(unassigned)
                 arrived += await assembler.take(step, num_missing)
             groups = [arrived.popleft() for _ in range(min(places, len(arrived)))]
             if not is_first or self.precompute.is_needed_always:
-                groups = await self._precomputed(groups, step)
+                await self._precompute(groups, step)
             places -= len(groups)
             unassigned += groups
             if places and (self.advantages.scope == "batch" or self.algorithm.needs_statistics):
                 continue  # what each group is trained with depends on those that are still to come
-            groups, unassigned = self._assigned(unassigned), []
-            result.groups += groups
-            waiting += [sample for group in groups for sample in group.samples]
-            (bin_tokens, num_bins), layout = self.policy.bins, self.policy.layout
-            batches, waiting = form_micro_batches(waiting, bin_tokens, num_bins, layout), []
+            self._assign(unassigned)
+            result.groups += unassigned
+            samples = [sample for group in unassigned for sample in group.samples]
+            unassigned = []
+            waiting += samples
             # More groups are on their way: a micro-batch that is not half full waits for them.
-            least = MIN_FILL * bin_tokens * num_bins
-            if places and batches and PrefixOrder(batches[-1].samples, layout).num_tokens < least:
-                waiting = list(batches.pop().samples)
-            await self._accumulate([without_proximal(b) for b in batches] if is_first else batches, mini)
+            if places:
+                num_waiting += PrefixOrder(samples, layout).num_tokens
+                if num_waiting < least and fit_together(waiting, bin_tokens, num_bins, layout):
+                    continue
+            batches = form_micro_batches(waiting, bin_tokens, num_bins, layout, is_at_start=is_first)
+            waiting = []
+            num_waiting = 0
+            if places and batches:
+                num_tokens = PrefixOrder(batches[-1].samples, layout).num_tokens
+                if num_tokens < least:
+                    waiting = list(batches.pop().samples)
+                    num_waiting = num_tokens
+            await self._accumulate(batches, mini)
 
-    def _assigned(self, groups: Sequence[TrainableGroup]) -> list[TrainableGroup]:
-        """The groups with advantages and mini-batch statistics; demonstrations have neither."""
-        sampled = [group for group in groups if not group.source.is_demonstration]
+    def _assign(self, groups: Sequence[Group]) -> None:
+        """Fill in advantages, and what a mini-batch's statistics say; demonstrations have neither."""
+        sampled = [group for group in groups if not group.is_demonstration]
         if sampled:
-            sampled = with_statistics(self.advantages.assign(sampled, self.algorithm), self.algorithm)
-        by_ticket = {group.ticket: group for group in sampled}
-        return [by_ticket.get(group.ticket, group) for group in groups]
+            self.advantages.assign(sampled, self.algorithm)
+            fill_statistics(sampled, self.algorithm)
 
     async def _precompute_rest(
-        self, step: int, result: StepResult, arrived: deque[TrainableGroup], assembler: BatchAssembler
+        self, step: int, result: StepResult, arrived: deque[Group], assembler: BatchAssembler
     ) -> None:
         """Before the weights move: precompute for groups that have arrived; for others, keep the weights."""
-        for number, group in enumerate(await self._precomputed([*arrived], step)):
-            arrived[number] = group
+        await self._precompute(arrived, step)
         missing = self.trainer.groups_per_step - len(result.groups) - len(arrived)
         if missing:
             while not self.stopping.is_set() and await assembler.precompute_waiting(step, missing):
@@ -286,13 +298,13 @@ class StepRunner:
             if self.precompute.needs_start_weights:
                 await self.thread.call(self.policy.hold_weights)
 
-    async def _precomputed(self, groups: Sequence[TrainableGroup], step: int) -> list[TrainableGroup]:
-        """The groups with what their samples need to be trained after the weights have moved."""
-        sources = [group.source for group in groups if not self.precompute.is_ready(group.source, step)]
-        while sources:
+    async def _precompute(self, groups: Iterable[Group], step: int) -> None:
+        """Fill in what the groups' samples need to be trained after the weights have moved."""
+        waiting = [group for group in groups if not self.precompute.is_ready(group, step)]
+        while waiting:
             with self.activity.during("prepare"):
-                sources = sources[await self.precompute.compute(sources, step) :]
-        return [group.with_precomputed() for group in groups]
+                num_computed = await self.precompute.compute(waiting, step)
+            waiting = waiting[num_computed:]
 
     async def _accumulate(self, batches: Sequence[MicroBatch], mini: MiniBatch) -> None:
         with self.activity.during("train"):

@@ -13,7 +13,7 @@ from tests.support.training import pending_groups
 from tidemill.common.config import RunConfig
 from tidemill.common.process.activity import Activity
 from tidemill.common.wire.messages import Commit
-from tidemill.services.trainer.groups.group_filter import PendingGroup
+from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
 
@@ -94,7 +94,7 @@ def _doubtful_tickets(archive: Archive) -> set[int]:
     return {message.ticket for message in lost}
 
 
-def _stands(commit: Commit, groups: dict[int, PendingGroup], doubtful: set[int], size: int) -> bool:
+def _stands(commit: Commit, groups: dict[int, Group], doubtful: set[int], size: int) -> bool:
     return all(
         ticket not in doubtful
         and ticket in groups

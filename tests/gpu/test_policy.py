@@ -21,7 +21,7 @@ from tests.support.models import (
     train,
 )
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 pytestmark = needs_gpu

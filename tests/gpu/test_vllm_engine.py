@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_kernels
 from tests.support.models import PIECES, logprobs_of, run_config
-from tests.support.training import sample_of
+from tests.support.samples import sample_of
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest

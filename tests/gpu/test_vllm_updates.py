@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.gpu.models import IS_DRY, gpu_model, make_gpu_policy, needs_gpu, needs_two_gpus
 from tests.support.models import logprobs_of, run_config, save_weights
 from tests.support.parity import score
-from tests.support.training import sample_of
+from tests.support.samples import sample_of
 from tests.support.versions import Chain
 from tidemill.common.errors import WeightsMismatchError
 from tidemill.common.weights.delta import write_whole

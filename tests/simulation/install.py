@@ -56,11 +56,11 @@ from tidemill.common.wire.messages import Trajectory
 from tidemill.services.reward.worker import RewardLane
 from tidemill.services.rollout.engines.simulated import SimulatedEngine
 from tidemill.services.rollout.worker import RolloutWorker
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.batch.prompts import load_tokenizer
 from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.evaluation import Evaluations, Evaluator
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
@@ -203,7 +203,7 @@ def _watched(world: World, watch: Watch) -> list[tuple[Any, str, Any]]:
         vars(engine).setdefault("digests", {})[version] = files[-1]
         return update
 
-    def accumulate_watched(policy: SimulatedPolicy, batch: MicroBatch) -> MicroBatchMetrics:
+    def accumulate_watched(policy: SimulatedPolicy, batch: MicroBatch) -> Sums:
         watch.accumulated(policy, batch.samples)
         return accumulate(policy, batch)
 

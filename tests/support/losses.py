@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from tests.support.samples import changed
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.losses import mini_batch
-from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
+from tidemill.services.trainer.algorithm.losses.sums import TileSums
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
-from tidemill.services.trainer.groups.group_filter import TrainableGroup
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.columns import TRAINED_WITH
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.sample import Sample
 
 MAX_COMPLETION = 8
 
@@ -27,10 +30,15 @@ def make_tokens(
 ) -> Tokens:
     """Tokens of one sequence by their probabilities; the logprobs carry the gradient."""
     logprobs_N = tensor(*probabilities).log().requires_grad_()
+    columns = {"rollout_logprobs": tensor(*rollout).log(), "advantages": tensor(*advantages)}
+    if "old_values_N" in fields:
+        columns["values"] = fields.pop("old_values_N")
+    for name in TRAINED_WITH:
+        if f"{name}_N" in fields and name != "values":  # those are the current ones
+            columns[name] = fields.pop(f"{name}_N")
     values: dict[str, Any] = {
         "logprobs_N": logprobs_N,
-        "rollout_logprobs_N": tensor(*rollout).log(),
-        "advantages_N": tensor(*advantages),
+        "columns": columns,
         "weights_N": torch.ones_like(logprobs_N),
         "sequence_N": torch.zeros(len(probabilities), dtype=torch.long),
         "num_sequences": 1,
@@ -43,7 +51,7 @@ class LossTerms(NamedTuple):
     """What `policy_loss` returns."""
 
     loss: torch.Tensor
-    sums: Sums
+    sums: TileSums
 
 
 def loss_of(tokens: Tokens, **algorithm: Any) -> LossTerms:
@@ -80,17 +88,22 @@ def our_loss(
     mask_BT = torch.tensor(data.mask)
     counts = data.mask.sum(1)
     weights = [token_weight(algorithm.normalisation, int(count)) for count in counts]
+    columns = {
+        "rollout_logprobs": torch.tensor(data.rollout)[mask_BT],
+        "advantages": torch.tensor(np.repeat(data.advantages, counts)),
+    }
+    if has_proximal:
+        columns["proximal_logprobs"] = torch.tensor(data.proximal)[mask_BT]
+    if algorithm.needs_reference:
+        columns["reference_logprobs"] = torch.tensor(data.reference)[mask_BT]
+    columns |= {name: torch.tensor(values)[mask_BT].float() for name, values in statistics.items()}
     tokens = Tokens(
         logprobs_N=current_BT[mask_BT],
-        rollout_logprobs_N=torch.tensor(data.rollout)[mask_BT],
-        advantages_N=torch.tensor(np.repeat(data.advantages, counts)),
+        columns=columns,
         weights_N=torch.tensor(np.repeat(weights, counts), dtype=torch.float32),
         sequence_N=torch.tensor(np.repeat(np.arange(len(counts)), counts)),
         num_sequences=len(counts),
         entropies_N=torch.tensor(data.entropies)[mask_BT],
-        proximal_logprobs_N=torch.tensor(data.proximal)[mask_BT] if has_proximal else None,
-        reference_logprobs_N=torch.tensor(data.reference)[mask_BT] if algorithm.needs_reference else None,
-        **{f"{name}_N": torch.tensor(values)[mask_BT].float() for name, values in statistics.items()},
     )
     terms = LossTerms(*policy_loss(tokens, algorithm, find_loss(algorithm)))
     num_trained = int(counts.sum())
@@ -104,9 +117,9 @@ def our_loss(
 
 def with_statistics(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
     """The samples as one mini-batch, with the values that its statistics give them."""
-    group = TrainableGroup(cast(Any, None), list(samples))
-    (assigned,) = mini_batch.with_statistics([group], algorithm)
-    return assigned.samples
+    group = Group(0, samples=[changed(sample) for sample in samples])
+    mini_batch.fill_statistics([group], algorithm)
+    return group.samples
 
 
 def probable_rectangle(seed: int) -> SimpleNamespace:

@@ -1,7 +1,6 @@
 """Models of a few thousand parameters, samples for them, and policies that train them, made on the spot."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +19,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.support.samples import changed, sample_of
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.wire.arrays import Float32
 from tidemill.common.wire.choices import Rows
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.algorithm.losses.sums import Sums
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.policy import Policy, UpdateResult
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader
@@ -100,11 +101,11 @@ def make_samples(count: int, seed: int = 0, max_prompt: int = 9, max_completion:
         mask = rng.random(num_tokens) < 0.8
         mask[0] = True
         samples.append(
-            Sample(
+            sample_of(
                 key=(i // 4, i % 4),
-                prompt_ids=rng.integers(3, len(PIECES), rng.integers(1, max_prompt + 1)).astype(np.int32),
-                completion_ids=rng.integers(1, len(PIECES), num_tokens).astype(np.int32),
-                rollout_logprobs=rng.normal(-3.0, 0.7, num_tokens).astype(np.float32),
+                prompt_ids=rng.integers(3, len(PIECES), rng.integers(1, max_prompt + 1)),
+                completion_ids=rng.integers(1, len(PIECES), num_tokens),
+                logprobs=rng.normal(-3.0, 0.7, num_tokens),
                 mask=mask,
                 advantage=float(rng.normal()),
                 reward=float(rng.random()),
@@ -125,7 +126,7 @@ def make_relatives(count: int, seed: int = 0, max_tokens: int = 24) -> list[Samp
             other = samples[rng.integers(len(samples))]
             length = min(len(ids), len(other.completion_ids), int(rng.integers(1, max_tokens)))
             ids[:length], prompt_ids = other.completion_ids[:length], other.prompt_ids
-        samples.append(replace(sample, prompt_ids=prompt_ids, completion_ids=ids))
+        samples.append(changed(sample, prompt_ids=prompt_ids, completion_ids=ids))
     return samples
 
 
@@ -160,8 +161,8 @@ def gradients_of(policy: TransformersPolicy) -> torch.Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
 
-def accumulate_all(policy: Policy, batches: list[MicroBatch]) -> MicroBatchMetrics:
-    return sum((policy.accumulate(batch) for batch in batches), MicroBatchMetrics())
+def accumulate_all(policy: Policy, batches: list[MicroBatch]) -> Sums:
+    return sum((policy.accumulate(batch) for batch in batches), Sums())
 
 
 def train(policy: Policy, batches: list[MicroBatch]) -> UpdateResult:
@@ -184,7 +185,7 @@ def with_masks(samples: list[Sample], seed: int = 0) -> list[Sample]:
 
     rows = [Rows.of_lists([mask_of(token) for token in sample.completion_ids.tolist()]) for sample in samples]
     return [
-        replace(one, kept=own) if i % 4 else one
+        changed(one, kept=own) if i % 4 else one
         for i, (one, own) in enumerate(zip(samples, rows, strict=True))
     ]
 
@@ -194,18 +195,13 @@ def one_batch(samples: list[Sample]) -> MicroBatch:
 
 
 def masked(sample: Sample) -> Sample:
-    return replace(sample, mask=np.zeros_like(sample.mask))
+    return changed(sample, mask=np.zeros_like(sample.mask))
 
 
 def emptied(sample: Sample) -> Sample:
     none = slice(0, 0)
-    return replace(
-        sample,
-        completion_ids=sample.completion_ids[none],
-        rollout_logprobs=sample.rollout_logprobs[none],
-        mask=sample.mask[none],
-        kept=sample.kept and sample.kept[none],
-    )
+    kept = sample.kept and sample.kept[none]
+    return sample_of(sample.key, sample.prompt_ids, [], advantage=sample.advantage, kept=kept)
 
 
 def run_config(path: Path | str, **sections: Any) -> RunConfig:

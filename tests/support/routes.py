@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, Mixtral
 
 from tests.support.architectures import make_model
 from tests.support.models import gradients_of, make_policy, one_batch
+from tests.support.samples import changed
 from tidemill.common.run.routers import find_routers, parts_of
 from tidemill.common.wire.arrays import Int32
-from tidemill.services.trainer.groups.samples import Sample, make_routes
+from tidemill.services.trainer.groups.sample import Sample, make_routes
 
 
 def wide_mixtral(monkeypatch: Any, seed: int = 3, num_experts: int = 4) -> PreTrainedModel:
@@ -58,7 +58,7 @@ def choice_of(model: PreTrainedModel, ids: Int32) -> NDArray[np.uint8]:
 
 def with_own(model: PreTrainedModel, samples: list[Sample]) -> list[Sample]:
     return [
-        replace(s, routes=tuple(make_routes(choice_of(model, ids)) for ids in rows_of(s))) for s in samples
+        changed(s, routes=tuple(make_routes(choice_of(model, ids)) for ids in rows_of(s))) for s in samples
     ]
 
 
@@ -74,7 +74,7 @@ def with_foreign(samples: list[Sample], layers: int = 2, experts: int = 4, chose
         return np.stack(found) if found else np.zeros((0, layers, chosen), dtype=np.uint8)
 
     return [
-        replace(s, routes=tuple(make_routes(of_row(ids, i % 2)) for ids in rows_of(s)))
+        changed(s, routes=tuple(make_routes(of_row(ids, i % 2)) for ids in rows_of(s)))
         for i, s in enumerate(samples)
     ]
 
@@ -106,5 +106,5 @@ def gradient_by_hand(
     policy._tile_tokens = 1
     for sample in samples:
         pairs = list(zip(rows_of(sample), sample.routes, strict=True))
-        policy.accumulate(one_batch([replace(sample, routes=())]))
+        policy.accumulate(one_batch([changed(sample, routes=())]))
     return gradients_of(policy)

@@ -1,16 +1,16 @@
 """Sessions as a rollout worker publishes them: turns of the model, answers of the environment, forks."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tests.support.samples import changed
 from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.messages import Trajectory
 from tidemill.common.wire.segments import Segment, Session
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
-from tidemill.services.trainer.groups.samples import Sample, make_sample
+from tidemill.services.trainer.groups.sample import Sample, make_sample
 
 Ids = tuple[int, ...]
 
@@ -84,7 +84,7 @@ def session_samples(count: int, seed: int = 0) -> list[Sample]:
     """Samples of one to three segments with an advantage each."""
     rng = np.random.default_rng(seed)
     made = [make_sample(random_session(i // 4 + 100, i % 4, i % 3 + 1, seed)) for i in range(count)]
-    return [replace(s, advantage=float(rng.normal()), reward=float(rng.random())) for s in made]
+    return [changed(s, advantage=float(rng.normal()), reward=float(rng.random())) for s in made]
 
 
 def played(single: Trajectory) -> Trajectory:

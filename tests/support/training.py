@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.letters import make_ticket
+from tests.support.samples import sample_of
 from tests.support.sessions import played
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.config import RunConfig
@@ -35,8 +36,8 @@ from tidemill.services.trainer.batch.reconciler import Reconciler
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import STREAMS, StreamJoin
 from tidemill.services.trainer.durable.trimming import Trimmer
-from tidemill.services.trainer.groups.group_filter import PendingGroup, TrainableGroup
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepRunner
 
@@ -74,32 +75,15 @@ def make_score(ticket: int, index: int, value: float | None = 1.0, **fields: Any
     return Score(ticket=ticket, index=index, status=status, value=value, **fields)
 
 
-def sample_of(
-    key: tuple[int, int], prompt_ids: Any, completion_ids: Any, logprobs: Any = None, **fields: Any
-) -> Sample:
-    """A sample whose completion is trained in full; without logprobs they are 0."""
-    prompt, completion = (np.asarray(ids, np.int32) for ids in (prompt_ids, completion_ids))
-    given = np.zeros(len(completion)) if logprobs is None else logprobs
-    values = {"mask": np.ones(len(completion), np.bool_), "reward": 0.0} | fields
-    return Sample(key, prompt, completion, np.asarray(given, np.float32), **values)
-
-
 def plain_sample(ticket: int, index: int, reward: float = 0.0, num_tokens: int = 3, **fields: Any) -> Sample:
     """Two prompt tokens, and completion tokens that are all trained."""
-    values: dict[str, Any] = {
-        "key": (ticket, index),
-        "prompt_ids": np.arange(2, dtype=np.int32),
-        "completion_ids": np.arange(num_tokens, dtype=np.int32),
-        "rollout_logprobs": np.full(num_tokens, -1.0, np.float32),
-        "mask": np.ones(num_tokens, np.bool_),
-        "reward": reward,
-    }
-    return Sample(**(values | fields))
+    logprobs = np.full(num_tokens, -1.0)
+    return sample_of((ticket, index), np.arange(2), np.arange(num_tokens), logprobs, reward=reward, **fields)
 
 
-def group_of_samples(ticket: int, *samples: Sample) -> TrainableGroup:
+def group_of_samples(ticket: int, *samples: Sample) -> Group:
     """A group that passed the filter, without its records."""
-    return TrainableGroup(PendingGroup(ticket, 0), list(samples))
+    return Group(ticket, 0, samples=list(samples))
 
 
 def make_parts(broker: Broker, keys: Keys, config: RunConfig) -> tuple[Scheduler, StreamJoin]:
@@ -305,11 +289,11 @@ def assert_full_steps(commits: list[Commit], groups: int) -> None:
     assert [len(commit.groups) for commit in commits] == [groups] * len(commits)
 
 
-def pending_groups(samples: Iterable[Trajectory], scores: Iterable[Score]) -> dict[int, PendingGroup]:
+def pending_groups(samples: Iterable[Trajectory], scores: Iterable[Score]) -> dict[int, Group]:
     """Groups of what streams hold; the first entry of a key wins."""
-    groups: dict[int, PendingGroup] = {}
+    groups: dict[int, Group] = {}
     for sample in samples:
-        group = groups.setdefault(sample.ticket, PendingGroup(sample.ticket, sample.step, {}, {}))
+        group = groups.setdefault(sample.ticket, Group(sample.ticket, sample.step, {}, {}))
         group.trajectories.setdefault(sample.index, sample)
     for score in scores:
         if score.ticket in groups:

@@ -9,7 +9,6 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 
 import numpy as np
 import structlog
@@ -23,20 +22,17 @@ from tidemill.common.streams import append_dead_letter, dead_letter, has_entry
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
-from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.batch.code_errors import CodeErrors
 from tidemill.services.trainer.batch.reconciler import RunStreams
+from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import (
     FAILED_SCORE,
     FEW_SCORES,
     STALE,
     ZERO_VARIANCE,
     GroupFilter,
-    PendingGroup,
     Refusal,
-    TrainableGroup,
 )
-from tidemill.services.trainer.groups.samples import Precomputed, Sample, make_sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 
 log = structlog.get_logger(__name__)
@@ -70,27 +66,29 @@ class Precompute:
         self.needs_start_weights = trainer.mini_batches > 1 and (needs_proximal or needs_start)
         """Whether it needs the weights at the start of the step also after its first update."""
 
-    def is_ready(self, group: PendingGroup, step: int) -> bool:
+    def is_ready(self, group: Group, step: int) -> bool:
         """Whether nothing is left to compute for training the group at `step`."""
         return not self.is_needed or group.precomputed_for == step or group.is_demonstration
 
-    async def compute(self, groups: Sequence[PendingGroup], step: int) -> int:
+    async def compute(self, groups: Sequence[Group], step: int) -> int:
         """Compute what `step` needs for the first groups, in one call in the policy's thread: for as many as
         fill a forward pass on each rank, at least for one. Returns for how many."""
         sums = np.cumsum([_num_tokens(group) for group in groups])
         most = self.trainer.rank_tokens * self.trainer.num_ranks
         groups = groups[: max(1, int(np.searchsorted(sums, most, side="right")))]
-        # Copies: the readers of the streams go on while the policy computes.
-        records = [dict(group.trajectories) for group in groups]
-        for group, own, found in zip(
-            groups, records, await self.thread.call(self._compute, records), strict=True
-        ):
+        samples = [sample for group in groups for sample in group.make_samples().values()]
+        arrived = [group.arrived for group in groups]
+        computed = await self.thread.call(self.policy.precompute, samples)
+        for sample, columns in zip(samples, computed, strict=True):
+            for name, values_T in columns.items():
+                sample.fill(name, values_T)
+        for group, arrived_then in zip(groups, arrived, strict=True):
             # Unless what was read has been forgotten meanwhile, to be read again.
-            if all(group.trajectories.get(index) is one for index, one in own.items()):
-                group.precomputed, group.precomputed_for = found, step
+            if group.arrived is arrived_then:
+                group.precomputed_for = step
         return len(groups)
 
-    async def compute_waiting(self, groups: Iterable[PendingGroup], step: int, places: int) -> bool:
+    async def compute_waiting(self, groups: Iterable[Group], step: int, places: int) -> bool:
         """Compute for groups whose trajectories are all there, among those that fill the `places` of `step`.
         False where there is none."""
         is_in_order = self.trainer.batch_order == "in_order"
@@ -102,28 +100,14 @@ class Precompute:
             await self.compute(waiting, step)
         return bool(waiting)
 
-    def _compute(self, records: Sequence[Mapping[int, Trajectory]]) -> list[dict[int, Precomputed]]:
-        # By index and not by arrival: which samples share a forward pass decides how they are rounded.
-        samples = [_samples_of(dict(sorted(own.items()))) for own in records]
-        found = iter(self.policy.precompute([one for own in samples for one in own.values()]))
-        return [{index: next(found) for index in own} for own in samples]
 
-
-def _num_tokens(group: PendingGroup) -> int:
+def _num_tokens(group: Group) -> int:
     rows = [segment for one in group.trajectories.values() for segment in one.segments]
     return sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
 
 
-def _samples_of(trajectories: Mapping[int, Trajectory]) -> dict[int, Sample]:
-    samples = {}
-    for index, one in trajectories.items():
-        with suppress(ValueError):  # not finite: the filter leaves it out, or refuses the group
-            samples[index] = make_sample(one)
-    return samples
-
-
 def select_groups(
-    groups: Mapping[int, PendingGroup],
+    groups: Mapping[int, Group],
     complete: Sequence[int],
     trainer: TrainerConfig,
     step: int,
@@ -254,7 +238,7 @@ class BatchAssembler:
         """Groups that were replaced, by cause."""
         self._rest_s = 0.0
 
-    async def take(self, step: int, places: int) -> list[TrainableGroup]:
+    async def take(self, step: int, places: int) -> list[Group]:
         """Wait until at least one group is there for `step`, or until all are without `start_early` or with
         GPUs used in turn. Taken groups stay outstanding until `settle`.
 
@@ -262,7 +246,7 @@ class BatchAssembler:
             StoppedError: the service must stop.
             ConfigError: no group will ever be trained.
         """
-        taken: list[TrainableGroup] = []
+        taken: list[Group] = []
         quiet_since = time.monotonic()
         self.code_errors.begin(self.join.high_water()[StreamName.SCORES])
         while True:
@@ -299,7 +283,7 @@ class BatchAssembler:
         with self.context.activity.during("prepare"):
             return await self.precompute.compute_waiting(self.join.groups.values(), step, places)
 
-    def settle(self, groups: list[TrainableGroup]) -> None:
+    def settle(self, groups: list[Group]) -> None:
         """The groups are committed: they are no longer outstanding."""
         for group in groups:
             self.scheduler.settle(group.ticket)
@@ -345,7 +329,7 @@ class BatchAssembler:
         self._rest_s = REST_PER_LOOK * (time.monotonic() - begun)
         return selected
 
-    async def _take(self, ticket: int, step: int, taken: list[TrainableGroup]) -> None:
+    async def _take(self, ticket: int, step: int, taken: list[Group]) -> None:
         """Filter one complete group: add it to the step, or replace it."""
         pending = self.join.groups[ticket]
         group = self.group_filter.apply(pending, step)
@@ -362,7 +346,7 @@ class BatchAssembler:
         self.limit.note_trained()
         taken.append(group)
 
-    async def _report_stale(self, group: PendingGroup, step: int, detail: str) -> None:
+    async def _report_stale(self, group: Group, step: int, detail: str) -> None:
         """Count a violation of the staleness bound, and dead-letter the sample for the operator."""
         metrics.STALENESS_VIOLATIONS.inc()
         samples = group.trajectories.values()

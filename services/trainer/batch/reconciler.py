@@ -43,7 +43,7 @@ from tidemill.common.wire.messages import Commit, WeightManifest
 from tidemill.services.trainer.batch.scheduler import Scheduler
 from tidemill.services.trainer.batch.stream_join import StreamJoin
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected, take_back
-from tidemill.services.trainer.groups.group_filter import PendingGroup
+from tidemill.services.trainer.groups.group import Group
 
 log = structlog.get_logger(__name__)
 
@@ -248,7 +248,7 @@ class Reconciler:
         taken = dict.fromkeys((entry.entry_id for entry in lost), b"")
         await take_back(self.broker, self.keys, key, taken, entry_id_of(version - 1))
 
-    async def learn_started_versions(self, groups: Iterable[PendingGroup]) -> None:
+    async def learn_started_versions(self, groups: Iterable[Group]) -> None:
         """Read at which version incomplete groups were started: no token of theirs will be older."""
         unknown = [group for group in groups if group.started_version < 0 and not group.is_complete]
         if unknown and (rollout := await group_status(self.broker, self.keys.prompts(), ROLLOUT_GROUP)):
@@ -264,7 +264,7 @@ class Reconciler:
             if isinstance(reply, bytes):
                 group.started_version = int(reply)
 
-    async def find_abandoned(self, groups: Iterable[PendingGroup]) -> list[int]:
+    async def find_abandoned(self, groups: Iterable[Group]) -> list[int]:
         """Tickets of incomplete groups that no worker holds and that no stream will complete."""
         rollout = await group_status(self.broker, self.keys.prompts(), ROLLOUT_GROUP)
         reward = await group_status(self.broker, self.keys.trajectories(), REWARD_GROUP)
@@ -284,7 +284,7 @@ class Reconciler:
                 abandoned.append(group.ticket)
         return abandoned
 
-    async def _is_being_scored(self, group: PendingGroup, last_delivered: str) -> bool:
+    async def _is_being_scored(self, group: Group, last_delivered: str) -> bool:
         """Whether a reward worker holds, or will be given, a trajectory without a score."""
         key = self.keys.trajectories()
         for index, entry_id in group.trajectory_ids.items():

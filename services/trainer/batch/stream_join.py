@@ -9,6 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -30,7 +31,7 @@ from tidemill.common.streams.selection import StreamName
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter, Score, Ticket, Trajectory
-from tidemill.services.trainer.groups.group_filter import UNKNOWN_VERSION, PendingGroup
+from tidemill.services.trainer.groups.group import UNKNOWN_VERSION, Group
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +49,7 @@ class StreamJoin:
         self._broker, self._keys = broker, keys
         if broker.claims is not None:
             broker.claims.reads_choices = True
-        self.groups: dict[int, PendingGroup] = {}
+        self.groups: dict[int, Group] = {}
         self.complete: list[int] = []
         """Tickets of complete groups, in the order in which they became complete."""
         self.dead: dict[int, tuple[str, str]] = {}
@@ -73,7 +74,7 @@ class StreamJoin:
 
     def expect(self, tickets: Iterable[Ticket | Trajectory]) -> None:
         for ticket in tickets:
-            self.groups.setdefault(ticket.ticket, PendingGroup.of(ticket))
+            self.groups.setdefault(ticket.ticket, Group.of(ticket))
 
     def observe(self) -> None:
         """Report to Prometheus how many groups are in which state, at most every `OBSERVE_S` seconds."""
@@ -190,7 +191,7 @@ class StreamJoin:
             found[name] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
         return found
 
-    def _low_water(self, groups: Iterable[PendingGroup]) -> dict[StreamName, str]:
+    def _low_water(self, groups: Iterable[Group]) -> dict[StreamName, str]:
         groups = list(groups)
         trajectories = [entry_id for group in groups for entry_id in group.trajectory_ids.values()]
         scores = [entry_id for group in groups for entry_id in group.score_ids.values()]
@@ -234,6 +235,9 @@ class StreamJoin:
                 group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
                 # Judged as it arrives: by the time of training that version may exist, with other weights.
                 group.is_ahead |= sample.max_version > self.version
+                # Now, while the step in progress trains or scores are awaited, and not when they are there.
+                with suppress(ValueError):  # the filter says what is wrong
+                    group.sample_at(sample.index)
             elif isinstance(entry.message, Score) and self._is_new(SCORES, entry.entry_id):
                 self.on_score(entry.entry_id, entry.message)
             if group.is_complete:

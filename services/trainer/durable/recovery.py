@@ -34,7 +34,8 @@ from tidemill.services.trainer.durable.checkpoint import CheckpointStore, NoneWh
 from tidemill.services.trainer.durable.checkpointing import settled_positions
 from tidemill.services.trainer.durable.commits import CommitJournal, read_commits, restore_commits
 from tidemill.services.trainer.durable.waiting import on_disk, until_stored
-from tidemill.services.trainer.groups.group_filter import GREEDY, PendingGroup
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import GREEDY
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
 from tidemill.services.trainer.policy.model_loading import pick_device
@@ -246,7 +247,7 @@ def open_cursor(
     return GroupCursor(history, config.largest_group_size, most, positions, is_wanted)
 
 
-async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, PendingGroup]:
+async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Group]:
     """The groups that a committed step was trained on, from the archive and from Redis behind it.
 
     Raises:
@@ -267,7 +268,7 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Pendi
                 )
     cursor.close(commit.groups)
     groups = {
-        ticket: PendingGroup(ticket, commit.step, group.trajectories, group.scores)
+        ticket: Group(ticket, commit.step, group.trajectories, group.scores)
         for ticket, group in found.items()
     }
     if commit.samples_digest and commit.samples_digest != samples_digest(commit.trained_keys, groups):

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.messages import TrajectoryKey
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import (
     ENOUGH_IN_COMMON,
     MOST_KEYS,
     SCORES_OF_A_TOKEN,
-    Trie,
+    NodeCount,
+    common_lengths,
     in_order,
     num_different,
     with_routes,
@@ -42,23 +42,30 @@ class Bin:
     `widest` each; `scores` are pairs of a token and one that it attends to.
     """
 
-    members: tuple[int, ...] = ()
+    members: Sequence[int] = ()
     tokens: int = 0
     row_tokens: int = 0
     rows: int = 0
     widest: int = 0
     scores: float = 0.0
 
-    def joined(self, other: "Bin", shared: int = 0) -> "Bin":
-        """This bin with the samples of another one, of whose tokens `shared` are here already."""
-        return Bin(
-            self.members + other.members,
-            self.tokens + other.tokens - shared,
-            self.row_tokens + other.row_tokens,
-            self.rows + other.rows,
-            max(self.widest, other.widest),
-            self.scores + other.scores - shared**2 / 2,
-        )
+    def joined(self, other: "Bin") -> "Bin":
+        """This bin with the samples of another one, which shares nothing with it."""
+        both = self.copied()
+        both.members = (*self.members, *other.members)
+        both.add(other)
+        return both
+
+    def copied(self) -> "Bin":
+        return Bin(self.members, self.tokens, self.row_tokens, self.rows, self.widest, self.scores)
+
+    def add(self, other: "Bin", shared: int = 0) -> None:
+        """Add the counts of another bin, of whose tokens `shared` are here already."""
+        self.tokens += other.tokens - shared
+        self.row_tokens += other.row_tokens
+        self.rows += other.rows
+        self.widest = max(self.widest, other.widest)
+        self.scores += other.scores - shared**2 / 2
 
     def takes(self, other: "Bin", max_tokens: int, layout: Layout, shared: int = 0) -> bool:
         """Whether both together are one tile of at most `max_tokens` positions."""
@@ -75,37 +82,50 @@ class PrefixOrder:
         """Only trees compute common beginnings once."""
         self._layout, self._keys = layout, [sample.key for sample in samples]
         is_shared = layout.startswith("tree")
-        rows = [sorted(_rows_of(sample), key=in_order) for sample in samples] if is_shared else []
-        self._alone = [
-            Bin(
-                members=(i,),
-                tokens=num_different(rows[i]) if is_shared else sample.num_tokens,
-                row_tokens=sample.num_tokens,
-                rows=len(sample.segments),
-                widest=max(len(prompt_ids) + count for prompt_ids, count in sample.segments),
-                # Causal: half of the square.
-                scores=sum((len(prompt_ids) + count) ** 2 / 2 for prompt_ids, count in sample.segments),
-            )
-            for i, sample in enumerate(samples)
-        ]
-        first = [in_order(own[0]) for own in rows]
+        self._alone: list[Bin] = []
+        first_rows: list[Int32] = []
+        beginnings: list[bytes] = []
+        for i, sample in enumerate(samples):
+            num_tokens = num_different_tokens = sample.num_tokens
+            num_rows = len(sample.segments)
+            if is_shared:
+                rows = list(_rows_of(sample))
+                if num_rows > 1:
+                    rows.sort(key=in_order)
+                    num_different_tokens = num_different(rows)
+                first_rows.append(rows[0])
+                beginnings.append(in_order(rows[0]))
+            if num_rows == 1:
+                widest = num_tokens
+                scores = num_tokens**2 / 2  # causal: half of the square
+            else:
+                lengths = [len(prompt_ids) + count for prompt_ids, count in sample.segments]
+                widest = max(lengths)
+                scores = sum(length**2 / 2 for length in lengths)
+            self._alone.append(Bin((i,), num_different_tokens, num_tokens, num_rows, widest, scores))
         self._order = sorted(
             range(len(samples)),
-            key=lambda i: (self._keys[i][0], first[i] if is_shared else b"", self._keys[i]),
+            key=lambda i: (self._keys[i][0], beginnings[i] if is_shared else b"", self._keys[i]),
         )
-        tries: dict[int, Trie] = {}
         self._shared = [0] * len(samples)
         """Tokens that each sample shares with the one before it in the order; 0 where they are too few."""
-        for i in self._order if is_shared else ():
-            trie = tries.setdefault(self._keys[i][0], Trie())
-            common = trie.shared(rows[i][0])
-            trie.add(rows[i][0])
-            self._shared[i] = common if common >= ENOUGH_IN_COMMON * self._alone[i].tokens else 0
+        if is_shared:
+            self._count_shared(first_rows)
+
+    def _count_shared(self, first_rows: Sequence[Int32]) -> None:
+        commons = common_lengths([first_rows[i] for i in self._order])
+        ticket = None
+        for i, common in zip(self._order, commons, strict=True):
+            if self._keys[i][0] != ticket:  # groups share nothing
+                ticket, common = self._keys[i][0], 0
+                count = NodeCount()
+            shared = count.add(len(first_rows[i]), common)
+            self._shared[i] = shared if shared >= ENOUGH_IN_COMMON * self._alone[i].tokens else 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples, common beginnings once."""
-        return sum(one.tokens for one in self._alone) - sum(self._shared)
+        return sum(alone.tokens for alone in self._alone) - sum(self._shared)
 
     def key_of(self, one: Bin) -> TrajectoryKey:
         return self._keys[one.members[0]]
@@ -113,14 +133,23 @@ class PrefixOrder:
     def cut(self, max_tokens: int) -> list[Bin]:
         """Parts of neighbours that share their beginning, each at most one tile of `max_tokens`, unless a
         sample alone is larger."""
-        found: list[Bin] = []
+        parts: list[Bin] = []
+        members: list[int] = []
+        part = Bin()
         for i in self._order:
-            alone, shared = self._alone[i], self._shared[i]
-            if shared and found[-1].takes(alone, max_tokens, self._layout, shared):
-                found[-1] = found[-1].joined(alone, shared)
+            alone = self._alone[i]
+            shared = self._shared[i]
+            if shared and part.takes(alone, max_tokens, self._layout, shared):
+                part.add(alone, shared)
             else:
-                found.append(alone)
-        return found
+                part = alone.copied()
+                members = []
+                parts.append(part)
+            members.append(i)
+            part.members = members
+        for part in parts:
+            part.members = tuple(part.members)
+        return parts
 
     def fill(self, parts: Iterable[Bin], max_tokens: int) -> list[Bin]:
         """First-fit decreasing: parts in bins of at most one tile of `max_tokens`; a larger part has a bin of
@@ -157,11 +186,23 @@ def cost(one: Bin, scores_of_a_token: float) -> float:
     return one.tokens + one.scores / scores_of_a_token
 
 
+def fit_together(samples: Iterable[Sample], max_tokens: int, num_ranks: int, layout: Layout) -> bool:
+    """Whether samples that have fewer than `max_tokens` different tokens are one bin for certain, so that
+    they need not be tried: on one rank, in rows without padding, with few enough keys."""
+    row_tokens = sum(sample.num_tokens for sample in samples)
+    return num_ranks == 1 and layout != "padded" and row_tokens <= MOST_KEYS * max_tokens
+
+
 def form_micro_batches(
-    samples: Iterable[Sample], max_tokens: int, num_ranks: int = 1, layout: Layout = "tree"
+    samples: Iterable[Sample],
+    max_tokens: int,
+    num_ranks: int = 1,
+    layout: Layout = "tree",
+    is_at_start: bool = False,
 ) -> list[MicroBatch]:
     """Distribute samples over micro-batches, each of a bin of at most `max_tokens` for each of `num_ranks`.
-    The longest samples come first, so that the bins of a micro-batch have like sizes."""
+    The longest samples come first, so that the bins of a micro-batch have like sizes. `is_at_start` as for
+    `MicroBatch`."""
     samples = list(samples)
     order = PrefixOrder(samples, layout)
     filled = [order.fill(order.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
@@ -173,7 +214,7 @@ def form_micro_batches(
             # `split_samples` sees these samples alone, and may cut them so that they do not fit; seldom.
             if num_bins == 1 or _fillings(PrefixOrder(own, layout), num_ranks, max_tokens):
                 break
-        batches.append(MicroBatch(own))
+        batches.append(MicroBatch(own, is_at_start))
         bins = bins[num_bins:]
     return batches
 
@@ -205,7 +246,7 @@ def split_samples(
         too_large = sum(len(one.members) > 1 and not one.takes(Bin(), max_tokens, layout) for one in bins)
         return too_large, max(cost(one, scores_of_a_token) for one in bins)
 
-    return [one.members for one in min(tried, key=badness)]
+    return [tuple(chosen.members) for chosen in min(tried, key=badness)]
 
 
 def _cuts(order: PrefixOrder, num_bins: int, max_tokens: int) -> list[list[Bin]]:
@@ -245,8 +286,5 @@ def split_groups(
 
 def _rows_of(sample: Sample) -> Iterator[Int32]:
     """Prompt and completion of each of the sample's rows, end to end, with their routes."""
-    start = 0
-    for number, (prompt_ids, num_completion) in enumerate(sample.segments):
-        ids = np.concatenate([prompt_ids, sample.completion_ids[start : start + num_completion]])
+    for number, ids in enumerate(sample.rows):
         yield with_routes(ids, sample.routes[number].keys if sample.routes else None)
-        start += num_completion

@@ -1,28 +1,25 @@
-"""Groups: what has arrived for a ticket, and the filter for staleness and validity. A complete group becomes
-training samples, or a reason to replace it.
+"""The filter for staleness and validity: a complete group gets training samples, or a reason to replace it.
 
 Every group has exactly one outcome: trained, with the samples that were left out named one by one, or
-replaced. Records, samples and what was precomputed stay together in one object on the way to the optimizer.
+replaced.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
-from tidemill.common.history.groups import RecordedGroup
-from tidemill.common.streams import id_order
-from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
-from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Ticket, Trajectory, fault_of
-from tidemill.services.trainer.groups.samples import (
-    Precomputed,
+from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Trajectory, fault_of
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.sample import (
     Sample,
+    fill_teacher,
     has_masks,
-    make_sample,
     mask_of_whole_turns,
     missing_mask,
-    with_teaching,
+    sampled_mask,
+    turn_ends,
 )
 
 STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
@@ -34,121 +31,6 @@ GREEDY = "greedy_baseline"
 
 MAX_REWARD = 1e30
 """Beyond this, sums and squares of rewards could overflow; no reward means such a number."""
-
-
-UNKNOWN_VERSION = 2**63
-
-
-@dataclass(slots=True)
-class PendingGroup(RecordedGroup):
-    """What has arrived for a ticket that is outstanding, or that is in a step that is trained again."""
-
-    ticket_min_version: int = 0
-    started_version: int = -1
-    oldest_sampled: int = UNKNOWN_VERSION
-    """Oldest weight version among the tokens that have arrived."""
-    is_ahead: bool = False
-    """Whether a token arrived before its version was committed: that version is of a lost history."""
-    is_taken: bool = False
-    """Whether the step in progress trains on it."""
-    precomputed: dict[int, Precomputed] = field(default_factory=dict)
-    """What was computed for the trajectories while they waited for their scores, by index."""
-    precomputed_for: int = -1
-    """The step for which that was done; -1: none."""
-
-    @classmethod
-    def of(cls, ticket: Ticket | Trajectory) -> "PendingGroup":
-        """An empty group for a ticket that was issued just now, or for a demonstration."""
-        size, min_version = ticket.group_size, ticket.min_version
-        return cls(ticket.ticket, ticket.step, group_size=size, ticket_min_version=min_version)
-
-    @property
-    def is_generated(self) -> bool:
-        """Whether every trajectory is there."""
-        return len(self.trajectories) == self.group_size
-
-    @property
-    def is_complete(self) -> bool:
-        return self.is_generated and (self.is_demonstration or len(self.scores) == self.group_size)
-
-    @property
-    def oldest_version(self) -> int:
-        """No token of the group is or will be older than this, as far as is known now."""
-        if self.is_generated:
-            return self.oldest_sampled
-        return max(self.ticket_min_version, self.started_version)
-
-    @property
-    def min_version(self) -> int:
-        """The oldest version that produced a token which has arrived."""
-        return min(trajectory.min_version for trajectory in self.trajectories.values())
-
-    @property
-    def max_version(self) -> int:
-        """The newest version that produced a token which has arrived."""
-        return max(trajectory.max_version for trajectory in self.trajectories.values())
-
-    @property
-    def queued_s(self) -> dict[int, float]:
-        """Seconds that each trajectory waited for a reward worker, by index, as far as they are known. Entry
-        ids are times of one server: workers' clocks need not agree."""
-        queued_ms = {
-            index: id_order(entry_id)[0] - id_order(self.trajectory_ids[index])[0]
-            for index, entry_id in self.score_ids.items()
-            if index in self.trajectory_ids
-        }
-        return {i: max(0.0, between / 1000 - self.scores[i].latency_s) for i, between in queued_ms.items()}
-
-    def forget(self) -> None:
-        """Drop everything that has arrived, to read it again."""
-        for arrived in (self.trajectories, self.scores, self.trajectory_ids, self.score_ids):
-            arrived.clear()
-        self.other_scores.clear()
-        self.precomputed, self.precomputed_for = {}, -1
-        self.started_version, self.oldest_sampled, self.is_ahead = -1, UNKNOWN_VERSION, False
-
-
-@dataclass(frozen=True, slots=True)
-class TrainableGroup:
-    """A group that passed the filter: its records, its samples, and what was left out: (index, reason)."""
-
-    source: PendingGroup
-    samples: list[Sample]
-    left_out: list[tuple[int, str]] = field(default_factory=list)
-    baseline: Sample | None = None
-    """The greedy sample that the others are compared with, where the advantage needs one."""
-
-    @property
-    def ticket(self) -> int:
-        return self.source.ticket
-
-    @property
-    def rewards(self) -> list[float]:
-        """Of its samples, before any shaping; none for a demonstration."""
-        return [] if self.source.is_demonstration else [sample.reward for sample in self.samples]
-
-    @property
-    def sampled(self) -> list[Trajectory]:
-        """All sampled completions, trained or not, without the greedy baseline and samples that have failed;
-        none for a demonstration."""
-        every = () if self.source.is_demonstration else self.source.trajectories.values()
-        return [one for one in every if not one.is_greedy and not fault_of(one)]
-
-    def trained_versions(self) -> list[Int32]:
-        """For each sample, the version that produced each of its trained tokens; no version has produced a
-        demonstration. Shapes [A]."""
-        if self.source.is_demonstration:
-            return []
-        records = self.source.trajectories
-        return [records[sample.key[1]].token_versions()[sample.mask] for sample in self.samples]
-
-    def with_precomputed(self) -> "TrainableGroup":
-        """The group with what was precomputed for its records added to its samples."""
-        if self.source.precomputed_for < 0:
-            return self
-        found = self.source.precomputed
-        samples = [replace(one, **found.get(one.key[1], {})) for one in self.samples]  # type: ignore[arg-type]
-        return replace(self, samples=samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +55,9 @@ class GroupFilter:
         self.routing: Routing | None = None
         """The routers that the policy gives the samples' routes to, which depend on the model."""
 
-    def apply(self, group: PendingGroup, step: int) -> TrainableGroup | Refusal:
-        """Check the staleness bound for `step`, then `select`."""
+    def apply(self, group: Group, step: int) -> Group | Refusal:
+        """Check the staleness bound for `step`, then `select`: fill in the group, or say why it is
+        replaced."""
         if group.is_demonstration:  # it has no version
             return self.select(group)
         if step - group.min_version > self.trainer.max_staleness:
@@ -191,9 +74,9 @@ class GroupFilter:
             return Refusal(NO_CHOICES, detail)
         return self.select(group)
 
-    def select(self, group: PendingGroup) -> TrainableGroup | Refusal:
-        """Apply the failure policy, make samples. Their advantages come later (`Advantages.assign`). A replay
-        begins here: a step that was trained kept the bound of its time."""
+    def select(self, group: Group) -> Group | Refusal:
+        """Apply the failure policy, and fill in the group's samples. Their advantages come later
+        (`Advantages.assign`). A replay begins here: a step that was trained kept the bound of its time."""
         if group.is_demonstration:
             return self._demonstration(group)
         teacher = self._teacher(group)
@@ -201,20 +84,22 @@ class GroupFilter:
         rewards: dict[int, float] = {}
         failures: dict[int, tuple[str, str]] = {}
         for index, score in sorted(group.scores.items()):
-            found = self._reward(group.trajectories[index], score, are_masked, teacher is not None)
-            if not isinstance(found, tuple):
-                rewards[index] = found
+            reward = self._reward(group.trajectories[index], score, are_masked, teacher is not None)
+            if not isinstance(reward, tuple):
+                rewards[index] = reward
                 continue
-            failures[index] = found
+            failures[index] = reward
             # A reward with a failure policy of its own puts it into the score; else the run's holds.
             if (score.on_failure or self.reward.on_failure) == "drop_group":
-                return Refusal(FAILED_SCORE, found[1])
+                _, detail = reward
+                return Refusal(FAILED_SCORE, detail)
         greedy = {index: rewards[index] for index in rewards if group.trajectories[index].is_greedy}
         sampled = {index: reward for index, reward in rewards.items() if index not in greedy}
         left_out = [(index, reason) for index, (reason, _) in failures.items()]
         left_out += [(index, GREEDY) for index in greedy]
         if not self.has_baseline:
-            rewards, greedy = sampled, {}
+            rewards = sampled
+            greedy = {}
         elif not greedy:
             return Refusal(NO_BASELINE, "its greedy sample has no score, or it was given none")
         if len(rewards) < self.reward.min_group_size or not sampled:
@@ -229,26 +114,31 @@ class GroupFilter:
             values = tuple(rewards.values())
             return Refusal(ZERO_VARIANCE, f"every reward is {values[0]}", values)
         try:
-            samples = [self._sample(group, index, reward, teacher) for index, reward in sampled.items()]
-            baselines = [self._sample(group, index, reward, None) for index, reward in greedy.items()]
+            samples = [self._filled(group, index, reward, teacher) for index, reward in sampled.items()]
+            baselines = [self._filled(group, index, reward, None) for index, reward in greedy.items()]
         except ValueError as error:
             return Refusal(BAD_NUMBERS, str(error))
         if self.algorithm.normalisation == "prompt":
             # Only trained samples count: what was left out takes no share of the group's weight.
             num_trained = sum(sample.num_trained for sample in samples)
-            samples = [replace(one, group_size=len(samples), group_trained=num_trained) for one in samples]
-        baseline = baselines[0] if baselines else None
-        trainable = TrainableGroup(group, samples, left_out, baseline)
-        return trainable.with_precomputed()
+            for sample in samples:
+                sample.group_size = len(samples)
+                sample.group_trained = num_trained
+        group.samples = samples
+        group.left_out = left_out
+        group.baseline = baselines[0] if baselines else None
+        return group
 
-    def _demonstration(self, group: PendingGroup) -> TrainableGroup:
-        """A demonstration as a group, with its source's weight; it was checked when it was loaded."""
+    def _demonstration(self, group: Group) -> Group:
+        """Fill in a demonstration, with its source's weight; it was checked when it was loaded."""
         (trajectory,) = group.trajectories.values()
-        sample = make_sample(trajectory)
-        weight = self.imitation[trajectory.source]
-        return TrainableGroup(group, [replace(sample, imitation=weight, group_trained=sample.num_trained)])
+        sample = group.sample_at(trajectory.index)
+        sample.imitation = self.imitation[trajectory.source]
+        sample.group_trained = sample.num_trained
+        group.samples = [sample]
+        return group
 
-    def _teacher(self, group: PendingGroup) -> tuple[str, NamedRewardConfig] | None:
+    def _teacher(self, group: Group) -> tuple[str, NamedRewardConfig] | None:
         """The teacher of the group's data source, which is that of all its trajectories."""
         trajectory = next(iter(group.trajectories.values()))
         return self.reward.teacher_of(trajectory.data_source, trajectory.source)
@@ -279,25 +169,33 @@ class GroupFilter:
             return self.reward.failure_value
         return FAILED_SCORE, score.error
 
-    def _sample(
-        self, group: PendingGroup, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None
+    def _filled(
+        self, group: Group, index: int, reward: float, teacher: tuple[str, NamedRewardConfig] | None
     ) -> Sample:
-        """Raises ValueError where a logprob is not finite, a reward is out of range, or a prompt is empty."""
-        trajectory, weight = group.trajectories[index], 0.0
+        """The sample, with its reward, its turns', its teacher's logprobs, and the mask of what is trained.
+
+        Raises:
+            ValueError: a logprob is not finite, a reward is out of range, or a prompt is empty.
+        """
+        trajectory = group.trajectories[index]
+        sample = group.sample_at(index)
         if trajectory.session:
             weight = self.config.turn_reward_weight(trajectory.data_source, trajectory.source)
-        sample = make_sample(trajectory, weight)
+            sample.turns = tuple(turn_ends(trajectory.segments, weight))
         if teacher is not None:
             logprobs_A = group.scores[index].teacher_logprobs
             assert logprobs_A is not None, "`_reward` leaves out what has none"
-            sample = with_teaching(sample, teacher[0], logprobs_A, teacher[1].weight)
-        for one in (reward, *(turn.reward for turn in sample.turns)):
+            fill_teacher(sample, sampled_mask(trajectory), teacher[0], logprobs_A, teacher[1].weight)
+        for value in (reward, *(turn.reward for turn in sample.turns)):
             # In this form NaN is refused too.
-            if not abs(one) <= MAX_REWARD:
-                raise ValueError(f"trajectory {trajectory.key}: reward {one} is beyond {MAX_REWARD:g}")
+            if not abs(value) <= MAX_REWARD:
+                raise ValueError(f"trajectory {trajectory.key}: reward {value} is beyond {MAX_REWARD:g}")
+        sample.reward = reward
         if not self.algorithm.mask_truncated:
-            return replace(sample, reward=reward)
+            return sample
         if trajectory.finish == "length":
             # It has no gradient any more, but stays in the group's mean and counts as a sequence.
-            return replace(sample, mask=np.zeros_like(sample.mask), reward=reward)
-        return replace(sample, mask=mask_of_whole_turns(trajectory), reward=reward)
+            sample.set_mask(np.zeros_like(sample.mask))
+        else:
+            sample.set_mask(mask_of_whole_turns(trajectory))
+        return sample

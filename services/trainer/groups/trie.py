@@ -1,12 +1,14 @@
 """Common beginnings of sequences: a trie of token ids, grown sequence by sequence.
 
 Each node is a run of tokens that is there once. The tokens of all nodes form one row: that of a forward pass
-(`policy/packing.py`), or one that is only counted, where bins are formed. A sequence is its ids [T], or ids
-with other numbers that have to be equal too [T, n] (`with_routes`).
+(`Trie`, `policy/packing.py`), or one that is only counted, where bins are formed (`NodeCount`). A sequence is
+its ids [T], or ids with other numbers that have to be equal too [T, n] (`with_routes`).
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +58,60 @@ def with_routes(ids: Int32, keys: Int32 | None) -> Int32:
     return np.column_stack([ids, padded])
 
 
+def num_shared(ends: Sequence[int], common: int) -> int:
+    """How many tokens a sequence shares that begins with `common` tokens of the last one, whose nodes end at
+    `ends`.
+
+    Nodes that end at 20 and 50: of 50 common tokens all are shared, of 30 too, which splits the lower node;
+    of 24 only 20, for a node of 4 tokens is not worth it.
+    """
+    if not common:
+        return 0
+    number = bisect_left(ends, common)
+    start = ends[number - 1] if number else 0
+    return common if common == ends[number] or common - start >= SHORTEST else start
+
+
+class NodeCount:
+    """The nodes of a trie by their lengths alone. Sequences are added in the order of `in_order`, each with
+    the number of tokens that it has in common with the one before: `common_lengths`."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        """Number of tokens in all nodes."""
+        self.num_scores = 0.0
+        """Pairs of a token and one that it attends to, about."""
+        self._ends: list[int] = []
+        """Where the nodes of the last sequence end, each where the next one starts."""
+
+    def shared(self, common: int) -> int:
+        """How many of its first tokens a sequence would share."""
+        return num_shared(self._ends, common) if self._ends else 0
+
+    def add(self, length: int, common: int) -> int:
+        """Add a sequence; returns how many of its first tokens it shares."""
+        ends = self._ends
+        shared = self.shared(common)
+        kept = bisect_left(ends, shared) + 1 if shared else 0
+        if kept and ends[kept - 1] > shared:
+            start = ends[kept - 2] if kept > 1 else 0
+            end = ends[kept - 1]
+            self.num_scores += _scores(start, shared) + _scores(shared, end) - _scores(start, end)
+            ends[kept - 1] = shared
+        del ends[kept:]
+        if shared < length:
+            ends.append(length)
+            self.size += length - shared
+            self.num_scores += _scores(shared, length)
+        return shared
+
+
+def _scores(start: int, end: int) -> float:
+    """Scores of a node's tokens: with all above it, and without any with half of its square, for it is
+    causal."""
+    return (end - start) * (end if start else end / 2)
+
+
 class Trie:
     """Sequences, best added in the order of `in_order`: each shares its beginning with the one before."""
 
@@ -64,32 +120,63 @@ class Trie:
         self.size = 0
         """Number of tokens in all nodes."""
         self._path: list[Node] = []
-        self._ids: Int32 = np.zeros(0, dtype=np.int32)
 
-    def shared(self, ids: Int32) -> int:
-        """How many of its first tokens a sequence would share."""
-        common = num_common(self._ids, ids)
-        node = next((node for node in self._path if node.start < common <= node.end), None)
-        if node is None:
-            return 0
-        return common if common == node.end or common - node.start >= SHORTEST else node.start
-
-    def add(self, ids: Int32) -> Indices:
-        """Add a sequence; returns the places of its tokens in the row of all nodes. Shape [T]."""
-        common = self.shared(ids)
-        path = [node for node in self._path if node.start < common]
-        if path and path[-1].end > common:
+    def add(self, length: int, common: int) -> Indices:
+        """Add a sequence that has `common` tokens in common with the one before; returns the places of its
+        tokens in the row of all nodes. Shape [length]."""
+        path = self._path
+        shared = num_shared([node.end for node in path], common) if path else 0
+        path = [node for node in path if node.start < shared]
+        if path and path[-1].end > shared:
             lower = path[-1]
-            upper = Node(lower.offset, lower.start, common, lower.above)
-            lower.offset, lower.start, lower.above = lower.offset + common - lower.start, common, upper
+            upper = Node(lower.offset, lower.start, shared, lower.above)
+            lower.offset += shared - lower.start
+            lower.start = shared
+            lower.above = upper
             self.nodes.append(upper)
             path[-1] = upper
-        if common < len(ids):
-            path.append(Node(self.size, common, len(ids), path[-1] if path else None))
-            self.nodes.append(path[-1])
-            self.size += len(ids) - common
-        self._path, self._ids = path, ids
-        return np.concatenate([node.places for node in path])
+        if shared < length:
+            node = Node(self.size, shared, length, path[-1] if path else None)
+            path.append(node)
+            self.nodes.append(node)
+            self.size += length - shared
+        self._path = path
+        return path[0].places if len(path) == 1 else np.concatenate([node.places for node in path])
+
+
+def common_lengths(sequences: Sequence[Int32]) -> list[int]:
+    """For each sequence, how many tokens it begins with as the one before it does; 0 for the first.
+
+    [1 2 3], [1 2 4 5], [1 2 4 5]: 0, 2, 4.
+    """
+    if not sequences:
+        return []
+    if any(ids.ndim != 1 for ids in sequences):
+        return [0, *(num_common(before, ids) for before, ids in pairwise(sequences))]
+    lengths = [0]
+    for first in range(1, len(sequences), CHUNK_ROWS):
+        lengths += _common_to_neighbours(sequences[first - 1 : first + CHUNK_ROWS])
+    return lengths
+
+
+CHUNK_ROWS = 64
+"""Sequences that are compared in one operation: enough for its cost not to count, and few for memory."""
+
+
+def _common_to_neighbours(sequences: Sequence[Int32]) -> list[int]:
+    """How many tokens each sequence but the first has in common with the one before; all are ids alone."""
+    shorter = [min(len(before), len(ids)) for before, ids in pairwise(sequences)]
+    if not shorter:
+        return []
+    before = np.concatenate([ids[:count] for ids, count in zip(sequences[:-1], shorter, strict=True)])
+    after = np.concatenate([ids[:count] for ids, count in zip(sequences[1:], shorter, strict=True)])
+    differs = np.flatnonzero(before != after)
+    # A place behind the end, for pairs after the last difference.
+    differs = np.append(differs, len(before))
+    starts = np.cumsum([0, *shorter[:-1]])
+    first_differing = differs[np.searchsorted(differs, starts)]
+    commons: list[int] = np.minimum(first_differing - starts, shorter).tolist()
+    return commons
 
 
 def num_common(left: Int32, right: Int32) -> int:
@@ -101,23 +188,22 @@ def num_common(left: Int32, right: Int32) -> int:
     return int(differs[0]) if len(differs) else shorter
 
 
-def share_in_common(sequences: Iterable[Int32]) -> float:
-    """Share of the tokens that a trie saves, for sequences in the order of `in_order`. Lower, also below 0,
-    where attention would compute more scores than with a row for each sequence."""
-    trie, total, alone = Trie(), 0, 0.0
-    for ids in sequences:
-        trie.add(ids)
-        total += len(ids)
-        alone += len(ids) ** 2 / 2  # causal: half of the square
-    together = sum(
-        (node.end - node.start) * (node.end if node.above else node.end / 2) for node in trie.nodes
-    )
-    return 1.0 - (trie.size + max(0.0, together - alone) / SCORES_OF_A_TOKEN) / max(1, total)
+def share_in_common(lengths: Sequence[int], commons: Sequence[int]) -> float:
+    """Share of the tokens that a trie saves, for sequences in the order of `in_order` with these lengths and
+    `common_lengths`. Lower, also below 0, where attention would compute more scores than with a row for each
+    sequence."""
+    count = NodeCount()
+    alone = 0.0
+    for length, common in zip(lengths, commons, strict=True):
+        count.add(length, common)
+        alone += length**2 / 2  # causal: half of the square
+    additional = max(0.0, count.num_scores - alone)
+    return 1.0 - (count.size + additional / SCORES_OF_A_TOKEN) / max(1, sum(lengths))
 
 
-def num_different(sequences: Iterable[Int32]) -> int:
+def num_different(sequences: Sequence[Int32]) -> int:
     """Tokens that are left where common beginnings count once; sequences in the order of `in_order`."""
-    trie = Trie()
-    for ids in sequences:
-        trie.add(ids)
-    return trie.size
+    count = NodeCount()
+    for ids, common in zip(sequences, common_lengths(sequences), strict=True):
+        count.add(len(ids), common)
+    return count.size

@@ -16,9 +16,9 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Commit, Score, Trajectory
 from tidemill.common.wire.segments import SessionEnd
 from tidemill.services.trainer.algorithm.advantages.shaping import log_ratios
-from tidemill.services.trainer.algorithm.losses.totals import loss_metrics
-from tidemill.services.trainer.groups.group_filter import TrainableGroup
-from tidemill.services.trainer.groups.samples import Sample, num_sampled
+from tidemill.services.trainer.algorithm.losses.sums import loss_metrics
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.sample import Sample, num_sampled
 from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.step import StepResult
 
@@ -37,18 +37,19 @@ def step_metrics(
 ) -> dict[str, float]:
     """All metrics of a step; every value is a finite number except where the policy's own is not."""
     groups = result.groups
-    rewarded = [group for group in groups if not group.source.is_demonstration]
-    trajectories = [t for group in rewarded for t in group.source.trajectories.values()]
-    shown = [t for g in groups if g.source.is_demonstration for t in g.source.trajectories.values()]
-    scores = [s for group in rewarded for s in group.source.scores.values()]
-    queued = [s for group in rewarded for s in group.source.queued_s.values()]
+    rewarded = [group for group in groups if not group.is_demonstration]
+    trajectories = [t for group in rewarded for t in group.trajectories.values()]
+    shown = [t for g in groups if g.is_demonstration for t in g.trajectories.values()]
+    scores = [s for group in rewarded for s in group.scores.values()]
+    queued = [s for group in rewarded for s in group.queued_s.values()]
     sampled = [t for group in groups for t in group.sampled]
+    lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
     staleness = _staleness(step, groups)
     segments = [segment for t in (*trajectories, *shown) for segment in t.segments]
     sums, updates = result.sums, result.updates
     return {
-        **(_reward_metrics(rewarded) | _length_metrics(sampled) if rewarded else {}),
-        "completion_tokens": float(sum(map(num_sampled, (*sampled, *shown)))),
+        **(_reward_metrics(rewarded) | _length_metrics(sampled, lengths) if rewarded else {}),
+        "completion_tokens": float(lengths.sum() + sum(map(num_sampled, shown))),
         "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
@@ -70,8 +71,7 @@ def step_metrics(
     }
 
 
-def _length_metrics(sampled: Sequence[Trajectory]) -> dict[str, float]:
-    lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
+def _length_metrics(sampled: Sequence[Trajectory], lengths: NDArray[np.int64]) -> dict[str, float]:
     return {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
@@ -136,8 +136,7 @@ def usage_metrics(
 def _record_bytes(trajectory: Trajectory) -> int:
     """About how many bytes Redis holds for one trajectory and its score."""
     ids = sum(len(s.prompt_ids) + 2 * len(s.completion_ids) for s in trajectory.segments)
-    texts = (trajectory.text, trajectory.thought or "", trajectory.prompt_text)
-    text = sum(len(part.encode()) for part in texts)
+    text = len(f"{trajectory.text}{trajectory.thought or ''}{trajectory.prompt_text}".encode())
     said = len(repr(trajectory.session.messages)) if trajectory.session else 0
     return BYTES_OF_A_TOKEN * ids + text + said + ENTRY_BYTES
 
@@ -184,21 +183,21 @@ def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return numbers
 
 
-def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshold: float) -> dict[str, float]:
+def source_metrics(step: int, groups: Sequence[Group], success_threshold: float) -> dict[str, float]:
     """For each source that the step trained on: groups, means over completions, staleness of trained tokens;
     for demonstrations only groups and length. A run of one training set without a name has none.
 
     A pass rate is the share of rewards of at least `success_threshold`, over the samples that have one.
     """
-    by_source: defaultdict[str, list[TrainableGroup]] = defaultdict(list)
+    by_source: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        by_source[next(iter(group.source.trajectories.values())).source].append(group)
+        by_source[next(iter(group.trajectories.values())).source].append(group)
     by_source.pop("", None)
     numbers: dict[str, float] = {}
     for name, own in sorted(by_source.items()):
         numbers[f"source/{name}/groups"] = float(len(own))
-        if own[0].source.is_demonstration:
-            made = [t for group in own for t in group.source.trajectories.values()]
+        if own[0].is_demonstration:
+            made = [t for group in own for t in group.trajectories.values()]
             numbers[f"source/{name}/mean_length"] = float(np.mean(list(map(num_sampled, made))))
             continue
         rewards, staleness = np.concatenate([group.rewards for group in own]), _staleness(step, own)
@@ -213,7 +212,7 @@ def source_metrics(step: int, groups: Sequence[TrainableGroup], success_threshol
     return numbers
 
 
-def _staleness(step: int, groups: Sequence[TrainableGroup]) -> NDArray[np.signedinteger]:
+def _staleness(step: int, groups: Sequence[Group]) -> NDArray[np.signedinteger]:
     """Staleness of each trained token of these groups."""
     versions = [versions for group in groups for versions in group.trained_versions()]
     return step - np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
@@ -227,12 +226,12 @@ def staleness_shares(staleness: NDArray[np.signedinteger]) -> dict[str, float]:
     return {f"staleness/share_{age}": float(count / staleness.size) for age, count in enumerate(counts)}
 
 
-def _reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
+def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = np.concatenate([group.rewards for group in groups])
-    scores = [score for group in groups for score in group.source.scores.values()]
+    scores = [score for group in groups for score in group.scores.values()]
     # With a teacher whose weight is not 0, samples of equal rewards are trained too.
     teaches_nothing = [
-        len(set(group.rewards)) == 1 and not any(s.teaching and s.teaching.weight for s in group.samples)
+        len(set(group.rewards)) == 1 and not any(sample.teacher_weight for sample in group.samples)
         for group in groups
     ]
     components = component_values(scores).items()
@@ -268,11 +267,11 @@ def _teacher_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     gaps: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
     num_tokens: Counter[str] = Counter()
     for sample in samples:
-        if (teaching := sample.teaching) is None:
+        if not sample.teacher:
             continue
-        num_tokens[teaching.teacher] += sample.num_trained
+        num_tokens[sample.teacher] += sample.num_trained
         if sample.kept is None:
-            gaps[teaching.teacher].append(log_ratios(sample, teaching))
+            gaps[sample.teacher].append(log_ratios(sample))
     metrics: dict[str, float] = {}
     for name in sorted(num_tokens):
         metrics[f"teacher/{name}/tokens"] = float(num_tokens[name])
@@ -302,9 +301,9 @@ def observe_step(commit: Commit, result: StepResult) -> None:
                 metrics.TRAINED_SPANS.observe(len(ages))
                 for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
                     tokens[min(age, OLDEST_BUCKET)] += count
-        queued_s = group.source.queued_s
-        for index, trajectory in group.source.trajectories.items():
-            if not trajectory.fault and (score := group.source.scores.get(index)):
+        queued_s = group.queued_s
+        for index, trajectory in group.trajectories.items():
+            if not trajectory.fault and (score := group.scores.get(index)):
                 _observe_stages(trajectory, score, commit.finished_at)
                 if index in queued_s:
                     metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s[index])

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
-from tidemill.common.wire.arrays import Int32
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.samples import Precomputed, Sample
+from tidemill.services.trainer.groups.columns import COLUMNS, TRAINED_WITH, SampleColumns
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.compiling import body_of
 from tidemill.services.trainer.policy.finite import refuse_broken_numbers
@@ -107,7 +108,7 @@ class TileScores(NamedTuple):
     changed_N: Tensor | None = None
 
 
-def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[Precomputed]) -> None:
+def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[SampleColumns]) -> None:
     """Put a tile's values at the places of their tokens in their samples."""
     if not tile.rows:
         return
@@ -268,45 +269,33 @@ def _of_all(scores: TileScores, tile: Tile) -> TileScores:
     )
 
 
-_OPTIONAL = {
-    "proximal_logprobs": "proximal_logprobs_N",
-    "reference_logprobs": "reference_logprobs_N",
-    "values": "old_values_N",
-    "returns": "returns_N",
-    "factors": "factors_N",
-    "penalised": "penalised_N",
-}
-"""Optional fields of `Sample`, and their names in `Tokens`."""
-
-
 def trained_tokens(
     tile: Tile,
-    samples: Sequence[Sample],
+    batch: MicroBatch,
     scores: TileScores,
     values_N: Tensor | None,
     normalisation: Normalisation,
 ) -> Tokens:
-    """The trained tokens of a tile; `samples` are those of its micro-batch, which its rows refer to."""
-    chosen = [samples[i] for i in tile.samples]
-    places = [row.places for row in tile.rows]
-    counts = [len(row.targets) for row in tile.rows]
+    """The trained tokens of a tile; its rows refer to the samples of `batch`, its micro-batch."""
+    rows = tile.rows
+    chosen = [batch.samples[row.sample] for row in rows]
+    counts = [len(row.targets) for row in rows]
     weights = [token_weight(normalisation, sample.num_trained, sample.group_trained) for sample in chosen]
-    columns = {
-        "rollout_logprobs_N": _joined(chosen, places, "rollout_logprobs"),
-        "advantages_N": _joined(chosen, places, "advantages_T"),
-        "weights_N": np.repeat(weights, counts),
-    }
-    for field, name in _OPTIONAL.items():
-        if (values := _joined(chosen, places, field)) is not None:
-            columns[name] = values
-    if any(sample.imitation for sample in chosen):
-        columns["imitation_N"] = np.repeat([sample.imitation for sample in chosen], counts)
-    if any(sample.teaching for sample in chosen):
-        columns |= _teaching(chosen, places)
+    names = [name for name in TRAINED_WITH if any(name in sample.columns for sample in chosen)]
+    if "advantages" not in names:  # demonstrations alone have none
+        names.append("advantages")
+    if batch.is_at_start and "proximal_logprobs" in names:
+        names.remove("proximal_logprobs")
+    is_shown = any(sample.imitation for sample in chosen)
     # Divisions are done by now, in float64 on the host; products with the loss follow in the dtype of the
     # logprobs. Everything crosses to the device in one copy.
-    stacked = torch.from_numpy(np.stack([np.asarray(column, np.float64) for column in columns.values()]))
-    tensors = stacked.to(scores.logprobs_N.device, scores.logprobs_N.dtype)
+    columns_CN = np.empty((len(names) + 1 + is_shown, sum(counts)))
+    for column_N, name in zip(columns_CN, names, strict=False):
+        _fill_column(column_N, name, rows, chosen)
+    columns_CN[len(names)] = np.repeat(weights, counts)
+    if is_shown:
+        columns_CN[-1] = np.repeat([sample.imitation for sample in chosen], counts)
+    on_device = torch.from_numpy(columns_CN).to(scores.logprobs_N.device, scores.logprobs_N.dtype)
     # All segments of a session have one number: ratios and means of sequences go over all of them.
     numbers = {sample: number for number, sample in enumerate(dict.fromkeys(tile.samples))}
     sequence = np.repeat([numbers[sample] for sample in tile.samples], counts)
@@ -318,36 +307,30 @@ def trained_tokens(
         sequence_N=torch.from_numpy(sequence).to(scores.logprobs_N.device),
         num_sequences=len(numbers),
         routing=scores.routing,
-        **dict(zip(columns, tensors, strict=True)),
+        weights_N=on_device[len(names)],
+        imitation_N=on_device[-1] if is_shown else None,
+        columns=dict(zip(names, on_device, strict=False)),
     )
 
 
-def _teaching(samples: Sequence[Sample], places: Sequence[Int32]) -> dict[str, NDArray[np.floating]]:
-    """Logprobs and weights of the teachers at the rows' tokens. Tokens without a teacher have weight 0, so
-    that their placeholder logprobs add exactly 0. Shapes [N]."""
-    logprobs, weights = [], []
-    for sample, own in zip(samples, places, strict=True):
-        teaching = sample.teaching
-        logprobs.append(np.zeros(len(own)) if teaching is None else teaching.logprobs[own])
-        weights.append(np.full(len(own), 0.0 if teaching is None else teaching.weight))
-    return {"teacher_logprobs_N": np.concatenate(logprobs), "teacher_weights_N": np.concatenate(weights)}
-
-
-def _joined(samples: Sequence[Sample], places: Sequence[Int32], field: str) -> NDArray[np.floating] | None:
-    """One field of each row's sample at the row's tokens. Shape [N]; None where no sample has it; 0 for
-    demonstrations, where other samples have it."""
-    given = [getattr(sample, field) for sample in samples]
-    if all(value is None for value in given):
-        return None
-    given = [
-        np.zeros(len(sample.mask)) if value is None and sample.imitation else value
-        for sample, value in zip(samples, given, strict=True)
-    ]
-    assert not any(value is None for value in given), f"a micro-batch has {field} as a whole or not at all"
-    joined: NDArray[np.floating] = np.concatenate(
-        [value[own] for value, own in zip(given, places, strict=True)]
-    )
-    return joined
+def _fill_column(
+    column_N: NDArray[np.float64], name: str, rows: Sequence[TokenRow], samples: Sequence[Sample]
+) -> None:
+    """Write one column of each row's sample at the row's tokens; what a sample lacks is as `COLUMNS` says."""
+    column = COLUMNS[name]
+    start = 0
+    for row, sample in zip(rows, samples, strict=True):
+        end = start + len(row.places)
+        values_T = sample.columns.get(name)
+        if sample.imitation and column.of_demonstration != "current":
+            column_N[start:end] = column.of_demonstration
+        elif values_T is not None:
+            column_N[start:end] = values_T[row.places]
+        else:
+            filler = 0.0 if sample.imitation else column.of_others
+            assert filler is not None, f"a micro-batch has {name} as a whole or not at all"
+            column_N[start:end] = filler
+        start = end
 
 
 MAX_DIFFERENCE = 0.1

@@ -30,12 +30,14 @@ from transformers import PreTrainedConfig
 from tidemill.common.wire.arrays import Bits, Int32
 from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.samples import Routes, Sample
+from tidemill.services.trainer.groups.sample import Routes, Sample
 from tidemill.services.trainer.groups.trie import (
     ENOUGH_IN_COMMON,
     MOST_KEYS,
     Indices,
+    NodeCount,
     Trie,
+    common_lengths,
     in_order,
     share_in_common,
     with_routes,
@@ -53,7 +55,7 @@ thread: tiles of 320 to 768 tokens 0.74 to 0.77 s, of 2,048 0.82 s; one padded r
 row by row 1.5 s."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TokenRow:
     """The part of one sequence that has to pass through the model to score its tokens: a whole sample, or one
     segment of it. `places` are those of the targets among the sample's completion tokens."""
@@ -117,19 +119,29 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
     Tokens after the last scored one, and that one itself, predict nothing that is needed: cut off. Samples
     are numbered from `first` on."""
     rows = []
+    longest = max((sample.num_tokens for sample in samples), default=0)
+    # Of a completion that is scored as a whole, places and sources are slices of this.
+    numbers = np.arange(longest, dtype=np.int32)
     for i, (sample, scored_T) in enumerate(zip(samples, scored, strict=True), first):
         start = 0
+        is_whole = bool(scored_T.all())
         for number, (prompt_ids, num_completion) in enumerate(sample.segments):
             end = start + num_completion
-            chosen = np.flatnonzero(scored_T[start:end])
+            chosen = numbers[:num_completion] if is_whole else np.flatnonzero(scored_T[start:end])
             if len(chosen):
-                own_ids = sample.completion_ids[start:end]
-                sources = (len(prompt_ids) - 1 + chosen).astype(np.int32)
-                ids = np.concatenate([prompt_ids, own_ids])[: sources[-1] + 1]
-                places = (start + chosen).astype(np.int32)
+                first_source = len(prompt_ids) - 1
+                targets = sample.completion_ids[start:end]
+                if is_whole:
+                    places = numbers[start:end]
+                    sources = numbers[first_source : first_source + num_completion]
+                else:
+                    places = (start + chosen).astype(np.int32)
+                    sources = (first_source + chosen).astype(np.int32)
+                    targets = targets[chosen]
+                ids = sample.rows[number][: sources[-1] + 1]
                 kept = sample.kept and sample.kept.take(places)
                 routes = sample.routes[number] if sample.routes else None
-                rows.append(TokenRow(i, ids, sources, own_ids[chosen], places, kept, routes))
+                rows.append(TokenRow(i, ids, sources, targets, places, kept, routes))
             start = end
     return rows
 
@@ -187,8 +199,10 @@ def plan_tiles(
     if layout.startswith("tree"):
         # Stable, as below.
         sorted_rows = sorted(rows, key=lambda row: in_order(row.branch))
-        if layout == "tree" or share_in_common(row.branch for row in sorted_rows) >= ENOUGH_IN_COMMON:
-            return [("tree", branches) for branches in _grow(sorted_rows, max_tokens, most_shared)]
+        commons = common_lengths([row.branch for row in sorted_rows])
+        lengths = [len(row) for row in sorted_rows]
+        if layout == "tree" or share_in_common(lengths, commons) >= ENOUGH_IN_COMMON:
+            return [("tree", branches) for branches in _grow(sorted_rows, commons, max_tokens, most_shared)]
     # Stable: rows of one length stay in the given order, which is the one of a replay.
     ordered = sorted(rows, key=len, reverse=True)
     if layout == "varlen":
@@ -226,20 +240,25 @@ def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
     )
 
 
-def _grow(rows: Sequence[TokenRow], max_tokens: int, most_shared: int) -> list[list[TokenRow]]:
+def _grow(
+    rows: Sequence[TokenRow], commons: Sequence[int], max_tokens: int, most_shared: int
+) -> list[list[TokenRow]]:
     """Rows in their order, in trees of at most `max_tokens` different tokens, or of `most_shared` where the
-    next row has most of its tokens in the tree already."""
+    next row has most of its tokens in the tree already. `commons` are their `common_lengths`."""
     trees: list[list[TokenRow]] = []
-    trie, num_keys = Trie(), 0
-    for row in rows:
-        shared = trie.shared(branch := row.branch)
-        limit = max(max_tokens, most_shared) if 2 * shared > len(row) else max_tokens
-        is_full = trie.size + len(row) - shared > limit or num_keys + len(row) > MOST_KEYS * limit
+    count = NodeCount()
+    num_keys = 0
+    for row, common in zip(rows, commons, strict=True):
+        length = len(row)
+        shared = count.shared(common)
+        limit = max(max_tokens, most_shared) if 2 * shared > length else max_tokens
+        is_full = count.size + length - shared > limit or num_keys + length > MOST_KEYS * limit
         if not trees or is_full:
             trees.append([])
-            trie, num_keys = Trie(), 0
-        trie.add(branch)
-        num_keys += len(row)
+            count = NodeCount()
+            num_keys = 0
+        count.add(length, common if trees[-1] else 0)
+        num_keys += length
         trees[-1].append(row)
     return trees
 
@@ -286,19 +305,21 @@ def _varlen_tile(rows: Sequence[TokenRow]) -> Tile:
 def _tree_tile(rows: Sequence[TokenRow]) -> Tile:
     """All rows as the branches of one tree."""
     trie = Trie()
-    ids = [(trie.add(row.branch), row) for row in rows]
+    commons = common_lengths([row.branch for row in rows])
+    places = [trie.add(len(row), common) for row, common in zip(rows, commons, strict=True)]
     ids_T = np.zeros(trie.size, dtype=np.int64)
-    for places, row in ids:
-        ids_T[places] = row.ids
+    for places_of_row, row in zip(places, rows, strict=True):
+        ids_T[places_of_row] = row.ids
+    sources = [of_row[row.sources] for of_row, row in zip(places, rows, strict=True)]
     tree = Tree(trie)
     return Tile(
         rows=tuple(rows),
         ids_BT=torch.from_numpy(ids_T)[None],
-        sources_N=torch.from_numpy(np.concatenate([places[row.sources] for places, row in ids])),
+        sources_N=torch.from_numpy(np.concatenate(sources)),
         targets_N=_targets(rows),
         model_kwargs={"position_ids": torch.from_numpy(tree.positions_T)[None], TREE: tree},
         kept=_kept(rows),
-        routes=_routes(rows, [places for places, _ in ids], trie.size),
+        routes=_routes(rows, places, trie.size),
     )
 
 

@@ -27,9 +27,11 @@ from tidemill.common.process.gpu_sharing import GpuGate, GpuLock
 from tidemill.common.wire.choices import Routing
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
+from tidemill.services.trainer.groups.columns import SampleColumns
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.weights.store import WeightState
@@ -62,7 +64,7 @@ class Policy(Protocol):
         """The routers that are given the experts which the engine chose, so that samples need their routes;
         None where nothing is replayed."""
 
-    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+    def accumulate(self, batch: MicroBatch) -> Sums:
         """Add the batch's gradient, unnormalised, to what has been accumulated. After an exception the
         accumulated gradients are undefined: call `zero` and start the step again."""
 
@@ -79,7 +81,7 @@ class Policy(Protocol):
     def zero(self) -> None:
         """Discard what has been accumulated."""
 
-    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
+    def precompute(self, samples: Sequence[Sample]) -> list[SampleColumns]:
         """Compute what the algorithm needs of samples before they are trained, under the weights at the start
         of the step: those that are held, else the current ones. Rewards and advantages are not read. Samples
         of a group are neighbours; the bits of its numbers do not depend on the other groups."""

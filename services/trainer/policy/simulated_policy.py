@@ -8,7 +8,6 @@ tested without a model.
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,11 @@ from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.delta import DeltaWriter, delta_name
 from tidemill.common.wire.messages import WeightFile
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch
+from tidemill.services.trainer.algorithm.losses.sums import Sums, count_batch
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample
+from tidemill.services.trainer.groups.columns import SampleColumns
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.state import PolicyState, SavesState, ShardReader
 from tidemill.services.trainer.policy.usage import Profiled, Usage
@@ -54,16 +55,20 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         """Digest and exported numbers of the last comparison."""
         self._changed: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(0, dtype=np.int64)
 
-    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+    def accumulate(self, batch: MicroBatch) -> Sums:
         """Take `group_s` for each `group_size` samples."""
         time.sleep(self._trainer.simulated.group_s * len(batch.samples) / self._trainer.group_size)
         for sample in batch.samples:
             self._pending.append(np.array(sample.key, dtype="<i8").tobytes())
-            self._pending.append(np.array(sample.advantage, dtype="<f8").tobytes())  # one, or one a token
+            # One number, or where each token has its own, all of them.
+            advantage = sample.columns["advantages"] if sample.advantage is None else sample.advantage
+            self._pending.append(np.array(advantage, dtype="<f8").tobytes())
         self._pending.append(b"|")
         normalisation, num_trained = self._trainer.algorithm.normalisation, batch.num_trained
-        counted = count_batch(batch, normalisation, self._max_completion_tokens)
-        return replace(counted, weight_sum=float(num_trained), weight_max=1.0 if num_trained else 0.0)
+        sums = count_batch(batch, normalisation, self._max_completion_tokens)
+        sums["weight_sum"] = float(num_trained)
+        sums["weight_max"] = 1.0 if num_trained else 0.0
+        return sums
 
     def update(self, denominator: float) -> UpdateResult:
         """Take `update_s`, and fold what was accumulated into the digest."""
@@ -76,7 +81,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
     def zero(self) -> None:
         self._pending.clear()
 
-    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
+    def precompute(self, samples: Sequence[Sample]) -> list[SampleColumns]:
         """Take `prepare_s` for each `group_size` samples; logprobs of all models are those of the rollout."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
         algorithm = self._trainer.algorithm

@@ -23,11 +23,13 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
-from tidemill.services.trainer.algorithm.losses.policy_loss import Sums, policy_loss
+from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
+from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums, add_tiles, count_batch
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, count_batch, total_metrics
-from tidemill.services.trainer.groups.samples import MicroBatch, Precomputed, Sample, without_choices
+from tidemill.services.trainer.groups.columns import SampleColumns
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.exporting import ExportsWeights
 from tidemill.services.trainer.policy.finite import find_broken_weights, refuse_broken_weights
@@ -198,7 +200,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             return Critic(model, self._make_scorer, self._device)
         return ValueHead(model, algorithm.value.detach, self._device)
 
-    def accumulate(self, batch: MicroBatch) -> MicroBatchMetrics:
+    def accumulate(self, batch: MicroBatch) -> Sums:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
         return self._accumulate(batch, self._plan(batch.samples))
 
@@ -226,29 +228,28 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
     def _make_tile(self, planned: PlannedTile) -> Tile:
         return make_tile(planned)
 
-    def _accumulate(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
+    def _accumulate(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> Sums:
         lengths = [len(row) for _, rows in plan for row in rows]
-        tiles, positions = [], 0
-        compared = self._compare_routes(batch, plan) if self._begins_update else MicroBatchMetrics()
+        tiles: list[TileSums] = []
+        positions = 0
+        compared = self._compare_routes(batch, plan) if self._begins_update else Sums()
         self._begins_update = False
         for planned in plan:
             tile = self._make_tile(planned)
             positions += tile.ids_BT.numel()
             tiles.append(self._train_tile(tile, batch))
-        counted = replace(
-            count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens),
-            positions=positions,
-            row_tokens=sum(lengths),
-            row_pairs=sum(length * (length + 1) // 2 for length in lengths),
-        )
-        return counted + total_metrics(tiles) + compared
+        counts = count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens)
+        counts["positions"] = positions
+        counts["row_tokens"] = sum(lengths)
+        counts["row_pairs"] = sum(length * (length + 1) // 2 for length in lengths)
+        return counts + add_tiles(tiles) + compared
 
     @torch.no_grad()
-    def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> MicroBatchMetrics:
+    def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> Sums:
         """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
         choice: two passes, which the other ranks make too."""
         if self.routing is None:
-            return MicroBatchMetrics()
+            return Sums()
         # Without demonstrations: no engine has chosen for them, nor said a logprob.
         rows = [row for _, own in plan[:1] for row in own if row.routes is not None]
         rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
@@ -259,13 +260,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             own = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows if rows]
             sums.append(float(np.abs(logprobs_N - np.concatenate(own)).sum()) if own else 0.0)
         with_routes, without = sums
-        return MicroBatchMetrics(
+        return Sums(
             compared_tokens=sum(len(row.targets) for row in tile.rows) if rows else 0,
             replayed_gap_sum=with_routes,
             unreplayed_gap_sum=without,
         )
 
-    def _train_tile(self, tile: Tile, batch: MicroBatch) -> Sums:
+    def _train_tile(self, tile: Tile, batch: MicroBatch) -> TileSums:
         """Add one tile's gradient; return its sums, still on the device."""
         algorithm, head = self._algorithm, self._value_head
         scores = self._scorer.score(
@@ -275,7 +276,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             keep_hidden=head is not None and head.reads_policy,
         )
         values_N = head(tile, scores.hidden_NH) if head is not None else None
-        tokens = trained_tokens(tile, batch.samples, scores, values_N, algorithm.normalisation)
+        tokens = trained_tokens(tile, batch, scores, values_N, algorithm.normalisation)
         loss, sums = policy_loss(tokens, algorithm, self._surrogate)
         loss.backward()
         return sums if scores.changed_N is None else sums | rerouted(scores.changed_N)
@@ -335,9 +336,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         head = self._value_head.named() if self._value_head else []
         return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
 
-    def precompute(self, samples: Sequence[Sample]) -> list[Precomputed]:
+    def precompute(self, samples: Sequence[Sample]) -> list[SampleColumns]:
         parts, order = self._deal_groups(samples)
-        algorithm, found = self._config.algorithm, [Precomputed() for part in parts for _ in part]
+        algorithm, found = self._config.algorithm, [SampleColumns() for part in parts for _ in part]
         wanted = {
             "proximal_logprobs": ("logprobs", self._config.needs_proximal),
             "values": ("values", self._value_head is not None),
@@ -393,7 +394,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         scorer: TokenScorer,
         temperature: float,
         head: ValueHead | None = None,
-    ) -> list[Precomputed]:
+    ) -> list[SampleColumns]:
         """`logprobs` of all completion tokens, `entropies` where they are needed, `values` where a head is
         given; in the order of the parts. Only samples of one part share a forward pass. float32, or float64
         for a model of that precision."""
@@ -401,7 +402,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
         names += ["values"] * (head is not None)
-        found: list[Precomputed] = [
+        found: list[SampleColumns] = [
             {name: np.zeros(len(sample.completion_ids), dtype=wide) for name in names}
             for part in parts
             for sample in part

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.policy.attention import head_size, value_size
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
 
@@ -51,11 +51,11 @@ class ModelFlops:
     pair: float = 0.0
     """A token and one that it attends to: 6 * heads * (size of a query + of a value) * layers that attend."""
 
-    def of(self, sums: MicroBatchMetrics) -> float:
+    def of(self, sums: Sums) -> float:
         """FLOPs of micro-batches: without padding, shared tokens once, pairs reduced by the same share."""
         tokens = min(sums.positions, sums.row_tokens)
         pairs = sums.row_pairs * tokens / max(sums.row_tokens, 1)
-        return self.token * tokens + self.score * sums.tokens + self.pair * pairs
+        return float(self.token * tokens + self.score * sums.tokens + self.pair * pairs)
 
 
 def count_flops(model: PreTrainedModel) -> ModelFlops:

@@ -83,7 +83,9 @@ def _encode(value: Any) -> Any:
         return value.item()
     if isinstance(value, Path):
         return {"path": str(value)}
-    names = [item.name for item in fields(value)] if is_dataclass(value) else getattr(value, "_fields", ())
+    names = getattr(value, "_fields", ())
+    if is_dataclass(value):
+        names = [item.name for item in fields(value) if item.init]
     if names:
         return {"kind": type(value).__name__} | {name: getattr(value, name) for name in names}
     return list(value)

@@ -173,7 +173,7 @@ async def test_after_a_restart_of_redis_nothing_is_taken_before_it_is_read_again
         await publish_group(broker, keys, 0, text="again")
         monkeypatch.setattr(broker, "info", _another_server)
         (group,) = await assembler.take(0, 1)
-    assert {t.text for t in group.source.trajectories.values()} == {"again"}
+    assert {t.text for t in group.trajectories.values()} == {"again"}
     assert assembler.reconciler.needs_checkpoint
     assert [t.ticket for t in await messages(broker, keys.prompts(), Ticket)] == [0, 1, 2, 3]
 

@@ -21,7 +21,6 @@ from tidemill.services.trainer.durable.commits import (
     read_commits,
 )
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.group_filter import TrainableGroup
 from tidemill.services.trainer.step import MiniBatch, StepResult, make_commit
 
 
@@ -99,10 +98,9 @@ def test_a_commit_says_what_was_trained_and_what_was_left_out():
         [make_trajectory(*sample.key) for sample in samples],
         [make_score(*sample.key, 1.0) for sample in samples],
     )
-    groups = [
-        TrainableGroup(sources[1], samples[4:], left_out=[(2, "failed_score")]),
-        TrainableGroup(sources[0], samples[:4]),
-    ]
+    sources[1].samples, sources[0].samples = samples[4:], samples[:4]
+    sources[1].left_out = [(2, "failed_score")]
+    groups = [sources[1], sources[0]]
     batches = form_micro_batches(samples, 40)
     result = StepResult(groups, [MiniBatch(batches[:1]), MiniBatch(batches[1:])])
     commit = make_commit(4, result, [(9, -1, "stale")], {"reward": 0.5}, "ab" * 16, started_at=3.0)

@@ -5,7 +5,6 @@ and keys, windows shorter than the sequences, capped logits, learned positions, 
 """
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,13 +27,13 @@ from tests.support.models import (
     write_tokenizer,
 )
 from tests.support.parity import score
-from tests.support.training import sample_of
+from tests.support.samples import changed, sample_of
 from tidemill.common.run.model_config import exact_attention
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import GenerationRequest
 from tidemill.services.rollout.engines.transformers import TransformersEngine
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
 
 FLOAT32_ONLY = ("Mixtral", "Phimoe", "GptOss")
@@ -122,7 +121,7 @@ async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_tr
     gaps = np.abs(np.concatenate(scores) - np.concatenate(logprobs_of(policy, samples)))
     assert 0.0 < gaps.mean() < 0.05 and gaps.max() < 0.3
     own = [
-        replace(sample, rollout_logprobs=logprobs) for sample, logprobs in zip(samples, scores, strict=True)
+        changed(sample, rollout_logprobs=logprobs) for sample, logprobs in zip(samples, scores, strict=True)
     ]
     metrics = policy.accumulate(one_batch(own))
     assert metrics.rollout_kl_sum / metrics.tokens < 2e-3

@@ -32,7 +32,8 @@ from tests.support.rank_runs import (
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 

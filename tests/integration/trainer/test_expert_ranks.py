@@ -40,7 +40,7 @@ from tidemill.services.rollout.engines.checkpoint import checkpoint_tensors, pro
 from tidemill.services.rollout.engines.held_weights import apply, as_tensor
 from tidemill.services.rollout.engines.model import copy_weights, load_model, match_weights, pieces_of
 from tidemill.services.rollout.weight_follower import LocalVersions, find_route
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy, load_rank_policy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks

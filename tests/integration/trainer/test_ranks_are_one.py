@@ -6,7 +6,6 @@ either is to float32.
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,9 @@ from tests.support.rank_runs import (
     train_cases,
     update,
 )
+from tests.support.samples import changed
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.usage import Usage, count_flops
@@ -198,7 +198,7 @@ def test_each_rank_receives_its_own_samples_alone(tmp_path):
 def precomputed(ranks: Ranks, model: PreTrainedModel) -> list[list[Any]]:
     """Of one group's samples, alone and among those of others."""
     policy = policy_on(ranks, model, config_of("all sums", num_ranks=2), dtype=torch.float32)
-    samples = [replace(one, key=(n // 4, n % 4)) for n, one in enumerate(make_relatives(16))]
+    samples = [changed(one, key=(n // 4, n % 4)) for n, one in enumerate(make_relatives(16))]
     found = [policy.precompute(samples[4:8]), policy.precompute(samples)[4:8]]
     return [[part["reference_logprobs"].tolist() for part in parts] for parts in found]
 

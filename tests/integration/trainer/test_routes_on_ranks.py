@@ -11,9 +11,9 @@ from tests.support.rank_runs import FIELDS, gradient_of, on_ranks, policy_on
 from tests.support.routes import gradient_by_hand, wide_mixtral, with_foreign
 from tests.support.sessions import session_samples
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -28,11 +28,11 @@ def samples() -> list[Sample]:
     return with_foreign([*make_relatives(9), *session_samples(3)])
 
 
-def gradient_on(ranks: Ranks, model: Any, fields: dict[str, Any]) -> tuple[torch.Tensor, MicroBatchMetrics]:
+def gradient_on(ranks: Ranks, model: Any, fields: dict[str, Any]) -> tuple[torch.Tensor, Sums]:
     config = TrainerConfig.model_validate(FIELDS | {"num_ranks": ranks.size} | fields)
     policy = policy_on(ranks, model, config, replays_routes=True, temperature=1.0)
     batches = form_micro_batches(samples(), 80, config.num_bins)
-    sums = sum((policy.accumulate(batch) for batch in batches), MicroBatchMetrics())
+    sums = sum((policy.accumulate(batch) for batch in batches), Sums())
     return gradient_of(policy), sums
 
 

@@ -1,19 +1,19 @@
 """Demonstrations against TRL's own `SFTTrainer`: which tokens are trained, the loss, and its gradient."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.models import accumulate_all, gradients_of, make_policy, tiny_model, write_tokenizer
+from tests.support.samples import changed
 from tests.unit.trainer.batch.test_demonstrations import GENERATION, TEMPLATE, said
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import ModelConfig
 from tidemill.services.trainer.batch.demonstrations import Demonstration, load_demonstrations
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import make_sample
+from tidemill.services.trainer.groups.sample import make_sample
 
 CHATS = [
     {"messages": said(*(f"w{n} w{(n * k) % 25}" for k in range(1, 3 + 2 * (n % 3))))} for n in range(1, 9)
@@ -75,7 +75,7 @@ def test_tokens_loss_and_gradient_are_those_of_trl(tmp_path, rows, template, opt
     assert len(shown) == len(rows)
     policy = make_policy(torch.float64, model=AutoModelForCausalLM.from_pretrained(folder))
     samples = [
-        replace(make_sample(one.trajectory(10**9 + n, 0, 0)), imitation=1.0) for n, one in enumerate(shown)
+        changed(make_sample(one.trajectory(10**9 + n, 0, 0)), imitation=1.0) for n, one in enumerate(shown)
     ]
     sums = accumulate_all(policy, form_micro_batches(samples, 64))
     assert sums.loss_sum / sums.denominator == pytest.approx(sum(losses), rel=1e-6)

@@ -1,7 +1,6 @@
 """Ranks that rank 0 has started train and write what one does, seen as a policy like any other."""
 
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tidemill.common.run.weight_files import read_chain, verified_files
 from tidemill.common.weights.bits import read_safetensors
 from tidemill.common.weights.delta import check_whole, write_whole
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.samples import MicroBatch
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.weights.store import WeightStore
 
@@ -39,10 +38,10 @@ def training_config(folder: Path, num_ranks: int) -> RunConfig:
 
 def assert_alike(mine: Numbers, expected: Numbers) -> None:
     for (sums, result), (other_sums, other_result) in zip(mine, expected, strict=True):
-        for name, value in asdict(other_sums).items():
+        for name, value in other_sums.items():
             if name == "positions":  # what ranks share differs
                 continue
-            assert asdict(sums)[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+            assert sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
         assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=1e-5)
         assert result.lr == other_result.lr
 

@@ -118,8 +118,8 @@ def test_all_tables_are_read() -> None:
         ("`consumer.py` `_settling_all`", "common/streams/consumer.py has no _settling_all"),
         ("`rollout/worker.py` `_drain`", "services/rollout/worker.py has no _drain"),
         (
-            "`group_filter.py` `PendingGroup.take`",
-            "services/trainer/groups/group_filter.py has no PendingGroup.take",
+            "`group_filter.py` `Group.take`",
+            "services/trainer/groups/group_filter.py has no Group.take",
         ),
         ("`nowhere.py` `take`", "nowhere.py: 0 files end with it; name one by more of its path"),
     ],

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.models import PIECES, logprobs_of, make_policy, make_samples, one_batch, run_config
+from tests.support.samples import changed
 from tests.support.sessions import random_session
 from tests.support.training import make_score, outstanding
 from tests.support.trajectories import make_trajectory
@@ -22,10 +22,11 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.losses.mini_batch import with_statistics
+from tidemill.services.trainer.algorithm.losses.mini_batch import fill_statistics
 from tidemill.services.trainer.batch.batch_assembler import Precompute
 from tidemill.services.trainer.batch.stream_join import StreamJoin
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import GroupFilter
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.step import MiniBatch, StepResult, StepRunner, make_commit
@@ -36,7 +37,7 @@ OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
 """An epsilon of 1 makes AdamW's update nearly linear in the gradient: what differs there shows here."""
 
 
-def group_of(ticket: int) -> PendingGroup:
+def group_of(ticket: int) -> Group:
     """A group of completions of very unequal lengths, each with its score; every other ticket's is of a
     session of two segments and a session of one, with rewards of turns."""
     rng = np.random.default_rng(ticket)
@@ -55,7 +56,7 @@ def group_of(ticket: int) -> PendingGroup:
             completion_ids=rng.integers(3, len(PIECES), count).astype(np.int32),
             logprobs=rng.normal(-3.0, 0.5, count).astype(np.float32),
         )
-    return PendingGroup(ticket, 0, trajectories, scores)
+    return Group(ticket, 0, trajectories, scores)
 
 
 class Arrivals:
@@ -77,13 +78,13 @@ class Arrivals:
         self.portions = list(portions)
         self.log: list[str] = []
 
-    async def take(self, step: int, places: int) -> list[TrainableGroup]:
+    async def take(self, step: int, places: int) -> list[Group]:
         self.log.append("take")
         await self.precompute_waiting(step, 1)  # as the assembler does while it waits
         count = min(places, self.portions.pop(0) if self.portions else 1)
         taken, self.left = self.left[:count], self.left[count:]
         outcomes = [self.group_filter.apply(group, step) for group in taken]
-        return [outcome for outcome in outcomes if isinstance(outcome, TrainableGroup)]
+        return [outcome for outcome in outcomes if isinstance(outcome, Group)]
 
     async def precompute_waiting(self, step: int, places: int) -> bool:
         for group in self.left[: self.num_waiting]:
@@ -163,14 +164,13 @@ def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
         groups = []
         for ticket in tickets:
             outcome = group_filter.apply(group_of(int(ticket)), 0)
-            assert isinstance(outcome, TrainableGroup)
-            precomputed = policy.precompute(outcome.samples)
-            samples = [
-                replace(sample, **tokens) for sample, tokens in zip(outcome.samples, precomputed, strict=True)
-            ]
-            groups.append(replace(outcome, samples=samples))
-        assigned = with_statistics(advantages.assign(groups), config.trainer.algorithm)
-        mini_batches.append([s for group in assigned for s in group.samples])
+            assert isinstance(outcome, Group)
+            for sample, columns in zip(outcome.samples, policy.precompute(outcome.samples), strict=True):
+                sample.columns.update(columns)
+            groups.append(outcome)
+        advantages.assign(groups)
+        fill_statistics(groups, config.trainer.algorithm)
+        mini_batches.append([s for group in groups for s in group.samples])
     for samples in mini_batches * config.trainer.passes:
         policy.update(policy.accumulate(one_batch(samples)).denominator)
     return weights_of(policy)
@@ -217,10 +217,10 @@ def test_demonstrations_do_not_count_where_the_kl_coefficient_moves():
     policy = policy_of(config)
     samples = make_samples(16)
     precomputed = policy.precompute(samples)
-    samples = [replace(sample, **own) for sample, own in zip(samples, precomputed, strict=True)]
-    samples[4:] = [replace(sample, imitation=0.5) for sample in samples[4:]]
+    samples = [changed(sample, **own) for sample, own in zip(samples, precomputed, strict=True)]
+    samples[4:] = [changed(sample, imitation=0.5) for sample in samples[4:]]
     mini = MiniBatch(sums=policy.accumulate(one_batch(samples)))
-    result = StepResult([TrainableGroup(cast(Any, None), samples)], [mini])
+    result = StepResult([Group(0, samples=samples)], [mini])
     complete(runner_of(config, policy)._finish(result))
     assert policy.coefficients().kl == pytest.approx(0.1 * (1 - 0.2 * 0.04), rel=1e-6)
 
@@ -350,9 +350,9 @@ def test_the_ratio_after_the_first_update_is_against_the_start_of_the_step():
     config = config_of(2, 400)
     result = run_step(config, policy_of(config), range(GROUPS), [4, 4])
     first, second = result.mini_batches
-    precomputed = [s.proximal_logprobs for batch in second.micro_batches for s in batch.samples]
-    assert all(values is not None for values in precomputed)
-    assert all(s.proximal_logprobs is None for batch in first.micro_batches for s in batch.samples)
+    precomputed = [s.columns["proximal_logprobs"] for batch in second.micro_batches for s in batch.samples]
+    assert all(batch.is_at_start for batch in first.micro_batches)
+    assert not any(batch.is_at_start for batch in second.micro_batches)
     fresh = policy_of(config)
     samples = [s for batch in second.micro_batches for s in batch.samples]
     for values, expected in zip(precomputed, logprobs_of(fresh, samples), strict=True):
@@ -369,7 +369,7 @@ def test_later_passes_compare_with_the_start_of_the_step_too():
         assert [batch.keys for batch in first.micro_batches] == [batch.keys for batch in again.micro_batches]
         samples = [s for batch in again.micro_batches for s in batch.samples]
         for sample, expected in zip(samples, logprobs_of(fresh, samples), strict=True):
-            np.testing.assert_allclose(sample.proximal_logprobs, expected, atol=1e-5)
+            np.testing.assert_allclose(sample.columns["proximal_logprobs"], expected, atol=1e-5)
 
 
 async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
@@ -383,9 +383,9 @@ async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
     join.groups[0].trajectories |= group_of(0).trajectories
     assert await runner.precompute.compute_waiting(join.groups.values(), 0, 1)
     assert not await runner.precompute.compute_waiting(join.groups.values(), 0, 1), "precomputed once"
-    assert join.groups[0].precomputed
+    assert join.groups[0].precomputed_for == 0 and join.groups[0].arrived
     join.reread()
-    assert not join.groups[0].precomputed
+    assert join.groups[0].precomputed_for == -1 and not join.groups[0].arrived
 
 
 async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
@@ -406,5 +406,5 @@ async def test_beside_a_sample_that_fails_for_its_numbers_the_others_are_precomp
     group.scores[SIZE] = make_score(0, SIZE, None, error="no answer")
     await runner.precompute.compute([group], 0)
     found = runner.group_filter.apply(group, 0)
-    assert isinstance(found, TrainableGroup) and len(found.samples) == SIZE
-    assert all(sample.reference_logprobs is not None for sample in found.samples)
+    assert isinstance(found, Group) and len(found.samples) == SIZE
+    assert all("reference_logprobs" in sample.columns for sample in found.samples)

@@ -8,7 +8,6 @@ It returns N finite numbers, or N arrays with one number for each of a completio
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -19,26 +18,30 @@ from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.wire.arrays import Float64
+from tidemill.common.wire.messages import TrajectoryKey
 from tidemill.services.trainer.algorithm.advantages import estimators
 from tidemill.services.trainer.algorithm.advantages.shaping import (
+    add_teacher,
     discounts,
     length_penalties,
     overlong_reward,
-    with_shaped_reward,
-    with_teacher,
+    shaped_reward,
+    token_rewards,
 )
 from tidemill.services.trainer.algorithm.users_function import contained, load_users_function
-from tidemill.services.trainer.groups.group_filter import TrainableGroup
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.sample import Sample
 
 ADVANTAGE_FIELD = "trainer.algorithm.advantage"
 
-Groups = Sequence[TrainableGroup]
-"""Groups with shaped rewards."""
+Groups = Sequence[Group]
+"""Groups whose samples have shaped rewards."""
 Values = list[float | Float64]
 """For each sample one number, or one for each of its A trained tokens."""
 Scope = Literal["group", "batch"]
-Estimator = Callable[[Groups, AlgorithmConfig], Values]
+TokenRewards = Callable[[Sample], Float64]
+"""The shaped reward of a sample at its A trained tokens, [A]: for estimators that look at single tokens."""
+Estimator = Callable[[Groups, AlgorithmConfig, TokenRewards], Values]
 
 
 def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
@@ -59,7 +62,7 @@ def _users_advantage(reference: str) -> tuple[Scope, Estimator]:
     function, taken = load_users_function(ADVANTAGE_FIELD, reference, ("rewards", "tickets", "samples"))
     where = f"{ADVANTAGE_FIELD} {reference}"
 
-    def compute(groups: Groups, _: AlgorithmConfig) -> Values:
+    def compute(groups: Groups, *_: Any) -> Values:
         parts = [_samples(groups)] if "tickets" in taken else [group.samples for group in groups]
         return [value for part in parts for value in call(part)]
 
@@ -102,19 +105,14 @@ def _rewards(samples: Sequence[Sample]) -> list[float]:
     return [sample.shaped_reward for sample in samples]
 
 
-def _token_rewards(sample: Sample) -> Float64:
-    assert sample.token_rewards_A is not None, "rewards are shaped before advantages are estimated"
-    return sample.token_rewards_A
-
-
 def _values(sample: Sample) -> Float64:
-    assert sample.values is not None, "`Policy.precompute` comes before advantages"
-    return sample.values[sample.mask].astype(np.float64)
+    assert "values" in sample.columns, "`Policy.precompute` comes before advantages"
+    return sample.columns["values"][sample.mask].astype(np.float64)
 
 
-def _of_groups(function: Callable[[list[float], TrainableGroup, AlgorithmConfig], Float64]) -> Estimator:
+def _of_groups(function: Callable[[list[float], Group, AlgorithmConfig], Float64]) -> Estimator:
     """An estimator from a function of one group and its rewards that gives one number for each of them."""
-    return lambda groups, algorithm: [
+    return lambda groups, algorithm, _: [
         float(value) for group in groups for value in function(_rewards(group.samples), group, algorithm)
     ]
 
@@ -125,19 +123,19 @@ def _of_rewards(function: Callable[[list[float]], Float64]) -> Estimator:
 
 def _of_batch(function: Callable[[list[list[float]]], Float64]) -> Estimator:
     """An estimator from a function of the rewards of all groups of a mini-batch, one number for each."""
-    return lambda groups, _: list(map(float, function([_rewards(group.samples) for group in groups])))
+    return lambda groups, *_: list(map(float, function([_rewards(group.samples) for group in groups])))
 
 
-def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig) -> Values:
+def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig, token_rewards: TokenRewards) -> Values:
     samples = _samples(groups)
     gammas = [discounts(sample, algorithm) for sample in samples]
-    advantages = estimators.reinforce_plus_plus(list(map(_token_rewards, samples)), gammas)
+    advantages = estimators.reinforce_plus_plus(list(map(token_rewards, samples)), gammas)
     if algorithm.has_token_advantages or any(sample.has_turn_rewards for sample in samples):
         return list(advantages)
     return _of_sequences(advantages)
 
 
-def _reinforce_plus_plus_baseline(groups: Groups, algorithm: AlgorithmConfig) -> Values:
+def _reinforce_plus_plus_baseline(groups: Groups, *_: Any) -> Values:
     lengths = [[sample.num_trained for sample in group.samples] for group in groups]
     rewards = [_rewards(group.samples) for group in groups]
     return _of_sequences(estimators.reinforce_plus_plus_baseline(rewards, lengths))
@@ -148,20 +146,20 @@ def _of_sequences(advantages: Sequence[Float64]) -> Values:
     return [float(values_A[0]) if len(values_A) else 0.0 for values_A in advantages]
 
 
-def _gae(groups: Groups, algorithm: AlgorithmConfig) -> Values:
+def _gae(groups: Groups, algorithm: AlgorithmConfig, token_rewards: TokenRewards) -> Values:
     """Not whitened: `Advantages.assign` adds values to make returns of them."""
     return [
-        estimators.gae(_token_rewards(s), _values(s), discounts(s, algorithm), algorithm.gae_lambda)[0]
+        estimators.gae(token_rewards(s), _values(s), discounts(s, algorithm), algorithm.gae_lambda)[0]
         for s in _samples(groups)
     ]
 
 
-def _gdpo(groups: Groups, _: AlgorithmConfig, weights: dict[str, float] | None = None) -> Values:
+def _gdpo(groups: Groups, *_: Any, weights: dict[str, float] | None = None) -> Values:
     """`weights` by the names of rewards, which are read from the scores, before any shaping."""
     weights = weights or {}
 
-    def components(group: TrainableGroup, sample: Sample) -> list[float | None]:
-        score = group.source.scores.get(sample.key[1])
+    def components(group: Group, sample: Sample) -> list[float | None]:
+        score = group.scores.get(sample.key[1])
         return [score.components.get(name) if score else None for name in weights]
 
     values = [[components(group, sample) for sample in group.samples] for group in groups]
@@ -204,47 +202,47 @@ class Advantages:
             named = {name: one.weight for name, one in config.reward.named.items() if "train" in one.lanes}
             self._estimate = partial(_gdpo, weights=named)
 
-    def assign(
-        self, groups: Sequence[TrainableGroup], algorithm: AlgorithmConfig | None = None
-    ) -> list[TrainableGroup]:
-        """The groups with the advantages of their samples filled in; order and all else as they were.
-        `algorithm` is the run's section with the coefficients of this step, where those move.
+    def assign(self, groups: Sequence[Group], algorithm: AlgorithmConfig | None = None) -> None:
+        """Fill in the shaped rewards and advantages of the groups' samples. `algorithm` is the run's section
+        with the coefficients of this step, where those move.
 
         Raises:
             TidemillError: an advantage is not finite.
         """
-        shaped = [self._shaped(group, algorithm or self._algorithm) for group in groups]
-        values = self._estimate(shaped, self._algorithm)
-        targets: Sequence[Float64 | None] = [None] * len(values)
+        of_step = algorithm or self._algorithm
+        penalties = self._shape(groups, of_step)
+
+        def rewards_of(sample: Sample) -> Float64:
+            return token_rewards(sample, of_step, self._max_tokens, penalties.get(sample.key, 0.0))
+
+        samples = _samples(groups)
+        values = self._estimate(groups, self._algorithm, rewards_of)
         if self._algorithm.advantage_traits.needs_values:
-            pairs = zip(values, _samples(shaped), strict=True)
-            targets = [value + _values(sample) for value, sample in pairs]
+            for sample, value in zip(samples, values, strict=True):
+                sample.fill("returns", sample.spread(value + _values(sample)))
             if self._algorithm.value.whiten:
                 values = list(estimators.whiten(values))  # type: ignore[arg-type]
-        assigned = iter(zip(values, targets, strict=True))
         try:
-            return [
-                replace(group, samples=[self._with(sample, *next(assigned)) for sample in group.samples])
-                for group in shaped
-            ]
+            for sample, value in zip(samples, values, strict=True):
+                sample.set_advantage(value if isinstance(value, float) else sample.spread(value))
+                add_teacher(sample, self._algorithm.teacher)
         except ValueError as error:
             raise TidemillError(
                 f"trainer.algorithm.advantage {self._algorithm.advantage}: {error}"
             ) from error
 
-    def _shaped(self, group: TrainableGroup, algorithm: AlgorithmConfig) -> TrainableGroup:
-        costs = length_penalties(group.samples, algorithm)
-        samples = [
-            with_shaped_reward(sample, algorithm, self._max_tokens, cost)
-            for sample, cost in zip(group.samples, costs, strict=True)
-        ]
-        if (baseline := group.baseline) is not None:
-            reward = overlong_reward(baseline, algorithm, self._max_tokens)
-            baseline = replace(baseline, shaped_reward=reward)
-        return replace(group, samples=samples, baseline=baseline)
-
-    def _with(self, sample: Sample, value: float | Float64, returns_A: Float64 | None) -> Sample:
-        advantage = value if isinstance(value, float) else sample.spread(value)
-        returns = None if returns_A is None else sample.spread(returns_A)
-        assigned = replace(sample, token_rewards_A=None, advantage=advantage, returns=returns)
-        return with_teacher(assigned, self._algorithm.teacher)
+    def _shape(self, groups: Sequence[Group], algorithm: AlgorithmConfig) -> dict[TrajectoryKey, float]:
+        """Fill in shaped rewards; returns what was taken off for the length of a sample within its group, by
+        key, where there is such a penalty."""
+        penalties: dict[TrajectoryKey, float] = {}
+        for group in groups:
+            if algorithm.length_penalty.is_on:
+                costs = length_penalties(group.samples, algorithm)
+                penalties.update((s.key, cost) for s, cost in zip(group.samples, costs, strict=True))
+            for sample in group.samples:
+                penalty = penalties.get(sample.key, 0.0)
+                sample.shaped_reward = shaped_reward(sample, algorithm, self._max_tokens, penalty)
+            if group.baseline is not None:
+                baseline = group.baseline
+                baseline.shaped_reward = overlong_reward(baseline, algorithm, self._max_tokens)
+        return penalties

@@ -1,11 +1,10 @@
 """What advantages are computed from: a sample's reward, spread over its trained tokens; and a teacher's part.
 
 Guarantee: the score of the reward service stays what it was (`Sample.reward`, and every metric of it). The
-penalties of length and the KL penalty are in `shaped_reward` and `token_rewards_A` only.
+penalties of length and the KL penalty are in `Sample.shaped_reward` and in `token_rewards` only.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,27 +15,41 @@ from tidemill.common.wire.arrays import Float64
 from tidemill.services.trainer.algorithm.advantages.estimators import Discount, returns
 from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty
 from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
-from tidemill.services.trainer.groups.samples import Sample, Teaching
+from tidemill.services.trainer.groups.sample import Sample
 
 
-def with_shaped_reward(
+def shaped_reward(
     sample: Sample, algorithm: AlgorithmConfig, max_tokens: int, length_penalty: float = 0.0
-) -> Sample:
-    """The sample with its score less the overlong punishment, the penalty of its length within its group, and
-    the KL penalty where it belongs to the reward: as one number, and at its trained tokens.
+) -> float:
+    """The score less the overlong punishment, the penalty of its length within its group, and the KL penalty
+    of its tokens where that belongs to the reward."""
+    score = overlong_reward(sample, algorithm, max_tokens) - length_penalty
+    return score + (float(kl_rewards(sample, algorithm).sum()) if algorithm.kl.place == "reward" else 0.0)
 
-    The penalty of a token is coefficient * k(rollout logprob - reference logprob), on the tokens that were
-    sampled and by the policy that sampled them (arXiv 2203.02155, eq. 2). The score falls on the last token,
-    less what the environment gave for single turns, which falls on the last trained token of each.
+
+def token_rewards(
+    sample: Sample, algorithm: AlgorithmConfig, max_tokens: int, length_penalty: float = 0.0
+) -> Float64:
+    """The same at the trained tokens. Shape [A]; the sum is the shaped reward.
+
+    The score falls on the last token, less what the environment gave for single turns, which falls on the
+    last trained token of each.
     """
     score = overlong_reward(sample, algorithm, max_tokens) - length_penalty
-    token_rewards_A = np.zeros(sample.num_trained)
+    rewards_A = kl_rewards(sample, algorithm)
+    if len(rewards_A):
+        rewards_A += _placed(sample, score)
+    return rewards_A
+
+
+def kl_rewards(sample: Sample, algorithm: AlgorithmConfig) -> Float64:
+    """-coefficient * k(rollout logprob - reference logprob) of each trained token, where the KL penalty
+    belongs to the reward, else 0: on the tokens that were sampled and by the policy that sampled them (arXiv
+    2203.02155, eq. 2). Shape [A]."""
+    rewards_A = np.zeros(sample.num_trained)
     if algorithm.kl.place == "reward":
-        token_rewards_A -= algorithm.kl.coefficient * _kl(sample, algorithm.kl)
-    shaped_reward = score + float(token_rewards_A.sum())
-    if len(token_rewards_A):
-        token_rewards_A += _placed(sample, score)
-    return replace(sample, shaped_reward=shaped_reward, token_rewards_A=token_rewards_A)
+        rewards_A -= algorithm.kl.coefficient * _kl(sample, algorithm.kl)
+    return rewards_A
 
 
 def overlong_reward(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> float:
@@ -89,17 +102,18 @@ def discounts(sample: Sample, algorithm: AlgorithmConfig) -> Discount:
     return np.where(is_last_A, algorithm.gamma, 1.0)
 
 
-def log_ratios(sample: Sample, teaching: Teaching) -> Float64:
+def log_ratios(sample: Sample) -> Float64:
     """log p_rollout - log p_teacher of the A trained tokens, which they were sampled by. Shape [A], float64.
 
     Their mean over tokens of the policy estimates KL(policy || teacher), the reverse KL.
     """
-    gap_T = sample.rollout_logprobs.astype(np.float64) - teaching.logprobs.astype(np.float64)
+    teacher_T = sample.columns["teacher_logprobs"].astype(np.float64)
+    gap_T: Float64 = sample.rollout_logprobs.astype(np.float64) - teacher_T
     return gap_T[sample.mask]
 
 
-def with_teacher(sample: Sample, config: TeacherTermConfig) -> Sample:
-    """The sample with what its teacher adds to the advantage of each token: weight * R_t.
+def add_teacher(sample: Sample, config: TeacherTermConfig) -> None:
+    """Add to the advantage of each token what the sample's teacher says of it: weight * R_t.
 
     r_t = -clip(log p_rollout(x_t) - log p_teacher(x_t), -clip, clip) and R_t = r_t + gamma R_{t+1} over the
     trained tokens; gamma 0 looks at the token alone. The gradient of the expected r_t is that of the negative
@@ -110,14 +124,12 @@ def with_teacher(sample: Sample, config: TeacherTermConfig) -> Sample:
     Rollout probabilities 0.5, 0.2, teacher's 0.25, 0.4, weight 2: gaps log 2, -log 2; -1.386, 1.386 is added;
     with gamma 0.5 -0.693, 1.386.
     """
-    teaching = sample.teaching
-    if teaching is None or not teaching.weight or config.place != "reward":
-        return sample
-    rewards_A = -log_ratios(sample, teaching).clip(-config.clip, config.clip)
-    # A copy: a broadcast number has one place in memory, and the sample's own array must stay as it is.
-    advantage_T = sample.advantages_T.astype(np.float64)
-    advantage_T[sample.mask] += teaching.weight * returns(rewards_A, config.gamma)
-    return replace(sample, advantage=advantage_T)
+    if not sample.teacher_weight or config.place != "reward":
+        return
+    rewards_A = -log_ratios(sample).clip(-config.clip, config.clip)
+    advantages_T = sample.columns["advantages"].astype(np.float64)
+    advantages_T[sample.mask] += sample.teacher_weight * returns(rewards_A, config.gamma)
+    sample.set_advantage(advantages_T)
 
 
 def _placed(sample: Sample, score: float) -> Float64:
@@ -136,8 +148,9 @@ def _placed(sample: Sample, score: float) -> Float64:
 
 def _kl(sample: Sample, kl: KlConfig) -> Float64:
     """Estimates of KL(rollout || reference) at the trained tokens. Shape [A]."""
-    assert sample.reference_logprobs is not None, "`Policy.precompute` comes before advantages"
-    difference_A = (sample.rollout_logprobs - sample.reference_logprobs)[sample.mask].astype(np.float64)
+    assert "reference_logprobs" in sample.columns, "`Policy.precompute` comes before advantages"
+    difference_T = sample.rollout_logprobs - sample.columns["reference_logprobs"]
+    difference_A = difference_T[sample.mask].astype(np.float64)
     # Finite: a reference may rule a token out.
     gap_A = torch.from_numpy(difference_A.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     penalty_A: Float64 = kl_penalty(gap_A, torch.zeros(()), kl).numpy()

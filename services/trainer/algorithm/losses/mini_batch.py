@@ -15,7 +15,6 @@ Shape legend: N trained tokens of a mini-batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,44 +24,43 @@ from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.wire.arrays import Bits, Float64
 from tidemill.services.trainer.algorithm.losses.corrections import importance_weights
 from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES
-from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Ratio
-from tidemill.services.trainer.groups.group_filter import TrainableGroup
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Tokens
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.sample import Sample
 
 
-def with_statistics(groups: Sequence[TrainableGroup], algorithm: AlgorithmConfig) -> list[TrainableGroup]:
-    """The groups of one optimizer update, in any order, with the statistics that their samples need; they
-    have advantages and precomputed values already."""
+def fill_statistics(groups: Sequence[Group], algorithm: AlgorithmConfig) -> None:
+    """Fill in what the samples of one optimizer update take from all of it; their groups, in any order, have
+    advantages and precomputed columns already."""
     if not algorithm.needs_statistics:
-        return list(groups)
+        return
     # By key: sums, quantiles and ties are the same, whatever the order of arrival.
     samples = sorted((sample for group in groups for sample in group.samples), key=lambda s: s.key)
-    factors_N, penalised_N = np.ones(sum(sample.num_trained for sample in samples)), None
+    factors_N = np.ones(sum(sample.num_trained for sample in samples))
+    penalised_N = None
     if algorithm.top_entropy_quantile < 1.0:
         factors_N *= top_entropy(_trained(samples, "entropies"), algorithm.top_entropy_quantile)
     if algorithm.importance.normalise:
         factors_N /= mean_weight(samples, algorithm)
     loss = LOSSES.get(algorithm.loss)
     if loss and loss.choose:
-        ratio = start_ratio(samples, algorithm)
+        tokens = start_tokens(samples, algorithm)
         places = [(sample.key, int(place)) for sample in samples for place in np.flatnonzero(sample.mask)]
-        chosen = loss.choose(ratio, loss.surrogate(ratio, algorithm), places, algorithm)
+        chosen = loss.choose(tokens, loss.surrogate(tokens, algorithm), places, algorithm)
         if loss.leaves_out:
             factors_N[chosen] = 0.0
         else:
             penalised_N = np.zeros(len(places))
             penalised_N[chosen] = 1.0
-    found, end = {}, 0
+    start = 0
     for sample in samples:
-        start, end = end, end + sample.num_trained
-        found[sample.key] = replace(
-            sample,
-            factors=sample.spread(factors_N[start:end]),
-            penalised=None if penalised_N is None else sample.spread(penalised_N[start:end]),
-            entropies=None,
-            start_logprobs=None,
-        )
-    return [replace(group, samples=[found[sample.key] for sample in group.samples]) for group in groups]
+        end = start + sample.num_trained
+        sample.fill("factors", sample.spread(factors_N[start:end]))
+        if penalised_N is not None:
+            sample.fill("penalised", sample.spread(penalised_N[start:end]))
+        for name in ("start_logprobs", "entropies"):  # nothing else reads them
+            sample.columns.pop(name, None)
+        start = end
 
 
 def top_entropy(entropies_N: Float64, share: float) -> Bits:
@@ -94,26 +92,34 @@ def mean_weight(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> float:
     return float(weights_M.mean()) if len(weights_M) and weights_M.any() else 1.0
 
 
-def start_ratio(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Ratio:
+def start_tokens(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Tokens:
     """The trained tokens of the samples as the loss will see them first, in float64."""
-    start_N, rollout_N = (_trained(samples, name) for name in ("start_logprobs", "rollout_logprobs"))
-    advantages = [sample.advantages_T[sample.mask].astype(np.float64) for sample in samples]
+    start_N = _trained(samples, "start_logprobs")
+    rollout_N = _trained(samples, "rollout_logprobs")
+    advantages = [sample.columns["advantages"][sample.mask].astype(np.float64) for sample in samples]
     # With `recompute` the old policy is that of the start: the ratio is 1.
     old_N = start_N if algorithm.old_logprobs == "recompute" else rollout_N
     arrays = (start_N - old_N, _joined(advantages), start_N, _sequences(samples))
     log_N, advantages_N, logprobs_N, sequence_N = map(torch.from_numpy, arrays)
-    return Ratio(log_N, advantages_N, logprobs_N, sequence_N, len(samples))
+    return Tokens(
+        logprobs_N=logprobs_N,
+        weights_N=torch.ones_like(logprobs_N),
+        sequence_N=sequence_N,
+        num_sequences=len(samples),
+        entropies_N=torch.zeros_like(logprobs_N),
+        columns={"rollout_logprobs": torch.from_numpy(rollout_N), "advantages": advantages_N},
+        log_N=log_N,
+    )
 
 
 def _sequences(samples: Sequence[Sample]) -> NDArray[np.int64]:
     return np.repeat(np.arange(len(samples)), [sample.num_trained for sample in samples])
 
 
-def _trained(samples: Sequence[Sample], field: str) -> Float64:
-    """A field of [T] at the trained tokens of all samples. Shape [N]."""
-    values = [getattr(sample, field) for sample in samples]
-    assert all(value is not None for value in values), "`Policy.precompute` comes before statistics"
-    joined_N = _joined([value[s.mask].astype(np.float64) for s, value in zip(samples, values, strict=True)])
+def _trained(samples: Sequence[Sample], name: str) -> Float64:
+    """A column at the trained tokens of all samples. Shape [N]."""
+    assert all(name in sample.columns for sample in samples), "`Policy.precompute` comes before statistics"
+    joined_N = _joined([sample.columns[name][sample.mask].astype(np.float64) for sample in samples])
     # A token that the model rules out counts as in the loss.
     return np.maximum(joined_N, LOGPROB_FLOOR)
 

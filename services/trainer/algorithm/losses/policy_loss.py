@@ -13,6 +13,8 @@ micro-batches. Importance weights belong to the surrogate alone, as in TRL.
 Shape legend: N trained tokens of a forward pass, from any number of sequences.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -28,44 +30,34 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
     value_loss,
 )
 from tidemill.services.trainer.algorithm.losses.routing import expert_counts, router_terms
+from tidemill.services.trainer.algorithm.losses.sums import EXPERTS, TileSums
 from tidemill.services.trainer.algorithm.losses.surrogates import SurrogateFunction
-from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Ratio, Surrogate, Tokens
-
-Sums = dict[str, Tensor]
-"""Detached tensors by the names of `MicroBatchMetrics`: sums over tokens, and largest values (`*_max`).
-Tokens of each expert are in `expert_counts/<layer>`, [E]."""
+from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Surrogate, Tokens
 
 
 def policy_loss(
     tokens: Tokens, algorithm: AlgorithmConfig, surrogate: SurrogateFunction
-) -> tuple[Tensor, Sums]:
+) -> tuple[Tensor, TileSums]:
     """The unnormalised loss of N >= 1 trained tokens, with its gradient, and its diagnostics.
 
-    With `old_logprobs: recompute` the old policy is the one at the step's start: `proximal_logprobs_N`, or
-    where those are None the current one, without gradient. Then the ratio is exactly 1, the clip is inactive,
+    With `old_logprobs: recompute` the old policy is the one at the step's start: `proximal_logprobs`, or
+    where there are none the current one, without gradient. Then the ratio is exactly 1, the clip is inactive,
     and every token keeps its gradient `importance * A * grad logprob`, however stale it is. This is the
     default: clipping against the rollout policy instead (`rollout`) silences the tokens that the steps in
     between have moved most, and counts numerical mismatch as movement. Measured on a toy task (40 steps, 6
     seeds, lr 5e-3 to 5e-2), mean reward over the run: `recompute` with weights up to 2 0.75 to 0.89,
     `rollout` 0.62 to 0.87 at one step of staleness; 0.66 to 0.82 against 0.37 to 0.75 at four.
     """
-    tokens = tokens.floored().without_demonstrations()
+    tokens = tokens.comparable()
     proximal_N = tokens.logprobs_N.detach()
-    if tokens.proximal_logprobs_N is not None and algorithm.loss_traits.has_ratio:
-        proximal_N = tokens.proximal_logprobs_N
+    if "proximal_logprobs" in tokens.columns and algorithm.loss_traits.has_ratio:
+        proximal_N = tokens.columns["proximal_logprobs"]
     old_N = proximal_N if algorithm.old_logprobs == "recompute" else tokens.rollout_logprobs_N
     sequences, drift_N = (tokens.sequence_N, tokens.num_sequences), proximal_N - tokens.rollout_logprobs_N
     importance_N, raw_N, is_bounded_N = importance_weights(drift_N, *sequences, algorithm)
-    ratio = Ratio(
-        log_N=tokens.logprobs_N - old_N,
-        advantages_N=tokens.advantages_N,
-        logprobs_N=tokens.logprobs_N,
-        sequence_N=tokens.sequence_N,
-        num_sequences=tokens.num_sequences,
-        penalised_N=tokens.penalised_N,
-    )
+    tokens = replace(tokens, log_N=tokens.logprobs_N - old_N)
     importance_N, raw_N = tokens.of_sampled(importance_N), tokens.of_sampled(raw_N)
-    result = surrogate(ratio, algorithm)
+    result = surrogate(tokens, algorithm)
     sums = _sums(tokens, result) | {
         "weight_sum": importance_N.sum(),
         "weight_max": importance_N.max(),
@@ -74,16 +66,18 @@ def policy_loss(
         "raw_weight_square_sum": raw_N.square().sum(),
     }
     loss_N = -importance_N * result.objective_N
-    if tokens.factors_N is not None:
-        loss_N, sums["left_out"] = tokens.factors_N * loss_N, (tokens.factors_N == 0).sum()
+    factors_N = tokens.columns.get("factors")
+    if factors_N is not None:
+        loss_N = factors_N * loss_N
+        sums["left_out"] = (factors_N == 0).sum()
     if algorithm.off_policy_threshold is not None:
         is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
         loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()
     # Tokens that were left out above have the terms from here on all the same: they lose the policy's alone.
-    if tokens.reference_logprobs_N is not None:
+    if "reference_logprobs" in tokens.columns:
         # Over all ids on both sides: over the kept ones alone a policy would differ from itself.
         unmasked_N = tokens.unmasked_logprobs_N
-        kl_N = kl_penalty(unmasked_N, tokens.reference_logprobs_N, algorithm.kl, ratio.ratio_N)
+        kl_N = kl_penalty(unmasked_N, tokens.columns["reference_logprobs"], algorithm.kl, tokens.ratio_N)
         sums["kl_sum"] = kl_N.detach().sum()
         if algorithm.kl.place == "loss":
             loss_N = loss_N + algorithm.kl.coefficient * kl_N
@@ -110,10 +104,10 @@ def policy_loss(
     loss = (weights_N * loss_N).sum()
     sums["loss_sum"] = loss.detach()
     counts = expert_counts(tokens.routing)
-    return loss, sums | {f"expert_counts/{layer}": count_E for layer, count_E in enumerate(counts)}
+    return loss, sums | {f"{EXPERTS}{layer}": count_E for layer, count_E in enumerate(counts)}
 
 
-def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
+def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
     """The loss of each token, for demonstrations their imitation loss, whose sums go into `sums`.
 
     Logprobs -0.5 and -2 of demonstrations with a weight of 0.1: 0.05 and 0.2.
@@ -125,29 +119,31 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: Sums) -> Tensor:
     return torch.where(is_shown_N, -weights_N * tokens.logprobs_N, loss_N)
 
 
-def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
+def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
     """weight * KL(policy || teacher) of each token; its sums go into `sums`."""
-    if tokens.teacher_logprobs_N is None or tokens.teacher_weights_N is None:
+    if "teacher_logprobs" not in tokens.columns:
         return torch.zeros_like(tokens.weights_N)
-    kl_N = teacher_kl(tokens.unmasked_logprobs_N, tokens.teacher_logprobs_N, algorithm.teacher)
-    has_teacher_N = tokens.teacher_weights_N > 0
+    weights_N = tokens.columns["teacher_weights"]
+    kl_N = teacher_kl(tokens.unmasked_logprobs_N, tokens.columns["teacher_logprobs"], algorithm.teacher)
+    has_teacher_N = weights_N > 0
     sums["teacher_kl_sum"] = (kl_N.detach() * has_teacher_N).sum()
     sums["teacher_tokens"] = has_teacher_N.sum()
-    return tokens.teacher_weights_N * kl_N
+    return weights_N * kl_N
 
 
-def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
+def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
     """The weighted value loss of each token; its diagnostics go into `sums`."""
-    values_N, old_N, returns_N = tokens.values_N, tokens.old_values_N, tokens.returns_N
-    assert values_N is not None and old_N is not None and returns_N is not None, "they come together"
-    loss_N = value_loss(values_N, old_N, returns_N, algorithm.value.clip)
+    assert tokens.values_N is not None, "it is asked for where there is a value head"
+    old_N = tokens.columns["values"]
+    returns_N = tokens.columns["returns"]
+    loss_N = value_loss(tokens.values_N, old_N, returns_N, algorithm.value.clip)
     sums["value_loss_sum"] = loss_N.detach().sum()
     sums["value_square_error_sum"] = (old_N - returns_N).square().sum()
     sums["return_sum"], sums["return_square_sum"] = returns_N.sum(), returns_N.square().sum()
     return algorithm.value.coefficient * loss_N
 
 
-def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tensor:
+def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
     """The routers' weighted losses of each token; their unweighted means over layers go into `sums`."""
     sequences = tokens.sequence_N, tokens.num_sequences
     balance_N, z_N = router_terms(tokens.routing, *sequences, tokens.logprobs_N.dtype)
@@ -157,7 +153,7 @@ def _router_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: Sums) -> Tens
 
 
 @torch.no_grad()
-def _sums(tokens: Tokens, surrogate: Surrogate) -> Sums:
+def _sums(tokens: Tokens, surrogate: Surrogate) -> TileSums:
     gap_N = tokens.logprobs_N - tokens.rollout_logprobs_N
     unmasked_gap_N = tokens.unmasked_logprobs_N - tokens.rollout_logprobs_N
 

@@ -2,10 +2,10 @@
 
     def loss(ratio, algorithm=None):
 
-`ratio` is a `tokens.Ratio` (log-ratios with gradient, advantages, logprobs, and which sequence each token
-belongs to), `algorithm` the config's section. It returns the objective of each token, to be maximised, as a
-tensor [N] with a gradient (or a `tokens.Surrogate`). Normalisation, importance weights, KL, entropy bonus and
-value loss are added around it.
+`ratio` is a `tokens.Tokens` (`ratio_N` and `log_N` with gradient, `advantages_N`, `logprobs_N`, which
+sequence each token belongs to, and more), `algorithm` the config's section. It returns the objective of each
+token, to be maximised, as a tensor [N] with a gradient (or a `tokens.Surrogate`). Normalisation, importance
+weights, KL, entropy bonus and value loss are added around it.
 
 Shape legend: N trained tokens, S sequences that they belong to.
 """
@@ -24,15 +24,15 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.wire.arrays import Float64
 from tidemill.services.trainer.algorithm.losses.tokens import (
     MAX_LOG_RATIO,
-    Ratio,
     Surrogate,
+    Tokens,
     sequence_means,
     sequence_sums,
 )
 from tidemill.services.trainer.algorithm.users_function import contained, load_users_function
 
 
-def ppo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def ppo(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """The clipped objective of each token by its own ratio."""
     return clipped_surrogate(ratio.ratio_N, ratio.advantages_N, algorithm)
 
@@ -41,7 +41,7 @@ Place = tuple[tuple[int, int], int]
 """The key of a token's sample, and the token's place in the completion."""
 
 
-def token_covariances(ratio: Ratio) -> Float64:
+def token_covariances(ratio: Tokens) -> Float64:
     """(A - mean A) (logprob - mean logprob) of each token of a mini-batch, with means over all. Shape [N].
 
     arXiv 2505.22617: the entropy falls fastest where this is large, and most of it comes from a few tokens.
@@ -57,7 +57,7 @@ def token_covariances(ratio: Ratio) -> Float64:
 
 
 def clip_cov_tokens(
-    ratio: Ratio, result: Surrogate, places: Sequence[Place], algorithm: AlgorithmConfig
+    ratio: Tokens, result: Surrogate, places: Sequence[Place], algorithm: AlgorithmConfig
 ) -> list[int]:
     """Which of N tokens clip-cov takes the gradient from: a share of all, at least one, at random among those
     whose covariance lies in (low, high) and that the ordinary clip leaves alone (arXiv 2505.22617).
@@ -73,7 +73,7 @@ def clip_cov_tokens(
 
 
 def kl_cov_tokens(
-    ratio: Ratio, result: Surrogate, places: Sequence[Place], algorithm: AlgorithmConfig
+    ratio: Tokens, result: Surrogate, places: Sequence[Place], algorithm: AlgorithmConfig
 ) -> list[int]:
     """Which of N tokens kl-cov penalises: the share with the largest covariances, at least one; of equal ones
     the first by key and place (arXiv 2505.22617)."""
@@ -86,7 +86,7 @@ def _chance(key: tuple[int, int], place: int) -> int:
     return xxhash.xxh3_64_intdigest(np.array([*key, place], dtype="<i8").tobytes())
 
 
-def kl_cov(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def kl_cov(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """r A, less coefficient * |log r| on the chosen tokens; nothing is clipped.
 
     r = 1.2, A = 2, coefficient 1: 2.4, and 2.4 - 0.1823 = 2.2177 on a chosen token.
@@ -119,7 +119,7 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, algorithm: Algorith
     )
 
 
-def reinforce(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def reinforce(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """A * logprob: its gradient is A times the gradient of the logprob. Shapes [N].
 
     Williams 1992, with the baseline in the advantage; RLOO (arXiv 2402.14740) and REINFORCE++ use it. Nothing
@@ -128,7 +128,7 @@ def reinforce(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     return Surrogate(ratio.advantages_N * ratio.logprobs_N)
 
 
-def cispo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def cispo(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """stop_gradient(clip(r, 1 - low, 1 + high)) * A * logprob. Shapes [N].
 
     CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. In place of PPO's clip, which silences tokens that have
@@ -146,7 +146,7 @@ def cispo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     )
 
 
-def gspo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def gspo(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """The clipped surrogate of s = (product of the token ratios)^(1 / len), at each of the len tokens.
 
     GSPO, arXiv 2507.18071, eq. 5 and 7: s is the geometric mean of the token ratios, so its clip range is far
@@ -162,7 +162,7 @@ TEMPERATURE_POSITIVE, TEMPERATURE_NEGATIVE = 1.0, 1.05
 """The paper's: tokens with a negative advantage are gated a little harder. Also TRL's defaults."""
 
 
-def sapo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def sapo(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """A * sigmoid(t (r - 1)) * 4 / t with t by the sign of A. Shapes [N].
 
     SAPO, arXiv 2511.20347: at r = 1 the gradient is that of PPO, and it fades on both sides instead of ending
@@ -178,7 +178,7 @@ LEAST_REST = 1e-8
 """Lower bound of the probability of all other tokens, so that its logarithm stays finite."""
 
 
-def dppo_tv(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def dppo_tv(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """r A, or no gradient where p - q leaves [-clip_low, clip_high] on the side that A pushes to.
 
     DPPO, arXiv 2602.04879, by total variation: a trust region in probabilities in place of PPO's in ratios.
@@ -194,7 +194,7 @@ def dppo_tv(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     return _masked(ratio, algorithm, moved_N > algorithm.clip_high, moved_N < -algorithm.clip_low)
 
 
-def dppo_kl(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def dppo_kl(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """r A, or no gradient where q log(q / p) + (1 - q) log((1 - q) / (1 - p)) exceeds its bound on the side
     that A pushes to: the binary KL.
 
@@ -215,7 +215,7 @@ def _rest(logprobs_N: Tensor) -> Tensor:
 
 
 def _masked(
-    ratio: Ratio, algorithm: AlgorithmConfig, is_too_high_N: Tensor, is_too_low_N: Tensor
+    ratio: Tokens, algorithm: AlgorithmConfig, is_too_high_N: Tensor, is_too_low_N: Tensor
 ) -> Surrogate:
     """r A where the token is inside its bounds. r stops at `dppo.max_ratio`; the token keeps its gradient."""
     ratio_N, bound = ratio.ratio_N.detach(), algorithm.dppo.max_ratio
@@ -233,7 +233,7 @@ LEAST_LOG_WEIGHT = math.log(1e-8)
 """Lower bound of the logarithm of a sequence's ratio in VESPO, as in TRL."""
 
 
-def gmpo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def gmpo(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """A times the geometric mean of a sequence's clipped ratios, at each of its tokens.
 
     arXiv 2507.20673 (verl's `geo_mean`): each log-ratio stops at clip_high where A > 0, at -clip_low where A
@@ -252,7 +252,7 @@ def gmpo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
     return Surrogate(objective_N, is_low_N, is_high_N)
 
 
-def vespo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+def vespo(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
     """phi(W) A logprob, with W the product of a sequence's ratios and phi(W) = W^k exp(lambda (1 - W)).
 
     arXiv 2602.10693, section 3.4: in place of a clip, a smooth weight without gradient, which is 1 at W = 1
@@ -273,17 +273,17 @@ def vespo(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
 
 LOSS_FIELD = "trainer.algorithm.loss"
 
-SurrogateFunction = Callable[[Ratio, AlgorithmConfig], Surrogate]
+SurrogateFunction = Callable[[Tokens, AlgorithmConfig], Surrogate]
 
 
 class Loss(NamedTuple):
     """A built-in loss, and how it chooses tokens of a mini-batch, if it does."""
 
     surrogate: SurrogateFunction
-    choose: Callable[[Ratio, Surrogate, Sequence[Place], AlgorithmConfig], list[int]] | None = None
+    choose: Callable[[Tokens, Surrogate, Sequence[Place], AlgorithmConfig], list[int]] | None = None
     """From all tokens at the start of the step, and what the surrogate makes of them."""
     leaves_out: bool = False
-    """Whether the chosen ones have no policy term; else they are `Ratio.penalised_N`."""
+    """Whether the chosen ones have no policy term; else they are `Tokens.penalised_N`."""
 
 
 _PLAIN = (ppo, gspo, cispo, reinforce, sapo, dppo_tv, dppo_kl, gmpo, vespo)
@@ -305,7 +305,7 @@ def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
     where = f"{LOSS_FIELD} {algorithm.loss}"
     function, _ = load_users_function(LOSS_FIELD, algorithm.loss, ("ratio", "algorithm"))
 
-    def surrogate(ratio: Ratio, algorithm: AlgorithmConfig) -> Surrogate:
+    def surrogate(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
         returned = function(ratio=ratio, algorithm=algorithm)
         if isinstance(returned, torch.Tensor):
             returned = Surrogate(returned)
@@ -324,12 +324,15 @@ def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
 
 def _try(surrogate: SurrogateFunction, algorithm: AlgorithmConfig) -> None:
     logprobs_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    made_up = Ratio(
-        log_N=logprobs_N - torch.tensor([-1.1, -1.9, -0.5]),
-        advantages_N=torch.tensor([1.0, 1.0, -1.0]),
+    rollout_N = torch.tensor([-1.1, -1.9, -0.5])
+    made_up = Tokens(
         logprobs_N=logprobs_N,
+        weights_N=torch.ones(3),
         sequence_N=torch.tensor([0, 0, 1]),
         num_sequences=2,
+        entropies_N=torch.ones(3),
+        columns={"rollout_logprobs": rollout_N, "advantages": torch.tensor([1.0, 1.0, -1.0])},
+        log_N=logprobs_N - rollout_N,
     )
     objective_N = surrogate(made_up, algorithm).objective_N
     if not objective_N.requires_grad or not torch.isfinite(objective_N).all():

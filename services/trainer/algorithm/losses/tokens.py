@@ -3,13 +3,14 @@
 Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from tidemill.common.config.algorithm import Normalisation as Normalisation
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
+from tidemill.services.trainer.groups.columns import COLUMNS
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: e^20 is far outside every clip range, and finite."""
@@ -29,51 +30,73 @@ class Tokens:
 
     logprobs_N: Tensor
     """Over the ids that a token was sampled from, as are those of the rollout and of the step's start."""
-    rollout_logprobs_N: Tensor
-    advantages_N: Tensor
     weights_N: Tensor
     """Normalisation: `token_weight` of each token's sequence."""
     sequence_N: Tensor
     num_sequences: int
     entropies_N: Tensor
+    columns: dict[str, Tensor]
+    """[N] each, of the tokens' samples (`groups/columns.py`): `rollout_logprobs` and `advantages`, and what
+    the algorithm needs beside them."""
     log_mass_N: Tensor | None = None
     """Logarithm of the probability of the ids that sampling kept; None: all were kept."""
-    proximal_logprobs_N: Tensor | None = None
-    """Logprobs under the policy at the step's start; None where that is the current one."""
-    reference_logprobs_N: Tensor | None = None
-    """Over all ids, as are a teacher's: what samples nothing leaves no id out."""
     values_N: Tensor | None = None
-    old_values_N: Tensor | None = None
-    """The value head's estimates at the step's start."""
-    returns_N: Tensor | None = None
-    factors_N: Tensor | None = None
-    """Factor of each token's policy term, from statistics of the mini-batch."""
-    penalised_N: Tensor | None = None
-    """1 for the tokens that the loss penalises."""
-    teacher_logprobs_N: Tensor | None = None
-    teacher_weights_N: Tensor | None = None
-    """Weight of each token's teacher; 0 without one. Both fields are None, or neither is."""
     imitation_N: Tensor | None = None
     """For demonstrations, the weight of -logprob, which is their whole loss; 0 for the other tokens."""
     routing: tuple[LayerRouting, ...] = ()
     """Routing of each mixture layer, where it is wanted; with gradient."""
 
-    def floored(self) -> "Tokens":
-        """The same with logprobs of at least `LOGPROB_FLOOR`.
+    log_N: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """log(current / old), with gradient; 0 until the loss sets it, before it asks a surrogate."""
+
+    @property
+    def rollout_logprobs_N(self) -> Tensor:
+        return self.columns["rollout_logprobs"]
+
+    @property
+    def advantages_N(self) -> Tensor:
+        return self.columns["advantages"]
+
+    @property
+    def penalised_N(self) -> Tensor | None:
+        """1 for the tokens that the loss penalises; None where it chooses none."""
+        return self.columns.get("penalised")
+
+    @property
+    def ratio_N(self) -> Tensor:
+        """current / old, per token, finite."""
+        return self.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    @property
+    def old_logprobs_N(self) -> Tensor:
+        """Logprobs under the old policy, without gradient."""
+        return (self.logprobs_N - self.log_N).detach()
+
+    def comparable(self) -> "Tokens":
+        """The same as the loss sees them: logprobs of at least `LOGPROB_FLOOR`, and demonstrations as tokens
+        that the current policy sampled, without entropy: what compares policies finds no difference there.
 
         A token with -inf has no gradient, for no change of the weights brings it back: it adds finite numbers
         to the loss and its metrics, and the gradients of the others stay what they are. NaN stays NaN: the
         model has diverged, and the update is skipped.
         """
-        fields = ("logprobs_N", "proximal_logprobs_N", "reference_logprobs_N")
-        return replace(
-            self,
-            **{
-                name: values_N.clamp(min=LOGPROB_FLOOR)
-                for name in fields
-                if (values_N := getattr(self, name)) is not None
-            },
-        )
+        floored = replace(self, logprobs_N=self.logprobs_N.clamp(min=LOGPROB_FLOOR))
+        is_shown_N = self.is_shown_N
+        columns = {}
+        for name, values_N in self.columns.items():
+            column = COLUMNS[name]
+            if column.is_floored:
+                values_N = values_N.clamp(min=LOGPROB_FLOOR)
+            if is_shown_N is not None and column.of_demonstration == "current":
+                values_N = torch.where(is_shown_N, floored._current_N(name), values_N)
+            columns[name] = values_N
+        return replace(floored, columns=columns, entropies_N=self.of_sampled(self.entropies_N))
+
+    def _current_N(self, name: str) -> Tensor:
+        """The current logprobs, as a column of this name would have them; without gradient."""
+        # A reference's are over all ids.
+        logprobs_N = self.unmasked_logprobs_N if name == "reference_logprobs" else self.logprobs_N
+        return logprobs_N.detach()
 
     @property
     def unmasked_logprobs_N(self) -> Tensor:
@@ -92,48 +115,8 @@ class Tokens:
 
     def of_sampled(self, values_N: Tensor) -> Tensor:
         """The values, 0 for demonstrations."""
-        return values_N if (is_shown_N := self.is_shown_N) is None else values_N.masked_fill(is_shown_N, 0.0)
-
-    def without_demonstrations(self) -> "Tokens":
-        """The same with demonstrations as tokens that the current policy sampled, without advantage and
-        entropy: what compares policies finds no difference there."""
-        if (is_shown_N := self.is_shown_N) is None:
-            return self
-        current = {
-            "rollout_logprobs_N": self.logprobs_N.detach(),
-            "proximal_logprobs_N": self.logprobs_N.detach(),
-            "reference_logprobs_N": self.unmasked_logprobs_N.detach(),
-        }
-        found = {name: self.of_sampled(getattr(self, name)) for name in ("advantages_N", "entropies_N")}
-        if self.factors_N is not None:
-            found["factors_N"] = self.factors_N.masked_fill(is_shown_N, 1.0)  # 0 is a token that is left out
-        for name, current_N in current.items():
-            if (values_N := getattr(self, name)) is not None:
-                found[name] = torch.where(is_shown_N, current_N, values_N)
-        return replace(self, **found)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ratio:
-    """The policy against the old one: `log_N` with gradient, and what a loss needs to group its tokens."""
-
-    log_N: Tensor
-    advantages_N: Tensor
-    logprobs_N: Tensor
-    sequence_N: Tensor
-    num_sequences: int
-    penalised_N: Tensor | None = None
-    """1 for the tokens that the loss penalises; None where it chooses none."""
-
-    @property
-    def ratio_N(self) -> Tensor:
-        """current / old, per token, finite."""
-        return self.log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-    @property
-    def old_logprobs_N(self) -> Tensor:
-        """Logprobs under the old policy, without gradient."""
-        return (self.logprobs_N - self.log_N).detach()
+        is_shown_N = self.is_shown_N
+        return values_N if is_shown_N is None else values_N.masked_fill(is_shown_N, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

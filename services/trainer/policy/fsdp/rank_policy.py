@@ -9,7 +9,6 @@ order: they agree on the number of forward passes, and a rank with fewer adds pa
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,10 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.choices import Rows
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import Layout, split_groups, split_samples
-from tidemill.services.trainer.groups.samples import (
-    MicroBatch,
-    Routes,
-    Sample,
-    SegmentTokens,
-    Teaching,
-    TurnEnd,
-)
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Routes, Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
 from tidemill.services.trainer.policy.compiling import layers_of
@@ -52,7 +45,7 @@ from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give
 from tidemill.services.trainer.weights.shadow import held_rows
 from tidemill.services.trainer.weights.store import model_tensors
 
-SAMPLE_KINDS = (Routes, Rows, Sample, SegmentTokens, Teaching, TurnEnd)
+SAMPLE_KINDS = (Routes, Rows, Sample, SegmentTokens, TurnEnd)
 """Classes in the payloads that rank 0 sends to other ranks."""
 SCORES_PER_WIDTH = 4
 """Attention scores that take as long as all else that a layer computes for a token, for each element of its
@@ -194,24 +187,26 @@ class RankPolicy(TransformersPolicy):
         if isinstance(root, FSDPModule) and any(weight.requires_grad for weight in root.parameters()):
             self._roots.append(root)
 
-    def accumulate(self, batch: MicroBatch | None) -> MicroBatchMetrics:
+    def accumulate(self, batch: MicroBatch | None) -> Sums:
         """Train this rank's share of the micro-batch that rank 0 has; the metrics are those of all shares."""
-        (samples,), _ = self._deal(batch.samples if batch else (), self._split)
-        own = MicroBatch(tuple(samples))
+        is_at_start = batch is not None and batch.is_at_start
+        (samples,), _, is_at_start = self._deal(batch.samples if batch else (), self._split, is_at_start)
+        own = MicroBatch(tuple(samples), is_at_start)
         plan = self._plan(own.samples)
         # Before the first pass: in each of them ranks wait for each other.
         num_missing = self._num_missing(plan)
         self._reduce_gradients(not self._reduces_once)
-        metrics = self._accumulate(own, plan)
+        sums = self._accumulate(own, plan)
         for _ in range(num_missing):
             self._pass_nothing()
         # Where no rank had a token there is none to sum: the update is skipped, as on one rank.
         self._holds_gradients |= self._reduces_once and len(plan) + num_missing > 0
         num_alike = self._config.context_size
-        # Ranks that share tiles have the same metrics, except positions: each counts its own columns.
-        parts = self._ranks.gather(pack(metrics))[::num_alike]
-        total = sum((unpack(part, MicroBatchMetrics) for part in parts), MicroBatchMetrics())
-        return replace(total, positions=total.positions * num_alike)
+        # Ranks that share tiles have the same sums, except positions: each counts its own columns.
+        parts = self._ranks.gather(pack(dict(sums)))[::num_alike]
+        total = sum((unpack(part) for part in parts), Sums())
+        total["positions"] *= num_alike
+        return total
 
     def _make_tile(self, planned: PlannedTile) -> Tile:
         tile = super()._make_tile(planned)
@@ -226,21 +221,27 @@ class RankPolicy(TransformersPolicy):
         return split_groups(samples, self._config.num_bins, self._config.bin_tokens, self.layout)
 
     def _deal_groups(self, samples: Sequence[Sample] | None) -> tuple[list[list[Sample]], list[int]]:
-        return self._deal(samples or (), self._split_groups)
+        parts, order, _ = self._deal(samples or (), self._split_groups)
+        return parts, order
 
     def _deal(
-        self, samples: Sequence[Sample], split: Callable[[Sequence[Sample]], list[list[tuple[int, ...]]]]
-    ) -> tuple[list[list[Sample]], list[int]]:
-        """This rank's parts of the samples that rank 0 has; on rank 0 also the indices of all samples, in the
-        order of ranks. No rank gets the samples of another."""
+        self,
+        samples: Sequence[Sample],
+        split: Callable[[Sequence[Sample]], list[list[tuple[int, ...]]]],
+        is_at_start: bool = False,
+    ) -> tuple[list[list[Sample]], list[int], bool]:
+        """This rank's parts of the samples that rank 0 has, on rank 0 the indices of all samples in the order
+        of ranks, and rank 0's `is_at_start`. No rank gets the samples of another."""
         if not self._ranks.is_leader:
-            return unpack(self._ranks.deal(()), *SAMPLE_KINDS), []
+            parts, is_at_start = unpack(self._ranks.deal(()), *SAMPLE_KINDS)
+            return parts, [], is_at_start
         indices = split(samples)
         shares = [[[samples[i] for i in part] for part in parts] for parts in indices]
-        payloads = [payload for payload in map(pack, shares) for _ in range(self._config.context_size)]
+        packed = [pack((share, is_at_start)) for share in shares]
+        payloads = [payload for payload in packed for _ in range(self._config.context_size)]
         # Rank 0 has its own already.
         self._ranks.deal([b"", *payloads[1:]])
-        return shares[0], [i for parts in indices for part in parts for i in part]
+        return shares[0], [i for parts in indices for part in parts for i in part], is_at_start
 
     def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
         """The results of all ranks in rank 0's order of the samples; nothing on the others."""

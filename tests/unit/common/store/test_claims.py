@@ -22,14 +22,8 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, ScoreStatus, Trajectory, fault_of
 from tidemill.common.wire.segments import check_tokens
-from tidemill.services.trainer.groups.group_filter import (
-    ENVIRONMENT_FAULT,
-    NO_PAYLOAD,
-    GroupFilter,
-    PendingGroup,
-    Refusal,
-    TrainableGroup,
-)
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import ENVIRONMENT_FAULT, NO_PAYLOAD, GroupFilter, Refusal
 
 
 def large(ticket: int = 3, index: int = 1, num_tokens: int = 5000) -> Trajectory:
@@ -255,7 +249,7 @@ def test_a_file_goes_only_when_its_ticket_is_settled_and_no_entry_claims_it(tmp_
     assert left == {".aside", pointers[2], pointers[3], pointers[10], f".{pointers[3]}.0123abcd.aside"}
 
 
-def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> PendingGroup:
+def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> Group:
     """Four samples; the second one's payload is gone."""
     store = ClaimStore(tmp_path, 1000)
     samples = {index: make_trajectory(0, index, group_size=4) for index in range(4)}
@@ -263,7 +257,7 @@ def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> PendingGroup:
     next((tmp_path / "claims").iterdir()).unlink()
     samples[1] = store.resolve(claim)
     scores = {i: make_score(0, i, float(i) if s is ScoreStatus.OK else None) for i, s in statuses.items()}
-    return PendingGroup(0, 0, samples, scores)
+    return Group(0, 0, samples, scores)
 
 
 @pytest.mark.parametrize("status", [ScoreStatus.OK, ScoreStatus.FAILED])
@@ -276,7 +270,7 @@ def test_a_sample_without_its_payload_or_environment_is_left_out_whatever_its_sc
     if fault:
         group.trajectories[1] = sent(make_trajectory(0, 1, group_size=4, fault=fault))
     outcome = GroupFilter(trainer_config(**policy, group_size=4)).apply(group, 0)
-    assert isinstance(outcome, TrainableGroup)
+    assert isinstance(outcome, Group)
     assert outcome.left_out == [(1, ENVIRONMENT_FAULT if fault else NO_PAYLOAD)]
     assert [sample.key[1] for sample in outcome.samples] == [0, 2, 3]
     assert [sample.index for sample in outcome.sampled] == [0, 2, 3], "an empty one is not short"

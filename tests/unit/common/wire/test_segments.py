@@ -15,7 +15,7 @@ from tidemill.common.wire.segments import Segment, Session, Turn
 from tidemill.services.reward.sample import RewardSample
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder, choices_of
-from tidemill.services.trainer.groups.samples import make_sample
+from tidemill.services.trainer.groups.sample import make_sample
 
 
 def recorded() -> SegmentRecorder:
@@ -107,7 +107,7 @@ def test_payloads_from_before_there_were_sessions_are_read_scored_and_trained_as
         assert made.session is None and segment.turns == ()
         assert np.array_equal(segment.completion_ids, made.completion_ids)
         sample = make_sample(made)
-        assert (sample.forked, sample.turns, sample.num_trained, sample.num_tokens) == ((), (), 3, 7)
+        assert (len(sample.segments), sample.turns, sample.num_trained, sample.num_tokens) == (1, (), 3, 7)
         assert made.token_versions()[sample.mask].tolist() == [0, 0, 1]
         assert "num_turns" not in RewardSample(made, Lane.TRAIN).fields()["extra_info"]
     assert [codec.encode_payload(made) for made in found] == payloads, "a single turn has grown"

@@ -20,7 +20,7 @@ from tidemill.services.rollout.gateway.apis import anthropic_question
 from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
-from tidemill.services.trainer.groups.samples import make_sample
+from tidemill.services.trainer.groups.sample import make_sample
 
 CHAT = ByteChat()
 USER = {"role": "user", "content": "go"}

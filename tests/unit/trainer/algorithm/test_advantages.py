@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support import samples as samples_support
+from tests.support.samples import changed, taught
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import group_of_samples, make_score, plain_sample, trainer_config
 from tidemill.common.config.algorithm import TeacherTermConfig
@@ -35,12 +36,13 @@ from tidemill.services.trainer.algorithm.advantages.estimators import (
     whiten,
 )
 from tidemill.services.trainer.algorithm.advantages.shaping import (
+    add_teacher,
     overlong_penalty,
-    with_shaped_reward,
-    with_teacher,
+    shaped_reward,
+    token_rewards,
 )
-from tidemill.services.trainer.groups.group_filter import TrainableGroup
-from tidemill.services.trainer.groups.samples import Sample, Teaching, TurnEnd, make_sample
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.sample import Sample, TurnEnd, make_sample
 
 GENERATOR = np.random.default_rng(7)
 GROUPS = [GENERATOR.random(size).round(2).tolist() for size in (4, 3, 6, 2)] + [[0.4] * 4, [1.0]]
@@ -274,11 +276,11 @@ def assigner(**algorithm: Any) -> Advantages:
     return Advantages(trainer_config(algorithm=algorithm, rollout__sampling={"max_tokens": 10}))
 
 
-def assigned(advantages: Advantages, *groups: TrainableGroup) -> list[Sample]:
-    return [sample for group in advantages.assign(groups) for sample in group.samples]
+def assigned(advantages: Advantages, *groups: Group) -> list[Sample]:
+    return [sample for group in samples_support.assigned(advantages, *groups) for sample in group.samples]
 
 
-def group_of(ticket: int, *rewards: float, **fields: Any) -> TrainableGroup:
+def group_of(ticket: int, *rewards: float, **fields: Any) -> Group:
     return group_of_samples(ticket, *(plain_sample(ticket, i, r, **fields) for i, r in enumerate(rewards)))
 
 
@@ -318,7 +320,7 @@ def test_gdpo_reads_the_rewards_of_the_scores_with_the_weights_of_the_config():
     components = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}, {"right": 0.0}]
     given = group_of(0, 0.0, 0.0, 0.0)
     for i, parts in enumerate(components):
-        given.source.scores[i] = make_score(0, i, 0.0, components=parts | {"right/detail": 7.0})
+        given.scores[i] = make_score(0, i, 0.0, components=parts | {"right/detail": 7.0})
     expected = gdpo([[(1.0, 0.0), (0.0, 1.0), (0.0, None)]], [2.0, 0.5]).tolist()
     assert values_of(assigned(Advantages(config), given)) == expected
 
@@ -326,7 +328,7 @@ def test_gdpo_reads_the_rewards_of_the_scores_with_the_weights_of_the_config():
 def shaped_by(rewards: list[float], lengths: list[int], turns: Any = (), **algorithm: Any) -> Any:
     """What is taken off each reward, up to the group's mean; and whether the scores stay what they were."""
     samples = [plain_sample(0, i, r, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
-    samples[0] = replace(samples[0], turns=turns)
+    samples[0] = changed(samples[0], turns=turns)
     done = assigned(assigner(advantage="dr_grpo", **algorithm), group_of_samples(0, *samples))
     assert [sample.reward for sample in done] == rewards
     return np.array(values_of(done))
@@ -391,7 +393,8 @@ def test_reinforce_plus_plus_puts_the_penalty_on_the_tokens_that_follow_it():
     advantages = assigner(advantage="reinforce_plus_plus", kl=kl, **REFERENCE)
     first, second = assigned(advantages, group_of_samples(0, *samples))
     expected = whitened([0.0, 0.5, 0.5, 0.0, 0.0, 0.0])
-    np.testing.assert_allclose(np.append(first.advantage, second.advantage), expected, atol=1e-6)
+    found = np.append(first.columns["advantages"], second.columns["advantages"])
+    np.testing.assert_allclose(found, expected, atol=1e-6)
     assert first.mean_advantage == pytest.approx(expected[:3].mean())
 
 
@@ -414,12 +417,12 @@ def test_gae_goes_over_trained_tokens_and_whitening_takes_the_batch_and_leaves_t
     assert (plain.scope, scaled.scope) == ("group", "batch")
     groups = [group_of(t, float(t), **fields) for t in (1, 0, 2)]
     raw, done = assigned(plain, *groups), assigned(scaled, *groups)
-    np.testing.assert_allclose(raw[0].advantage, [0.125, 0.0, 0.75])
-    np.testing.assert_allclose(raw[0].returns, [0.625, 0.0, 1.0])
-    trained = [np.concatenate([np.asarray(s.advantage)[s.mask] for s in samples]) for samples in (raw, done)]
+    np.testing.assert_allclose(raw[0].columns["advantages"], [0.125, 0.0, 0.75])
+    np.testing.assert_allclose(raw[0].columns["returns"], [0.625, 0.0, 1.0])
+    trained = [np.concatenate([s.columns["advantages"][s.mask] for s in samples]) for samples in (raw, done)]
     np.testing.assert_allclose(trained[1], whitened(trained[0]))
     for mine, theirs in zip(done, raw, strict=True):
-        np.testing.assert_array_equal(mine.returns, theirs.returns)
+        np.testing.assert_array_equal(mine.columns["returns"], theirs.columns["returns"])
 
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -434,7 +437,7 @@ def session(index: int, reward: float, rewards: tuple[float | None, ...] = (1.0,
     values = np.zeros(8, np.float32)
     sample = make_sample(made, turn_weight=1.0)
     values[sample.mask] = VALUES
-    return replace(sample, reward=reward, values=values)
+    return changed(sample, reward=reward, values=values)
 
 
 def discounts(gamma: float, per: str) -> list[float]:
@@ -462,9 +465,9 @@ class TestTurns:
         mask = sample.mask.copy()
         if masked is not None:
             mask[masked] = False
-        shaped = with_shaped_reward(replace(sample, mask=mask), self.ALGORITHM, 100)
-        assert shaped.token_rewards_A is not None
-        assert (shaped.token_rewards_A.tolist(), shaped.shaped_reward) == (placed, 3.0)
+        sample.set_mask(mask)
+        assert token_rewards(sample, self.ALGORITHM, 100).tolist() == placed
+        assert shaped_reward(sample, self.ALGORITHM, 100) == 3.0
 
     @pytest.mark.parametrize("per", ["token", "turn"])
     def test_gae_is_the_recursion_over_the_models_tokens(self, per):
@@ -478,7 +481,7 @@ class TestTurns:
             next_value = VALUES[t + 1] if t < 4 else 0.0
             following = rewards[t] + discount * next_value - VALUES[t] + discount * LAMBDA * following
             expected[t] = following
-        advantage_T, returns_T = np.asarray(sample.advantage), np.asarray(sample.returns)
+        advantage_T, returns_T = (sample.columns[name] for name in ("advantages", "returns"))
         np.testing.assert_allclose(advantage_T[sample.mask], expected, rtol=1e-12)
         np.testing.assert_allclose(returns_T[sample.mask], np.add(expected, VALUES), rtol=1e-12)
         assert not advantage_T[~sample.mask].any()
@@ -494,16 +497,16 @@ class TestTurns:
                 following = reward + discounts(gamma, per)[t] * following
                 returns[t] = following
             expected += returns
-        found = np.concatenate([np.asarray(s.advantage)[s.mask] for s in samples])
+        found = np.concatenate([s.columns["advantages"][s.mask] for s in samples])
         np.testing.assert_allclose(found, whitened(expected), rtol=1e-9)
 
     def test_a_session_is_overlong_by_what_the_model_wrote_however_its_history_was_split(self):
         overlong = {"penalty": 1.0, "buffer_share": 0.5}
         algorithm = trainer_config(algorithm={"overlong": overlong}).trainer.algorithm
         whole = make_segment((3, 4), (5, 6), (7, 8, 9), (10,), (), (12, 13))
-        samples = [session(0, 2.0), replace(make_sample(make_session(0, 0, whole)), reward=2.0)]
+        samples = [session(0, 2.0), changed(make_sample(make_session(0, 0, whole)), reward=2.0)]
         # Of at most 8 tokens the last 4 are the buffer, and the model has written 5 of the 8.
-        assert [with_shaped_reward(one, algorithm, 8).shaped_reward for one in samples] == [1.75, 1.75]
+        assert [shaped_reward(sample, algorithm, 8) for sample in samples] == [1.75, 1.75]
 
     def test_group_estimators_compare_the_scores_of_sessions(self):
         group = group_of_samples(0, session(0, 3.0), session(1, -1.0))
@@ -512,43 +515,43 @@ class TestTurns:
     def test_a_single_turn_is_one_turn(self):
         """Discounted per turn, its tokens are not discounted at all."""
         advantages = assigner(advantage="gae", gamma=GAMMA, gamma_per="turn", value={"whiten": False})
-        plain = replace(session(0, 3.0), turns=(), forked=())
+        plain = changed(session(0, 3.0), turns=())
         (sample,) = assigned(advantages, group_of_samples(0, plain))
-        assert np.asarray(sample.returns)[sample.mask].tolist() == pytest.approx([3.0] * 5)
+        assert sample.columns["returns"][sample.mask].tolist() == pytest.approx([3.0] * 5)
 
 
-def taught(rollout: list[float], teacher: list[float], weight: float = 1.0, **fields: Any) -> Sample:
+def by_teacher(rollout: list[float], teacher: list[float], weight: float = 1.0, **fields: Any) -> Sample:
     """By probabilities."""
     logprobs = np.log(np.array(rollout, np.float32))
-    teaching = Teaching("wise", np.log(np.array(teacher, np.float32)), weight)
-    return plain_sample(0, 0, 0.0, len(rollout), rollout_logprobs=logprobs, teaching=teaching, **fields)
+    sample = plain_sample(0, 0, 0.0, len(rollout), rollout_logprobs=logprobs, **fields)
+    return taught(sample, np.log(np.array(teacher, np.float32))[sample.mask], weight)
 
 
 class TestTeacher:
     @pytest.mark.parametrize(
         ("sample", "term", "expected"),
         [
-            (taught([0.5, 0.2], [0.25, 0.4], 2.0), {"gamma": 0.0}, [-2 * LOG2, 2 * LOG2]),
-            (taught([0.5, 0.2], [0.25, 0.4], 2.0), {"gamma": 0.5}, [-LOG2, 2 * LOG2]),
-            (taught([0.5, 0.2], [0.25, 0.4], 2.0), {"gamma": 1.0}, [0.0, 2 * LOG2]),
+            (by_teacher([0.5, 0.2], [0.25, 0.4], 2.0), {"gamma": 0.0}, [-2 * LOG2, 2 * LOG2]),
+            (by_teacher([0.5, 0.2], [0.25, 0.4], 2.0), {"gamma": 0.5}, [-LOG2, 2 * LOG2]),
+            (by_teacher([0.5, 0.2], [0.25, 0.4], 2.0), {"gamma": 1.0}, [0.0, 2 * LOG2]),
             # Beside the outcome's advantage, and on the model's tokens alone.
-            (taught([0.5, 0.9, 0.2], [0.25, 1.0, 0.4], mask=np.array([True, False, True]), advantage=3.0),
+            (by_teacher([0.5, 0.9, 0.2], [0.25, 1.0, 0.4], mask=np.array([True, False, True]), advantage=3.0),
              {"gamma": 1.0}, [3.0, 3.0, 3.0 + LOG2]),
-            (taught([0.9, 0.001], [1e-9, 0.9]), {"clip": 2.0}, [-2.0, 2.0]),
-            (taught([0.5], [0.25], 0.0, advantage=1.5), {}, 1.5),
-            (taught([0.5], [0.25], advantage=1.5), {"place": "loss"}, 1.5),
+            (by_teacher([0.9, 0.001], [1e-9, 0.9]), {"clip": 2.0}, [-2.0, 2.0]),
+            (by_teacher([0.5], [0.25], 0.0, advantage=1.5), {}, [1.5]),
+            (by_teacher([0.5], [0.25], advantage=1.5), {"place": "loss"}, [1.5]),
         ],
     )  # fmt: skip
     def test_reverse_kl_is_a_reward_for_each_token(self, sample, term, expected):
-        found = with_teacher(sample, TeacherTermConfig(**term))
-        np.testing.assert_allclose(found.advantage, expected, atol=1e-6)
+        add_teacher(sample, TeacherTermConfig(**term))
+        np.testing.assert_allclose(sample.columns["advantages"], expected, atol=1e-6)
 
     @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus"])
     def test_every_advantage_has_the_teachers_part_added_as_it_is(self, name):
         plain = group_of(7, 1.0, 0.0)
-        teaching = Teaching("wise", np.array([-1.25, -1.0, -0.5], np.float32), 0.5)
-        given = replace(plain, samples=[replace(sample, teaching=teaching) for sample in plain.samples])
+        samples = [taught(sample, [-1.25, -1.0, -0.5], 0.5) for sample in plain.samples]
+        given = group_of_samples(7, *samples)
         advantages = assigner(advantage=name)
         for sample, outcome in zip(assigned(advantages, given), assigned(advantages, plain), strict=True):
-            expected = outcome.advantage + 0.5 * np.array([-0.25, 0.0, 0.5])
-            np.testing.assert_allclose(sample.advantage, expected, atol=1e-7)
+            expected = outcome.columns["advantages"] + 0.5 * np.array([-0.25, 0.0, 0.5])
+            np.testing.assert_allclose(sample.columns["advantages"], expected, atol=1e-7)

@@ -1,13 +1,13 @@
 """Coefficients that move: values by hand, verl's and TRL's rules, and what a checkpoint keeps."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.models import load_state, make_policy, make_samples, one_batch
+from tests.support.samples import changed
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.coefficients import Coefficients, coefficient_metrics
 
@@ -99,7 +99,7 @@ def test_a_policy_trains_with_the_coefficients_of_the_moment_and_saves_them():
     policy, fixed = make_policy(algorithm=fields), make_policy(algorithm=REFERENCE)
     samples = make_samples(4)
     parts = zip(samples, policy.precompute(samples), strict=True)
-    samples = [replace(sample, reference_logprobs=part["reference_logprobs"] - 0.5) for sample, part in parts]
+    samples = [changed(sample, reference_logprobs=part["reference_logprobs"] - 0.5) for sample, part in parts]
     plain = fixed.accumulate(one_batch(samples))
     first = policy.accumulate(one_batch(samples))
     assert first.loss_sum == pytest.approx(plain.loss_sum + 0.1 * first.kl_sum, rel=1e-6)

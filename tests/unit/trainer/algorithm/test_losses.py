@@ -5,7 +5,6 @@ written again are in test_losses_independent.py.
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from tests.support.models import make_samples
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import KlConfig, RejectionConfig, TeacherTermConfig
 from tidemill.common.config.algorithm_table import CORRECTIONS
-from tidemill.services.trainer.algorithm.advantages.shaping import with_shaped_reward
+from tidemill.services.trainer.algorithm.advantages.shaping import shaped_reward
 from tidemill.services.trainer.algorithm.losses.corrections import (
     kl_penalty,
     rejected_tokens,
@@ -25,8 +24,8 @@ from tidemill.services.trainer.algorithm.losses.corrections import (
     teacher_kl,
     value_loss,
 )
+from tidemill.services.trainer.algorithm.losses.sums import Sums, add_tiles, loss_metrics
 from tidemill.services.trainer.algorithm.losses.tokens import denominator, token_weight
-from tidemill.services.trainer.algorithm.losses.totals import total_metrics
 from tidemill.services.trainer.policy.head import score_logits
 
 ROLLOUT = {"old_logprobs": "rollout"}
@@ -396,10 +395,10 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(case):
 @pytest.mark.parametrize("case", LOSSES)
 def test_absurd_ratios_stay_finite(case):
     far_N, near_N = torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, -500.0])  # e^499 is infinite in float32
-    tokens = replace(
-        make_tokens([0.5, 0.5], [0.5, 0.5], [-1.0, 1.0]), logprobs_N=near_N.requires_grad_(),
-        rollout_logprobs_N=far_N, advantages_N=torch.tensor([-1.0, 1.0]), sequence_N=torch.tensor([0, 1]),
-        num_sequences=2, reference_logprobs_N=far_N,
+    tokens = make_tokens(
+        [0.5, 0.5], [0.5, 0.5], [-1.0, 1.0], logprobs_N=near_N.requires_grad_(), rollout_logprobs_N=far_N,
+        advantages_N=torch.tensor([-1.0, 1.0]), sequence_N=torch.tensor([0, 1]), num_sequences=2,
+        reference_logprobs_N=far_N,
     )  # fmt: skip
     terms = loss_of(tokens, kl={"place": "loss"}, **FROZEN, **LOSSES[case])
     terms.loss.backward()
@@ -467,9 +466,17 @@ def test_tiles_are_joined_by_their_sums_and_largest_values():
         {"tokens": torch.tensor(n), "weight_max": tensor(x)[0], "expert_counts/0": torch.tensor([n, 1])}
         for n, x in ((1, 3.0), (2, 2.0))
     ]
-    found = total_metrics(tiles)
+    found = add_tiles(tiles)
     assert (found.tokens, found.weight_max, found.expert_counts) == (3, 3.0, ((3, 2),))
-    assert total_metrics([]).expert_counts == ()
+    assert add_tiles([]).expert_counts == ()
+
+
+def test_a_sum_that_nothing_else_knows_is_a_metric_by_its_name():
+    """Over the 4 tokens that were sampled, not the 6 that were trained; 2 are of a demonstration."""
+    sums = Sums(tokens=3, imitation_tokens=2, surprise_sum=3.0, surprise_max=2.0, note=1.0)
+    metrics = loss_metrics(sums + Sums(tokens=3, surprise_sum=5.0, surprise_max=7.0))
+    assert (metrics["surprise"], metrics["surprise/max"]) == (2.0, 7.0)
+    assert not {"note", "loss_sum", "entropy_sum"} & metrics.keys()
 
 
 @pytest.mark.parametrize(
@@ -544,10 +551,10 @@ class TestNoTokenTakesOverAStep:
     @pytest.mark.parametrize(("bound", "expected"), [(10.0, 10.0), (None, math.exp(10) - 11)])
     def test_k3_in_the_reward_stops_at_the_same_bound(self, bound, expected):
         (sample,) = make_samples(1)
-        object.__setattr__(sample, "reference_logprobs", sample.rollout_logprobs + 10.0)
+        sample.fill("reference_logprobs", sample.rollout_logprobs + 10.0)
         kl = {"place": "reward", "estimator": "k3", "coefficient": 1.0, "bound": bound}
-        shaped = with_shaped_reward(sample, AlgorithmConfig(kl=kl, **FROZEN), max_tokens=100)
-        assert shaped.shaped_reward == pytest.approx(sample.reward - expected * sample.num_trained, rel=1e-5)
+        shaped = shaped_reward(sample, AlgorithmConfig(kl=kl, **FROZEN), max_tokens=100)
+        assert shaped == pytest.approx(sample.reward - expected * sample.num_trained, rel=1e-5)
 
     @pytest.mark.parametrize("loss", ["ppo", "gspo"])
     def test_a_bad_token_that_became_likely_is_bounded_by_default(self, loss):
@@ -594,9 +601,8 @@ class TestNoTokenTakesOverAStep:
             return tokens.logprobs_N.grad, terms
 
         gradient_N, terms = terms_of(0.0)
-        metrics = total_metrics([terms.sums])
-        values = (getattr(metrics, name) for name in metrics.__dataclass_fields__ if name != "expert_counts")
-        assert all(map(math.isfinite, values)), metrics
+        metrics = add_tiles([terms.sums])
+        assert all(map(math.isfinite, metrics.values())), metrics
         assert gradient_N[0].item() == 0.0 and torch.isfinite(gradient_N).all()
         # The ratio, or the weight, may be that of the whole sequence.
         if fields.get("loss") not in ("gspo", "gmpo", "vespo"):

@@ -7,7 +7,6 @@ Then statistics of a mini-batch, by hand and over the whole batch; and recipes, 
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,16 +24,19 @@ from tests.support.losses import (
     written_out,
 )
 from tests.support.models import masked
+from tests.support.samples import assigned, changed
 from tests.support.training import make_score, plain_sample, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.losses.mini_batch import mean_weight, start_ratio, top_entropy
+from tidemill.services.trainer.algorithm.losses.mini_batch import mean_weight, start_tokens, top_entropy
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES, find_loss, token_covariances
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import GroupFilter
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
 Formula = Callable[[SimpleNamespace], torch.Tensor]
@@ -287,7 +289,7 @@ def test_covariances_and_what_is_chosen_by_hand():
     ]
     kl_cov = AlgorithmConfig(loss="kl_cov", covariance={"share": 0.5}, **ROLLOUT)
     np.testing.assert_allclose(
-        token_covariances(start_ratio(samples, kl_cov)), [1.0, -1.0, 0.0, 0.0], atol=1e-6
+        token_covariances(start_tokens(samples, kl_cov)), [1.0, -1.0, 0.0, 0.0], atol=1e-6
     )
     assert chosen(samples, kl_cov) == [True, False, True, False], "2 of 4, the first of equal"
     fields = {"loss": "clip_cov", "covariance": {"share": 0.01, "low": -0.5, "high": 0.5}}
@@ -300,7 +302,7 @@ def test_covariances_and_what_is_chosen_by_hand():
 
 def chosen(samples: list[Sample], algorithm: AlgorithmConfig) -> list[bool]:
     """Whether the loss chooses each trained token of a mini-batch."""
-    ratio, (surrogate, choose, _) = start_ratio(samples, algorithm), LOSSES[algorithm.loss]
+    ratio, (surrogate, choose, _) = start_tokens(samples, algorithm), LOSSES[algorithm.loss]
     places = [(sample.key, place) for sample in samples for place in range(len(sample.mask))]
     assert choose is not None
     found = choose(ratio, surrogate(ratio, algorithm), places, algorithm)
@@ -322,8 +324,8 @@ def samples_of(data: SimpleNamespace) -> list[Sample]:
 
 
 def statistics_of(samples: list[Sample]) -> dict[str, np.ndarray]:
-    columns = {name: [getattr(sample, name) for sample in samples] for name in ("factors", "penalised")}
-    return {name: np.stack(values) for name, values in columns.items() if values[0] is not None}
+    names = [name for name in ("factors", "penalised") if name in samples[0].columns]
+    return {name: np.stack([sample.columns[name] for sample in samples]) for name in names}
 
 
 STATISTICS: dict[str, dict[str, Any]] = {
@@ -392,17 +394,20 @@ def test_depends_neither_on_the_order_nor_on_what_is_not_trained(case):
     plain = {sample.key: sample for sample in with_statistics(samples, algorithm)}
     mixed = [samples[2], masked(sample_of(9, [0.9], [0.1], 5.0)), samples[0], samples[3], samples[1]]
     if algorithm.needs_start_entropies:
-        mixed[1] = replace(mixed[1], entropies=np.ones(1, np.float32))
+        mixed[1] = changed(mixed[1], entropies=np.ones(1, np.float32))
     for sample in with_statistics(mixed, algorithm):
         if sample.key in plain:
-            np.testing.assert_array_equal(sample.factors, plain[sample.key].factors)
-            np.testing.assert_array_equal(sample.penalised, plain[sample.key].penalised)
-        assert sample.start_logprobs is None and sample.entropies is None
+            expected = plain[sample.key].columns
+            assert sample.columns.keys() == expected.keys()
+            for name in ("factors", "penalised"):
+                np.testing.assert_array_equal(sample.columns.get(name), expected.get(name))
+        assert not {"start_logprobs", "entropies"} & sample.columns.keys()
 
 
 def test_an_algorithm_without_statistics_leaves_samples_as_they_are():
     samples = samples_of(probable_rectangle(0))
-    assert all(a is b for a, b in zip(with_statistics(samples, AlgorithmConfig()), samples, strict=True))
+    for sample, same in zip(with_statistics(samples, AlgorithmConfig()), samples, strict=True):
+        assert sample.columns.keys() == same.columns.keys()
 
 
 LENGTHS = [[3, 7, 5], [2, 6]]
@@ -425,7 +430,7 @@ def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
     logprobs = iter(given.rollout)
     groups = []
     for ticket, lengths in enumerate(LENGTHS):
-        source = PendingGroup(ticket, 0)
+        source = Group(ticket, 0)
         for index, length in enumerate(lengths):
             ids = np.arange(length, dtype=np.int32)
             source.trajectories[index] = make_trajectory(
@@ -433,8 +438,8 @@ def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
             )
             source.scores[index] = make_score(ticket, index, REWARDS[ticket][index])
         groups.append(group_filter.apply(source, 0))
-    assert all(isinstance(group, TrainableGroup) for group in groups)
-    samples = [s for group in Advantages(config).assign(groups) for s in group.samples]
+    assert all(isinstance(group, Group) for group in groups)
+    samples = [sample for group in assigned(Advantages(config), *groups) for sample in group.samples]
     return loss_of(samples, given.current, config.trainer.algorithm)
 
 
@@ -445,8 +450,12 @@ def loss_of(samples: list[Sample], current: list[np.ndarray], algorithm: Any) ->
     logprobs_N = torch.tensor(np.concatenate(current), requires_grad=True)
     tokens = Tokens(
         logprobs_N=logprobs_N,
-        rollout_logprobs_N=torch.tensor(np.concatenate([s.rollout_logprobs for s in samples])),
-        advantages_N=torch.tensor(np.repeat([s.advantage for s in samples], counts), dtype=torch.float32),
+        columns={
+            "rollout_logprobs": torch.tensor(np.concatenate([s.rollout_logprobs for s in samples])),
+            "advantages": torch.tensor(
+                np.repeat([s.advantage for s in samples], counts), dtype=torch.float32
+            ),
+        },
         weights_N=torch.tensor(np.repeat(weights, counts), dtype=torch.float32),
         sequence_N=torch.tensor(np.repeat(np.arange(len(samples)), counts)),
         num_sequences=len(samples),

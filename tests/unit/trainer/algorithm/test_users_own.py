@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.losses import loss_of, make_tokens
+from tests.support.samples import assigned
 from tests.support.training import group_of_samples, plain_sample, trainer_config
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.errors import ConfigError
@@ -49,7 +50,10 @@ def test_an_advantage_is_given_what_it_takes(write, text, scope, expected):
         group_of_samples(t, *(plain_sample(t, i, r, mask=mask) for i, r in enumerate(own)))
         for t, own in rewards.items()
     ]
-    found = [[s.advantage for s in group.samples] for group in advantages.assign(groups)]
+    found = [
+        [s.columns["advantages"] if s.advantage is None else s.advantage for s in group.samples]
+        for group in assigned(advantages, *groups)
+    ]
     assert [[np.asarray(one).tolist() for one in group] for group in found] == expected
 
 

@@ -13,20 +13,21 @@ from tests.support.training import trainer_config
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.batch.batch_assembler import LEAST_GIVE_UP, ReplacementLimit, select_groups
-from tidemill.services.trainer.groups.group_filter import STALE, ZERO_VARIANCE, PendingGroup
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import STALE, ZERO_VARIANCE
 
 IN_ORDER: dict[str, Any] = {"batch_order": "in_order"}
 
 
-def groups_of(*versions: tuple[int, int, int]) -> dict[int, PendingGroup]:
+def groups_of(*versions: tuple[int, int, int]) -> dict[int, Group]:
     """From (ticket, step, oldest version)."""
     return {
-        ticket: PendingGroup(ticket, step, group_size=2, started_version=version)
+        ticket: Group(ticket, step, group_size=2, started_version=version)
         for ticket, step, version in versions
     }
 
 
-def select(groups: dict[int, PendingGroup], complete: list[int], **fields: Any) -> list[int]:
+def select(groups: dict[int, Group], complete: list[int], **fields: Any) -> list[int]:
     values: dict[str, Any] = {"batch_order": "as_ready", "groups_per_step": 2, "max_staleness": 1} | fields
     step, places = values.pop("step", 5), values.pop("places", 2)
     return select_groups(groups, complete, TrainerConfig.model_construct(**values), step, places)
@@ -75,7 +76,7 @@ def test_examples_by_hand(groups, complete, fields, taken):
 def test_a_group_that_has_not_started_counts_as_old_as_it_may_become():
     # Nothing is known of 10 but its min_version: s - k = 4.
     groups = groups_of((11, 5, 5), (12, 6, 5))
-    groups[10] = PendingGroup(10, step=5, ticket_min_version=4, group_size=2)
+    groups[10] = Group(10, step=5, ticket_min_version=4, group_size=2)
     assert select(groups, [11, 12]) == [11]
     groups[10].started_version = 5
     assert select(groups, [11, 12]) == [11, 12]
@@ -100,7 +101,7 @@ def _simulate(
     rng: random.Random, max_staleness: int, num_steps: int, groups_per_step: int
 ) -> list[tuple[int, int, int]]:
     """A run where groups start and finish at random; returns (ticket, step trained, version) of each."""
-    groups: dict[int, PendingGroup] = {}
+    groups: dict[int, Group] = {}
     complete: list[int] = []
     trained: list[tuple[int, int, int]] = []
     issued = 0
@@ -108,7 +109,7 @@ def _simulate(
         limit = min(step + 1 + max_staleness, num_steps) * groups_per_step
         for ticket in range(issued, limit):
             own_step = ticket // groups_per_step
-            groups[ticket] = PendingGroup(
+            groups[ticket] = Group(
                 ticket, own_step, ticket_min_version=max(0, own_step - max_staleness), group_size=1
             )
         issued, places = limit, groups_per_step
@@ -131,7 +132,7 @@ def _simulate(
 
 
 def _let_a_random_group_advance(
-    rng: random.Random, groups: dict[int, PendingGroup], complete: list[int], version: int
+    rng: random.Random, groups: dict[int, Group], complete: list[int], version: int
 ) -> None:
     unfinished = [group for group in groups.values() if group.ticket not in complete]
     assert unfinished, "nothing may be taken and nothing is missing: the run would hang"

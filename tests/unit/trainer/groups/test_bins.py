@@ -3,13 +3,13 @@ micro-batches on one rank, and rebuilding what a commit recorded."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.support.models import make_samples
-from tests.support.training import plain_sample, sample_of
+from tests.support.samples import changed, sample_of
+from tests.support.training import plain_sample
 from tidemill.common.errors import TidemillError
 from tidemill.common.wire.messages import Commit
 from tidemill.services.trainer.groups.bins import (
@@ -21,7 +21,8 @@ from tidemill.services.trainer.groups.bins import (
     split_groups,
     split_samples,
 )
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample, rebuild
+from tidemill.services.trainer.groups.micro_batch import MicroBatch, rebuild
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import MOST_KEYS
 from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
 
@@ -175,7 +176,7 @@ def test_rebuilding_names_what_is_missing():
 
 def test_counts_of_a_micro_batch():
     sample = sized(5, 0)
-    masked = replace(sized(4, 1), mask=np.array([True, False]))
+    masked = changed(sized(4, 1), mask=np.array([True, False]))
     batch = MicroBatch((sample, masked))
     assert (batch.num_tokens, batch.num_trained) == (9, 4)
 
@@ -183,7 +184,7 @@ def test_counts_of_a_micro_batch():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollout_logprobs": np.zeros(2, dtype=np.float32)}, "3 completion ids, 2 logprobs"),
+        ({"rollout_logprobs": np.zeros(2, dtype=np.float32)}, "3 completion ids, columns of"),
         ({"mask": np.ones(5, dtype=np.bool_)}, "a mask of 5"),
         ({"prompt_ids": np.zeros(0, dtype=np.int32)}, "prompt is empty"),
         ({"advantage": float("nan")}, "must be finite"),
@@ -193,4 +194,4 @@ def test_counts_of_a_micro_batch():
 )
 def test_a_sample_whose_parts_do_not_fit_is_never_built(change, message):
     with pytest.raises(ValueError, match=message):
-        replace(sized(5, 0), **change)
+        changed(sized(5, 0), **change)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.samples import assigned
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
@@ -14,6 +15,7 @@ from tidemill.common.streams import Entry
 from tidemill.common.wire.choices import KEPT, ROUTES, Routing, Rows, find_routes_fault
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, Score, Trajectory
 from tidemill.services.trainer.algorithm.advantages import Advantages
+from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import (
     BAD_NUMBERS,
     FAILED_SCORE,
@@ -25,20 +27,18 @@ from tidemill.services.trainer.groups.group_filter import (
     STALE,
     ZERO_VARIANCE,
     GroupFilter,
-    PendingGroup,
     Refusal,
-    TrainableGroup,
 )
 
 
-def filtered(config: RunConfig, group: PendingGroup, step: int = 5) -> TrainableGroup | Refusal:
+def filtered(config: RunConfig, group: Group, step: int = 5) -> Group | Refusal:
     return GroupFilter(config).apply(group, step)
 
 
-def group_of(*values: float | None, version: int = 5, **fields: Any) -> PendingGroup:
+def group_of(*values: float | None, version: int = 5, **fields: Any) -> Group:
     """A group of ticket 7 with these scores; None is a failed one."""
     size = len(values)
-    return PendingGroup(
+    return Group(
         ticket=7,
         step=5,
         trajectories={
@@ -48,8 +48,8 @@ def group_of(*values: float | None, version: int = 5, **fields: Any) -> PendingG
     )
 
 
-def advantages_of(config: RunConfig, verdict: TrainableGroup | Refusal) -> list[float]:
-    (group,) = Advantages(config).assign([trained(verdict)])
+def advantages_of(config: RunConfig, verdict: Group | Refusal) -> list[float]:
+    (group,) = assigned(Advantages(config), trained(verdict))
     return [sample.mean_advantage for sample in group.samples]
 
 
@@ -57,12 +57,12 @@ def config_of(**fields: Any) -> RunConfig:
     return trainer_config(group_size=4, **fields)
 
 
-def trained(verdict: TrainableGroup | Refusal) -> TrainableGroup:
-    assert isinstance(verdict, TrainableGroup), verdict
+def trained(verdict: Group | Refusal) -> Group:
+    assert isinstance(verdict, Group), verdict
     return verdict
 
 
-def refused(verdict: TrainableGroup | Refusal) -> Refusal:
+def refused(verdict: Group | Refusal) -> Refusal:
     assert isinstance(verdict, Refusal), verdict
     return verdict
 
@@ -99,9 +99,7 @@ FAILED = [(1, FAILED_SCORE), (3, FAILED_SCORE)]
 )
 def test_a_group_that_is_trained_names_what_it_leaves_out(fields, values, rewards, left_out):
     group = group_of(*values)
-    turned = PendingGroup(
-        7, 5, dict(reversed(group.trajectories.items())), dict(reversed(group.scores.items()))
-    )
+    turned = Group(7, 5, dict(reversed(group.trajectories.items())), dict(reversed(group.scores.items())))
     for arrived in (group, turned):
         verdict = trained(filtered(config_of(**fields), arrived))
         assert (verdict.rewards, verdict.left_out) == (rewards, left_out)
@@ -150,20 +148,21 @@ class TestMasks:
             update={"turns": (sub.turns[0].model_copy(update={"finish": "length"}), sub.turns[1])}
         )
         made = make_session(7, 0, cut, make_segment((3, 4), (5, 6)), group_size=2)
-        group = PendingGroup(
+        group = Group(
             7, 5, {0: made, 1: make_session(7, 1, group_size=2)}, {i: make_score(7, i, i) for i in (0, 1)}
         )
         outcome = filtered(config_of(algorithm={"mask_truncated": True}, max_staleness=5), group)
-        assert isinstance(outcome, TrainableGroup)
+        assert isinstance(outcome, Group)
         assert outcome.samples[0].mask.tolist() == [False, False, False, True, True, True]
 
     def test_truncated_completions_are_masked_only_when_asked(self):
-        group = group_of(1.0, 0.0)
-        group.trajectories[0] = make_trajectory(7, 0, group_size=2, spans=((5, 0),), finish="length")
-        masking = config_of(algorithm={"mask_truncated": True})
-        verdict = trained(filtered(masking, group))
-        assert [sample.num_trained for sample in verdict.samples] == [0, 3]
-        assert [s.num_trained for s in trained(filtered(config_of(), group)).samples] == [3, 3]
+        masking, verdicts = config_of(algorithm={"mask_truncated": True}), []
+        for config in (config_of(), masking):
+            group = group_of(1.0, 0.0)
+            group.trajectories[0] = make_trajectory(7, 0, group_size=2, spans=((5, 0),), finish="length")
+            verdicts.append(trained(filtered(config, group)))
+        assert [[s.num_trained for s in verdict.samples] for verdict in verdicts] == [[3, 3], [0, 3]]
+        verdict = verdicts[1]
         assert verdict.rewards == [1.0, 0.0], "it still counts in the group's mean"
         assert advantages_of(masking, verdict)[1] == pytest.approx(-0.70701, abs=1e-5)
 
@@ -212,7 +211,7 @@ class TestPoliciesOfSingleRewards:
 
 class TestGreedyBaseline:
     @staticmethod
-    def with_greedy(*values: float | None, **fields: Any) -> PendingGroup:
+    def with_greedy(*values: float | None, **fields: Any) -> Group:
         group = group_of(*values, **fields)
         group.trajectories[0] = group.trajectories[0].model_copy(update={"is_greedy": True})
         return group
@@ -264,7 +263,7 @@ def teaching(rewards: Any = None, **fields: Any) -> RunConfig:
     )
 
 
-def taught(*values: float, teacher: Any = (-0.25, -0.5, -1.0), **fields: Any) -> PendingGroup:
+def taught(*values: float, teacher: Any = (-0.25, -0.5, -1.0), **fields: Any) -> Group:
     """Completions of three tokens, each with logprob -0.5."""
     group, update = group_of(*values, **fields), {"teacher_logprobs": np.array(teacher, np.float32)}
     group.scores = {index: score.model_copy(update=update) for index, score in group.scores.items()}
@@ -280,11 +279,12 @@ class TestTeacher:
         segments = (make_segment((3, 4), (6,), (8, 9), (11, 12)), make_segment((14, 15, 16), (17, 18), (19,)))
         logprobs = -np.arange(1, sum(int(one.mask.sum()) for one in segments) + 1, dtype=np.float32)
         score = make_score(7, 0, 0.0, teacher_logprobs=logprobs)
-        group = PendingGroup(7, 5, {0: make_session(7, 0, *segments)}, {0: score})
+        group = Group(7, 5, {0: make_session(7, 0, *segments)}, {0: score})
         (sample,) = trained(filtered(self.ALONE, group, group.trajectories[0].max_version)).samples
         assert not sample.mask.all()
-        np.testing.assert_array_equal(sample.teaching.logprobs[sample.mask], logprobs)
-        assert not sample.teaching.logprobs[~sample.mask].any()
+        teacher_T = sample.columns["teacher_logprobs"]
+        np.testing.assert_array_equal(teacher_T[sample.mask], logprobs)
+        assert not teacher_T[~sample.mask].any()
 
     def test_a_score_that_a_value_stands_for_is_no_lesson(self):
         """Such as that of a group function in place of a failed teacher's: never a silent zero."""
@@ -305,14 +305,14 @@ class TestTeacher:
     def test_the_teacher_is_that_of_the_data_source(self):
         one, two = (TEACHER | {"applies_to": [source], "weight": w} for source, w in (("a", 1.0), ("b", 2.0)))
         config = teaching({"rule": RULE, "one": one, "two": two})
-        for source, expected in (("a", ("one", 1.0)), ("b", ("two", 2.0)), ("c", None)):
-            found = trained(filtered(config, taught(1.0, 0.0, data_source=source))).samples[0].teaching
-            assert (found and (found.teacher, found.weight)) == expected
+        for source, expected in (("a", ("one", 1.0)), ("b", ("two", 2.0)), ("c", ("", 0.0))):
+            found = trained(filtered(config, taught(1.0, 0.0, data_source=source))).samples[0]
+            assert (found.teacher, found.teacher_weight) == expected
 
     def test_truncated_completions_are_left_out_of_the_lesson_too(self):
         config = teaching(algorithm={"mask_truncated": True})
         verdict = trained(filtered(config, taught(1.0, 0.0, finish="length")))
-        (group,) = Advantages(config).assign([verdict])
+        (group,) = assigned(Advantages(config), verdict)
         assert all(sample.num_trained == 0 and sample.mean_advantage == 0.0 for sample in group.samples)
 
     def test_a_teacher_alone_can_teach_groups_of_one(self):
@@ -375,14 +375,14 @@ def scored(text: str, index: int = 0) -> tuple[Trajectory, Score]:
     return sample, make_score(0, index, value, tokens_digest=sample.tokens_digest)
 
 
-def pending(*messages: Any) -> tuple[PendingGroup, list[str]]:
+def pending(*messages: Any) -> tuple[Group, list[str]]:
     """A group of two that was given these messages, and the ids (from 1 on) of those that do not count."""
-    group = PendingGroup(0, 0, group_size=2)
+    group = Group(0, 0, group_size=2)
     entries = [Entry(f"{number}-0", message) for number, message in enumerate(messages, 1)]
     return group, [refused.entry_id for entry in entries for refused in group.take(entry)]
 
 
-def values_in(group: PendingGroup) -> dict[int, float | None]:
+def values_in(group: Group) -> dict[int, float | None]:
     return {index: score.value for index, score in sorted(group.scores.items())}
 
 

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from tests.support.samples import changed
 from tests.support.sessions import make_segment, make_session
 from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, Commit, Trajectory
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
-from tidemill.services.trainer.groups.samples import make_sample
+from tidemill.services.trainer.algorithm.losses.sums import Sums
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import GroupFilter
+from tidemill.services.trainer.groups.sample import make_sample
 from tidemill.services.trainer.metrics.step_metrics import (
     observe_step,
     source_metrics,
@@ -35,23 +37,21 @@ def sample_of(ticket: int, index: int, num_tokens: int, spans: Any, finish: str 
     )  # fmt: skip
 
 
-def group_of(samples: list[Trajectory], scores: list[Any]) -> TrainableGroup:
+def group_of(samples: list[Trajectory], scores: list[Any]) -> Group:
     ticket = samples[0].ticket
-    group = PendingGroup(ticket, 4, dict(enumerate(samples)), dict(enumerate(scores)))
+    group = Group(ticket, 4, dict(enumerate(samples)), dict(enumerate(scores)))
     verdict = GroupFilter(trainer_config(reward__min_group_size=1, max_staleness=3)).apply(group, step=4)
-    assert isinstance(verdict, TrainableGroup)
+    assert isinstance(verdict, Group)
     return verdict
 
 
-def two_samples() -> TrainableGroup:
+def two_samples() -> Group:
     samples = [sample_of(0, 0, 2, ((4, 0),)), sample_of(0, 1, 4, ((2, 0),))]
     return group_of(samples, [make_score(0, 0, 1.0), make_score(0, 1, 0.0)])
 
 
-def step_of(*groups: TrainableGroup) -> StepResult:
-    return StepResult(
-        list(groups), [MiniBatch([], MicroBatchMetrics(), UpdateResult(grad_norm=0.25, lr=1e-3))]
-    )
+def step_of(*groups: Group) -> StepResult:
+    return StepResult(list(groups), [MiniBatch([], Sums(), UpdateResult(grad_norm=0.25, lr=1e-3))])
 
 
 def step_of_two_groups() -> StepResult:
@@ -66,7 +66,7 @@ def step_of_two_groups() -> StepResult:
         [sample_of(1, 0, 3, ((2, 0),)), sample_of(1, 1, 1, ((4, 0),))],
         [make_score(1, 0, 0.5, latency_s=3.0), make_score(1, 1, None, latency_s=6.0)],
     )
-    sums = MicroBatchMetrics(
+    sums = Sums(
         sequences=3, tokens=9, denominator=4.5, loss_sum=-9.0, entropy_sum=18.0, kl_sum=0.45,
         rollout_kl_sum=0.9, clipped_low=1, clipped_high=2, clipped_dual=3, weight_sum=9.9, weight_max=1.5,
         weights_bounded=3, raw_weight_sum=12.0, raw_weight_square_sum=20.0, mismatch_sum=1.8,
@@ -103,7 +103,7 @@ def test_masked_samples_have_no_staleness_and_count_as_completions():
 
 def test_a_greedy_baseline_is_no_completion_of_the_step():
     group = two_samples()
-    group.source.trajectories[1] = replaced(group.source.trajectories[1], is_greedy=True)
+    group.trajectories[1] = replaced(group.trajectories[1], is_greedy=True)
     numbers = step_metrics(4, step_of(replace(group, samples=group.samples[:1])), 0, 1.0)
     assert (numbers["staleness/max"], numbers["completions/max_length"]) == (0.0, 2.0)
 
@@ -135,7 +135,7 @@ def test_policy_numbers_are_sums_over_tokens_and_the_loss_is_over_the_denominato
 def test_a_value_head_is_judged_by_the_variance_it_explains():
     # Returns 0, 1, 2, 1: mean 1, variance 0.5. Squared errors of 0.1 each: 1 - 0.1 / 0.5 = 0.8.
     result = step_of_two_groups()
-    result.mini_batches[0].sums = MicroBatchMetrics(
+    result.mini_batches[0].sums = Sums(
         tokens=4, value_loss_sum=0.2, value_square_error_sum=0.4, return_sum=4.0, return_square_sum=6.0
     )
     result.mini_batches[0].update = UpdateResult(grad_norm=math.nan, lr=1e-3)
@@ -149,7 +149,7 @@ def test_a_step_with_nothing_to_train_has_finite_numbers():
     empty = [sample_of(0, index, 0, ((4, 0),)) for index in range(2)]
     group = group_of(empty, [make_score(0, 0, 1.0), make_score(0, 1, 1.0)])
     update = UpdateResult(0.0, 1e-3, skipped=True, reason="nothing")
-    numbers = step_metrics(4, StepResult([group], [MiniBatch([], MicroBatchMetrics(), update)]), 0, 1.0)
+    numbers = step_metrics(4, StepResult([group], [MiniBatch([], Sums(), update)]), 0, 1.0)
     assert all(math.isfinite(value) for value in numbers.values())
     assert (numbers["loss"], numbers["update_skipped"], numbers["staleness/max"]) == (0.0, 1.0, 0.0)
 
@@ -196,9 +196,9 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none():
             )
             for i, n in enumerate(sizes)
         }  # fmt: skip
-        source = PendingGroup(ticket, 4, trajectories, {})
         made = zip(map(make_sample, trajectories.values()), rewards, strict=True)
-        groups.append(TrainableGroup(source, [replace(one, reward=reward) for one, reward in made]))
+        samples = [changed(sample, reward=reward) for sample, reward in made]
+        groups.append(Group(ticket, 4, trajectories, samples=samples))
     numbers = source_metrics(4, groups, success_threshold=0.5)
     assert numbers == {
         "source/a/groups": 2.0, "source/a/reward": 0.5, "source/a/pass_rate": 0.5,
@@ -216,7 +216,7 @@ def test_the_step_says_how_far_the_policy_is_from_each_teacher(weight):
     made = {i: make_trajectory(7, i, group_size=2, spans=((5, 0),)) for i in range(2)}
     scores = {i: make_score(7, i, 1.0, teacher_logprobs=logprobs) for i in range(2)}
     judge = GroupFilter(trainer_config(reward__rewards=rewards, servers__there={}))
-    numbers = step_metrics(5, step_of(judge.apply(PendingGroup(7, 5, made, scores), 5)), 0, 1.0)
+    numbers = step_metrics(5, step_of(judge.apply(Group(7, 5, made, scores), 5)), 0, 1.0)
     # -0.5 + 0.25, 0, -0.5 + 1: twice
     assert numbers["teacher/wise/reverse_kl"] == pytest.approx(0.25 / 3)
     assert numbers["teacher/wise/tokens"] == 6.0
@@ -224,8 +224,8 @@ def test_the_step_says_how_far_the_policy_is_from_each_teacher(weight):
     # Of samples with sampling masks the rollout's logprobs are over other ids than the teacher's.
     kept = {"choices": Choices(rows={"kept": Rows.of_lists([[0, 1], [1], [2]])})}
     masked = {i: make_trajectory(7, i, group_size=2, spans=((5, 0),), **kept) for i in range(2)}
-    group = judge.select(PendingGroup(7, 5, masked, scores))
-    assert isinstance(group, TrainableGroup)
+    group = judge.select(Group(7, 5, masked, scores))
+    assert isinstance(group, Group)
     without = step_metrics(5, step_of(group), 0, 1.0)
     assert "teacher/wise/reverse_kl" not in without and without["teacher/wise/tokens"] == 6.0
     plain = stage_metrics(list(made.values()), [make_score(7, 0)])
@@ -285,8 +285,8 @@ def test_each_trajectory_is_timed_from_stage_to_stage():
     failed = other.model_copy(update={"index": 2, "fault": "an environment failed"})
     scores.append(make_score(0, 2, None, scored_at=20.0))
     group = group_of([sample, other, failed], scores)
-    group.source.trajectory_ids = dict.fromkeys(range(3), "1000-0")
-    group.source.score_ids = {0: "10000-0", 1: "3000-0", 2: "2000-0"}
+    group.trajectory_ids = dict.fromkeys(range(3), "1000-0")
+    group.score_ids = {0: "10000-0", 1: "3000-0", 2: "2000-0"}
     observe_step(commit_of(30.0), StepResult(groups=[group]))
     spent = {stage: value("stage_seconds_sum", stage=stage) - before[stage] for stage in stages}
     assert spent == pytest.approx({"generate": 5.0, "reward_queue": 5.0, "reward": 8.0, "trainer": 23.0})

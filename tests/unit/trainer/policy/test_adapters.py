@@ -37,7 +37,7 @@ from tests.support.versions import write_version
 from tidemill.common.config.trainer import LoraConfig, TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.routers import modules_of_routers
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy import adapters
 from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy

@@ -2,7 +2,6 @@
 
 import importlib
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,12 +22,14 @@ from tests.support.models import (
     write_tokenizer,
 )
 from tests.support.parity import score_plain
+from tests.support.samples import changed
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import exact_attention
 from tidemill.services.reward.model_server.options import ServerOptions
 from tidemill.services.reward.model_server.scoring_model import ScoringModel
 from tidemill.services.rollout.engines.model import load_model as load_for_engine
-from tidemill.services.trainer.groups.samples import MicroBatch, Sample
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy import attention
 from tidemill.services.trainer.policy.attention import FLASH, VARLEN, choose_attention, why_no_varlen
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
@@ -91,8 +92,8 @@ def long_and_short() -> tuple[Sample, Sample]:
     long, short = make_samples(2, max_prompt=1)
     ids = np.arange(3, 15, dtype=np.int32)
     return (
-        replace(long, prompt_ids=np.resize(ids, 41 - len(long.completion_ids))),
-        replace(short, prompt_ids=np.resize(ids, 13 - len(short.completion_ids))),
+        changed(long, prompt_ids=np.resize(ids, 41 - len(long.completion_ids))),
+        changed(short, prompt_ids=np.resize(ids, 13 - len(short.completion_ids))),
     )
 
 

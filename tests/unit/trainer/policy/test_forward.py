@@ -1,6 +1,5 @@
 """Logprobs of the forward pass: every layout equals row by row, chunked equals whole, nothing leaks."""
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +32,10 @@ from tests.support.models import (
     make_samples,
     tiny_llama,
 )
+from tests.support.samples import changed
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.choices import Rows
-from tidemill.services.trainer.groups.samples import Sample
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy import precision
 from tidemill.services.trainer.policy.forward import TokenScorer, find_scaling
@@ -305,7 +305,7 @@ def test_models_that_scale_the_hidden_state_before_the_head_are_found():
 
 def test_rows_end_where_nothing_is_left_to_predict():
     (sample,) = make_samples(1)
-    sample = replace(
+    sample = changed(
         sample,
         prompt_ids=np.array([3, 4], dtype=np.int32),
         completion_ids=np.array([5, 6, 7, 8], dtype=np.int32),

@@ -5,7 +5,6 @@ Worked numbers, and a dense softmax in float64 with torch's own gradients.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,13 @@ from tests.support.models import (
     one_batch,
     with_masks,
 )
+from tests.support.samples import changed, taught
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.algorithm.coefficients import Coefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
-from tidemill.services.trainer.groups.samples import Sample, Teaching
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.head import score_logits
 
 Penalty = Callable[[Tensor], Tensor]
@@ -196,12 +196,12 @@ def test_value_and_gradient_are_those_of_dense_softmaxes_however_batches_are_spl
 
 
 def masked_samples() -> list[Sample]:
-    return [replace(sample, advantage=0.0) for sample in with_masks(make_relatives(12))]
+    return [changed(sample, advantage=0.0) for sample in with_masks(make_relatives(12))]
 
 
 def with_precomputed(policy: Any, samples: Sequence[Sample]) -> list[Sample]:
     precomputed = policy.precompute(samples)
-    return [replace(sample, **fields) for sample, fields in zip(samples, precomputed, strict=True)]
+    return [changed(sample, **fields) for sample, fields in zip(samples, precomputed, strict=True)]
 
 
 def test_a_teacher_in_the_loss_is_a_dense_softmax_too():
@@ -214,11 +214,11 @@ def test_a_teacher_in_the_loss_is_a_dense_softmax_too():
         others = [dense(teacher, sample) for sample in samples]
     # Rounded as on the wire, for both sides of the comparison.
     rounded = [other_T.float() for other_T in others]
-    taught = [
-        replace(sample, teaching=Teaching("wise", other_T.numpy(), 0.7))
+    with_teacher = [
+        taught(sample, other_T.numpy()[sample.mask], 0.7)
         for sample, other_T in zip(samples, rounded, strict=True)
     ]
-    sums = policy.accumulate(one_batch(taught))
+    sums = policy.accumulate(one_batch(with_teacher))
     total, gradient = expected_penalty(policy, [other_T.double() for other_T in rounded], samples, k2)
     assert sums.teacher_kl_sum == pytest.approx(total, rel=1e-9)
     assert float((gradients_of(policy) - 0.7 * gradient).norm() / gradient.norm()) < 1e-9

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,17 @@ from tests.support.models import (
     tiny_model,
     with_masks,
 )
+from tests.support.samples import changed, sample_of
 from tests.support.sessions import session_samples
-from tests.support.training import make_score, sample_of, trainer_config
+from tests.support.training import make_score, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, SamplingParams
 from tidemill.services.rollout.engines.engine import GenerationRequest
 from tidemill.services.rollout.engines.transformers import TransformersEngine
-from tidemill.services.trainer.groups.group_filter import (
-    NO_CHOICES,
-    GroupFilter,
-    PendingGroup,
-    Refusal,
-    TrainableGroup,
-)
-from tidemill.services.trainer.groups.samples import Sample, missing_mask
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import NO_CHOICES, GroupFilter, Refusal
+from tidemill.services.trainer.groups.sample import Sample, missing_mask
 from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy.head import (
     KeptLogits,
@@ -193,13 +188,13 @@ def test_samples_share_positions_whose_masks_differ():
     policy = make_policy(torch.float64, model=make_model("GPTNeoX"), algorithm=PLAIN_LOSS)
     sample = make_relatives(1)[0]
     ids = np.arange(3, 15, dtype=np.int32)
-    first = replace(sample, prompt_ids=ids, completion_ids=ids, rollout_logprobs=np.zeros(12, np.float32),
+    first = changed(sample, prompt_ids=ids, completion_ids=ids, rollout_logprobs=np.zeros(12, np.float32),
                     mask=np.ones(12, np.bool_))  # fmt: skip
     alike = [
-        replace(first, key=(0, i), kept=Rows.of_lists([sorted({token, *more}) for token in ids.tolist()]))
+        changed(first, key=(0, i), kept=Rows.of_lists([sorted({token, *more}) for token in ids.tolist()]))
         for i, more in enumerate([(), (4,), (5, 20, 21)])
     ]
-    samples = [*alike, replace(first, key=(0, 3))]
+    samples = [*alike, changed(first, key=(0, 3))]
     logprobs, gradient = reference(policy, samples, 1.0)
     assert policy.layout == "tree_or_padded" and not logprobs[0].any(), "sampled from one id alone"
     metrics = policy.accumulate(one_batch(samples))
@@ -211,7 +206,7 @@ def test_a_reference_is_no_engine_and_scores_over_all_ids():
     algorithm = {"kl": {"place": "loss"}, "reference": {"model": "frozen"}}
     policy = make_policy(torch.float64, algorithm=algorithm, passes=2)
     samples = with_masks(make_relatives(8))
-    bare = [replace(sample, kept=None) for sample in samples]
+    bare = [changed(sample, kept=None) for sample in samples]
     found, without = policy.precompute(samples), policy.precompute(bare)
     for sample, one, other in zip(samples, found, without, strict=True):
         np.testing.assert_array_equal(one["reference_logprobs"], other["reference_logprobs"])
@@ -251,7 +246,7 @@ async def test_the_engines_logprobs_are_the_trainers(tmp_path, filters):
     assert max(gaps) <= 1e-12
     counts = np.concatenate([np.diff(sample.kept.offsets) for sample in samples])
     assert 1 <= counts.min() <= counts.max() < 200, "each filter takes some"
-    bare = [replace(sample, kept=None) for sample in samples]
+    bare = [changed(sample, kept=None) for sample in samples]
     without = policy._score_all(by_group(bare), policy._scorer, sampling.temperature)
     assert np.mean(np.concatenate(logprobs) - np.concatenate([one["logprobs"] for one in without])) > 0.01
 
@@ -279,12 +274,12 @@ def test_a_sampled_token_without_its_mask_is_found(rows, problem):
 def test_a_group_without_any_masks_is_refused_unless_it_was_trained_so():
     """What a resumed run trains again kept the sampling of its time."""
     samples = {i: make_trajectory(0, i, group_size=2) for i in range(2)}
-    group = PendingGroup(0, 0, samples, {i: make_score(0, i, float(i)) for i in range(2)})
+    group = Group(0, 0, samples, {i: make_score(0, i, float(i)) for i in range(2)})
     judge = GroupFilter(trainer_config(rollout__sampling={"top_p": 0.9}))
     refusal = judge.apply(group, 0)
     assert isinstance(refusal, Refusal) and refusal.reason == NO_CHOICES
-    assert isinstance(judge.select(group), TrainableGroup)
-    assert isinstance(GroupFilter(trainer_config()).apply(group, 0), TrainableGroup)
+    assert isinstance(judge.select(group), Group)
+    assert isinstance(GroupFilter(trainer_config()).apply(group, 0), Group)
 
 
 def test_tokens_of_the_environment_need_no_mask():

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.support.models import make_policy, make_samples, run_config, save_state
+from tests.support.samples import taught
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.groups.samples import Sample, SegmentTokens, Teaching, TurnEnd, with_teaching
+from tidemill.services.trainer.groups.sample import Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.policy import transformers_policy
 from tidemill.services.trainer.policy.fsdp import rank_policy, ranks
 from tidemill.services.trainer.policy.fsdp.rank_policy import cores_beside, take_share
@@ -142,17 +143,20 @@ def as_plain(value: Any) -> Any:
     """Arrays as their dtype and elements, and dataclasses as their fields."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.tolist()
+    if isinstance(value, tuple):
+        return [as_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: as_plain(item) for name, item in value.items()}
     names = [item.name for item in fields(value)] if hasattr(value, "__dataclass_fields__") else []
     return {name: as_plain(getattr(value, name)) for name in names} if names else value
 
 
 def test_calls_and_samples_arrive_as_they_were_sent():
     plain, sample = make_samples(2)
-    taught = with_teaching(sample, "wise", np.full(sample.num_trained, -1.5, np.float32), 0.5)
-    taught = replace(taught, advantage=np.array([0.5] * len(sample.mask)))
-    arrived = unpack(pack([plain, taught]), Sample, SegmentTokens, Teaching, TurnEnd)
+    other = taught(sample, np.full(sample.num_trained, -1.5), 0.5, advantage=np.full(len(sample.mask), 0.5))
+    arrived = unpack(pack([plain, other]), Sample, SegmentTokens, TurnEnd)
     assert all(isinstance(one, Sample) for one in arrived)
-    assert [as_plain(one) for one in arrived] == [as_plain(one) for one in (plain, taught)]
+    assert [as_plain(one) for one in arrived] == [as_plain(one) for one in (plain, other)]
     assert unpack(pack(("save_state", [Path("a/b")]))) == ("save_state", (Path("a/b"),))
     assert unpack(pack(("update", [2.5]))) == ("update", (2.5,))
 

@@ -22,13 +22,14 @@ from tests.support.models import (
     one_batch,
 )
 from tests.support.routes import choice_of, gradient_by_hand, rows_of, wide_mixtral, with_foreign, with_own
+from tests.support.samples import changed
 from tests.support.sessions import session_samples
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.algorithm.losses.routing import sequence_balance
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics, loss_metrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums, loss_metrics
 from tidemill.services.trainer.groups.bins import PrefixOrder, form_micro_batches
-from tidemill.services.trainer.groups.samples import Sample, make_routes
+from tidemill.services.trainer.groups.sample import Sample, make_routes
 from tidemill.services.trainer.policy.compiling import compile_model
 from tidemill.services.trainer.policy.memory.sizes import count_sizes
 
@@ -152,10 +153,14 @@ def test_the_estimate_of_memory_counts_their_logits():
     assert sizes == [2 * 3, 2 * 4, 4, 0], "experts of each layer; GLM's first layer is dense"
 
 
+def counts_of(*layers: tuple[int, ...]) -> dict[str, Any]:
+    return {f"expert_counts/{number}": np.array(layer) for number, layer in enumerate(layers)}
+
+
 def test_metrics_by_hand():
-    one = MicroBatchMetrics(tokens=1, expert_counts=((1, 1, 0, 0), (2, 0, 0, 0)), balance_sum=2.0)
-    two = MicroBatchMetrics(tokens=1, expert_counts=((1, 1, 0, 0), (0, 1, 1, 0)), balance_sum=4.0)
-    metrics = loss_metrics(MicroBatchMetrics() + one + two)
+    one = Sums({"tokens": 1, "balance_sum": 2.0} | counts_of((1, 1, 0, 0), (2, 0, 0, 0)))
+    two = Sums({"tokens": 1, "balance_sum": 4.0} | counts_of((1, 1, 0, 0), (0, 1, 1, 0)))
+    metrics = loss_metrics(Sums() + one + two)
     # Layer 0: (2, 2, 0, 0), entropy log 2 of log 4. Layer 1: (2, 1, 1, 0), entropy 1.5 log 2.
     assert metrics["experts/max_load"] == 2.0
     assert metrics["experts/entropy"] == pytest.approx((0.5 + 0.75) / 2)
@@ -195,7 +200,7 @@ def test_own_routes_change_no_bit(family):
     samples = with_own(model, [*make_relatives(7), *session_samples(3)])
     policy = make_policy(model=model, replays_routes=True)
     found = []
-    for given in (samples, [replace(sample, routes=()) for sample in samples]):
+    for given in (samples, [changed(sample, routes=()) for sample in samples]):
         policy.zero()
         sums = accumulate_all(policy, form_micro_batches(given, 80))
         found.append((gradients_of(policy).clone(), sums.loss_sum, sums.mismatch_max))
@@ -236,7 +241,7 @@ def test_gradient_of_foreign_routes(name, samples, monkeypatch):
         assert compile_model(model, torch.float64, backend=rounds_otherwise)
     policy = make_double(model=model, **LAYOUTS[name])
     policy.layout = "padded" if name == "padded" else "tree"
-    accumulate_all(policy, form_micro_batches([replace(s, routes=()) for s in samples], 80))
+    accumulate_all(policy, form_micro_batches([changed(s, routes=()) for s in samples], 80))
     without = gradients_of(policy).clone()
     policy.zero()
     sums = accumulate_all(policy, form_micro_batches(samples, 80))
@@ -254,14 +259,14 @@ def test_what_would_have_been_chosen_otherwise_is_counted():
     """In one layer of two, at one of five trained tokens; and the gap of the row that is scored again."""
     model = make_model("Mixtral", experts_implementation="eager")
     (sample,) = make_samples(1)
-    sample = replace(sample, mask=np.ones_like(sample.mask))
+    sample = changed(sample, mask=np.ones_like(sample.mask))
     own = choice_of(model, next(rows_of(sample)))
-    changed, source = own.copy(), len(sample.prompt_ids)
-    changed[source, 1] = (changed[source, 1] + 1) % 3
+    other, source = own.copy(), len(sample.prompt_ids)
+    other[source, 1] = (other[source, 1] + 1) % 3
     policy = make_policy(model=model, replays_routes=True)
-    sums = policy.accumulate(one_batch([replace(sample, routes=(make_routes(changed),))]))
+    sums = policy.accumulate(one_batch([changed(sample, routes=(make_routes(other),))]))
     assert (sums.changed_tokens, sums.changed_layers) == (1, 0.5)
-    (plain,) = logprobs_of(policy, [replace(sample, routes=())])
+    (plain,) = logprobs_of(policy, [changed(sample, routes=())])
     gap = np.abs(plain - sample.rollout_logprobs).sum()
     assert sums.compared_tokens == sums.tokens == len(plain)
     found = [sums.replayed_gap_sum, sums.unreplayed_gap_sum]
@@ -282,11 +287,11 @@ def test_replay_closes_the_gap_to_an_engine_whose_routers_round_otherwise():
         router.forward = route
     of_engine = make_policy(model=engine)
     samples = with_own(engine, make_samples(60))
-    logprobs = logprobs_of(of_engine, [replace(sample, routes=()) for sample in samples])
-    samples = [replace(s, rollout_logprobs=own) for s, own in zip(samples, logprobs, strict=True)]
+    logprobs = logprobs_of(of_engine, [changed(sample, routes=()) for sample in samples])
+    samples = [changed(s, rollout_logprobs=own) for s, own in zip(samples, logprobs, strict=True)]
     policy = make_policy(model=model, replays_routes=True)
     with_replay = policy.accumulate(one_batch(samples)).mismatch_max
-    without = policy.accumulate(one_batch([replace(s, routes=()) for s in samples])).mismatch_max
+    without = policy.accumulate(one_batch([changed(s, routes=()) for s in samples])).mismatch_max
     assert without > 10 * with_replay
 
 
@@ -301,7 +306,7 @@ def test_a_reference_chooses_by_itself():
             **fields,
         )
         found = [one["reference_logprobs"] for one in policy.precompute(samples)]
-        plain = logprobs_of(policy, [replace(sample, routes=()) for sample in samples])
+        plain = logprobs_of(policy, [changed(sample, routes=()) for sample in samples])
         replayed = logprobs_of(policy, samples)
         for reference, own, other in zip(found, plain, replayed, strict=True):
             np.testing.assert_allclose(reference, own, atol=1e-6)
@@ -317,7 +322,7 @@ def test_routes_of_all_layers_are_looked_up_by_the_number_of_the_layer():
     routed = (routes.experts + rng.integers(1, 4, routes.experts.shape, dtype=np.uint8)[..., :1]) % 8
     both = np.concatenate([np.zeros_like(routed), routed], 1)
     policy = make_policy(model=model, replays_routes=True)
-    found = [logprobs_of(policy, [replace(sample, routes=(make_routes(own),))])[0] for own in (routed, both)]
+    found = [logprobs_of(policy, [changed(sample, routes=(make_routes(own),))])[0] for own in (routed, both)]
     np.testing.assert_array_equal(*found)
 
 
@@ -328,7 +333,7 @@ def test_rows_share_a_token_only_where_routes_are_equal():
     other = own.copy()
     other[-1, 1, 1] = 1
     samples = [
-        replace(first, key=(0, i), routes=(make_routes(routes),))
+        changed(first, key=(0, i), routes=(make_routes(routes),))
         for i, routes in enumerate((own, own, other))
     ]
     # The last one has its own last two tokens: the one whose routes differ, and the one after it.

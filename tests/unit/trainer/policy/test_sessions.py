@@ -1,6 +1,5 @@
 """Training on sessions: by hand from the wire, row by row, and whatever the split and the layout."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,16 @@ from tests.support.models import (
     one_batch,
     tiny_llama,
 )
+from tests.support.samples import changed, taught
 from tests.support.sessions import make_segment, make_session, rows_by_hand, session_samples
 from tests.support.training import make_score, trainer_config
 from tidemill.common.config.algorithm_sections import TeacherTermConfig
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.trainer.algorithm.advantages.shaping import with_teacher
+from tidemill.services.trainer.algorithm.advantages.shaping import add_teacher
 from tidemill.services.trainer.groups.bins import form_micro_batches
-from tidemill.services.trainer.groups.group_filter import GroupFilter, PendingGroup, TrainableGroup
-from tidemill.services.trainer.groups.samples import Sample, make_sample, num_sampled, with_teaching
+from tidemill.services.trainer.groups.group import Group
+from tidemill.services.trainer.groups.group_filter import GroupFilter
+from tidemill.services.trainer.groups.sample import Sample, make_sample, num_sampled
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
 
 NORMALISATIONS = ["sequence", "token", "constant"]
@@ -38,7 +39,7 @@ ADVANTAGES = (0.75, -1.25)
 
 def samples_of(*trajectories: Trajectory) -> list[Sample]:
     return [
-        replace(make_sample(trajectory), advantage=advantage)
+        changed(make_sample(trajectory), advantage=advantage)
         for trajectory, advantage in zip(trajectories, ADVANTAGES, strict=False)
     ]
 
@@ -104,8 +105,9 @@ def test_a_teacher_scores_each_row_of_a_session_as_written_out(place):
         sample = make_sample(trajectory)
         rollout = np.zeros(len(sample.mask), np.float32)
         rollout[sample.mask] = student.detach().float().numpy()
-        sample = replace(sample, rollout_logprobs=rollout)
-        samples.append(with_teacher(with_teaching(sample, "wise", wise.numpy(), weight), term))
+        sample = taught(sample, wise.numpy(), weight, rollout_logprobs=rollout, advantage=0.0)
+        add_teacher(sample, term)
+        samples.append(sample)
         if place == "reward":
             d = (student.detach().float().double() - wise.double()).clamp(-term.clip, term.clip)
             loss = loss + (weight * d * (student - student.detach()).exp()).sum()
@@ -199,8 +201,8 @@ def test_what_the_environment_said_changes_no_number_of_its_own():
         logprobs = np.where(sample.mask, sample.rollout_logprobs, said).astype(np.float32)
         (tokens,) = policy.precompute([sample])
         reference = np.where(sample.mask, tokens["reference_logprobs"], said).astype(np.float32)
-        changed = replace(sample, rollout_logprobs=logprobs, reference_logprobs=reference)
-        sums.append((policy.accumulate(one_batch([changed])), gradients_of(policy).tolist()))
+        other = changed(sample, rollout_logprobs=logprobs, reference_logprobs=reference)
+        sums.append((policy.accumulate(one_batch([other])), gradients_of(policy).tolist()))
     assert sums[0] == sums[1]
 
 
@@ -211,9 +213,9 @@ def filtered(*trajectories: Trajectory, **algorithm: Any) -> list[Sample]:
         reward__rewards={"game": {"environment": True, "weight": 2.0}, "other": {"function": "gsm8k"}},
     )
     scores = {t.index: make_score(0, t.index, float(t.index)) for t in trajectories}
-    group = PendingGroup(0, 0, {t.index: t for t in trajectories}, scores)
+    group = Group(0, 0, {t.index: t for t in trajectories}, scores)
     outcome = GroupFilter(config).apply(group, 1)
-    assert isinstance(outcome, TrainableGroup), outcome
+    assert isinstance(outcome, Group), outcome
     return outcome.samples
 
 

@@ -1,7 +1,7 @@
 """What rows begin with alike is computed once, and no number differs from that of a row for each sample."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,12 @@ from tests.support.models import (
     one_batch,
     with_masks,
 )
+from tests.support.samples import changed, sample_of
 from tests.support.sessions import session_samples
-from tests.support.training import sample_of
 from tidemill.services.trainer.groups import trie as tries
 from tidemill.services.trainer.groups.bins import split_samples
-from tidemill.services.trainer.groups.samples import Sample
-from tidemill.services.trainer.groups.trie import Trie, in_order
+from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.groups.trie import NodeCount, Trie, common_lengths, in_order, num_common
 from tidemill.services.trainer.policy import trees
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
 from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
@@ -45,18 +45,19 @@ def array(ids: Sequence[int]) -> np.ndarray:
 def test_each_sequence_is_on_the_path_of_its_last_node(rows, shortest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tries, "SHORTEST", shortest)
-        trie, ordered = Trie(), sorted(map(array, rows), key=in_order)
-        sizes = []
-        for ids in ordered:
-            sizes.append(trie.size + len(ids) - trie.shared(ids))
-            trie.add(ids)
-            assert trie.size == sizes[-1], "what would be shared is shared"
+        trie, count, ordered = Trie(), NodeCount(), sorted(map(array, rows), key=in_order)
+        commons = common_lengths(ordered)
+        assert commons == [0, *(num_common(*pair) for pair in pairwise(ordered))]
+        places = []
+        for ids, common in zip(ordered, commons, strict=True):
+            expected = count.size + len(ids) - count.shared(common)
+            count.add(len(ids), common)
+            places.append(trie.add(len(ids), common))
+            assert trie.size == count.size == expected, "what would be shared is shared"
         row = np.zeros(trie.size, dtype=np.int32)
-        again = Trie()
-        for ids in ordered:
-            row[again.add(ids)] = ids
-        again = Trie()
-        assert all(np.array_equal(row[again.add(ids)], ids) for ids in ordered)
+        for ids, own in zip(ordered, places, strict=True):
+            row[own] = ids
+        assert all(np.array_equal(row[own], ids) for ids, own in zip(ordered, places, strict=True))
     covered = sorted(place for node in trie.nodes for place in node.places.tolist())
     assert covered == list(range(trie.size))
     if shortest == 1:
@@ -65,18 +66,25 @@ def test_each_sequence_is_on_the_path_of_its_last_node(rows, shortest):
 
 
 def test_a_common_beginning_is_a_node_where_it_is_long_enough():
-    trie = Trie()
+    trie, count = Trie(), NodeCount()
     common = list(range(10, 20))
-    for ids in (
-        [*common, 1, 2],
-        [*common, 3],
-        [*common, 3, *range(30, 42)],
-        [*common, 3, *range(30, 38), 50],
-    ):
-        trie.add(array(ids))
+    rows = [
+        array(ids)
+        for ids in (
+            [*common, 1, 2],
+            [*common, 3],
+            [*common, 3, *range(30, 42)],
+            [*common, 3, *range(30, 38), 50],
+        )
+    ]
+    for ids, length in zip(rows, common_lengths(rows), strict=True):
+        trie.add(len(ids), length)
+        count.add(len(ids), length)
     shape = sorted((node.start, node.end, node.above and node.above.end) for node in trie.nodes)
     assert shape == [(0, 10, None), (10, 11, 10), (10, 12, 10), (11, 19, 11), (19, 20, 19), (19, 23, 19)]
-    assert trie.shared(array([*common[:7], 5])) == 0, "seven tokens are not worth a node"
+    scores = sum((node.end - node.start) * (node.end if node.above else node.end / 2) for node in trie.nodes)
+    assert (count.size, count.num_scores) == (trie.size, scores)
+    assert count.shared(7) == 0, "seven tokens are not worth a node"
 
 
 @st.composite
@@ -94,7 +102,7 @@ def families(draw: Any) -> list[Sample]:
                 prompt_ids = np.concatenate([prompt_ids, kept])
             else:
                 ids = np.concatenate([kept, ids])[: len(ids)]
-        samples.append(replace(plain, prompt_ids=prompt_ids, completion_ids=ids))
+        samples.append(changed(plain, prompt_ids=prompt_ids, completion_ids=ids))
     return with_masks(samples)
 
 
@@ -174,7 +182,7 @@ def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time():
 
 def test_a_tile_grows_for_what_is_mostly_there_already():
     prompt = np.arange(100, dtype=np.int32)
-    samples = [replace(sample, key=(0, i), prompt_ids=prompt) for i, sample in enumerate(make_samples(12))]
+    samples = [changed(sample, key=(0, i), prompt_ids=prompt) for i, sample in enumerate(make_samples(12))]
     rows = make_rows(samples, [sample.mask for sample in samples])
     (tile,) = map(make_tile, plan_tiles(rows, "tree", 110, most_shared=4096))
     assert tile.ids_BT.numel() <= 100 + sum(len(row) - 100 for row in rows)
@@ -231,7 +239,7 @@ def test_a_window_over_many_tokens_is_computed_in_runs(run_tokens, monkeypatch):
 def test_the_masks_of_a_long_row_grow_with_its_window():
     """16,384 tokens with a window of 512: 32 runs of 512 queries, each with at most 1,023 keys."""
     trie = Trie()
-    trie.add(np.arange(16_384, dtype=np.int32))
+    trie.add(16_384, 0)
     tree = Tree(trie)
     buckets, back_T = tree.buckets(torch.device("cpu"), 512, torch.float32)
     assert sum(0 if bucket.mask is None else bucket.mask.numel() for bucket in buckets) <= 32 * 512 * 1023

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from tests.support.architectures import make_model
 from tests.support.models import make_policy, make_samples, one_batch, tiny_llama, train
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.services.trainer.algorithm.losses.totals import MicroBatchMetrics
+from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.metrics.step_metrics import usage_metrics
 from tidemill.services.trainer.policy.attention import head_size, value_size
 from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops, num_attending
@@ -40,13 +40,13 @@ def test_of_experts_those_count_that_a_token_uses():
 
 def test_what_rows_share_and_padding_are_no_work():
     flops = ModelFlops(token=10.0, score=3.0, pair=1.0)
-    padded = MicroBatchMetrics(tokens=4, positions=120, row_tokens=100, row_pairs=500)
-    shared = MicroBatchMetrics(tokens=4, positions=50, row_tokens=100, row_pairs=500)
+    padded = Sums(tokens=4, positions=120, row_tokens=100, row_pairs=500)
+    shared = Sums(tokens=4, positions=50, row_tokens=100, row_pairs=500)
     assert (flops.of(padded), flops.of(shared)) == (1000 + 12 + 500, 500 + 12 + 250)
 
 
 def test_a_steps_use_is_over_all_ranks():
-    sums = MicroBatchMetrics(positions=512, row_tokens=512)
+    sums = Sums(positions=512, row_tokens=512)
     result = StepResult(mini_batches=[MiniBatch(sums=sums)])
     numbers = {
         "time/train_s": 3.0, "time/update_s": 1.0, "step_time_s": 8.0, "step_tokens": 1600.0,

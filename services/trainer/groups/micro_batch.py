@@ -1,0 +1,57 @@
+"""Samples whose gradients one call of the policy accumulates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tidemill.common.errors import TidemillError
+from tidemill.common.wire.messages import TrajectoryKey
+from tidemill.services.trainer.groups.sample import Sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Samples for one call of the policy: a bin for each rank (`bins.py`).
+
+    Keys ((7, 0), (7, 3), (8, 1)): two samples of ticket 7 and one of ticket 8, in order of training.
+    """
+
+    samples: tuple[Sample, ...]
+    is_at_start: bool = False
+    """Whether the weights of the step have not moved yet: the proximal policy is the current one, also for
+    samples whose `proximal_logprobs` were computed. The bits must not depend on whether there was time for
+    that."""
+
+    @property
+    def keys(self) -> tuple[TrajectoryKey, ...]:
+        """The composition: the keys in order."""
+        return tuple(sample.key for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(sample.num_trained for sample in self.samples)
+
+    @property
+    def num_groups(self) -> float:
+        """Groups, of which each sample counts as its share."""
+        return sum(1.0 / sample.group_size for sample in self.samples)
+
+
+def rebuild(
+    composition: Sequence[Sequence[TrajectoryKey]],
+    samples_by_key: Mapping[TrajectoryKey, Sample],
+    is_at_start: bool = False,
+) -> list[MicroBatch]:
+    """Make the micro-batches that a commit recorded. Raises TidemillError: a trajectory of the composition is
+    not among the samples."""
+    keys = [[(ticket, index) for ticket, index in members] for members in composition]
+    missing = sorted({key for members in keys for key in members if key not in samples_by_key})
+    if missing:
+        raise TidemillError(
+            f"cannot rebuild a committed step: {len(missing)} of its trajectories are not in the streams, "
+            f"the first is {missing[0]}. Restore a later checkpoint, or the archived streams."
+        )
+    return [MicroBatch(tuple(samples_by_key[key] for key in members), is_at_start) for members in keys]

@@ -1,0 +1,351 @@
+"""One trajectory as the trainer sees it: made once, when it has arrived, and filled until it is trained.
+
+A session is one sample, however many segments it has: arrays of its tokens are those of its segments end to
+end, so that all of them share its advantage, and whatever counts sequences counts sessions. Only the forward
+pass sees the segments, each as a row of its own (`policy/packing.py`).
+
+The arrays of a sample fit each other, its numbers are finite, and its prompt is not empty (the last prompt
+token predicts the first completion token). A sample that breaks this is never made, so later code need not
+look for NaN.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tidemill.common.wire.arrays import Bits, Float32, Float64, Int32
+from tidemill.common.wire.choices import KEPT, NUM_ROWS, ROUTES, Rows
+from tidemill.common.wire.messages import Trajectory, TrajectoryKey
+from tidemill.common.wire.segments import Segment
+from tidemill.services.trainer.groups.columns import SampleColumns, Values
+
+Kind = TypeVar("Kind", bound=np.generic)
+
+
+class SegmentTokens(NamedTuple):
+    """A segment of a sample: its own prompt, and how many of the sample's completion tokens belong to it."""
+
+    prompt_ids: Int32
+    num_completion: int
+
+
+class Routes(NamedTuple):
+    """Which experts the engine chose for each token of a segment but the last, which it never computed."""
+
+    experts: NDArray[np.unsignedinteger]
+    """[tokens - 1, layers, experts of a token]."""
+    keys: Int32
+    """[tokens - 1, 2]: a 64-bit hash of each token's experts, as two numbers."""
+
+
+def make_routes(experts: NDArray[np.unsignedinteger]) -> Routes:
+    """Hash by multilinear hashing over 64-bit words, whose multipliers are hashes of their places."""
+    flat = np.ascontiguousarray(experts).reshape(len(experts), -1).view(np.uint8)
+    num_words = -(-flat.shape[1] // 8)
+    padded = np.zeros((len(flat), 8 * num_words), dtype=np.uint8)
+    padded[:, : flat.shape[1]] = flat
+    odd = np.array([xxhash.xxh3_64_intdigest(b"%d" % word) | 1 for word in range(num_words)], dtype=np.uint64)
+    hashes = (padded.view(np.uint64) * odd).sum(1, dtype=np.uint64)
+    return Routes(experts, hashes.view(np.int32).reshape(-1, 2))
+
+
+class TurnEnd(NamedTuple):
+    """A turn of a session: the completion token after its last one, and its share of the sample's reward."""
+
+    end: int
+    reward: float
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """T completion tokens, of which those with `mask` are trained: never those of an environment.
+
+    A completion may be empty (T = 0) or masked entirely: it has no gradient, but counts as a sequence. A
+    session of two segments, with a prompt of two tokens each:
+
+        segments        [1 2] + 3 tokens     [7 8] + 2 tokens
+        completion_ids  4 5 6                9 3
+        mask            1 0 1                1 1              (5 is the environment's)
+        columns         {"rollout_logprobs": [-.5 0 -.1 -.2 -.9], "advantages": [.7 .7 .7 .7 .7]}
+
+    Raises:
+        ValueError: lengths differ, a prompt is empty, or a number is not finite.
+    """
+
+    key: TrajectoryKey
+    segments: tuple[SegmentTokens, ...]
+    """At least one, in order: rows that the model has to see."""
+    completion_ids: Int32
+    """[T], of all segments end to end."""
+    mask: Bits
+    """[T]; `set_mask` changes it."""
+    columns: SampleColumns
+    """[T] each, by the names of `columns.COLUMNS`; `fill` adds one."""
+    reward: float = 0.0
+    """The score of the reward service; it is filled in with what `GroupFilter` knows."""
+    shaped_reward: float = 0.0
+    """The reward less penalties, from which advantages are computed."""
+    advantage: float | None = 0.0
+    """What all tokens have in the column `advantages`; None where each has its own."""
+    turns: tuple[TurnEnd, ...] = ()
+    """Turns of a session, in order; empty for a single turn."""
+    routes: tuple[Routes, ...] = ()
+    """Routes of each segment; empty where none were recorded."""
+    kept: Rows | None = None
+    """[T], the ids that each token was sampled from; an empty row: from all."""
+    teacher: str = ""
+    """The teacher of its data source."""
+    teacher_weight: float = 0.0
+    """Weight of the teacher's term in the loss; 0 only measures it."""
+    imitation: float = 0.0
+    """For a demonstration, the weight of its tokens' -logprob, which is their whole loss; else 0."""
+    group_size: int = 1
+    """Trained samples of its group, itself among them; filled in where `normalisation: prompt` needs it."""
+    group_trained: int = 0
+    """Tokens in these samples that carry loss."""
+    num_tokens: int = field(init=False)
+    """Prompts plus completions, of all its rows."""
+    num_trained: int = field(init=False)
+    """Completion tokens that carry loss."""
+    _rows: tuple[Int32, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.completion_ids)
+        if any(len(array_T) != num_tokens for array_T in (self.mask, *self.columns.values())):
+            lengths = {name: len(values_T) for name, values_T in self.columns.items()}
+            raise ValueError(
+                f"trajectory {self.key}: {num_tokens} completion ids, columns of {lengths} and a mask of "
+                f"{len(self.mask)} must have one length"
+            )
+        num_prompt = num_completion = 0
+        for segment in self.segments:
+            if not len(segment.prompt_ids):
+                raise ValueError(
+                    f"trajectory {self.key}: the prompt is empty, nothing predicts the first token"
+                )
+            num_prompt += len(segment.prompt_ids)
+            num_completion += segment.num_completion
+        if num_completion != num_tokens:
+            raise ValueError(
+                f"trajectory {self.key}: its segments do not have {num_tokens} completion tokens"
+            )
+        if self.routes:
+            self._check_routes()
+        if not math.isfinite(self.reward):
+            raise ValueError(f"trajectory {self.key}: reward {self.reward} must be finite")
+        if self.turns and not all(math.isfinite(turn.reward) for turn in self.turns):
+            raise ValueError(f"trajectory {self.key}: rewards of turns must be finite")
+        if self.kept is not None and len(self.kept) != num_tokens:
+            raise ValueError(f"trajectory {self.key}: {len(self.kept)} sampling masks, not {num_tokens}")
+        if not np.isfinite(self.columns["rollout_logprobs"]).all():
+            raise ValueError(f"trajectory {self.key}: rollout logprobs must be finite")
+        self.num_tokens = num_prompt + num_tokens
+        self.num_trained = int(np.count_nonzero(self.mask))
+
+    def _check_routes(self) -> None:
+        expected = [len(segment.prompt_ids) + segment.num_completion - 1 for segment in self.segments]
+        lengths = [len(of_segment.experts) for of_segment in self.routes]
+        if lengths != expected:
+            raise ValueError(f"trajectory {self.key}: routes of {lengths} tokens, expected {expected}")
+
+    @property
+    def prompt_ids(self) -> Int32:
+        """The prompt of the first segment, which is the only one of a single turn."""
+        return self.segments[0].prompt_ids
+
+    @property
+    def rollout_logprobs(self) -> Values:
+        """[T]."""
+        return self.columns["rollout_logprobs"]
+
+    @property
+    def rows(self) -> tuple[Int32, ...]:
+        """Prompt and completion of each segment, end to end; joined once."""
+        if not self._rows:
+            rows = []
+            start = 0
+            for prompt_ids, num_completion in self.segments:
+                rows.append(np.concatenate([prompt_ids, self.completion_ids[start : start + num_completion]]))
+                start += num_completion
+            self._rows = tuple(rows)
+        return self._rows
+
+    def fill(self, name: str, values_T: Values) -> None:
+        """Add a column, or replace it. Raises ValueError: it does not have T numbers."""
+        if values_T.shape != self.mask.shape:
+            raise ValueError(
+                f"trajectory {self.key}: {name} of shape {values_T.shape}, not {self.mask.shape}"
+            )
+        self.columns[name] = values_T
+
+    def set_mask(self, mask: Bits) -> None:
+        """Say which tokens carry loss."""
+        self.mask = mask
+        self.num_trained = int(np.count_nonzero(mask))
+
+    def set_advantage(self, value: float | Float64) -> None:
+        """Fill the column `advantages` with one number for all tokens, or with one for each, [T].
+
+        Raises:
+            ValueError: a number is not finite, or there are not T of them.
+        """
+        if isinstance(value, np.ndarray):
+            is_finite = bool(np.isfinite(value).all())
+            self.advantage = None
+            values_T: Values = value
+        else:
+            is_finite = math.isfinite(value)
+            self.advantage = value
+            values_T = np.full(len(self.mask), value)
+        if not is_finite:
+            raise ValueError(
+                f"trajectory {self.key}: reward {self.reward} and advantage {value} must be finite"
+            )
+        self.fill("advantages", values_T)
+
+    @property
+    def turn_A(self) -> NDArray[np.int64]:
+        """The number of the turn that each trained token belongs to. Shape [A]; a single turn is turn 0."""
+        ends = [turn.end for turn in self.turns]
+        # To the right: the token at an end is the first of the next turn.
+        return np.searchsorted(ends, np.flatnonzero(self.mask), side="right").astype(np.int64)
+
+    @property
+    def has_turn_rewards(self) -> bool:
+        return any(turn.reward for turn in self.turns)
+
+    def spread(self, values_A: Float64) -> Float64:
+        """Numbers of trained tokens at their places in the completion, 0 at the others. Shape [T]."""
+        values_T = np.zeros(len(self.completion_ids))
+        values_T[self.mask] = values_A
+        return values_T
+
+    @property
+    def mean_advantage(self) -> float:
+        """The advantage; where each token has its own, the mean over the trained tokens (0 without any)."""
+        if self.advantage is not None:
+            return float(self.advantage)
+        return float(self.columns["advantages"][self.mask].mean()) if self.num_trained else 0.0
+
+
+def make_sample(trajectory: Trajectory, turn_weight: float = 0.0) -> Sample:
+    """A trajectory as a sample, its reward still 0; rewards of its turns are multiplied by `turn_weight`.
+
+    Raises:
+        ValueError: a logprob or a turn's reward is not finite, or a prompt is empty.
+    """
+    segments = trajectory.segments
+    choices = trajectory.choices
+    return Sample(
+        key=trajectory.key,
+        segments=tuple(SegmentTokens(s.prompt_ids, len(s.completion_ids)) for s in segments),
+        completion_ids=_joined([segment.completion_ids for segment in segments]),
+        mask=_joined([segment.mask for segment in segments]),
+        columns={"rollout_logprobs": _joined([segment.logprobs for segment in segments])},
+        routes=tuple(_routes_of(trajectory)) if choices is not None else (),
+        turns=tuple(turn_ends(segments, turn_weight)) if trajectory.session is not None else (),
+        kept=choices.rows.get(KEPT) if choices is not None else None,
+    )
+
+
+def without_choices(sample: Sample) -> Sample:
+    """The tokens without recorded choices, for a model that makes its own: a reference."""
+    if sample.kept is None and not sample.routes:
+        return sample
+    columns = {"rollout_logprobs": sample.rollout_logprobs}
+    return Sample(sample.key, sample.segments, sample.completion_ids, sample.mask, columns)
+
+
+def has_masks(trajectory: Trajectory) -> bool:
+    """Whether its engine recorded sampling masks; a mixture of experts may have routes alone."""
+    return trajectory.choices is not None and KEPT in trajectory.choices.rows
+
+
+def missing_mask(trajectory: Trajectory) -> str:
+    """Which sampled token is not in its sampling mask, as a sentence; empty where all are."""
+    kept = trajectory.choices.rows.get(KEPT) if trajectory.choices else None
+    if kept is None or kept.offsets is None:
+        return "it has no sampling masks, and its tokens were sampled from some ids only"
+    completion_ids = _joined([segment.completion_ids for segment in trajectory.segments])
+    row_of_value = np.repeat(np.arange(len(kept)), np.diff(kept.offsets))
+    is_missing = _joined([segment.mask for segment in trajectory.segments]).copy()
+    is_missing[row_of_value[kept.values == completion_ids[row_of_value]]] = False
+    return f"token {np.argmax(is_missing)} is not in its sampling mask" if is_missing.any() else ""
+
+
+def _routes_of(trajectory: Trajectory) -> Iterator[Routes]:
+    rows = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None
+    if rows is None:
+        return
+    start = 0
+    for segment in trajectory.segments:
+        end = start + NUM_ROWS[ROUTES](segment)
+        yield make_routes(rows.values[start:end])
+        start = end
+
+
+def fill_teacher(
+    sample: Sample, sampled_mask: Bits, teacher: str, logprobs_A: Float32, weight: float
+) -> None:
+    """Fill in a teacher's logprobs of the A sampled tokens, those of `sampled_mask` [T], of which the sample
+    may train fewer.
+
+    Raises:
+        ValueError: there are not A of them, so they belong to other tokens.
+    """
+    num_sampled = int(np.count_nonzero(sampled_mask))
+    if len(logprobs_A) != num_sampled:
+        raise ValueError(
+            f"trajectory {sample.key}: teacher {teacher} has {len(logprobs_A)} logprobs for "
+            f"{num_sampled} sampled tokens"
+        )
+    logprobs_T = np.zeros(len(sample.completion_ids), dtype=np.float32)
+    logprobs_T[sampled_mask] = logprobs_A
+    sample.teacher = teacher
+    sample.teacher_weight = weight
+    sample.fill("teacher_logprobs", logprobs_T)
+    sample.fill("teacher_weights", np.full(len(logprobs_T), weight))
+
+
+def num_sampled(trajectory: Trajectory) -> int:
+    """Completion tokens that the model sampled, in all segments: a completion's length, in every metric."""
+    count = 0
+    for segment in trajectory.segments:
+        is_whole = segment.loss_mask is None
+        count += len(segment.completion_ids) if is_whole else int(np.count_nonzero(segment.mask))
+    return count
+
+
+def sampled_mask(trajectory: Trajectory) -> Bits:
+    """Which completion tokens the model sampled, over all segments. Shape [T]."""
+    return _joined([segment.mask for segment in trajectory.segments])
+
+
+def mask_of_whole_turns(trajectory: Trajectory) -> Bits:
+    """The sample's mask without turns that a limit has cut: a session that ends well may have such turns of a
+    sub-agent. Shape [T]."""
+    # Copies: the record keeps its own masks, by which metrics count sampled tokens.
+    masks = [segment.mask.copy() for segment in trajectory.segments]
+    for mask, segment in zip(masks, trajectory.segments, strict=True):
+        for turn in segment.turns:
+            if turn.finish == "length":
+                mask[turn.first : turn.end] = False
+    return _joined(masks)
+
+
+def turn_ends(segments: Iterable[Segment], weight: float) -> Iterator[TurnEnd]:
+    """The turns of a session's segments, their rewards multiplied by `weight`."""
+    start = 0
+    for segment in segments:
+        for turn in segment.turns:
+            yield TurnEnd(start + turn.end, weight * (turn.reward or 0.0))
+        start += len(segment.completion_ids)
+
+
+def _joined(arrays: list[NDArray[Kind]]) -> NDArray[Kind]:
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]

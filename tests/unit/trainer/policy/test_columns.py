@@ -1,0 +1,108 @@
+"""Columns on their way from samples to the loss: what a sample has, and what stands where it has none."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models import PIECES, make_policy
+from tests.support.samples import changed, sample_of, taught
+from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Tokens
+from tidemill.services.trainer.groups.columns import COLUMNS, TRAINED_WITH
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.policy.forward import TileScores, trained_tokens
+from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+
+LOGPROB = -0.5
+"""The current one of each token."""
+
+
+def tokens_of(*samples: Sample, is_at_start: bool = False) -> Tokens:
+    """The trained tokens in one padded tile, longest sample first."""
+    rows = make_rows(samples, [sample.mask for sample in samples])
+    (planned,) = plan_tiles(rows, "padded", 100)
+    tile = make_tile(planned)
+    current_N = torch.full((len(tile.targets_N),), LOGPROB, dtype=torch.float64)
+    scores = TileScores(current_N, torch.ones_like(current_N), torch.zeros_like(current_N))
+    return trained_tokens(tile, MicroBatch(samples, is_at_start), scores, None, "token")
+
+
+def plain(index: int, num_tokens: int) -> Sample:
+    logprobs = -np.arange(1.0, num_tokens + 1)
+    return sample_of((0, index), [3, 4], range(5, 5 + num_tokens), logprobs, advantage=0.25)
+
+
+def test_a_column_is_at_the_trained_tokens_of_its_samples():
+    mask = np.array([True, False, True])
+    tokens = tokens_of(changed(plain(0, 3), mask=mask), plain(1, 2))
+    assert tokens.rollout_logprobs_N.tolist() == [-1.0, -3.0, -1.0, -2.0]
+    assert tokens.advantages_N.tolist() == [0.25] * 4
+    assert tokens.sequence_N.tolist() == [0, 0, 1, 1]
+    assert tokens.columns.keys() == {"rollout_logprobs", "advantages"}
+
+
+def test_a_sample_without_a_teacher_has_weight_0_beside_others():
+    tokens = tokens_of(taught(plain(0, 3), [-7.0, -8.0, -9.0], 0.5), plain(1, 2))
+    assert tokens.columns["teacher_logprobs"].tolist() == [-7.0, -8.0, -9.0, 0.0, 0.0]
+    assert tokens.columns["teacher_weights"].tolist() == [0.5, 0.5, 0.5, 0.0, 0.0]
+
+
+def test_what_only_some_sampled_completions_have_is_an_error():
+    with pytest.raises(AssertionError, match="values as a whole or not at all"):
+        tokens_of(changed(plain(0, 3), values=np.zeros(3, np.float32)), plain(1, 2))
+
+
+def test_a_demonstration_has_for_every_column_the_value_of_the_table():
+    columns = {name: np.full(3, 0.75) for name in TRAINED_WITH}
+    sampled = changed(plain(0, 3), **columns | {"rollout_logprobs": np.full(3, 0.75, np.float32)})
+    shown = changed(plain(1, 2), imitation=0.5)
+    tokens = tokens_of(sampled, shown).comparable()
+    assert tokens.columns.keys() == set(TRAINED_WITH)
+    for name, values_N in tokens.columns.items():
+        expected = COLUMNS[name].of_demonstration
+        assert values_N[:3].tolist() == [0.75] * 3
+        assert values_N[3:].tolist() == [LOGPROB if expected == "current" else expected] * 2, name
+    assert tokens.entropies_N.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_demonstrations_alone_have_advantages_of_0():
+    shown = changed(plain(0, 2), imitation=0.5)
+    del shown.columns["advantages"]
+    assert tokens_of(shown).advantages_N.tolist() == [0.0, 0.0]
+
+
+def test_logprobs_of_models_are_floored_and_those_of_the_rollout_are_not():
+    far = np.full(2, -1e6, np.float32)
+    columns = {"proximal_logprobs": far, "reference_logprobs": far, "rollout_logprobs": far}
+    tokens = tokens_of(changed(plain(0, 2), **columns)).comparable()
+    assert tokens.columns["proximal_logprobs"].tolist() == [LOGPROB_FLOOR] * 2
+    assert tokens.columns["reference_logprobs"].tolist() == [LOGPROB_FLOOR] * 2
+    assert tokens.rollout_logprobs_N.tolist() == [-1e6] * 2
+
+
+def test_at_the_start_of_a_step_the_proximal_policy_is_the_current_one():
+    sample = changed(plain(0, 2), proximal_logprobs=np.full(2, -9.0, np.float32))
+    assert "proximal_logprobs" in tokens_of(sample).columns
+    assert "proximal_logprobs" not in tokens_of(sample, is_at_start=True).columns
+
+
+def test_a_column_has_a_number_for_each_completion_token():
+    sample = plain(0, 3)
+    with pytest.raises(ValueError, match=r"values of shape \(2,\), not \(3,\)"):
+        sample.fill("values", np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match="advantage nan must be finite"):
+        sample.set_advantage(float("nan"))
+
+
+def test_a_new_column_is_a_row_and_reaches_the_loss(monkeypatch):
+    """Broken, a column that the table names would have to be named a second time on its way."""
+    monkeypatch.setitem(COLUMNS, "surprise", COLUMNS["advantages"])
+    monkeypatch.setattr("tidemill.services.trainer.policy.forward.TRAINED_WITH", (*TRAINED_WITH, "surprise"))
+    sample = plain(0, 2)
+    sample.fill("surprise", np.array([1.0, 2.0]))
+    assert tokens_of(sample).columns["surprise"].tolist() == [1.0, 2.0]
+    assert replace(tokens_of(sample)).comparable().columns["surprise"].tolist() == [1.0, 2.0]
+    policy = make_policy()
+    assert policy.accumulate(MicroBatch((sample,))).tokens == 2 and max(sample.completion_ids) < len(PIECES)
