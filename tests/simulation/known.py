@@ -300,6 +300,17 @@ KNOWN = {
         Fault(7.0, "failover", "", {"for_s": 2.5, "lose_commits": 2}),
         Fault(16.0, "freeze", "reward-0", {"for_s": 6.0}),
     )),
+    "dead letters of an older release are put back before the trainer reads them": Schedule(
+        266, Setup(steps=4, group_size=8, keep_checkpoints=1, rollouts=1, reward_slots=2, shares_lines=True,
+        claims=True, choices=True), (
+        Fault(2.043, "older", "reward-9", {"for_s": 3.39}),
+        Fault(2.043, "freeze", "trainer", {"for_s": 6.0}),
+        Fault(3.043, "operate"),
+        Fault(4.043, "operate"),
+        Fault(5.043, "operate"),
+        Fault(6.043, "operate"),
+        Fault(7.043, "operate"),
+    )),
     "the payload of a part is gone, and those after it are still there": Schedule(
         336, Setup(steps=3, groups_per_step=1, group_size=4, segment_mb=0.001, rollouts=1, rewards=1,
         parts="repeat", shares_lines=True, choices=True), (

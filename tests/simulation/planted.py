@@ -226,7 +226,8 @@ PLANTED = (
     Mutant("a group is started without its lease", f"{LUA}/start_group.lua",
         "if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then\n"
         "  return 0\nend\n", ""),
-    Mutant("a message that is put back keeps a delivery", f"{LUA}/requeue.lua", "'RETRYCOUNT', 0, ", ""),
+    Mutant("a message that is put back keeps a delivery", f"{LUA}/requeue.lua", "'RETRYCOUNT', 0, ", "",
+        "dead letters of an older release are put back before the trainer reads them"),
     Mutant("other weights of a version that an engine holds are not loaded",
         f"{ROLLOUT}/weight_follower.py", "        return manifest.digest != held.digest\n",
         "        return False\n"),
