@@ -37,12 +37,14 @@ def training_config(folder: Path, num_ranks: int) -> RunConfig:
 
 
 def assert_alike(mine: Numbers, expected: Numbers) -> None:
-    for (sums, result), (other_sums, other_result) in zip(mine, expected, strict=True):
+    """Sums to 1e-5. The norm of the first update too; Adam, which divides by small second moments, grows the
+    rounding of float32 tenfold in those after it, differently on each CPU."""
+    for number, ((sums, result), (other_sums, other_result)) in enumerate(zip(mine, expected, strict=True)):
         for name, value in other_sums.items():
             if name == "positions":  # what ranks share differs
                 continue
             assert sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
-        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=1e-5)
+        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=1e-4 if number else 1e-5)
         assert result.lr == other_result.lr
 
 
