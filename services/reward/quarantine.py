@@ -81,7 +81,12 @@ class Quarantine:
             try:
                 while waiting and await self._is_alone():
                     count = self._max_together(waiting[0]) or FEW
-                    together, waiting = waiting[:count], waiting[count:]
+                    # Only those that may run beside so many: one that has to be alone comes later, or it
+                    # would be dead-lettered for the death that one beside it causes.
+                    allowed = [self._max_together(delivery) or FEW for delivery in waiting[:count]]
+                    num_together = sum(most >= count for most in allowed)
+                    together = waiting[:num_together]
+                    waiting = waiting[num_together:]
                     together = [delivery for delivery in together if not delivery.is_lost]
                     await consumer.unpark(together)  # before they start: from here on a death counts
                     for delivery in together:
