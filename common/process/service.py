@@ -171,7 +171,9 @@ def run_service(
     options = parser.parse_args()
     configure_logs(role, options.name)
     try:
-        code = run_main(_serve(role, options, lambda: importlib.import_module(SERVES[program]).serve))
+        code = run_main(
+            _serve_to_the_end(role, options, lambda: importlib.import_module(SERVES[program]).serve)
+        )
     except (TidemillError, BaseExceptionGroup) as error:
         cause = first_cause(error)
         if not isinstance(cause, TidemillError):
@@ -181,11 +183,10 @@ def run_service(
     finally:
         # Or Python's last garbage collection looks through all modules: with torch, for a second.
         gc.freeze()
-    # All is done but Python's own end. A stop that comes now must not make a failure of it: a worker leaves a
-    # run that is over by itself, while somebody stops it.
+    # All is done but Python's own end, which puts every handler back to its default but this one.
     sys.stdout.flush()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(code))
+        signal.signal(number, signal.SIG_IGN)
     return code
 
 
@@ -208,6 +209,18 @@ def _parser(role: str, program: Program, describe: str) -> argparse.ArgumentPars
         help="override a field of the run's config for this process only; may be repeated",
     )
     return parser
+
+
+async def _serve_to_the_end(role: str, options: argparse.Namespace, load: Callable[[], Serve]) -> int:
+    """Serve; a stop that comes afterwards must not make a failure of it: a worker leaves a run that is over
+    by itself, while somebody stops it."""
+    code = await _serve(role, options, load)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # First: the loop would put back the default when it is closed.
+        loop.remove_signal_handler(number)
+        signal.signal(number, lambda *_: os._exit(code))
+    return code
 
 
 async def _serve(role: str, options: argparse.Namespace, load: Callable[[], Serve]) -> int:
