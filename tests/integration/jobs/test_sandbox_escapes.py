@@ -1,9 +1,11 @@
 """What hostile code asks the kernel for inside a jail, and does not get."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,14 @@ def test_a_process_whose_first_thread_has_ended_hides_no_memory(each_jail: None)
     assert found["outcome"] == "memory", found
 
 
+def thread_names() -> list[str]:
+    names = []
+    for path in Path("/proc").glob("[0-9]*/task/*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(path.read_text(errors="replace"))
+    return names
+
+
 def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail(each_jail: None) -> None:
     name = f"headless-{os.getpid()}"
     code = (
@@ -146,8 +156,11 @@ def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_jail(each_j
         "time.sleep(1)\nprint('ok')"
     )
     assert ran(code)["stdout"] == "ok\n"
-    names = [path.read_text(errors="replace") for path in Path("/proc").glob("[0-9]*/task/*/comm")]
-    assert f"{name[:15]}\n" not in names
+    # Bubblewrap reports the end of the program, which is a moment before the kernel has ended the rest.
+    give_up_at = time.monotonic() + 10
+    while f"{name[:15]}\n" in thread_names():
+        assert time.monotonic() < give_up_at, "it outlives its jail"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"\rVmRSS: -99999"], ids=["no text", "lines of its own"])
