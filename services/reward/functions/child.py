@@ -293,7 +293,9 @@ class LoopCall:
     __slots__ = ("began_at", "lost_s", "task", "timeout_s")
 
     def __init__(self, task: "asyncio.Task[None]", timeout_s: float, began_at: float, lost_s: float) -> None:
-        self.task, self.timeout_s, self.began_at = task, timeout_s, began_at
+        self.task = task
+        self.timeout_s = timeout_s
+        self.began_at = began_at
         self.lost_s = lost_s
         """Seconds that the loop had been blocked when its limit began to count."""
 
@@ -312,7 +314,9 @@ class LoopCalls:
     """
 
     def __init__(self, function: Callee, send: Send, channel: socket.socket, at_once: int) -> None:
-        self._function, self._send, self._channel = function, send, channel
+        self._function = function
+        self._send = send
+        self._channel = channel
         self._at_once = at_once
         self._decoder = FrameDecoder()
         self._loop = asyncio.new_event_loop()
@@ -332,7 +336,8 @@ class LoopCalls:
         """When a wake-up for something else takes the answers along."""
         self._send_timer: asyncio.TimerHandle | None = None
         """Sends the answers where nothing else wakes the loop before."""
-        self._turned_at, self._lost_s = time.monotonic(), 0.0
+        self._turned_at = time.monotonic()
+        self._lost_s = 0.0
         self._step: tuple[int | None, float] = (None, 0.0)
         """Id of the task that ran at the last beat, and since when."""
 

@@ -408,7 +408,8 @@ class BegunCall(Answer):
     __slots__ = ("_end", "_is_done", "_process", "number")
 
     def __init__(self, process: "ScoringProcess", end: EndOfCall) -> None:
-        self._process, self._end = process, end
+        self._process = process
+        self._end = end
         self._is_done = False
         self.number = 0
 

@@ -99,13 +99,13 @@ class RewardFunction(Callee):
             if self.how.style in (Style.TRL, Style.VERL_BATCH):
                 return await self._call_with_lists(request)
             kwargs = {} if self.is_made else self.kwargs
-            given = self._given(request)
+            group_arguments = self._given(request)
             returned = []
             for sample in request.samples:
                 if self.how.style is Style.VERIFIERS:
                     arguments = rubric_arguments(self.how, sample, kwargs)
                 else:
-                    arguments = verl_arguments(self.how, sample, given, kwargs)
+                    arguments = verl_arguments(self.how, sample, group_arguments, kwargs)
                 value = self.function(**arguments)
                 returned.append(await value if self.is_async else value)
             with returned_by(self.function):

@@ -246,7 +246,7 @@ class BatchAssembler:
             StoppedError: the service must stop.
             ConfigError: no group will ever be trained.
         """
-        taken: list[Group] = []
+        groups: list[Group] = []
         quiet_since = time.monotonic()
         self.code_errors.begin(self.join.high_water()[StreamName.SCORES])
         while True:
@@ -254,16 +254,16 @@ class BatchAssembler:
                 raise StoppedError
             self.code_errors.check()
             await self._replace_dead(step)
-            selected = await self._select(step, places - len(taken))
+            selected = await self._select(step, places - len(groups))
             # Between selecting and taking: a group may have been joined from entries that Redis has lost.
             if selected and await self._recover_if_redis_restarted():
                 continue
             for ticket in selected:
-                await self._take(ticket, step, taken)
+                await self._take(ticket, step, groups)
             starts_early = self.trainer.start_early and not self.takes_turns
-            if taken and (starts_early or len(taken) == places):
-                return taken
-            if await self.precompute_waiting(step, places - len(taken)):
+            if groups and (starts_early or len(groups) == places):
+                return groups
+            if await self.precompute_waiting(step, places - len(groups)):
                 continue
             self.join.observe()
             with self.context.activity.during(*self._waiting_for(step)):
@@ -329,7 +329,7 @@ class BatchAssembler:
         self._rest_s = REST_PER_LOOK * (time.monotonic() - begun)
         return selected
 
-    async def _take(self, ticket: int, step: int, taken: list[Group]) -> None:
+    async def _take(self, ticket: int, step: int, groups: list[Group]) -> None:
         """Filter one complete group: add it to the step, or replace it."""
         pending = self.join.groups[ticket]
         group = self.group_filter.apply(pending, step)
@@ -344,7 +344,7 @@ class BatchAssembler:
         self.join.dead.pop(ticket, None)
         pending.is_taken = True
         self.limit.note_trained()
-        taken.append(group)
+        groups.append(group)
 
     async def _report_stale(self, group: Group, step: int, detail: str) -> None:
         """Count a violation of the staleness bound, and dead-letter the sample for the operator."""

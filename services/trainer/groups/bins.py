@@ -49,30 +49,30 @@ class Bin:
     widest: int = 0
     scores: float = 0.0
 
-    def joined(self, other: "Bin") -> "Bin":
+    def joined(self, added: "Bin") -> "Bin":
         """This bin with the samples of another one, which shares nothing with it."""
         both = self.copied()
-        both.members = (*self.members, *other.members)
-        both.add(other)
+        both.members = (*self.members, *added.members)
+        both.add(added)
         return both
 
     def copied(self) -> "Bin":
         return Bin(self.members, self.tokens, self.row_tokens, self.rows, self.widest, self.scores)
 
-    def add(self, other: "Bin", shared: int = 0) -> None:
+    def add(self, added: "Bin", shared: int = 0) -> None:
         """Add the counts of another bin, of whose tokens `shared` are here already."""
-        self.tokens += other.tokens - shared
-        self.row_tokens += other.row_tokens
-        self.rows += other.rows
-        self.widest = max(self.widest, other.widest)
-        self.scores += other.scores - shared**2 / 2
+        self.tokens += added.tokens - shared
+        self.row_tokens += added.row_tokens
+        self.rows += added.rows
+        self.widest = max(self.widest, added.widest)
+        self.scores += added.scores - shared**2 / 2
 
-    def takes(self, other: "Bin", max_tokens: int, layout: Layout, shared: int = 0) -> bool:
+    def takes(self, added: "Bin", max_tokens: int, layout: Layout, shared: int = 0) -> bool:
         """Whether both together are one tile of at most `max_tokens` positions."""
         if layout == "padded":
-            return (self.rows + other.rows) * max(self.widest, other.widest) <= max_tokens
-        row_tokens = self.row_tokens + other.row_tokens
-        return self.tokens + other.tokens - shared <= max_tokens and row_tokens <= MOST_KEYS * max_tokens
+            return (self.rows + added.rows) * max(self.widest, added.widest) <= max_tokens
+        row_tokens = self.row_tokens + added.row_tokens
+        return self.tokens + added.tokens - shared <= max_tokens and row_tokens <= MOST_KEYS * max_tokens
 
 
 class PrefixOrder:
@@ -80,13 +80,15 @@ class PrefixOrder:
 
     def __init__(self, samples: Sequence[Sample], layout: Layout) -> None:
         """Only trees compute common beginnings once."""
-        self._layout, self._keys = layout, [sample.key for sample in samples]
+        self._layout = layout
+        self._keys = [sample.key for sample in samples]
         is_shared = layout.startswith("tree")
         self._alone: list[Bin] = []
         first_rows: list[Int32] = []
         beginnings: list[bytes] = []
         for i, sample in enumerate(samples):
-            num_tokens = num_different_tokens = sample.num_tokens
+            num_tokens = sample.num_tokens
+            num_different_tokens = num_tokens
             num_rows = len(sample.segments)
             if is_shared:
                 rows = list(_rows_of(sample))
@@ -117,7 +119,8 @@ class PrefixOrder:
         ticket = None
         for i, common in zip(self._order, commons, strict=True):
             if self._keys[i][0] != ticket:  # groups share nothing
-                ticket, common = self._keys[i][0], 0
+                ticket = self._keys[i][0]
+                common = 0
                 count = NodeCount()
             shared = count.add(len(first_rows[i]), common)
             self._shared[i] = shared if shared >= ENOUGH_IN_COMMON * self._alone[i].tokens else 0
@@ -127,29 +130,29 @@ class PrefixOrder:
         """Tokens of all samples, common beginnings once."""
         return sum(alone.tokens for alone in self._alone) - sum(self._shared)
 
-    def key_of(self, one: Bin) -> TrajectoryKey:
-        return self._keys[one.members[0]]
+    def key_of(self, neighbours: Bin) -> TrajectoryKey:
+        return self._keys[neighbours.members[0]]
 
     def cut(self, max_tokens: int) -> list[Bin]:
         """Parts of neighbours that share their beginning, each at most one tile of `max_tokens`, unless a
         sample alone is larger."""
-        parts: list[Bin] = []
+        cuts: list[Bin] = []
         members: list[int] = []
-        part = Bin()
+        last = Bin()
         for i in self._order:
             alone = self._alone[i]
             shared = self._shared[i]
-            if shared and part.takes(alone, max_tokens, self._layout, shared):
-                part.add(alone, shared)
+            if shared and last.takes(alone, max_tokens, self._layout, shared):
+                last.add(alone, shared)
             else:
-                part = alone.copied()
+                last = alone.copied()
                 members = []
-                parts.append(part)
+                cuts.append(last)
             members.append(i)
-            part.members = members
-        for part in parts:
-            part.members = tuple(part.members)
-        return parts
+            last.members = members
+        for neighbours in cuts:
+            neighbours.members = tuple(neighbours.members)
+        return cuts
 
     def fill(self, parts: Iterable[Bin], max_tokens: int) -> list[Bin]:
         """First-fit decreasing: parts in bins of at most one tile of `max_tokens`; a larger part has a bin of

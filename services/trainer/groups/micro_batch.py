@@ -47,11 +47,21 @@ def rebuild(
 ) -> list[MicroBatch]:
     """Make the micro-batches that a commit recorded. Raises TidemillError: a trajectory of the composition is
     not among the samples."""
-    keys = [[(ticket, index) for ticket, index in members] for members in composition]
-    missing = sorted({key for members in keys for key in members if key not in samples_by_key})
+    batches: list[tuple[Sample, ...]] = []
+    absent: set[TrajectoryKey] = set()
+    for members in composition:
+        samples: list[Sample] = []
+        for ticket, index in members:  # a commit that was read has lists for keys
+            sample = samples_by_key.get((ticket, index))
+            if sample is None:
+                absent.add((ticket, index))
+            else:
+                samples.append(sample)
+        batches.append(tuple(samples))
+    missing = sorted(absent)
     if missing:
         raise TidemillError(
             f"cannot rebuild a committed step: {len(missing)} of its trajectories are not in the streams, "
             f"the first is {missing[0]}. Restore a later checkpoint, or the archived streams."
         )
-    return [MicroBatch(tuple(samples_by_key[key] for key in members), is_at_start) for members in keys]
+    return [MicroBatch(samples, is_at_start) for samples in batches]

@@ -122,7 +122,8 @@ class Sample:
                 f"trajectory {self.key}: {num_tokens} completion ids, columns of {lengths} and a mask of "
                 f"{len(self.mask)} must have one length"
             )
-        num_prompt = num_completion = 0
+        num_prompt = 0
+        num_completion = 0
         for segment in self.segments:
             if not len(segment.prompt_ids):
                 raise ValueError(

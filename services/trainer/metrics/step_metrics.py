@@ -39,17 +39,17 @@ def step_metrics(
     groups = result.groups
     rewarded = [group for group in groups if not group.is_demonstration]
     trajectories = [t for group in rewarded for t in group.trajectories.values()]
-    shown = [t for g in groups if g.is_demonstration for t in g.trajectories.values()]
+    demonstrations = [t for g in groups if g.is_demonstration for t in g.trajectories.values()]
     scores = [s for group in rewarded for s in group.scores.values()]
     queued = [s for group in rewarded for s in group.queued_s.values()]
     sampled = [t for group in groups for t in group.sampled]
     lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
     staleness = _staleness(step, groups)
-    segments = [segment for t in (*trajectories, *shown) for segment in t.segments]
+    segments = [segment for t in (*trajectories, *demonstrations) for segment in t.segments]
     sums, updates = result.sums, result.updates
     return {
         **(_reward_metrics(rewarded) | _length_metrics(sampled, lengths) if rewarded else {}),
-        "completion_tokens": float(lengths.sum() + sum(map(num_sampled, shown))),
+        "completion_tokens": float(lengths.sum() + sum(map(num_sampled, demonstrations))),
         "step_tokens": float(sum(len(s.prompt_ids) + len(s.completion_ids) for s in segments)),
         "staleness/max": float(staleness.max()) if staleness.size else 0.0,
         "staleness/mean": float(staleness.mean()) if staleness.size else 0.0,
@@ -194,18 +194,19 @@ def source_metrics(step: int, groups: Sequence[Group], success_threshold: float)
         by_source[next(iter(group.trajectories.values())).source].append(group)
     by_source.pop("", None)
     numbers: dict[str, float] = {}
-    for name, own in sorted(by_source.items()):
-        numbers[f"source/{name}/groups"] = float(len(own))
-        if own[0].is_demonstration:
-            made = [t for group in own for t in group.trajectories.values()]
-            numbers[f"source/{name}/mean_length"] = float(np.mean(list(map(num_sampled, made))))
+    for name, of_source in sorted(by_source.items()):
+        numbers[f"source/{name}/groups"] = float(len(of_source))
+        if of_source[0].is_demonstration:
+            completions = [t for group in of_source for t in group.trajectories.values()]
+            numbers[f"source/{name}/mean_length"] = float(np.mean(list(map(num_sampled, completions))))
             continue
-        rewards, staleness = np.concatenate([group.rewards for group in own]), _staleness(step, own)
+        rewards = np.concatenate([group.rewards for group in of_source])
+        staleness = _staleness(step, of_source)
         numbers |= {
             f"source/{name}/reward": float(rewards.mean()),
             f"source/{name}/pass_rate": float((rewards >= success_threshold).mean()),
             f"source/{name}/mean_length": float(
-                np.mean([num_sampled(t) for group in own for t in group.sampled])
+                np.mean([num_sampled(t) for group in of_source for t in group.sampled])
             ),
             f"source/{name}/staleness": float(staleness.mean()) if staleness.size else 0.0,
         }
@@ -230,10 +231,7 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = np.concatenate([group.rewards for group in groups])
     scores = [score for group in groups for score in group.scores.values()]
     # With a teacher whose weight is not 0, samples of equal rewards are trained too.
-    teaches_nothing = [
-        len(set(group.rewards)) == 1 and not any(sample.teacher_weight for sample in group.samples)
-        for group in groups
-    ]
+    teaches_nothing = [_teaches_nothing(group) for group in groups]
     components = component_values(scores).items()
     return {
         "reward": float(rewards.mean()),
@@ -245,6 +243,11 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{f"rewards/{name}/mean": float(np.mean(values)) for name, values in components},
         **{f"rewards/{name}/std": _std(values) for name, values in components},
     }
+
+
+def _teaches_nothing(group: Group) -> bool:
+    has_teacher = any(sample.teacher_weight for sample in group.samples)
+    return len(set(group.rewards)) == 1 and not has_teacher
 
 
 def component_values(scores: Iterable[Score]) -> dict[str, list[float]]:

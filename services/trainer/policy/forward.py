@@ -281,7 +281,10 @@ def trained_tokens(
     chosen = [batch.samples[row.sample] for row in rows]
     counts = [len(row.targets) for row in rows]
     weights = [token_weight(normalisation, sample.num_trained, sample.group_trained) for sample in chosen]
-    names = [name for name in TRAINED_WITH if any(name in sample.columns for sample in chosen)]
+    held: set[str] = set()
+    for sample in chosen:
+        held.update(sample.columns)
+    names = [name for name in TRAINED_WITH if name in held]
     if "advantages" not in names:  # demonstrations alone have none
         names.append("advantages")
     if batch.is_at_start and "proximal_logprobs" in names:

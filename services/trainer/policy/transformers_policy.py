@@ -338,7 +338,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     def precompute(self, samples: Sequence[Sample]) -> list[SampleColumns]:
         parts, order = self._deal_groups(samples)
-        algorithm, found = self._config.algorithm, [SampleColumns() for part in parts for _ in part]
+        algorithm = self._config.algorithm
+        computed = [SampleColumns() for group in parts for _ in group]
         wanted = {
             "proximal_logprobs": ("logprobs", self._config.needs_proximal),
             "values": ("values", self._value_head is not None),
@@ -349,25 +350,26 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         if needed:
             with self._held_weights():
                 start = self._score_all(parts, self._scorer, self._temperature, self._value_head)
-            for one, scores in zip(found, start, strict=True):
-                one |= {field: scores[name] for field, name in needed.items()}
+            for columns, scores in zip(computed, start, strict=True):
+                for field, name in needed.items():
+                    columns[field] = scores[name]
         if algorithm.needs_reference:
             scorer = self._reference.scorer if self._reference else self._scorer
             # A reference makes its own choices.
-            own_choices = [[without_choices(sample) for sample in part] for part in parts]
+            own_choices = [list(map(without_choices, group)) for group in parts]
             with self._adapters.off() if self._adapters else nullcontext():
                 scored = self._score_all(own_choices, scorer, self._temperature)
-            for one, scores in zip(found, scored, strict=True):
-                one["reference_logprobs"] = scores["logprobs"]
-        return self._join(found, order)
+            for columns, scores in zip(computed, scored, strict=True):
+                columns["reference_logprobs"] = scores["logprobs"]
+        return self._join(computed, order)
 
     def _deal_groups(self, samples: Sequence[Sample]) -> tuple[list[list[Sample]], list[int]]:
         """The samples that this process scores, and the indices of all samples in the order of scoring."""
         return by_group(samples), list(range(len(samples)))
 
-    def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
+    def _join(self, results: Sequence[T], order: Sequence[int]) -> list[T]:
         """The results of all samples, in the order of the samples."""
-        return list(found)
+        return list(results)
 
     @contextmanager
     @torch.no_grad()
@@ -402,21 +404,20 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
         names += ["values"] * (head is not None)
-        found: list[SampleColumns] = [
-            {name: np.zeros(len(sample.completion_ids), dtype=wide) for name in names}
-            for part in parts
-            for sample in part
-        ]
+        columns: list[SampleColumns] = []
+        for sample in chain.from_iterable(parts):
+            num_tokens = len(sample.completion_ids)
+            columns.append({name: np.zeros(num_tokens, dtype=wide) for name in names})
         plan = self._plan_scored(parts)
         # As many passes as the other ranks make: in each of them they wait for each other.
         for tile in chain(map(self._make_tile, plan), repeat(NOTHING, self._num_missing(plan))):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
-            place("logprobs", scores.logprobs_N, tile, found)
+            place("logprobs", scores.logprobs_N, tile, columns)
             if "entropies" in names:
-                place("entropies", scores.entropies_N, tile, found)
+                place("entropies", scores.entropies_N, tile, columns)
             if head is not None:
-                place("values", head(tile, scores.hidden_NH), tile, found)
-        return found
+                place("values", head(tile, scores.hidden_NH), tile, columns)
+        return columns
 
     def state(self) -> PolicyState:
         """Master weights, moments, random state; and the number of updates, which fixes the rate."""

@@ -21,11 +21,11 @@ from tidemill.services.rollout.gateway.dialogue import identity
 from tidemill.services.rollout.sessions.calls import MAX_DEPTH, find_calls, read_call
 from tidemill.services.rollout.sessions.template_chat import with_arguments
 
-NUM_CHARACTERS = 30_000
+NUM_CHARACTERS = 50_000
 READ_CHARS = math_text.MOST_CHARS
 """A longer answer is not read."""
 CPU_LIMIT_S = 0.5
-"""Longer than any reader takes; a quadratic one takes seconds."""
+"""A hundred times what a linear reader takes; a quadratic one takes seconds."""
 
 STARTS = ("", "<tool_call><function=f>", '<|python_tag|>{"name": "f", "arguments": [', "#### -$1")
 UNITS = (

@@ -79,18 +79,31 @@ def add_tiles(tiles: Sequence[TileSums]) -> Sums:
     host waits for the device."""
     if not tiles:
         return Sums()
-    every = {name: value for tile in tiles for name, value in tile.items()}
-    nothing = {name: torch.zeros_like(value) for name, value in every.items()}
-    rows = [_as_row([tile.get(name, zero) for name, zero in nothing.items()]) for tile in tiles]
+    zeros: dict[str, Tensor] = {}
+    """What a tile without a sum has in its place, by name."""
+    for tile in tiles:
+        for name, value in tile.items():
+            if name not in zeros:
+                zeros[name] = torch.zeros_like(value)
+    rows: list[Tensor] = []
+    for tile in tiles:
+        values = [tile.get(name, zero) for name, zero in zeros.items()]
+        rows.append(_as_row(values))
+    # [M, K]: tiles, by the numbers of all sums end to end.
     tiles_MK = torch.stack(rows)
-    totals, largest = iter(tiles_MK.sum(0).tolist()), iter(tiles_MK.amax(0).tolist())
+    totals_K = tiles_MK.sum(0).tolist()
+    largest_K = tiles_MK.amax(0).tolist()
     sums = Sums()
-    for name, value in nothing.items():
-        pairs = [(next(totals), next(largest)) for _ in range(value.numel())]
+    start = 0
+    for name, zero in zeros.items():
+        end = start + zero.numel()
         if name.startswith(EXPERTS):
-            sums[name] = np.array([total for total, _ in pairs], dtype=np.int64)
+            sums[name] = np.array(totals_K[start:end], dtype=np.int64)
+        elif name.endswith("_max"):
+            sums[name] = largest_K[start]
         else:
-            sums[name] = pairs[0][1] if name.endswith("_max") else pairs[0][0]
+            sums[name] = totals_K[start]
+        start = end
     return sums
 
 

@@ -191,20 +191,21 @@ class RankPolicy(TransformersPolicy):
         """Train this rank's share of the micro-batch that rank 0 has; the metrics are those of all shares."""
         is_at_start = batch is not None and batch.is_at_start
         (samples,), _, is_at_start = self._deal(batch.samples if batch else (), self._split, is_at_start)
-        own = MicroBatch(tuple(samples), is_at_start)
-        plan = self._plan(own.samples)
+        share = MicroBatch(tuple(samples), is_at_start)
+        plan = self._plan(share.samples)
         # Before the first pass: in each of them ranks wait for each other.
         num_missing = self._num_missing(plan)
         self._reduce_gradients(not self._reduces_once)
-        sums = self._accumulate(own, plan)
+        sums = self._accumulate(share, plan)
         for _ in range(num_missing):
             self._pass_nothing()
         # Where no rank had a token there is none to sum: the update is skipped, as on one rank.
         self._holds_gradients |= self._reduces_once and len(plan) + num_missing > 0
         num_alike = self._config.context_size
         # Ranks that share tiles have the same sums, except positions: each counts its own columns.
-        parts = self._ranks.gather(pack(dict(sums)))[::num_alike]
-        total = sum((unpack(part) for part in parts), Sums())
+        total = Sums()
+        for packed_sums in self._ranks.gather(pack(dict(sums)))[::num_alike]:
+            total = total + unpack(packed_sums)
         total["positions"] *= num_alike
         return total
 
@@ -215,7 +216,7 @@ class RankPolicy(TransformersPolicy):
     def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
         size, tokens = self._config.num_bins, self._config.bin_tokens
         scores_of_a_token = max(SCORES_OF_A_TOKEN, SCORES_PER_WIDTH * self._width)
-        return [[own] for own in split_samples(samples, size, tokens, self.layout, scores_of_a_token)]
+        return [[members] for members in split_samples(samples, size, tokens, self.layout, scores_of_a_token)]
 
     def _split_groups(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
         return split_groups(samples, self._config.num_bins, self._config.bin_tokens, self.layout)
@@ -236,21 +237,29 @@ class RankPolicy(TransformersPolicy):
             parts, is_at_start = unpack(self._ranks.deal(()), *SAMPLE_KINDS)
             return parts, [], is_at_start
         indices = split(samples)
-        shares = [[[samples[i] for i in part] for part in parts] for parts in indices]
-        packed = [pack((share, is_at_start)) for share in shares]
-        payloads = [payload for payload in packed for _ in range(self._config.context_size)]
+        shares: list[list[list[Sample]]] = []
+        order: list[int] = []
+        for indices_of_rank in indices:
+            share: list[list[Sample]] = []
+            for members in indices_of_rank:
+                share.append([samples[i] for i in members])
+                order.extend(members)
+            shares.append(share)
+        payloads: list[bytes] = []
+        for share in shares:
+            payloads += [pack((share, is_at_start))] * self._config.context_size
         # Rank 0 has its own already.
         self._ranks.deal([b"", *payloads[1:]])
-        return shares[0], [i for parts in indices for part in parts for i in part], is_at_start
+        return shares[0], order, is_at_start
 
-    def _join(self, found: Sequence[T], order: Sequence[int]) -> list[T]:
+    def _join(self, results: Sequence[T], order: Sequence[int]) -> list[T]:
         """The results of all ranks in rank 0's order of the samples; nothing on the others."""
         is_first = self._context is None or self._context.rank == 0
-        joined = [
-            one for part in self._ranks.collect(pack(found if is_first else ())) for one in unpack(part)
-        ]
-        places = {i: place for place, i in enumerate(order)}
-        return [joined[places[i]] for i in range(len(order))]
+        joined: list[T] = []
+        for of_rank in self._ranks.collect(pack(results if is_first else ())):
+            joined += unpack(of_rank)
+        positions = {i: position for position, i in enumerate(order)}
+        return [joined[positions[i]] for i in range(len(order))]
 
     def _reduce_gradients(self, wanted: bool) -> None:
         """Whether backward passes from now on sum gradients over the ranks, or each rank keeps its own."""
