@@ -251,10 +251,14 @@ class WorkerProcess:
     async def _start(self, spec: Frame) -> None:
         loop = asyncio.get_running_loop()
         self._first_frame = loop.create_future()
-        with machine_faults(f"no connection to the process of {self._what}"):
-            _, self._channel = await loop.create_connection(
-                lambda: _Channel(self._take, self._lose), sock=self._socket
-            )
+        try:
+            with machine_faults(f"no connection to the process of {self._what}"):
+                _, self._channel = await loop.create_connection(
+                    lambda: _Channel(self._take, self._lose), sock=self._socket
+                )
+        except Exception:
+            self.kill()  # each further caller would get this error
+            raise
         self.send(spec)
         await asyncio.wait({self._first_frame}, timeout=START_TIMEOUT_S)
         if not self._first_frame.done():

@@ -103,7 +103,7 @@ async def worker(
     try:
         yield context
         context.stopping.set()
-        await asyncio.wait_for(task, 15)
+        await asyncio.wait_for(task, 120)
     finally:
         task.cancel()
 

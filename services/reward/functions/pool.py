@@ -226,14 +226,16 @@ class ProcessPool:
             assert process is not None, "no call has been made yet"
             try:
                 await process.start(self._spec)
-            except StartupError:
+            except (StartupError, MachineFaultError):
                 self._discard(process)
 
     def begin(self, request: Request, timeout_s: float, on_end: OnEnd) -> BreakOff | None:
         """Begin a call of an async function for one sample, where its process has started."""
         process = self._processes[0] if self._processes else None
-        if process is None or not process.is_ready or self._crashing or self._line.locked():
+        if process is None or not process.is_ready or self._line.locked():
             return None
+        if self._crashing and _identity(request) in self._crashing:
+            return None  # it has to run alone
         process.num_taken += 1
 
         def end(outcomes: list[RewardOutcome] | None, error: Exception | None) -> None:

@@ -5,7 +5,6 @@ import asyncio
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.process.shortage import make_fault
 from tidemill.common.redis.broker import Broker
-from tidemill.common.streams import Consumer, append, lane_worker
+from tidemill.common.streams import Consumer, append
 from tidemill.common.streams.entries import NOBODY
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import ScoreStatus
@@ -211,28 +210,20 @@ def fail_first_attempts(lane: RewardLane) -> None:
         break_off.__self__.set_exception(AttemptError("it failed"))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("when", ["as the drain begins", "as the drain's time is over"])
+@pytest.mark.parametrize("when", ["_drain", "end_work"], ids=["as the drain begins", "as its time is over"])
 async def test_a_stop_ends_what_a_reply_begins(
     when, put, reward, lanes, running, broker, keys, tmp_path, monkeypatch
 ):
-    drain = RewardLane._drain
+    method = getattr(RewardLane, when)
 
-    async def draining(lane: RewardLane) -> None:
-        # Comes before the first step of any task that the drain creates.
+    async def failing(lane: RewardLane) -> None:
+        # Comes before the first step of any task that the method creates.
         asyncio.get_running_loop().call_soon(fail_first_attempts, lane)
-        await drain(lane)
+        if when == "end_work":
+            fail_first_attempts(lane)
+        await method(lane)
 
-    async def waiting(*args: Any, timeout: float | None = None) -> Any:
-        ended = await asyncio.wait(*args, timeout=timeout)
-        if timeout == 0.05:
-            for lane in lanes:
-                fail_first_attempts(lane)
-        return ended
-
-    if when == "as the drain begins":
-        monkeypatch.setattr(RewardLane, "_drain", draining)
-    else:
-        monkeypatch.setattr(lane_worker, "asyncio", SimpleNamespace(**vars(asyncio) | {"wait": waiting}))
+    monkeypatch.setattr(RewardLane, when, failing)
     await put(WAITS)
     async with worker(broker, keys, drain_s=0.05, **reward, max_attempts=2, timeout_s=5.0):
         await wait_until((tmp_path / "begun").exists)
@@ -243,17 +234,25 @@ async def test_a_stop_ends_what_a_reply_begins(
 
 
 async def test_a_lease_that_is_lost_in_the_drain_is_not_waited_for(
-    put, reward, lanes, broker, keys, tmp_path
+    put, reward, broker, keys, tmp_path, monkeypatch
 ):
+    waiting = asyncio.Event()
+    until_idle = RewardLane.until_idle
+
+    async def noting(lane: RewardLane) -> None:
+        waiting.set()
+        await until_idle(lane)
+
+    monkeypatch.setattr(RewardLane, "until_idle", noting)
     await put(WAITS)
     async with worker(broker, keys, drain_s=3600.0, **reward) as context:
         await wait_until((tmp_path / "begun").exists)
         context.stopping.set()
-        await wait_until(lambda: any(lane._watchers for lane in lanes))
+        await wait_until(waiting.is_set)
         reply = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 10)
         command = ("XCLAIM", keys.trajectories(), REWARD_GROUP, "thief", 0, *(row[0] for row in reply))
         await broker.execute(*command, "JUSTID")
-    assert (tmp_path / "cancelled").exists() and await num_pending(broker, keys) == 1, "the thief's"
+    assert await num_pending(broker, keys) == 1, "the thief's"
 
 
 async def test_a_lease_that_is_lost_after_the_drain_is_no_error(
