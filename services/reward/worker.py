@@ -390,8 +390,8 @@ class RewardLane(LaneWorker[Trajectory]):
             else:
                 self._start_task(delivery, began_at)
         except Exception as error:
-            # The caller is the connection to the function's process. Without this it would lose the error, and
-            # the sample would stay held, with nobody at work on it.
+            # The caller is the connection to the function's process. Without this it would lose the error,
+            # and the sample would stay held, with nobody at work on it.
             self._tasks.create_task(_fail(error), name=f"error of {delivery.entry_id}")
         # After its task is there: `until_idle` looks for one.
         self._first_ended.set()

@@ -138,8 +138,8 @@ def _read_for_ever(frames: BinaryIO, calls: "ThreadCalls") -> None:
 
 def _end() -> None:
     """End this process: its parent has closed the socket. Calls that no caller waits for may still run."""
-    # `_exit` flushes no buffers. A flush may raise, where a function has closed or replaced the stream, or take
-    # for ever, where nobody reads it.
+    # `_exit` flushes no buffers. A flush may raise, where a function has closed or replaced the stream, or
+    # take for ever, where nobody reads it.
     with contextlib.suppress(Exception):
         timer = threading.Timer(FLUSH_S, os._exit, (0,))
         timer.daemon = True
@@ -439,8 +439,8 @@ class LoopCalls:
     def _begin(self, frame: dict[str, Any]) -> None:
         number = frame["id"]
         timeout_s = frame["timeout_s"]
-        # A context of its own: the caller's may be that of another call, which ends, with what the function has
-        # set in it. All tasks that the function creates copy it, and with it the number.
+        # A context of its own: the caller's may be that of another call, which ends, with what the function
+        # has set in it. All tasks that the function creates copy it, and with it the number.
         context = self._context.copy()
         context.run(_current_call.set, number)
         task = self._loop.create_task(self._run(number, frame["call"]), context=context)
