@@ -19,7 +19,8 @@ The tasks of a lane, what each waits for, and who wakes it:
       |                                                 both ended where the lease is lost
       |  _keep: a score to publish, and when it must be
       v
-    _publish_for_ever       a score that is due         woken by the timer of the first score, then by Redis
+    _publish_for_ever       a score that is due         woken with the score of an async function, else by the
+      |                                                 timer of the first score; then by Redis
       |  one call: all scores that are there, their acknowledgements, and as many new trajectories
       v
     _release: slots are free, `run` goes on
@@ -281,7 +282,7 @@ class RewardLane(LaneWorker[Trajectory]):
             self.consumer, context, lane, scorer.reward, post_processing, counts.published
         )
         self.num_held = 0
-        self._num_ahead = 0
+        self._num_extra_slots = 0
         """How many samples more than its slots this lane may hold."""
         self._latency_s = 0.0
         """How long scores have taken lately; 0 before the first."""
@@ -313,7 +314,7 @@ class RewardLane(LaneWorker[Trajectory]):
 
     @property
     def num_free(self) -> int:
-        return self.counts.slots() + self._num_ahead - self.num_held
+        return self.counts.slots() + self._num_extra_slots - self.num_held
 
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
         """Fetch, once no suspects run. Demonstrations are acknowledged, and get no score."""
@@ -477,11 +478,12 @@ class RewardLane(LaneWorker[Trajectory]):
             if not batch:
                 continue
             # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
+            # Before the number of slots changes: else `run` might be fetching for the same ones.
             is_full = self.num_free <= 0 and self._takes_new
-            self._set_num_ahead(batch)
+            self._set_extra_slots(batch)
             # Without those that `run` has not taken yet.
-            ahead = self.num_free + len(batch) - self.consumer.num_ahead if is_full else 0
-            are_published = await self.consumer.complete(batch, out_key, ahead)
+            num_wanted = self.num_free + len(batch) - self.consumer.num_ahead if is_full else 0
+            are_published = await self.consumer.complete(batch, out_key, num_wanted)
             self.counts.count(self.lane, unpublished=-len(batch))
             self._release(len(batch))
             for (_, score), is_published in zip(batch, are_published, strict=True):
@@ -501,7 +503,7 @@ class RewardLane(LaneWorker[Trajectory]):
         is_leaving = self.context.stopping.is_set()
         return self.quarantine.is_open and not self.context.shortage.is_short and not is_leaving
 
-    def _set_num_ahead(self, batch: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
+    def _set_extra_slots(self, batch: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
         """Decide how many samples to hold beyond the slots: those that begin within `AHEAD_S`; none while
         there are free slots."""
         latency_s = sum(score.latency_s for _, score in batch) / len(batch)
@@ -509,11 +511,11 @@ class RewardLane(LaneWorker[Trajectory]):
         self._latency_s += weight * (latency_s - self._latency_s)
         num_slots = self.counts.slots()
         if num_slots > self.num_held + self.consumer.num_ahead or not self._is_queueing:
-            self._num_ahead = 0
+            self._num_extra_slots = 0
         elif self.num_free <= 0:
             # Only then, or `run` might be fetching for the difference.
             share = min(AHEAD_SHARE, AHEAD_S / max(self._latency_s, 1e-3))
-            self._num_ahead = int(share * num_slots)
+            self._num_extra_slots = int(share * num_slots)
 
     def _release(self, count: int = 1) -> None:
         self.num_held -= count

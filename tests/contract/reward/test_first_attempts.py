@@ -112,6 +112,21 @@ async def test_a_call_that_ends_its_process_fails_alone(put, reward, tasks, brok
     assert len(tasks) == 11
 
 
+async def test_after_a_call_that_ended_its_process_first_attempts_need_no_task_again(
+    put, reward, tasks, broker, keys
+):
+    await put("os._exit(3)")
+    async with worker(broker, keys, **reward, max_attempts=1):
+        await scores(broker, keys, 1)
+        # The first sample starts a process; the second one is that which counts.
+        await append(broker, keys.trajectories(), make_trajectory(1, 0, text="pass"))
+        await scores(broker, keys, 2)
+        tasks.clear()
+        await append(broker, keys.trajectories(), make_trajectory(2, 0, text="pass"))
+        *_, last = await scores(broker, keys, 3)
+    assert last.status is ScoreStatus.OK and tasks == []
+
+
 async def test_a_lost_lease_ends_a_first_attempt_and_publishes_nothing(put, reward, broker, keys, tmp_path):
     await put(WAITS)
     async with worker(broker, keys, **reward) as context:
