@@ -10,6 +10,7 @@ It imports nothing that only this commit has: `--beside` copies it into the fold
 it there.
 """
 
+import asyncio
 import json
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
-from tidemill.common.streams import OffsetReader, append
+from tidemill.common.streams import OffsetReader, append, length
 from tidemill.common.streams.entries import Entry
 from tidemill.common.wire.messages import Score, Trajectory
 
@@ -37,6 +38,8 @@ APPEND_BATCH = 512
 READY_S = 300.0
 READ_COUNT = 1000
 BLOCK_S = 0.1
+PAUSE_S = 0.5
+"""Between two looks at how many scores there are. When the last one came, its id says."""
 LEASE_S = 3.0
 """Of runs whose workers are killed: what they held is taken over after it."""
 REWARD = """
@@ -114,10 +117,18 @@ async def measure(consumers: int, slots: int, kills: int, delays_s: Sequence[flo
             for start in range(0, len(batch), APPEND_BATCH):
                 await append(run.broker, run.keys.trajectories(), *batch[start : start + APPEND_BATCH])
             await kill_in_turn(run, parts, consumers, kills, len(batch))
+            # Rarely, or most of what this process and Redis do would be the asking.
+            await wait_rarely(run, len(batch))
             ended_s = await time_of_entry(run, run.keys.scores(), len(batch))
             spent_s = parts.seconds()
             counts = await count_scores(run, len(batch))
             return {"wall_s": ended_s - started_s, "cpu_s": spent_s, "killed": kills, **counts}
+
+
+async def wait_rarely(run: ServiceRun, num_scores: int) -> None:
+    """Wait until there are so many scores."""
+    while await length(run.broker, run.keys.scores()) < num_scores:
+        await asyncio.sleep(PAUSE_S)
 
 
 async def are_ready(run: ServiceRun, consumers: int) -> bool:
