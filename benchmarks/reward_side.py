@@ -38,6 +38,7 @@ APPEND_BATCH = 512
 READY_S = 300.0
 READ_COUNT = 1000
 BLOCK_S = 0.1
+LONGEST_S = 3600.0
 PAUSE_S = 0.5
 """Between two looks at how many scores there are. When the last one came, its id says."""
 LEASE_S = 3.0
@@ -126,9 +127,13 @@ async def measure(consumers: int, slots: int, kills: int, delays_s: Sequence[flo
 
 
 async def wait_rarely(run: ServiceRun, num_scores: int) -> None:
-    """Wait until there are so many scores."""
-    while await length(run.broker, run.keys.scores()) < num_scores:
+    """Wait until there are so many scores, with pauses between two looks."""
+
+    async def looked() -> bool:
         await asyncio.sleep(PAUSE_S)
+        return await length(run.broker, run.keys.scores()) >= num_scores
+
+    await wait_until(looked, LONGEST_S)
 
 
 async def are_ready(run: ServiceRun, consumers: int) -> bool:
