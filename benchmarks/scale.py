@@ -35,7 +35,7 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import read_state
 from tidemill.common.streams import Entry, OffsetReader, memory_bytes
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.status.report import CommitTotals, RunSummary
+from tidemill.services.console.look.report import CommitTotals, RunSummary
 
 SIGMA, CUT = 0.99, 16.0
 MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 2, 1, 2

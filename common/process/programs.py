@@ -47,7 +47,7 @@ class Program(StrEnum):
     SANDBOX_QUEUE = "tidemill.services.jobs.sandbox.rq_worker"
     SANDBOX_CHECK = "tidemill.services.jobs.sandbox.check"
     EXPORTER = "tidemill.services.console.exporter"
-    NODE = "tidemill.services.console.cluster"
+    NODE = "tidemill.services.console.up.node"
     """The part of a run on one node of a cluster."""
     FORK_SERVER = "tidemill.common.process.fork_server"
     """Becomes several services that compute with a model."""
@@ -80,7 +80,7 @@ class Child(StrEnum):
     SCORING = "tidemill.services.reward.functions.child"
     ENVIRONMENTS = "tidemill.services.rollout.environments.stages"
     AGENTS = "tidemill.services.rollout.environments.agent_host"
-    REQUESTS = "tidemill.services.console.serving.request_reader"
+    REQUESTS = "tidemill.services.console.serve.request_reader"
 
 
 VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker.WeightLoader"

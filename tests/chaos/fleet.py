@@ -21,9 +21,9 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import Keys
-from tidemill.services.console.processes.specs import ServiceSpec, service_environment, service_specs
-from tidemill.services.console.processes.supervisor import FIRST_PAUSE_S
 from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.up.specs import ServiceSpec, service_environment, service_specs
+from tidemill.services.console.up.supervisor import FIRST_PAUSE_S
 
 POLL_S = 0.05
 LEAVES = "leaving: the run is finished"

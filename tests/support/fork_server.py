@@ -29,7 +29,7 @@ PRELOADED = (
     "tidemill.services.rollout.engines.transformers",
     "tidemill.services.rollout.engines.simulated",
     "tidemill.services.reward.worker",
-    "tidemill.services.console.exporter.exporter",
+    "tidemill.services.console.look.exporter",
     "tidemill.services.reward.model_server.app",
     "tidemill.common.archive.__main__",
     "tidemill.common.archive.archiver",

@@ -37,7 +37,7 @@ from tidemill.services.console.check.model_folder import (
     describe_reading,
     inspect_model,
 )
-from tidemill.services.console.processes.specs import find_overlaps, named_gpus
+from tidemill.services.console.check.placement import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
 

@@ -39,8 +39,8 @@ from tidemill.common.streams import (
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, Ticket, Trajectory
-from tidemill.services.console.dead_letters import DeadEntry, Requeuer, RequeueResult, read_dead
-from tidemill.services.console.options import DeadFilter
+from tidemill.services.console.commands import DeadFilter
+from tidemill.services.console.look.dead_letters import DeadEntry, Requeuer, RequeueResult, read_dead
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
 from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
 from tidemill.services.trainer.evaluation import Evaluator

@@ -12,7 +12,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, append, append_dead_letter, dead_letter, id_order, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
-from tidemill.services.console.rescore.emission import MAX_BACKLOG, Emission
+from tidemill.services.console.compare.emission import MAX_BACKLOG, Emission
 
 SPACING_MS = 100
 

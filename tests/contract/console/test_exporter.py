@@ -22,16 +22,16 @@ from tidemill.common.streams import Consumer, append
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Ticket, Trajectory
-from tidemill.services.console.exporter import exporter
-from tidemill.services.console.exporter.exporter import (
+from tidemill.services.console.look import exporter
+from tidemill.services.console.look.dashboard import dashboard
+from tidemill.services.console.look.exporter import (
     RunReading,
     _set_workers,
     as_json,
     read_run,
     set_gauges,
 )
-from tidemill.services.console.status.dashboard import dashboard
-from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
+from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
-from tidemill.services.console.records.joins import CLOCK_SPARE_S, near_tickets, read_group
+from tidemill.services.console.look.joins import CLOCK_SPARE_S, near_tickets, read_group
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.history import MissingHistoryError, open_history
 

@@ -22,9 +22,9 @@ from tidemill.common.run.state import PROFILES, publish_config
 from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
-from tidemill.services.console.records import streams
-from tidemill.services.console.records.joins import STAGES, SampleFacts
-from tidemill.services.console.records.timeline import Stretch, Trace
+from tidemill.services.console.look import streams
+from tidemill.services.console.look.joins import STAGES, SampleFacts
+from tidemill.services.console.look.timeline import Stretch, Trace
 
 ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line" + "x" * 100_000

@@ -24,9 +24,9 @@ from tidemill.common.streams.log import KEPT_LETTERS
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Score, ScoreStatus, Trajectory
 from tidemill.services.console.run.folder import RunFolder
-from tidemill.services.console.serving import gateway as module
-from tidemill.services.console.serving.gateway import RewardGateway, ScoreOut
-from tidemill.services.console.serving.samples import SampleIn
+from tidemill.services.console.serve import gateway as module
+from tidemill.services.console.serve.gateway import RewardGateway, ScoreOut
+from tidemill.services.console.serve.samples import SampleIn
 from tidemill.services.reward.sample import RewardSample
 
 Start = Callable[..., Any]

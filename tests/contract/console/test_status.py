@@ -16,9 +16,9 @@ from tidemill.common.run.state import FINISHED, RUNNING, publish_config, read_co
 from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket, Trajectory
-from tidemill.services.console.options import StatusOptions
-from tidemill.services.console.status.report import show_report
-from tidemill.services.console.status.snapshot import MAX_POINTS, SnapshotReader
+from tidemill.services.console.commands import StatusOptions
+from tidemill.services.console.look.report import show_report
+from tidemill.services.console.look.snapshot import MAX_POINTS, SnapshotReader
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,12 @@ import psutil
 import pytest
 
 from tests.support.waiting import has_ended, wait_until
-from tidemill.services.console.processes.forks import ForkServer
-from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.specs import ServiceSpec
-from tidemill.services.console.processes.supervisor import (
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.guard import Guard
+from tidemill.services.console.run.local_redis import open_redis
+from tidemill.services.console.up.forks import ForkServer
+from tidemill.services.console.up.specs import ServiceSpec
+from tidemill.services.console.up.supervisor import (
     MAX_EARLY_DEATHS,
     MAX_SAME_DEATHS,
     Ending,
@@ -26,8 +28,6 @@ from tidemill.services.console.processes.supervisor import (
     ServiceProcess,
     Supervisor,
 )
-from tidemill.services.console.run.folder import RunFolder
-from tidemill.services.console.run.local_redis import open_redis
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
 POLITE = "import time; print('up'); time.sleep(600)"
@@ -106,9 +106,9 @@ async def test_a_service_is_forked_until_the_fork_server_ends(tmp_path: Path, gu
 DOOMED = """
 import asyncio, os, sys
 from pathlib import Path
-from tidemill.services.console.processes.forks import ForkServer
-from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.specs import ServiceSpec
+from tidemill.services.console.up.forks import ForkServer
+from tidemill.services.console.run.guard import Guard
+from tidemill.services.console.up.specs import ServiceSpec
 
 async def main():
     command = (sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1")
@@ -190,7 +190,7 @@ async def test_the_error_of_a_service_is_the_reason_and_not_the_lines_of_its_log
 
 
 async def test_a_process_that_keeps_dying_is_given_up(tmp_path, guard, monkeypatch):
-    monkeypatch.setattr("tidemill.services.console.processes.supervisor.LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("tidemill.services.console.up.supervisor.LONGEST_PAUSE_S", 0.001)
     # Another cause each time: letters, for numbers do not count.
     program = "import os; raise SystemExit('no such judge: ' + 'a' * (os.getpid() % 200))"
     stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": program})
@@ -276,7 +276,7 @@ async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None
     console.write_text(
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from tidemill.services.console.processes.guard import Guard\n"
+        "from tidemill.services.console.run.guard import Guard\n"
         "with Guard() as guard:\n"
         "    for kind in ('service', 'redis'):\n"
         "        child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"

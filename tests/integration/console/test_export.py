@@ -21,9 +21,9 @@ from tests.support.versions import write_version
 from tidemill.common.config import ModelConfig
 from tidemill.common.errors import ConfigError, WeightsError
 from tidemill.common.run.weight_files import read_manifest, version_name
-from tidemill.services.console.exports.export import export as export_command
-from tidemill.services.console.exports.export import export_version, find_version, list_versions
-from tidemill.services.console.options import ExportOptions
+from tidemill.services.console.commands import ExportOptions
+from tidemill.services.console.look.export import export as export_command
+from tidemill.services.console.look.export import export_version, find_version, list_versions
 from tidemill.services.trainer.weights.store import WeightStore
 
 

@@ -11,7 +11,7 @@ from tests.support.training import assert_full_steps, commits_of
 from tests.support.waiting import wait_until
 from tidemill.common.history import History, StreamName
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.status.snapshot import SnapshotReader
+from tidemill.services.console.look.snapshot import SnapshotReader
 
 GROUPS = 4
 TOKENS = 2000

@@ -43,8 +43,8 @@ from tidemill.common.streams import START, append, last_id
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, Lane, Message, Ticket, WeightManifest
-from tidemill.services.console.exporter.exporter import read_run
-from tidemill.services.console.status.snapshot import SnapshotReader
+from tidemill.services.console.look.exporter import read_run
+from tidemill.services.console.look.snapshot import SnapshotReader
 from tidemill.services.trainer.batch.unexpected_entries import remove_unexpected
 
 USERS = ("trainer", "rollout", "reward", "sandbox", "operator", "exporter")

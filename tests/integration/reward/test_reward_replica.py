@@ -16,7 +16,7 @@ from tests.support.trajectories import make_config
 from tests.support.waiting import has_ended, wait_until
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.replicas import read_replicas
-from tidemill.services.console.processes.specs import service_specs
+from tidemill.services.console.up.specs import service_specs
 
 # Through a shell that stays, as servers have children of their own.
 SERVER = ("sh", "-c", f"{sys.executable} -m tests.support.misbehaving {{host}} {{port}}; exit 3")

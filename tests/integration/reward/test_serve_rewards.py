@@ -32,7 +32,7 @@ from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.streams import Entry, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score
-from tidemill.services.console.serving.gateway import MAX_WAITING
+from tidemill.services.console.serve.gateway import MAX_WAITING
 from tidemill.services.reward import adapters
 
 REPO = Path(__file__).resolve().parents[3]
@@ -241,7 +241,7 @@ def test_while_a_large_request_is_parsed_others_are_answered(service: Service) -
     with contextlib.closing(connection):
         connection.request("POST", "/v1/scores", large)
         assert values() == [999.25] * 400
-        (reader,) = service.children_of("tidemill.services.console.serving.request_reader")
+        (reader,) = service.children_of("tidemill.services.console.serve.request_reader")
         reader.suspend()  # parsing takes as long as it is so
         try:
             connection.request("POST", "/v1/scores", large)
@@ -256,7 +256,7 @@ def test_while_a_large_request_is_parsed_others_are_answered(service: Service) -
 def test_a_process_that_dies_while_it_reads_costs_one_attempt(service: Service) -> None:
     samples = [sample("4" * 999) for _ in range(100)]
     assert len(service.scores(*samples)) == 100
-    (reader,) = service.children_of("tidemill.services.console.serving.request_reader")
+    (reader,) = service.children_of("tidemill.services.console.serve.request_reader")
     reader.suspend()
     with futures.ThreadPoolExecutor() as pool:
         asked = pool.submit(service.post, {"samples": samples})

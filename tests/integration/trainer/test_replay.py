@@ -14,7 +14,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.history import History
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.messages import Ticket
-from tidemill.services.console.records.joins import read_group
+from tidemill.services.console.look.joins import read_group
 
 BUGGY_STEP = 2
 

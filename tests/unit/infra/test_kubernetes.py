@@ -26,8 +26,8 @@ from tidemill.common.config.run import StreamsConfig
 from tidemill.common.process import service
 from tidemill.common.process.programs import ROOT, Program
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
-from tidemill.services.console.exporter import __main__ as exporter
-from tidemill.services.console.launch.local_run import GRACE_MARGIN_S
+from tidemill.services.console import exporter
+from tidemill.services.console.up.local_run import GRACE_MARGIN_S
 
 PODS = ("Deployment", "StatefulSet", "Job")
 Object = dict[str, Any]

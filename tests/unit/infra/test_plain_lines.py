@@ -210,7 +210,7 @@ def test_the_table_counts_in_1000_lines_for_each_room_and_each_folder() -> None:
     ("file", "room"),
     [
         ("services/console/compare/diff.py", "services/console/compare"),
-        ("services/console/options.py", "services/console"),
+        ("services/console/commands.py", "services/console"),
         ("common/wire/keys.py", "common/wire"),
         ("tests/unit/infra/test_make.py", "tests/unit"),
         ("benchmarks/transport.py", "benchmarks"),

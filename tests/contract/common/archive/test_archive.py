@@ -27,7 +27,7 @@ from tidemill.common.files import LockedError
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, Garbled, append, decoded, id_after, trim_before
-from tidemill.services.console.records.joins import read_trajectories
+from tidemill.services.console.look.joins import read_trajectories
 
 DEATHS = {
     "in the middle of a file": "widen",

@@ -15,7 +15,7 @@ from tidemill.common.history import history as history_module
 from tidemill.common.history.journal import JOURNAL_FILE, journal_steps, newest_below, read_journal
 from tidemill.common.streams import append, entry_id_of, id_after, trim_before
 from tidemill.common.wire.messages import Commit, Score, ScoreStatus
-from tidemill.services.console.records.joins import read_group
+from tidemill.services.console.look.joins import read_group
 from tidemill.services.trainer.durable.commits import CommitJournal
 
 SELECTIONS = {
