@@ -192,7 +192,9 @@ class StepRunner:
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
         if commit.passes > 1:
             later = set(commit.groups)
-        all_groups = [self._filtered(groups[ticket], commit.step) for ticket in commit.groups]
+        all_groups = [groups[ticket] for ticket in commit.groups]
+        for group in all_groups:
+            self._select(group, commit.step)
         # All of it before the first update, as above.
         needed = [g for g in all_groups if g.ticket in later or self.precompute.is_needed_always]
         await self._precompute(needed, commit.step)
@@ -220,14 +222,14 @@ class StepRunner:
             await self._accumulate(rebuild([batch.keys for batch in first.micro_batches], samples), mini)
             await self._update(mini)
 
-    def _filtered(self, group: Group, step: int) -> Group:
-        outcome = self.group_filter.select(group)
-        if isinstance(outcome, Group):
-            return outcome
-        raise TidemillError(
-            f"ticket {group.ticket} was trained at step {step}, but cannot be trained again: "
-            f"{outcome.reason} ({outcome.detail}). Resume with the config the step was trained with."
-        )
+    def _select(self, group: Group, step: int) -> None:
+        """Fill in the samples of a group that `step` was trained on."""
+        refusal = self.group_filter.select(group)
+        if refusal is not None:
+            raise TidemillError(
+                f"ticket {group.ticket} was trained at step {step}, but cannot be trained again: "
+                f"{refusal.reason} ({refusal.detail}). Resume with the config the step was trained with."
+            )
 
     async def _collect(
         self,

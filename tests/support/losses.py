@@ -14,7 +14,7 @@ from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.sums import TileSums
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
-from tidemill.services.trainer.groups.columns import TRAINED_WITH
+from tidemill.services.trainer.groups.columns import trained_names
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample
 
@@ -33,7 +33,7 @@ def make_tokens(
     columns = {"rollout_logprobs": tensor(*rollout).log(), "advantages": tensor(*advantages)}
     if "old_values_N" in fields:
         columns["values"] = fields.pop("old_values_N")
-    for name in TRAINED_WITH:
+    for name in trained_names():
         if f"{name}_N" in fields and name != "values":  # those are the current ones
             columns[name] = fields.pop(f"{name}_N")
     values: dict[str, Any] = {

@@ -135,7 +135,7 @@ class ServiceRun:
         self.processes[name].kill()
         self.processes[name].wait()
 
-    async def stop(self, name: str, timeout_s: float = PATIENCE_S) -> int:
+    async def stop(self, name: str, timeout_s: float = 30.0) -> int:
         """SIGTERM, and wait for the exit code."""
         self.processes[name].send_signal(signal.SIGTERM)
         return await self.wait(name, timeout_s)

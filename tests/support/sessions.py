@@ -10,7 +10,7 @@ from tidemill.common.wire.messages import Trajectory
 from tidemill.common.wire.segments import Segment, Session
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
-from tidemill.services.trainer.groups.sample import Sample, make_sample
+from tidemill.services.trainer.groups.sample import Sample, make_sample, turn_ends
 
 Ids = tuple[int, ...]
 
@@ -83,8 +83,15 @@ def random_session(
 def session_samples(count: int, seed: int = 0) -> list[Sample]:
     """Samples of one to three segments with an advantage each."""
     rng = np.random.default_rng(seed)
-    made = [make_sample(random_session(i // 4 + 100, i % 4, i % 3 + 1, seed)) for i in range(count)]
-    return [changed(s, advantage=float(rng.normal()), reward=float(rng.random())) for s in made]
+    samples = []
+    for i in range(count):
+        trajectory = random_session(i // 4 + 100, i % 4, i % 3 + 1, seed)
+        turns = tuple(turn_ends(trajectory.segments, 0.0))
+        sample = make_sample(trajectory)
+        samples.append(
+            changed(sample, turns=turns, advantage=float(rng.normal()), reward=float(rng.random()))
+        )
+    return samples
 
 
 def played(single: Trajectory) -> Trajectory:

@@ -11,9 +11,8 @@ import psutil
 T = TypeVar("T")
 
 POLL_S = 0.01
-PATIENCE_S = 240.0
-"""Far longer than anything takes on a busy machine: it is spent only where a test fails. A run of
-two ranks had not trained its first step after 120 s where forty processes wanted two cores."""
+PATIENCE_S = 120.0
+"""Far longer than anything takes on a busy machine: it is spent only where a test fails."""
 
 
 async def wait_until(

@@ -31,7 +31,6 @@ from tidemill.services.trainer.groups.group_filter import (
     STALE,
     ZERO_VARIANCE,
     GroupFilter,
-    Refusal,
 )
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 
@@ -331,18 +330,18 @@ class BatchAssembler:
 
     async def _take(self, ticket: int, step: int, groups: list[Group]) -> None:
         """Filter one complete group: add it to the step, or replace it."""
-        pending = self.join.groups[ticket]
-        group = self.group_filter.apply(pending, step)
-        if isinstance(group, Refusal):
-            log.info("group replaced", ticket=ticket, reason=group.reason, detail=group.detail)
-            if group.reason == STALE:
-                await self._report_stale(pending, step, group.detail)
-            await self.drop(ticket, group.reason, step, group.detail, group.rewards)
+        group = self.join.groups[ticket]
+        refusal = self.group_filter.apply(group, step)
+        if refusal is not None:
+            log.info("group replaced", ticket=ticket, reason=refusal.reason, detail=refusal.detail)
+            if refusal.reason == STALE:
+                await self._report_stale(group, step, refusal.detail)
+            await self.drop(ticket, refusal.reason, step, refusal.detail, refusal.rewards)
             return
         self.join.complete.remove(ticket)
         # A dead letter about it may have come since: it must not be replaced as well.
         self.join.dead.pop(ticket, None)
-        pending.is_taken = True
+        group.is_taken = True
         self.limit.note_trained()
         groups.append(group)
 

@@ -55,8 +55,8 @@ class GroupFilter:
         self.routing: Routing | None = None
         """The routers that the policy gives the samples' routes to, which depend on the model."""
 
-    def apply(self, group: Group, step: int) -> Group | Refusal:
-        """Check the staleness bound for `step`, then `select`: fill in the group, or say why it is
+    def apply(self, group: Group, step: int) -> Refusal | None:
+        """Check the staleness bound for `step`, then `select`: fill in the group, or return why it is
         replaced."""
         if group.is_demonstration:  # it has no version
             return self.select(group)
@@ -74,11 +74,13 @@ class GroupFilter:
             return Refusal(NO_CHOICES, detail)
         return self.select(group)
 
-    def select(self, group: Group) -> Group | Refusal:
-        """Apply the failure policy, and fill in the group's samples. Their advantages come later
-        (`Advantages.assign`). A replay begins here: a step that was trained kept the bound of its time."""
+    def select(self, group: Group) -> Refusal | None:
+        """Apply the failure policy, and fill in the group's samples, or return why it is replaced. Advantages
+        come later (`Advantages.assign`). A replay begins here: a step that was trained kept the bound of its
+        time."""
         if group.is_demonstration:
-            return self._demonstration(group)
+            self._fill_demonstration(group)
+            return None
         teacher = self._teacher(group)
         are_masked = any(map(has_masks, group.trajectories.values()))
         rewards: dict[int, float] = {}
@@ -127,16 +129,15 @@ class GroupFilter:
         group.samples = samples
         group.left_out = left_out
         group.baseline = baselines[0] if baselines else None
-        return group
+        return None
 
-    def _demonstration(self, group: Group) -> Group:
+    def _fill_demonstration(self, group: Group) -> None:
         """Fill in a demonstration, with its source's weight; it was checked when it was loaded."""
         (trajectory,) = group.trajectories.values()
         sample = group.sample_at(trajectory.index)
         sample.imitation = self.imitation[trajectory.source]
         sample.group_trained = sample.num_trained
         group.samples = [sample]
-        return group
 
     def _teacher(self, group: Group) -> tuple[str, NamedRewardConfig] | None:
         """The teacher of the group's data source, which is that of all its trajectories."""

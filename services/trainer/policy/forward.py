@@ -23,7 +23,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.columns import COLUMNS, TRAINED_WITH, SampleColumns
+from tidemill.services.trainer.groups.columns import COLUMNS, SampleColumns, trained_names
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import SHORTEST
@@ -284,21 +284,27 @@ def trained_tokens(
     held: set[str] = set()
     for sample in chosen:
         held.update(sample.columns)
-    names = [name for name in TRAINED_WITH if name in held]
+    names = [name for name in trained_names() if name in held]
     if "advantages" not in names:  # demonstrations alone have none
         names.append("advantages")
     if batch.is_at_start and "proximal_logprobs" in names:
         names.remove("proximal_logprobs")
-    is_shown = any(sample.imitation for sample in chosen)
+    # One number of a sample for each of its tokens.
+    repeated = {"weights": weights}
+    if "teacher_logprobs" in names:
+        repeated["teacher_weights"] = [sample.teacher_weight for sample in chosen]
+    if any(sample.imitation for sample in chosen):
+        repeated["imitation"] = [sample.imitation for sample in chosen]
     # Divisions are done by now, in float64 on the host; products with the loss follow in the dtype of the
     # logprobs. Everything crosses to the device in one copy.
-    columns_CN = np.empty((len(names) + 1 + is_shown, sum(counts)))
-    for column_N, name in zip(columns_CN, names, strict=False):
-        _fill_column(column_N, name, rows, chosen)
-    columns_CN[len(names)] = np.repeat(weights, counts)
-    if is_shown:
-        columns_CN[-1] = np.repeat([sample.imitation for sample in chosen], counts)
-    on_device = torch.from_numpy(columns_CN).to(scores.logprobs_N.device, scores.logprobs_N.dtype)
+    arrays_CN = np.empty((len(names) + len(repeated), sum(counts)))
+    for array_N, name in zip(arrays_CN, names, strict=False):
+        _fill_column(array_N, name, rows, chosen)
+    for array_N, numbers_of_rows in zip(arrays_CN[len(names) :], repeated.values(), strict=True):
+        array_N[:] = np.repeat(numbers_of_rows, counts)
+    on_device = torch.from_numpy(arrays_CN).to(scores.logprobs_N.device, scores.logprobs_N.dtype)
+    columns = dict(zip(names, on_device, strict=False))
+    of_samples = dict(zip(repeated, on_device[len(names) :], strict=True))
     # All segments of a session have one number: ratios and means of sequences go over all of them.
     numbers = {sample: number for number, sample in enumerate(dict.fromkeys(tile.samples))}
     sequence = np.repeat([numbers[sample] for sample in tile.samples], counts)
@@ -310,9 +316,10 @@ def trained_tokens(
         sequence_N=torch.from_numpy(sequence).to(scores.logprobs_N.device),
         num_sequences=len(numbers),
         routing=scores.routing,
-        weights_N=on_device[len(names)],
-        imitation_N=on_device[-1] if is_shown else None,
-        columns=dict(zip(names, on_device, strict=False)),
+        weights_N=of_samples["weights"],
+        teacher_weights_N=of_samples.get("teacher_weights"),
+        imitation_N=of_samples.get("imitation"),
+        columns=columns,
     )
 
 

@@ -61,6 +61,9 @@ def fill_statistics(groups: Sequence[Group], algorithm: AlgorithmConfig) -> None
         for name in ("start_logprobs", "entropies"):  # nothing else reads them
             sample.columns.pop(name, None)
         start = end
+    for group in groups:
+        # Whoever trains these samples in another step, or again, has to compute what was dropped.
+        group.precomputed_for = -1
 
 
 def top_entropy(entropies_N: Float64, share: float) -> Bits:

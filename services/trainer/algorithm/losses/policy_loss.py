@@ -121,9 +121,9 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
 
 def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
     """weight * KL(policy || teacher) of each token; its sums go into `sums`."""
-    if "teacher_logprobs" not in tokens.columns:
+    weights_N = tokens.teacher_weights_N
+    if weights_N is None:
         return torch.zeros_like(tokens.weights_N)
-    weights_N = tokens.columns["teacher_weights"]
     kl_N = teacher_kl(tokens.unmasked_logprobs_N, tokens.columns["teacher_logprobs"], algorithm.teacher)
     has_teacher_N = weights_N > 0
     sums["teacher_kl_sum"] = (kl_N.detach() * has_teacher_N).sum()

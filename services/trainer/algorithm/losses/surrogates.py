@@ -306,7 +306,7 @@ def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
     function, _ = load_users_function(LOSS_FIELD, algorithm.loss, ("ratio", "algorithm"))
 
     def surrogate(ratio: Tokens, algorithm: AlgorithmConfig) -> Surrogate:
-        returned = function(ratio=ratio, algorithm=algorithm)
+        returned = function(ratio=ratio.completed(_users_columns(algorithm)), algorithm=algorithm)
         if isinstance(returned, torch.Tensor):
             returned = Surrogate(returned)
         if not isinstance(returned, Surrogate) or returned.objective_N.shape != ratio.log_N.shape:
@@ -322,16 +322,43 @@ def find_loss(algorithm: AlgorithmConfig) -> SurrogateFunction:
     return surrogate
 
 
+def _users_columns(algorithm: AlgorithmConfig) -> list[str]:
+    """Columns that a user's loss can rely on with this config, beside those of all tokens. Without this, a
+    pass with demonstrations alone would lack them, and one without a taught token the teacher's."""
+    names = ["teacher_logprobs"]
+    if algorithm.needs_reference:
+        names.append("reference_logprobs")
+    if algorithm.needs_values:
+        names += ["values", "returns"]
+    if algorithm.needs_statistics:
+        names.append("factors")
+    return names
+
+
 def _try(surrogate: SurrogateFunction, algorithm: AlgorithmConfig) -> None:
+    """Call it as the first mini-batch will, with numbers for all columns that this config will have."""
     logprobs_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     rollout_N = torch.tensor([-1.1, -1.9, -0.5])
+    values_N = torch.tensor([0.5, 0.25, -0.5])
+    made_up_columns = {
+        "rollout_logprobs": rollout_N,
+        "advantages": torch.tensor([1.0, 1.0, -1.0]),
+        "teacher_logprobs": torch.tensor([-0.7, -1.5, -0.9]),
+        "reference_logprobs": torch.tensor([-1.2, -1.8, -0.6]),
+        "values": values_N,
+        "returns": torch.tensor([1.5, 1.25, -1.5]),
+        "factors": torch.tensor([1.0, 0.0, 1.0]),
+    }
+    names = ["rollout_logprobs", "advantages", *_users_columns(algorithm)]
     made_up = Tokens(
         logprobs_N=logprobs_N,
         weights_N=torch.ones(3),
         sequence_N=torch.tensor([0, 0, 1]),
         num_sequences=2,
         entropies_N=torch.ones(3),
-        columns={"rollout_logprobs": rollout_N, "advantages": torch.tensor([1.0, 1.0, -1.0])},
+        columns={name: made_up_columns[name] for name in names},
+        values_N=values_N.clone().requires_grad_() if algorithm.needs_values else None,
+        teacher_weights_N=torch.tensor([1.0, 0.5, 0.0]),
         log_N=logprobs_N - rollout_N,
     )
     objective_N = surrogate(made_up, algorithm).objective_N

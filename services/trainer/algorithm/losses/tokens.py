@@ -3,6 +3,7 @@
 Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -41,6 +42,9 @@ class Tokens:
     log_mass_N: Tensor | None = None
     """Logarithm of the probability of the ids that sampling kept; None: all were kept."""
     values_N: Tensor | None = None
+    teacher_weights_N: Tensor | None = None
+    """Weight of the teacher's term for each token: 0 only measures it, or there is no teacher; None: no token
+    of the pass has one."""
     imitation_N: Tensor | None = None
     """For demonstrations, the weight of -logprob, which is their whole loss; 0 for the other tokens."""
     routing: tuple[LayerRouting, ...] = ()
@@ -91,6 +95,23 @@ class Tokens:
                 values_N = torch.where(is_shown_N, floored._current_N(name), values_N)
             columns[name] = values_N
         return replace(floored, columns=columns, entropies_N=self.of_sampled(self.entropies_N))
+
+    def completed(self, names: Sequence[str]) -> "Tokens":
+        """The same with weights of a teacher, 0 where there is none, and with these columns: those that the
+        pass lacks have the values of demonstrations, which are 0 or make no difference."""
+        weights_N = self.teacher_weights_N
+        if weights_N is None:
+            weights_N = torch.zeros_like(self.weights_N)
+        absent = {}
+        for name in names:
+            if name in self.columns:
+                continue
+            number = COLUMNS[name].of_demonstration
+            if number == "current":
+                absent[name] = self._current_N(name)
+            else:
+                absent[name] = torch.full_like(self.weights_N, number)
+        return replace(self, columns=self.columns | absent, teacher_weights_N=weights_N)
 
     def _current_N(self, name: str) -> Tensor:
         """The current logprobs, as a column of this name would have them; without gradient."""

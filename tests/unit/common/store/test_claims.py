@@ -23,7 +23,7 @@ from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, ScoreStatus, Trajectory, fault_of
 from tidemill.common.wire.segments import check_tokens
 from tidemill.services.trainer.groups.group import Group
-from tidemill.services.trainer.groups.group_filter import ENVIRONMENT_FAULT, NO_PAYLOAD, GroupFilter, Refusal
+from tidemill.services.trainer.groups.group_filter import ENVIRONMENT_FAULT, NO_PAYLOAD, GroupFilter
 
 
 def large(ticket: int = 3, index: int = 1, num_tokens: int = 5000) -> Trajectory:
@@ -269,18 +269,18 @@ def test_a_sample_without_its_payload_or_environment_is_left_out_whatever_its_sc
     group = faulty_group(tmp_path, dict.fromkeys(range(4), ScoreStatus.OK) | {1: status})
     if fault:
         group.trajectories[1] = sent(make_trajectory(0, 1, group_size=4, fault=fault))
-    outcome = GroupFilter(trainer_config(**policy, group_size=4)).apply(group, 0)
-    assert isinstance(outcome, Group)
-    assert outcome.left_out == [(1, ENVIRONMENT_FAULT if fault else NO_PAYLOAD)]
-    assert [sample.key[1] for sample in outcome.samples] == [0, 2, 3]
-    assert [sample.index for sample in outcome.sampled] == [0, 2, 3], "an empty one is not short"
+    refusal = GroupFilter(trainer_config(**policy, group_size=4)).apply(group, 0)
+    assert refusal is None
+    assert group.left_out == [(1, ENVIRONMENT_FAULT if fault else NO_PAYLOAD)]
+    assert [sample.key[1] for sample in group.samples] == [0, 2, 3]
+    assert [sample.index for sample in group.sampled] == [0, 2, 3], "an empty one is not short"
 
 
 def test_a_group_that_failures_drop_says_what_is_missing(tmp_path):
     statuses = dict.fromkeys(range(4), ScoreStatus.OK)
     config = trainer_config(reward__on_failure="drop_group", group_size=4)
-    outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
-    assert isinstance(outcome, Refusal) and "cannot be had" in outcome.detail
+    refusal = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
+    assert refusal is not None and "cannot be had" in refusal.detail
 
 
 class RefusingObjects:

@@ -42,7 +42,7 @@ from tidemill.services.trainer.algorithm.advantages.shaping import (
     token_rewards,
 )
 from tidemill.services.trainer.groups.group import Group
-from tidemill.services.trainer.groups.sample import Sample, TurnEnd, make_sample
+from tidemill.services.trainer.groups.sample import Sample, TurnEnd, make_sample, turn_ends
 
 GENERATOR = np.random.default_rng(7)
 GROUPS = [GENERATOR.random(size).round(2).tolist() for size in (4, 3, 6, 2)] + [[0.4] * 4, [1.0]]
@@ -435,7 +435,8 @@ def session(index: int, reward: float, rewards: tuple[float | None, ...] = (1.0,
     first = make_segment((3, 4), (5, 6), (7, 8, 9), (10,), rewards=rewards[:2])
     made = make_session(0, index, first, make_segment((11,), (12, 13), rewards=rewards[2:]))
     values = np.zeros(8, np.float32)
-    sample = make_sample(made, turn_weight=1.0)
+    sample = make_sample(made)
+    sample.turns = tuple(turn_ends(made.segments, 1.0))
     values[sample.mask] = VALUES
     return changed(sample, reward=reward, values=values)
 

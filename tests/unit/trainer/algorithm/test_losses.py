@@ -5,6 +5,8 @@ written again are in test_losses_independent.py.
 """
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from tidemill.services.trainer.algorithm.losses.sums import Sums, add_tiles, los
 from tidemill.services.trainer.algorithm.losses.tokens import denominator, token_weight
 from tidemill.services.trainer.policy.head import score_logits
 
+ROOT = Path(__file__).parents[4]
 ROLLOUT = {"old_logprobs": "rollout"}
 FROZEN = {"reference": {"model": "frozen"}}
 LOG2, LOG15 = math.log(2.0), math.log(1.5)
@@ -477,6 +480,26 @@ def test_a_sum_that_nothing_else_knows_is_a_metric_by_its_name():
     metrics = loss_metrics(sums + Sums(tokens=3, surprise_sum=5.0, surprise_max=7.0))
     assert (metrics["surprise"], metrics["surprise/max"]) == (2.0, 7.0)
     assert not {"note", "loss_sum", "entropy_sum"} & metrics.keys()
+
+
+def test_the_recipe_for_a_metric_counts_no_token_of_a_demonstration():
+    """The line of CONTRIBUTING.md. Surprises log 2, log 4 and a demonstration's log 10: 1.5 log 2."""
+    (line,) = re.findall(r'`(sums\["surprise_sum"\] = [^`]+)`', (ROOT / "CONTRIBUTING.md").read_text())
+    tokens = make_tokens([0.5, 0.25, 0.1], [0.5, 0.25, 0.1], [1.0] * 3, imitation_N=tensor(0.0, 0.0, 0.5))
+    sums = dict(loss_of(tokens).sums)
+    exec(line, {"sums": sums, "tokens": tokens, "surprise_N": -tokens.logprobs_N})
+    assert not sums["surprise_sum"].requires_grad
+    metrics = loss_metrics(Sums(tokens=3) + add_tiles([sums]))
+    assert metrics["surprise"] == pytest.approx(1.5 * LOG2)
+
+
+def test_a_sum_that_no_code_reads_is_no_attribute():
+    """Broken, a misspelt name would be a metric of 0."""
+    sums = Sums(tokens=3, surprise_sum=1.0)
+    assert (sums.tokens, sums.kl_sum, sums["surprise_sum"]) == (3, 0.0, 1.0)
+    for name in ("kl_sums", "surprise_sum"):
+        with pytest.raises(AttributeError, match=f"no sum '{name}'"):
+            getattr(sums, name)
 
 
 @pytest.mark.parametrize(

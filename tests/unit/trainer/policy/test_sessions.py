@@ -214,9 +214,9 @@ def filtered(*trajectories: Trajectory, **algorithm: Any) -> list[Sample]:
     )
     scores = {t.index: make_score(0, t.index, float(t.index)) for t in trajectories}
     group = Group(0, 0, {t.index: t for t in trajectories}, scores)
-    outcome = GroupFilter(config).apply(group, 1)
-    assert isinstance(outcome, Group), outcome
-    return outcome.samples
+    refusal = GroupFilter(config).apply(group, 1)
+    assert refusal is None, refusal
+    return group.samples
 
 
 def test_a_truncated_session_is_masked_over_all_its_segments():
