@@ -1,5 +1,4 @@
-"""`tidemill slurm`: sbatch scripts for a run on a Slurm cluster, and YAML for SkyPilot. What a node does is
-`__main__.py`."""
+"""`tidemill slurm`: sbatch scripts for a Slurm cluster, and YAML for SkyPilot. What a node does is `node.py`."""
 
 import json
 import os
