@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
+from tidemill.common.process.programs import Program
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -34,8 +35,25 @@ class FlagsWithoutValue:
         return parameters
 
 
+FORMER_OPTIONS = {
+    ("slurm", "--sky"): (
+        "--sky is gone. In a YAML of your own for SkyPilot, `run` is python -m "
+        f"{Program.NODE} CONFIG --run RUN_ID: see docs/operations/deploy.md"
+    ),
+}
+"""Command and option that it had once -> what to do in its place."""
+
+
 class Command(FlagsWithoutValue, TyperCommand):
     """A command of ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises ConfigError: an option is one that the command had once."""
+        for word in args:
+            cure = FORMER_OPTIONS.get((self.name or "", word))
+            if cure is not None:
+                raise ConfigError(cure)
+        return super().parse_args(ctx, args)
 
 
 class Group(FlagsWithoutValue, TyperGroup):
@@ -296,12 +314,11 @@ _CPU_NODES_TEXT = "Nodes without GPUs for reward workers, in a job of their own 
 _GPUS_PER_NODE_TEXT = "GPUs that each node gives the run."
 _TIME_TEXT = "Limit of the job, after which it is put back into the queue and goes on."
 _SCRIPT_TEXT = "Folder for the scripts."
-_SKY_TEXT = "Write SkyPilot's YAML in place of a script for Slurm."
 
 
 @command("slurm", "up.slurm:write_scripts", "config.yaml --nodes 4 --gpus-per-node 8 --cpu-nodes 2")
 class SlurmOptions:
-    """Write an sbatch script that does a run on the nodes of a Slurm cluster, or what SkyPilot reads.
+    """Write an sbatch script that does a run on the nodes of a Slurm cluster.
 
     The first node has Redis and the trainer, the others rollout and reward workers; all of them see the
     folder of runs. Where a node fails, is drained, or the time is over, the job is queued again, and the run
@@ -315,7 +332,6 @@ class SlurmOptions:
     cpu_nodes: int = option("--cpu-nodes", _CPU_NODES_TEXT, 0, "N", min=0)
     time: str = option("--time", _TIME_TEXT, "24:00:00", "TIME")
     run_id: str = option("--run-id", _RUN_NAME_TEXT, "", "ID")
-    is_sky: bool = option("--sky", _SKY_TEXT, False)
     output: Path = option("--output", _SCRIPT_TEXT, Path("."), "FOLDER", short=["-o"])
     runs_dir: Path | None = runs_dir_option()
 

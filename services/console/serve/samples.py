@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tidemill.common.run.dataset import PROMPT
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.wire.codec import encode_payload, pack, schema_of
 from tidemill.common.wire.messages import Lane, Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Session

@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from tidemill.common.config import RunConfig, load_config
+from tidemill.common.data.prompt_lengths import with_steps
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.privacy import hide_memory
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.prompt_lengths import with_steps
 from tidemill.common.run.state import FINISHED, read_state
 from tidemill.common.wire.keys import Keys
 from tidemill.services.console.check.placement import gpus_here, place

@@ -1,14 +1,11 @@
-"""`tidemill slurm`: sbatch scripts for a run on a Slurm cluster, and YAML for SkyPilot. What a node does is
-`__main__.py`."""
+"""`tidemill slurm`: sbatch scripts for a run on a Slurm cluster. What a node does is `node.py`."""
 
-import json
 import os
 import re
 import shlex
 import sys
 from pathlib import Path
 
-import tidemill
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
@@ -46,25 +43,6 @@ cd {folder} || exit 2
 export TIDEMILL_RUNS_DIR={runs}
 exec {command}
 """
-SKY = """\
-# The nodes of the run {run_id} for SkyPilot; written by `tidemill slurm --sky`. Start it with
-#   sky jobs launch {run_id}.sky.yaml
-# The folder of the config is copied to the nodes; what it names besides has to be in it, or on the hub.
-name: {name}
-num_nodes: {nodes}
-workdir: {folder}
-resources:{accelerators}
-  job_recovery:
-    max_restarts_on_errors: 3
-volumes:
-  /runs: tidemill-runs    # one that all nodes see and may write, with locks: sky volumes apply
-envs:
-  TIDEMILL_RUNS_DIR: /runs
-setup: pip install tidemill=={version} 'vllm==0.32.*'
-run: |
-  export TIDEMILL_REDIS_LISTEN="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):6390"
-  exec {command}
-"""
 
 
 def write_scripts(options: SlurmOptions) -> None:
@@ -85,39 +63,20 @@ def write_scripts(options: SlurmOptions) -> None:
     words = [str(options.config.resolve()), "--run", run_id]
     words += [word for override in options.overrides for word in ("--set", override)]
     words += ["--roles", "rollout"] if options.cpu_nodes else []
-    if options.is_sky:
-        if options.cpu_nodes:
-            raise ConfigError("--cpu-nodes is a job of Slurm's; with --sky all nodes have reward workers")
-        return _write(options, {f"{run_id}.sky.yaml": _sky(options, run_id, words)}, "sky jobs launch")
     texts = {f"{run_id}.sbatch": _script(options, run_id, runs, words, is_join=False)}
     if options.cpu_nodes:
         reward_command = [*words[:-2], "--node", "-1", "--roles", "reward"]
         texts[f"{run_id}.rewards.sbatch"] = _script(options, run_id, runs, reward_command, is_join=True)
     runs.mkdir(parents=True, exist_ok=True)
-    _write(options, texts, "sbatch")
+    _write(options, texts)
     print(f"then: {command_line('status', run_id, '--watch')}", file=sys.stderr)
 
 
-def _write(options: SlurmOptions, texts: dict[str, str], command: str) -> None:
+def _write(options: SlurmOptions, texts: dict[str, str]) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (options.output / name).write_text(text)
-        print(f"{command} {shlex.quote(nearest((options.output / name).resolve()))}")
-
-
-def _sky(options: SlurmOptions, run_id: str, words: list[str]) -> str:
-    kinds = ", ".join(f"{kind}:{options.gpus_per_node}" for kind in ("H100", "H200", "A100-80GB"))
-    values = {
-        "run_id": run_id,
-        # It becomes the name of machines.
-        "name": re.sub(r"[^a-z0-9-]+", "-", run_id.lower()).strip("-"),
-        "nodes": options.nodes,
-        "folder": json.dumps(str(options.config.resolve().parent)),
-        "accelerators": f"\n  accelerators: [{kinds}]" if options.gpus_per_node else "\n  cpus: 16+",
-        "version": tidemill.__version__,
-        "command": shlex.join(["python", "-m", Program.NODE, options.config.name, *words[1:]]),
-    }
-    return SKY.format(**values)
+        print(f"sbatch {shlex.quote(nearest((options.output / name).resolve()))}")
 
 
 def _script(options: SlurmOptions, run_id: str, runs: Path, words: list[str], *, is_join: bool) -> str:

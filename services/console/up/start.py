@@ -15,6 +15,7 @@ from rich.text import Text
 
 from tidemill.common.command_line import command_line
 from tidemill.common.config import FieldChange, RunConfig, changed_fields
+from tidemill.common.data.prompt_lengths import with_steps
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.privacy import hide_memory
@@ -22,7 +23,6 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.process.service import METRICS_HOST_VARIABLE
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.hub import check_model_on_hub
-from tidemill.common.run.prompt_lengths import with_steps
 from tidemill.common.run.state import (
     CONFIG_FILE,
     FAILED,

@@ -18,8 +18,8 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.store.claims import resolved, with_choices_in
 from tidemill.common.threads import BoundedThreads
 from tidemill.services.reward import adapters
+from tidemill.services.reward.attempts import attempt
 from tidemill.services.reward.outcome import AttemptError
-from tidemill.services.reward.rewards.weighted_sum import attempt
 from tidemill.services.rollout.sessions.player import Player
 
 NUM_FAILURES = 12

@@ -15,9 +15,9 @@ from tests.support.models import write_tokenizer
 from tests.support.trajectories import make_config
 from tests.unit.common.run.test_special_tokens import tokenizer_of
 from tidemill.common.config import DataConfig, ModelConfig, RunConfig
+from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
 from tidemill.common.process import gpus
-from tidemill.common.run.dataset import Row
 from tidemill.services.console.check import memory, preflight
 from tidemill.services.console.check.explain import (
     describe,

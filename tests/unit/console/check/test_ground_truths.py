@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.common.run.dataset import Row
+from tidemill.common.data.dataset import Row
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 
 

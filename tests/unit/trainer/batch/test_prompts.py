@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.training import trainer_config
 from tidemill.common.config.data import DataConfig
+from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.dataset import Row
 from tidemill.services.trainer.batch import prompts as module
 from tidemill.services.trainer.batch.prompt_plan import Mixture, PromptPlan
 from tidemill.services.trainer.batch.prompts import (

@@ -12,8 +12,8 @@ import pytest
 from tests.support.late_imports import late
 from tests.support.rows import read_dataset
 from tidemill.common.config import DataConfig
+from tidemill.common.data.dataset import read_evaluation_rows, read_training_rows
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.dataset import read_evaluation_rows, read_training_rows
 
 datasets = late("datasets")
 ROWS = [{"prompt": f"what is {i}?", "ground_truth": str(i), "level": i % 3} for i in range(7)]

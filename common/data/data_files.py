@@ -22,11 +22,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tidemill.common.data.arrow_values import Convert, check_names, convert, converter_of
+from tidemill.common.data.json_values import parse_json
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import did_you_mean
-from tidemill.common.run.arrow_values import Convert, check_names, convert, converter_of
 from tidemill.common.run.hub import told_while_waiting
-from tidemill.common.run.json_values import parse_json
 
 JSONL = (".jsonl", ".ndjson", ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}

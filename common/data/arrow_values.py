@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tidemill.common.run.json_values import parse_json
+from tidemill.common.data.json_values import parse_json
 
 Convert = Callable[[Any], Any]
 

@@ -17,8 +17,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from tidemill.common.data.data_files import Located, RowFile, files_of, in_words, open_rows
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.data_files import Located, RowFile, files_of, in_words, open_rows
 from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import pytest
 from tests.support.late_imports import late
 from tests.support.rows import read_dataset
 from tidemill.common.config import DataConfig
+from tidemill.common.data.data_files import open_rows
+from tidemill.common.data.dataset import read_training_rows
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.data_files import open_rows
-from tidemill.common.run.dataset import read_training_rows
 
 datasets = late("datasets")
 MIXED = [

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
+from tidemill.common.data.dataset import ChatMessage, Row, read_training_rows
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
-from tidemill.common.run.dataset import ChatMessage, Row, read_training_rows
 from tidemill.common.run.hub import told_while_waiting
 from tidemill.common.run.special_tokens import num_appended
 

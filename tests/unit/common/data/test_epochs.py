@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.checked_runs import make_folder
 from tidemill.common.config import RunConfig, parse_config
+from tidemill.common.data.dataset import Row
+from tidemill.common.data.prompt_lengths import NotMeasuredError, with_steps
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.dataset import Row
-from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
 
 
 def rows(count: int, long: int = 0) -> list[Row]:

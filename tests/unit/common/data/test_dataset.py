@@ -14,9 +14,9 @@ import pytest
 from tests.support.rows import read_dataset
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import RunConfig
+from tidemill.common.data.dataset import Row, gsm8k_answer, read_training_rows
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
-from tidemill.common.run.dataset import Row, gsm8k_answer, read_training_rows
 
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 
