@@ -118,13 +118,6 @@ async def requeue(
     )
 
 
-async def reappend(broker: Broker, dead_key: str, dead_id: str, key: str, fields: Fields) -> bool:
-    """Append a dead letter's bytes to a log that is read by offset; False where it is gone."""
-    return await scripts.reappend(
-        broker, dead=dead_key, log=key, dead_id=dead_id, fields=list(fields.items())
-    )
-
-
 async def remove_entries(broker: Broker, key: str, entry_ids: Iterable[str]) -> int:
     """Remove entries by id; returns how many were there. Used for dead letters only."""
     ids = list(entry_ids)

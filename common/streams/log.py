@@ -117,6 +117,17 @@ class Mark:
     value: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class HeldTickets:
+    """Where the leases and the progress of a lane's tickets are."""
+
+    group: str
+    """The consumer group that holds them."""
+    progress_prefix: str
+    progress_suffix: str
+    """Before and after the number of a ticket, in the key of its progress."""
+
+
 class MarkLostError(TidemillError):
     """A mark is gone, and with it perhaps what was written before it."""
 
@@ -380,10 +391,10 @@ async def trim_before(
     key: str,
     entry_id: str,
     mark: Mark | None = None,
-    held: tuple[str, str, str] | None = None,
+    held: HeldTickets | None = None,
 ) -> int:
-    """Remove entries below `entry_id`; returns how many. `held`, for tickets: the consumer group, and prefix
-    and suffix of the keys of progress; leases and progress of removed tickets are removed, too.
+    """Remove entries below `entry_id`; returns how many. With `held`, leases and progress of removed tickets
+    are removed, too.
 
     Raises:
         MarkLostError: the server has not got the `mark`; nothing was removed.
@@ -399,9 +410,9 @@ async def trim_before(
         mark_field=mark.field,
         mark=mark.value,
         trim_field=_trim_field(key),
-        group=held[0] if held else None,
-        progress_prefix=held[1] if held else None,
-        progress_suffix=held[2] if held else None,
+        group=held.group if held else None,
+        progress_prefix=held.progress_prefix if held else None,
+        progress_suffix=held.progress_suffix if held else None,
     )
     if num_removed == NO_MARK:
         raise MarkLostError(f"Redis has lost a mark in {mark.key}")
@@ -427,11 +438,3 @@ def _trim_field(key: str) -> str:
     """Field of the run's state for a stream: the id below which this server has trimmed it. One that has lost
     the trim has lost the field too."""
     return f"trimmed:{key.partition('}:')[2]}"
-
-
-async def continue_after(broker: Broker, key: str, known: str, entry_id: str, *, is_numbered: bool) -> bool:
-    """Make new entries follow `entry_id`, though Redis has lost those between `known` and it. False where the
-    stream already has new ones there. If `is_numbered`, only check: such entries have explicit ids."""
-    return await scripts.continue_after(
-        broker, stream=key, last_known=known, entry_id=entry_id, moves_last_id=not is_numbered
-    )

@@ -29,6 +29,7 @@ from tidemill.common.errors import CodecError, ConfigError
 from tidemill.common.history import History, StreamName
 from tidemill.common.history.groups import TicketOutcomes
 from tidemill.common.process.programs import run_main
+from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.scripts import RequeueReply
 from tidemill.common.run.state import FINISHED, read_config, read_state
@@ -36,7 +37,6 @@ from tidemill.common.streams import (
     dead_letter,
     group_status,
     has_entry,
-    reappend,
     remove_entries,
     requeue,
     scan,
@@ -293,7 +293,13 @@ class Requeuer:
             return RequeueResult(False, reason)
         if entry.stream == "scores":
             key = self.keys.scores(entry.lane)
-            is_done = await reappend(self.broker, self.keys.dead, entry.entry_id, key, entry.fields)
+            is_done = await scripts.reappend(
+                self.broker,
+                dead=self.keys.dead,
+                log=key,
+                dead_id=entry.entry_id,
+                fields=list(entry.fields.items()),
+            )
             return RequeueResult(is_done, "appended to the scores again" if is_done else GONE)
         return await self._hand_out_again(entry)
 

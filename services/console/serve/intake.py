@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from starlette.requests import Request
 
+from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.json_api import (
     MAX_BODY_BYTES,
     BusyError,
@@ -130,7 +131,7 @@ class RequestReader:
                 self._process = WorkerProcess(Child.REQUESTS, "requests")
             await self._process.start({})
             return self._process
-        except (OSError, StartupError) as error:
+        except (OSError, StartupError, MachineFaultError) as error:
             raise await self._unavailable(str(error)) from None
 
     async def ask(self, frame: dict[str, Any]) -> dict[str, Any]:

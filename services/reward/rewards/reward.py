@@ -13,7 +13,7 @@ from functools import partial
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.reward.functions.pool import UNRESTRICTED, Execution
+from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
 from tidemill.services.reward.functions.signature import ROUTER, Style
@@ -32,7 +32,7 @@ class FunctionReward(Reward):
         num_processes: int,
         router: Callable[[], Awaitable[str]] | None = None,
         threads: int = 1,
-        at_once: int = UNRESTRICTED,
+        at_once: int | None = None,
     ) -> None:
         self.function = function
         self.execution = Execution(function, num_processes, threads, at_once)

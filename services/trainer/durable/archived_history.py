@@ -19,10 +19,10 @@ from tidemill.common.errors import ArchiveError
 from tidemill.common.files import LockedError, file_checksum
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.process.service import ServiceContext
+from tidemill.common.redis import scripts
 from tidemill.common.streams import (
     START,
     Entry,
-    continue_after,
     decoded,
     entry_id_of,
     has_claim,
@@ -96,7 +96,15 @@ class ArchivedHistory:
         if settled is not None:
             keep = max(standing, min(last, settled.get(stream, START), key=id_order), key=id_order)
         key, is_numbered = stream.key(self.keys), stream in NUMBERED
-        if not await continue_after(self.broker, key, standing, keep, is_numbered=is_numbered):
+        has_moved = await scripts.continue_after(
+            self.broker,
+            stream=key,
+            last_known=standing,
+            entry_id=keep,
+            # Numbered entries have explicit ids.
+            moves_last_id=not is_numbered,
+        )
+        if not has_moved:
             keep = standing  # what came since would never be archived
         if keep == last:
             return

@@ -18,6 +18,7 @@ from tidemill.common.process.service import ServiceContext
 from tidemill.common.store import ClaimStore
 from tidemill.common.streams import (
     START,
+    HeldTickets,
     Mark,
     MarkLostError,
     id_after,
@@ -115,12 +116,12 @@ class Trimmer:
             log.debug("streams trimmed", entries=removed)
         return removed
 
-    def _held(self, stream: StreamName) -> tuple[str, str, str] | None:
+    def _held(self, stream: StreamName) -> HeldTickets | None:
         """For the streams of tickets, what `trim_before` needs to take them from workers that hold them."""
         for lane in Lane:
             if stream.key(self.context.keys) == self.context.keys.prompts(lane):
                 prefix, suffix = self.context.keys.progress_around(lane)
-                return ROLLOUT_GROUP, prefix, suffix
+                return HeldTickets(ROLLOUT_GROUP, prefix, suffix)
         return None
 
     async def _trim_archived(self) -> None:

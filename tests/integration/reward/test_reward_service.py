@@ -165,7 +165,7 @@ async def test_of_forty_samples_that_die_with_their_worker_only_the_one_to_blame
     # lease a worker that waits for a core would look silent.
     async with run_of(tmp_path, source, lease_s=1.0, most_deliveries=4, processes=1, max_in_flight=40) as run:
         await put(run, *("poison" if ticket == 17 else "fine" for ticket in range(40)))
-        for life in range(8):
+        for life in range(5):
             worker = run.start("reward", f"w{life}")
 
             async def is_over(worker: Any = worker) -> bool:

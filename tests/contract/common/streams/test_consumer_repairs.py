@@ -70,7 +70,7 @@ async def test_a_ticket_that_is_trimmed_while_it_is_held_leaves_no_progress(brok
         await consumer.start_group(delivery, progress, 0)
     mark = streams.Mark(keys.state, "trimming", b"m")
     await broker.execute("HSET", mark.key, mark.field, mark.value)
-    of_tickets = (ROLLOUT_GROUP, *keys.progress_around(lane))
+    of_tickets = streams.HeldTickets(ROLLOUT_GROUP, *keys.progress_around(lane))
     assert await streams.trim_before(broker, prompts, held[1].entry_id, mark, of_tickets) == 1
     assert [await broker.execute("EXISTS", progress) for progress in (first, second)] == [0, 1]
     assert await streams.pending_ids(broker, prompts, ROLLOUT_GROUP, "-", "+", 10) == [held[1].entry_id]
