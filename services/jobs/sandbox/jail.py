@@ -42,7 +42,7 @@ from tidemill.services.jobs.sandbox.bubblewrap import (
     read_filter,
 )
 from tidemill.services.jobs.sandbox.preamble import INT_DIGITS, RECURSION_LIMIT
-from tidemill.services.jobs.sandbox.warm import WarmJailError, WarmJails, can_be_warm
+from tidemill.services.jobs.sandbox.warm import UsedJailError, WarmJailError, WarmJails, can_be_warm
 
 MAX_FILES = 4096
 MAX_PROCESSES = 16
@@ -68,6 +68,10 @@ processes that have ended until they are reaped."""
 NUMBERS, STRIDE = itertools.count(), 7919
 ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
 LAST_SIGNAL = 128 + 64
+SET_UP = "set up"
+"""Mark in an order: all limits are in place. Its size says nothing: an order that was used before is empty, too."""
+MAX_WARM_TRIES = 2
+"""A warm jail may end between two programs; a new one must not."""
 
 Result = dict[str, Any]
 
@@ -80,14 +84,14 @@ class _Program:
     uid: int
     """Its user under root; 0: the only one of its user namespace."""
     order: IO[bytes]
-    """Instructions, which the launcher empties when all is in place."""
+    """Instructions, in whose place the launcher writes `SET_UP` when all is in place."""
     stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
 
     def is_set_up(self) -> bool:
         """Whether its limits are in place; until then, no line of it has run."""
-        return os.fstat(self.order.fileno()).st_size == 0
+        return os.pread(self.order.fileno(), len(SET_UP), 0) == SET_UP.encode()
 
     def written(self) -> int:
         """Bytes that it has written."""
@@ -109,32 +113,44 @@ def run_program(
         has_file: Whether it may read its standard input as the file /dev/stdin too.
         warm: Jails that are ready; without them, or where they fail, it gets a jail of its own.
 
+    Returns:
+        What it has written, and how it has ended. `lost_s` is the time that warm jails took which failed: it is
+        not the program's; 0 where none has failed.
+
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
         MachineFaultError: this machine is short of something that a jail needs.
     """
+    lost_s = 0.0
     with machine_faults("a jail could not be set up"):
         if warm is not None and not has_file and can_be_warm(config.packages):
-            try:
-                with _program(source, stdin, config, before, TEMPLATES) as program:
-                    return _run_warm(program, time_s, warm)
-            except WarmJailError as error:
-                print(f"tidemill sandbox: a warm jail failed: {error}", file=sys.stderr, flush=True)
+            began = time.monotonic()
+            for _ in range(MAX_WARM_TRIES):
+                try:
+                    # In each try with files and a user of its own: the program may have run in the one before.
+                    with _program(source, stdin, config, before, TEMPLATES) as program:
+                        return _run_warm(program, time_s, warm) | {"lost_s": lost_s}
+                except WarmJailError as error:
+                    lost_s = time.monotonic() - began
+                    print(f"tidemill sandbox: a warm jail failed: {error}", file=sys.stderr, flush=True)
+                    if not isinstance(error, UsedJailError):
+                        break
         with _program(source, stdin, config, before) as program:
-            return _run_cold(program, time_s, has_file)
+            return _run_cold(program, time_s, has_file) | {"lost_s": lost_s}
 
 
-def probe_warm(warm: WarmJails, config: SandboxConfig) -> None:
-    """Check that such programs can be run in a warm jail.
+def probe_warm(warm: WarmJails, config: SandboxConfig, source: str, before: str) -> Result:
+    """Run a program in a warm jail, or not at all. For the first one: it waits longer for the interpreter.
 
     Raises:
-        SandboxError: they cannot, and why.
+        SandboxError: it cannot be run there, and why.
         MachineFaultError: this machine is short of something that a jail needs.
     """
     if not can_be_warm(config.packages):
         raise SandboxError("Python or its packages lie below /tmp, over which each program gets its own")
-    with machine_faults("a jail could not be set up"), _program("", "", config, "", TEMPLATES) as program:
-        _run_warm(program, PROBE_S, warm)
+    with machine_faults("a jail could not be set up"):
+        with _program(source, "", config, before, TEMPLATES) as program:
+            return _run_warm(program, PROBE_S, warm, PROBE_S)
 
 
 @contextlib.contextmanager
@@ -201,21 +217,28 @@ def _run_cold(program: _Program, time_s: float, has_file: bool) -> Result:
         return _result(program, outcome, code if code >= 0 else 128 - code, started)
 
 
-def _run_warm(program: _Program, time_s: float, warm: WarmJails) -> Result:
-    """Run it in a jail that is ready.
+def _run_warm(program: _Program, time_s: float, warm: WarmJails, answer_s: float | None = None) -> Result:
+    """Run it in a jail that is ready; `answer_s` as in `WarmJails.start`.
 
     Raises:
         WarmJailError: it was not run to an end of its own or of a limit.
     """
     config = program.config
     streams = (program.stdin, program.stdout, program.stderr)
-    running = warm.start(program.uid, config, program.order, streams)
+    running = warm.start(program.uid, config, program.order, streams, answer_s)
     try:
         started = time.monotonic()
+        running.group()  # where it cannot be read, that shows with the first program already
         outcome = _follow(program, running.has_ended, running.group, INITS, started + time_s)
         if outcome:
             running.kill()
         ended = running.wait()
+        if not program.is_set_up():
+            raise WarmJailError(
+                _text_of(program.stderr, MAX_OUTPUT_BYTES).strip()[-500:] or f"it ended with {ended.code}"
+            )
+        if ended.code < 0 and not outcome:  # no program can signal it, so it was the machine
+            raise WarmJailError("its init was killed")
     except WarmJailError:
         warm.drop(config)
         raise
@@ -223,11 +246,6 @@ def _run_warm(program: _Program, time_s: float, warm: WarmJails) -> Result:
         running.close()
     if ended.is_last:
         warm.drop(config)
-    if not program.is_set_up():
-        warm.drop(config)
-        raise WarmJailError(
-            _text_of(program.stderr, MAX_OUTPUT_BYTES).strip()[-500:] or f"it ended with {ended.code}"
-        )
     return _result(program, outcome, ended.code, started)
 
 
@@ -264,6 +282,7 @@ def _order(source: str, before: str, config: SandboxConfig, uid: int, num_proces
         "before": before,
         "source": source,
         "path": find_packages(config.packages),
+        "mark": SET_UP,
     }
 
 

@@ -107,6 +107,7 @@ RESULT_TTL_S = 3600
 MAX_SHOWN_CHARS = 500
 LATE = {"outcome": "timeout", "code": None, "stdout": "", "stderr": "total_s is used up", "wall_s": 0.0}
 PROBE = [Case("import random\nprint(6 * 7)", "", expected="42")]
+PROBE_LIMITS = {"time_s": 60.0, "total_s": 60.0}
 REMEDY = (
     "Nothing is run without a jail. It takes bubblewrap and libseccomp (apt install "
     "bubblewrap libseccomp2) and user namespaces: the sysctls user.max_user_namespaces and "
@@ -197,6 +198,7 @@ def run_cases(
         SandboxError: a jail could not be set up.
     """
     deadline = time.monotonic() + config.total_s
+    jails = warm
     results: list[dict[str, Any]] = []
     for case in cases:
         left_s = deadline - time.monotonic()
@@ -204,26 +206,29 @@ def run_cases(
             results.append(LATE)
             continue
         try:
-            results.append(
-                run_program(
-                    case.source,
-                    case.stdin,
-                    config,
-                    min(config.time_s, left_s),
-                    case.before,
-                    # The input of other cases holds their proof.
-                    has_file=not case.proof and STDIN_FILE in case.source,
-                    warm=warm,
-                )
+            result = run_program(
+                case.source,
+                case.stdin,
+                config,
+                min(config.time_s, left_s),
+                case.before,
+                # The input of other cases holds their proof.
+                has_file=not case.proof and STDIN_FILE in case.source,
+                warm=jails,
             )
         except SandboxError as error:
             raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None
+        results.append(result)
+        if result["lost_s"]:
+            # Not the code's time. The cases after it get jails of their own, so no job loses more than once.
+            deadline += result["lost_s"]
+            jails = None
     return results
 
 
 def probe(config: SandboxConfig) -> None:
     """Check that code can be run on this machine. Raises SandboxError: it cannot."""
-    (result,) = run_cases(PROBE, config.model_copy(update={"time_s": 60.0, "total_s": 60.0}))
+    (result,) = run_cases(PROBE, config.model_copy(update=PROBE_LIMITS))
     if not PROBE[0].passed(result):
         raise SandboxError(f"the sandbox cannot run Python here: {result['stderr'] or result['outcome']}")
 
@@ -231,9 +236,12 @@ def probe(config: SandboxConfig) -> None:
 def make_warm_jails(configs: Sequence[SandboxConfig]) -> tuple[WarmJails | None, str]:
     """Jails that are ready for such programs, and a sentence that says so; None, and why there are none."""
     warm = WarmJails(SOURCES)
+    (case,) = PROBE
     try:
         for config in configs:
-            probe_warm(warm, config)
+            result = probe_warm(warm, config.model_copy(update=PROBE_LIMITS), case.source, case.before)
+            if not case.passed(result):
+                raise SandboxError(f"it cannot run Python: {result['stderr'] or result['outcome']}")
     except (TidemillError, OSError) as error:
         warm.close()
         return None, f"each program is run in a jail that is made for it, because none is ready here: {error}"

@@ -42,8 +42,9 @@ READY_MODULES = (
 `statements.py`."""
 MAX_PROGRAMS = 64
 """Programs of one interpreter: more share the cost of its start, and the seed of its hashes."""
-ANSWER_S = 30.0
-"""Longest start of an interpreter, and longest end of a program that is killed."""
+ANSWER_S = 5.0
+"""Longest start of an interpreter, and longest end of a program that is killed. A program may lose a few of
+them, and must still be done within the margin that its job has (`JOB_MARGIN_S`)."""
 MAX_MESSAGE_BYTES = 4096
 
 
@@ -51,12 +52,17 @@ class WarmJailError(SandboxError):
     """A warm jail failed, which says nothing about the program in it: it can be run in a jail of its own."""
 
 
+class UsedJailError(WarmJailError):
+    """So did one whose interpreter was there before: it may have ended between two programs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a program has ended."""
 
     code: int
-    """Its exit code, as in a shell: 128 + signal where one has killed it."""
+    """Its exit code, as in a shell: 128 + signal where one has killed it. Negative where a signal has killed
+    its init: because it has met a limit, or from outside."""
     is_last: bool
     """Whether the interpreter serves no further program."""
 
@@ -76,8 +82,16 @@ class WarmProgram:
         return bool(self._poll.poll(1000 * timeout_s))
 
     def group(self) -> int:
-        """Its process group, which is the process id of its init; 0 once it has ended."""
-        for line in Path(f"/proc/self/fdinfo/{self._init}").read_text().splitlines():
+        """Its process group, which is the process id of its init; 0 once it has ended.
+
+        Raises:
+            WarmJailError: the kernel does not say it.
+        """
+        try:
+            lines = Path(f"/proc/self/fdinfo/{self._init}").read_text().splitlines()
+        except OSError as error:  # before Linux 5.14 it is root's, after `hide_memory`
+            raise WarmJailError(f"its process id cannot be read: {error}") from None
+        for line in lines:
             if line.startswith("Pid:"):
                 return max(0, int(line.split()[1]))
         return 0
@@ -97,9 +111,7 @@ class WarmProgram:
         if not message:
             raise WarmJailError("it ended, or hung, while a program ran in it")
         answer = json.loads(message)
-        # Of init, which ends with its program's code, and is killed where a limit is met.
-        code = answer["code"] if answer["code"] >= 0 else 128 - answer["code"]
-        return Ended(code, answer["is_last"])
+        return Ended(answer["code"], answer["is_last"])
 
     def close(self) -> None:
         """Let go of it: the template kills what still runs."""
@@ -136,7 +148,9 @@ class Template:
         poll.register(self._requests, 0)
         return bool(poll.poll(0))
 
-    def run(self, uid: int, file_bytes: int, order: IO[bytes], streams: Sequence[IO[bytes]]) -> WarmProgram:
+    def run(
+        self, uid: int, file_bytes: int, order: IO[bytes], streams: Sequence[IO[bytes]], answer_s: float
+    ) -> WarmProgram:
         """Start a program.
 
         Args:
@@ -144,14 +158,15 @@ class Template:
             file_bytes: The size of its /tmp.
             order: The launcher's instructions.
             streams: Its standard input, output and error.
+            answer_s: The longest time until it has started.
 
         Raises:
-            WarmJailError: the interpreter has not started it.
+            WarmJailError: the interpreter has not said that it has started it, so it may run or have run.
         """
         answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps({"uid": uid, "file_bytes": file_bytes}).encode()
         try:
-            answers.settimeout(ANSWER_S)
+            answers.settimeout(answer_s)
             with theirs:
                 descriptors = [theirs.fileno(), order.fileno(), *(stream.fileno() for stream in streams)]
                 socket.send_fds(self._requests, [request], descriptors)
@@ -205,26 +220,29 @@ class WarmJails:
                 self._template(config)
 
     def start(
-        self, uid: int, config: SandboxConfig, order: IO[bytes], streams: Sequence[IO[bytes]]
+        self,
+        uid: int,
+        config: SandboxConfig,
+        order: IO[bytes],
+        streams: Sequence[IO[bytes]],
+        answer_s: float | None = None,
     ) -> WarmProgram:
-        """Start a program (`Template.run`).
+        """Start a program (`Template.run`; at most `ANSWER_S`, unless `answer_s` says otherwise).
+
+        After a failure it may have run: whoever tries again gives it another order and other streams.
 
         Raises:
-            WarmJailError: it could not be started in a warm jail.
+            UsedJailError: the warm jail that was there failed; a new one may not.
+            WarmJailError: a new one failed.
         """
         is_used = config.packages in self._templates
-        file_bytes = config.file_mb << 20
+        longest_s = ANSWER_S if answer_s is None else answer_s
         try:
-            return self._template(config).run(uid, file_bytes, order, streams)
-        except WarmJailError:
+            return self._template(config).run(uid, config.file_mb << 20, order, streams, longest_s)
+        except WarmJailError as error:
             self.drop(config)
-            if not is_used:
-                raise
-        # An interpreter may end between two programs; a new one must not.
-        try:
-            return self._template(config).run(uid, file_bytes, order, streams)
-        except WarmJailError:
-            self.drop(config)
+            if is_used:
+                raise UsedJailError(str(error)) from None
             raise
 
     def drop(self, config: SandboxConfig) -> None:

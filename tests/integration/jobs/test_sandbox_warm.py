@@ -2,10 +2,12 @@
 interpreter that it was forked from, and one that fails is replaced."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -332,3 +334,68 @@ def test_a_jail_whose_python_lies_below_tmp_is_not_warm(
     finally:
         monkeypatch.undo()
         warm_module.can_be_warm.cache_clear()
+
+
+def test_a_program_that_may_have_run_is_run_again_with_files_of_its_own(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template ends after the fork and before it has said so: the program has read its input by then."""
+    line = "init_pidfd = os.pidfd_open(init)"
+    late = "if number:\n            select.select([], [], [], 1.0)\n            raise OSError('injected')\n        "
+    assert warm_module.TEMPLATE.count(line) == 1
+    monkeypatch.setattr(warm_module, "TEMPLATE", warm_module.TEMPLATE.replace(line, late + line))
+    warm, sentence = make_warm_jails([LIMITS])
+    assert warm is not None, sentence
+    try:
+        result = run_tests("print(input())", {"inputs": ["1"], "outputs": ["1"]}, LIMITS, warm=warm)
+        assert result.get("passed") == 1, result
+    finally:
+        warm.close()
+
+
+def test_an_order_that_was_used_before_is_not_set_up(isolated: None) -> None:
+    with jail._program("print(input())", "1", LIMITS, "") as program:
+        assert not program.is_set_up()
+        assert jail._run_cold(program, 20.0, has_file=False)["stdout"] == "1\n"
+        with pytest.raises(bubblewrap.SandboxError):
+            jail._run_cold(program, 20.0, has_file=False)
+
+
+def test_the_time_that_a_jail_loses_is_not_the_codes(isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LIMITS.model_copy(update={"total_s": 3.0})
+    monkeypatch.setattr(warm_module, "ANSWER_S", config.total_s)
+    warm, _ = make_warm_jails([config])
+    assert warm is not None
+    try:
+        victim = psutil.Process(template_pid(warm))
+        for process in [victim, *victim.children(recursive=True)]:
+            process.suspend()
+        tests = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]}
+        result = run_tests("print(input())", tests, config, warm=warm)
+        assert result.get("outcomes") == ["done"] * 3 and result["passed"] == 3, result
+    finally:
+        warm.close()
+
+
+def test_where_the_group_of_a_program_cannot_be_read_it_gets_a_jail_of_its_own(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Linux 5.8 to 5.13 without root: there /proc/self/fdinfo is root's, because `hide_memory` was
+    called."""
+    read_text = Path.read_text
+
+    def refuse(path: Path, *arguments: Any, **named: Any) -> str:
+        if "fdinfo" in path.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return read_text(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    warm, sentence = make_warm_jails([LIMITS])
+    assert warm is None and os.strerror(errno.EACCES) in sentence
+    warm = WarmJails()
+    code = "import time\ntime.sleep(0.5)\nprint(input())"  # it is looked at while it runs
+    try:
+        result = run_tests(code, {"inputs": ["1"], "outputs": ["1"]}, LIMITS, warm=warm)
+        assert result.get("passed") == 1, result
+    finally:
+        warm.close()
