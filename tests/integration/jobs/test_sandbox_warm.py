@@ -399,3 +399,40 @@ def test_where_the_group_of_a_program_cannot_be_read_it_gets_a_jail_of_its_own(
         assert result.get("passed") == 1, result
     finally:
         warm.close()
+
+
+def test_a_template_whose_programs_do_not_run_is_not_used(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All limits are in place there, and the program ends well; what it should have written is not there."""
+    line = 'return launcher["_program"](3, vars(main), compiled)  # type: ignore[operator]'
+    assert warm_module.TEMPLATE.count(line) == 1
+    called = line.removeprefix("return ").partition("  #")[0]
+    idle = warm_module.TEMPLATE.replace(line, f"{called}; return 'pass'")
+    monkeypatch.setattr(warm_module, "TEMPLATE", idle)
+    warm, sentence = make_warm_jails([LIMITS])
+    assert warm is None and "cannot run Python" in sentence
+
+
+def test_a_program_whose_init_is_killed_from_outside_is_run_again(
+    isolated: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the kernel for want of memory, or an operator: no program can do so."""
+    warm, _ = make_warm_jails([LIMITS])
+    assert warm is not None
+    has_ended = WarmProgram.has_ended
+
+    def kill_init(program: WarmProgram, timeout_s: float) -> bool:
+        init = program.group()
+        if init:
+            os.kill(init, signal.SIGKILL)
+        return has_ended(program, timeout_s)
+
+    monkeypatch.setattr(WarmProgram, "has_ended", kill_init)
+    code = "import time\ntime.sleep(1)\nprint(input())"
+    try:
+        result = run_tests(code, {"inputs": ["1"], "outputs": ["1"]}, LIMITS, warm=warm)
+        assert result.get("passed") == 1, result
+        assert "its init was killed" in capfd.readouterr().err
+    finally:
+        warm.close()
