@@ -76,6 +76,10 @@ MAX_WARM_TRIES = 2
 Result = dict[str, Any]
 
 
+class KilledJailError(SandboxError):
+    """A jail was killed from outside while a program ran in it, which says nothing about either."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Program:
     """A program, its limits, and the files that carry it into a jail and its output out of it."""
@@ -119,6 +123,7 @@ def run_program(
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
+        KilledJailError: a program was killed with its jail.
         MachineFaultError: this machine is short of something that a jail needs.
     """
     lost_s = 0.0
@@ -213,6 +218,9 @@ def _run_cold(program: _Program, time_s: float, has_file: bool) -> Result:
             raise SandboxError(
                 _text_of(program.stderr, MAX_OUTPUT_BYTES).strip()[-500:] or f"it ended with {code}"
             )
+        # Under root no program can signal bubblewrap; without, its user is the program's, and it may.
+        if code < 0 and not outcome and program.uid:
+            raise KilledJailError(f"bubblewrap was killed from outside ({signal.Signals(-code).name})")
         # 128 + signal, as in a shell: bubblewrap reports the program's signals in this form.
         return _result(program, outcome, code if code >= 0 else 128 - code, started)
 

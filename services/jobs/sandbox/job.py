@@ -28,7 +28,7 @@ from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.comparison import is_same_output, is_same_result
 from tidemill.services.jobs.sandbox.errors import TestsError
 from tidemill.services.jobs.sandbox.forms import CallTest, OutputTest, Test, read_tests
-from tidemill.services.jobs.sandbox.jail import probe_warm, run_program
+from tidemill.services.jobs.sandbox.jail import KilledJailError, probe_warm, run_program
 from tidemill.services.jobs.sandbox.preamble import write_imports
 from tidemill.services.jobs.sandbox.warm import WarmJails
 
@@ -216,6 +216,8 @@ def run_cases(
                 has_file=not case.proof and STDIN_FILE in case.source,
                 warm=jails,
             )
+        except KilledJailError:
+            raise
         except SandboxError as error:
             raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None
         results.append(result)

@@ -45,12 +45,17 @@ from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.process.shortage import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
+    SHORT_OF,
     find_shortage,
+    is_machine_fault,
     machine_faults,
+    make_fault,
+    shortage_number,
 )
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
+from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.job import RESULT_TTL_S, make_warm_jails, run_code_of
 from tidemill.services.jobs.sandbox.preamble import write_imports
 
@@ -205,10 +210,11 @@ class CodeWorker(Worker):
         job = get_current_job()
         assert job is not None
         with machine_faults("a job could not be run"), tempfile.TemporaryFile() as answer:
-            self._prepare()
+            self._prepare_for_job()
+            worker = os.getpid()
             child = os.fork()
             if child == 0:
-                self._answer(arguments, answer)
+                self._answer(arguments, answer, worker)
             with contextlib.suppress(OSError):  # as the child does, whichever is first; it may have ended
                 os.setpgid(child, child)
             self._horse_pid = child
@@ -219,11 +225,14 @@ class CodeWorker(Worker):
                     os.killpg(child, signal.SIGKILL)
                     os.waitpid(child, 0)
                 self._horse_pid = 0
+            # Before the answer is read: what was written may be a part of it.
+            code = os.waitstatus_to_exitcode(status)
+            if code in SHORT_OF:
+                raise make_fault(code, "the answer of a job could not be written", os.strerror(code))
+            if code != 0:
+                raise JobProcessError(f"the job's process ended with {code}")
             answer.seek(0)
-            written = answer.read()
-        if not written:
-            raise JobProcessError(f"the job's process ended with {os.waitstatus_to_exitcode(status)}")
-        reply = json.loads(written)
+            reply = json.loads(answer.read())
         if "number" in reply:
             raise MachineFaultError(reply["reason"], reply["number"])
         if "error" in reply:
@@ -232,9 +241,28 @@ class CodeWorker(Worker):
             key = self._keys.sandbox_result(job.id)
             self.connection.set(key, json.dumps(reply["value"]), ex=RESULT_TTL_S)
 
-    def _answer(self, arguments: tuple[Any, ...], answer: IO[bytes]) -> NoReturn:
-        """What the process of a job does."""
+    def _prepare_for_job(self) -> None:
+        """Let there be warm jails; without them, the job's programs get jails of their own.
+
+        Raises:
+            MachineFaultError, OSError: the machine is short of something.
+        """
+        try:
+            self._prepare()
+        except (SandboxError, OSError) as error:
+            if is_machine_fault(error):
+                raise
+            print(f"tidemill sandbox: no warm jail could be made: {error}", file=sys.stderr, flush=True)
+
+    def _answer(self, arguments: tuple[Any, ...], answer: IO[bytes], worker: int) -> NoReturn:
+        """What the process of a job does, a child of the process `worker`. Its exit code is 0 once the answer is
+        written, and else the `errno` of what the machine lacks for that, or 1."""
         reply: dict[str, Any]
+        if sys.platform == "linux":
+            # A worker that is killed can end nothing: without this, its job would run on beside its second run.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != worker:  # it has ended before that call
+            os._exit(1)
         try:
             os.setpgid(0, 0)
             self.setup_work_horse_signals()  # type: ignore[no-untyped-call]
@@ -246,8 +274,9 @@ class CodeWorker(Worker):
         try:
             answer.write(json.dumps(reply).encode())
             answer.flush()
-        finally:
-            os._exit(0)
+        except BaseException as error:
+            os._exit(shortage_number(error) or 1)
+        os._exit(0)
 
     def _wait_for(self, child: int, job: Job) -> int:
         """The exit status of a job's process; heartbeats say that it is at work."""

@@ -42,9 +42,10 @@ READY_MODULES = (
 `statements.py`."""
 MAX_PROGRAMS = 64
 """Programs of one interpreter: more share the cost of its start, and the seed of its hashes."""
-ANSWER_S = 5.0
-"""Longest start of an interpreter, and longest end of a program that is killed. A program may lose a few of
-them, and must still be done within the margin that its job has (`JOB_MARGIN_S`)."""
+ANSWER_S = 10.0
+"""Longest start of an interpreter, and longest end of a program that is killed. A job loses at most two to
+interpreters that do not start, and one to a program that does not end: the margin that it has
+(`JOB_MARGIN_S`)."""
 MAX_MESSAGE_BYTES = 4096
 
 

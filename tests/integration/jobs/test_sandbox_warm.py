@@ -420,15 +420,13 @@ def test_a_program_whose_init_is_killed_from_outside_is_run_again(
     """By the kernel for want of memory, or an operator: no program can do so."""
     warm, _ = make_warm_jails([LIMITS])
     assert warm is not None
-    has_ended = WarmProgram.has_ended
 
-    def kill_init(program: WarmProgram, timeout_s: float) -> bool:
-        init = program.group()
-        if init:
+    def kill_init(init: int, num_others: int, program: Any) -> str:
+        if init and num_others == jail.INITS and program.is_set_up():
             os.kill(init, signal.SIGKILL)
-        return has_ended(program, timeout_s)
+        return ""
 
-    monkeypatch.setattr(WarmProgram, "has_ended", kill_init)
+    monkeypatch.setattr(jail, "_excess", kill_init)
     code = "import time\ntime.sleep(1)\nprint(input())"
     try:
         result = run_tests(code, {"inputs": ["1"], "outputs": ["1"]}, LIMITS, warm=warm)
@@ -436,3 +434,18 @@ def test_a_program_whose_init_is_killed_from_outside_is_run_again(
         assert "its init was killed" in capfd.readouterr().err
     finally:
         warm.close()
+
+
+@pytest.mark.skipif(not bubblewrap.is_admin(), reason="a program of the same user may kill it, too")
+def test_a_jail_that_is_killed_from_outside_is_no_result(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill_bubblewrap(group: int, _: int, program: Any) -> str:
+        if program.is_set_up():
+            os.kill(group, signal.SIGKILL)
+        return ""
+
+    monkeypatch.setattr(jail, "_excess", kill_bubblewrap)
+    code = "import time\ntime.sleep(5)\nprint(input())"
+    result = run_tests(code, {"inputs": ["1"], "outputs": ["1"]}, LIMITS)
+    assert result.get("is_final") is False and "was killed" in result["error"], result
