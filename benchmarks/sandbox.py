@@ -34,7 +34,7 @@ SETTINGS = {
 }
 PROCESSES = ("worker", "reward", "redis")
 SIDE = '''
-import asyncio, json, os, sys, tempfile, time
+import asyncio, contextlib, json, os, sys, tempfile, time
 from pathlib import Path
 
 import psutil
@@ -62,7 +62,11 @@ TESTS = {
 
 def used_s(root):
     """CPU of a process, its descendants, and those of them that were reaped."""
-    return sum(sum(process.cpu_times()[:4]) for process in [root, *root.children(recursive=True)])
+    seconds = 0.0
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, and its parent has its time
+            seconds += sum(process.cpu_times()[:4])
+    return seconds
 
 
 async def main(folder):

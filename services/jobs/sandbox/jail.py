@@ -6,9 +6,10 @@ the jail, `launcher.py` sets limits, gives up root, and becomes the program. Thi
 its output, and the memory and number of its processes. When bubblewrap ends, the kernel kills everything in
 the jail; bubblewrap ends with the thread that started it.
 
-That costs more than most programs. So a worker keeps a jail with an interpreter that is ready (`warm.py`): it
-forks for each program, and gives the fork what bubblewrap would (`template.py`). The limits are the same, and
-set by the same launcher. Where no such jail can be had, each program gets one of its own.
+Such a jail, made for one program, is called cold. It costs more than most programs. So a worker keeps a jail
+with an interpreter that is ready, a warm one (`warm.py`): it forks for each program, and gives the fork what
+bubblewrap would (`template.py`). The limits are set by the same launcher. Where no warm jail can be had,
+programs are run in cold ones.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ NUMBERS, STRIDE = itertools.count(), 7919
 ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
 LAST_SIGNAL = 128 + 64
 SET_UP = "set up"
-"""Mark in an order: all limits are in place. Its size says nothing: an order that was used before is empty, too."""
+"""Mark in an order: all limits are in place. Its size does not say so: one that was used before is empty."""
 MAX_WARM_TRIES = 2
 """A warm jail may end between two programs; a new one must not."""
 
@@ -118,8 +119,8 @@ def run_program(
         warm: Jails that are ready; without them, or where they fail, it gets a jail of its own.
 
     Returns:
-        What it has written, and how it has ended. `lost_s` is the time that warm jails took which failed: it is
-        not the program's; 0 where none has failed.
+        What it has written, and how it has ended. `lost_s` is the time that warm jails took which failed: it
+        is not the program's; 0 where none has failed.
 
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
@@ -128,11 +129,11 @@ def run_program(
     """
     lost_s = 0.0
     with machine_faults("a jail could not be set up"):
-        if warm is not None and not has_file and can_be_warm(config.packages):
+        if warm is not None and not warm.is_paused and not has_file and can_be_warm(config.packages):
             began = time.monotonic()
             for _ in range(MAX_WARM_TRIES):
                 try:
-                    # In each try with files and a user of its own: the program may have run in the one before.
+                    # Each try with files and a user of its own: the program may have run in the one before.
                     with _program(source, stdin, config, before, TEMPLATES) as program:
                         return _run_warm(program, time_s, warm) | {"lost_s": lost_s}
                 except WarmJailError as error:
@@ -153,9 +154,11 @@ def probe_warm(warm: WarmJails, config: SandboxConfig, source: str, before: str)
     """
     if not can_be_warm(config.packages):
         raise SandboxError("Python or its packages lie below /tmp, over which each program gets its own")
-    with machine_faults("a jail could not be set up"):
-        with _program(source, "", config, before, TEMPLATES) as program:
-            return _run_warm(program, PROBE_S, warm, PROBE_S)
+    with (
+        machine_faults("a jail could not be set up"),
+        _program(source, "", config, before, TEMPLATES) as program,
+    ):
+        return _run_warm(program, PROBE_S, warm, PROBE_S)
 
 
 @contextlib.contextmanager
@@ -207,10 +210,10 @@ def _run_cold(program: _Program, time_s: float, has_file: bool) -> Result:
                 ended = select.poll()
                 ended.register(pid, select.POLLIN)
 
-                def has_ended(timeout_s: float) -> bool:
+                def wait_for_end(timeout_s: float) -> bool:
                     return bool(ended.poll(1000 * timeout_s))
 
-                outcome = _follow(program, has_ended, lambda: process.pid, BUBBLEWRAPS, started + time_s)
+                outcome = _follow(program, wait_for_end, lambda: process.pid, BUBBLEWRAPS, started + time_s)
         finally:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group's number is its own
             code = process.wait()
@@ -237,7 +240,7 @@ def _run_warm(program: _Program, time_s: float, warm: WarmJails, answer_s: float
     try:
         started = time.monotonic()
         running.group()  # where it cannot be read, that shows with the first program already
-        outcome = _follow(program, running.has_ended, running.group, INITS, started + time_s)
+        outcome = _follow(program, running.wait_for_end, running.group, INITS, started + time_s)
         if outcome:
             running.kill()
         ended = running.wait()
@@ -253,7 +256,7 @@ def _run_warm(program: _Program, time_s: float, warm: WarmJails, answer_s: float
     finally:
         running.close()
     if ended.is_last:
-        warm.drop(config)
+        warm.finish(config)
     return _result(program, outcome, ended.code, started)
 
 
@@ -295,7 +298,7 @@ def _order(source: str, before: str, config: SandboxConfig, uid: int, num_proces
 
 
 def _follow(
-    program: _Program, has_ended: Callable[[float], bool], group: Callable[[], int], num_others: int,
+    program: _Program, wait_for_end: Callable[[float], bool], group: Callable[[], int], num_others: int,
     deadline: float,
 ) -> str:  # fmt: skip
     """Wait for the end or a limit. Returns the limit, or "" if it ended by itself; it is not reaped here.
@@ -303,7 +306,7 @@ def _follow(
     `group` is its process group, in which there are `num_others` processes beside the program's."""
     pause_s = LOOK_S
     while True:
-        is_over = has_ended(min(pause_s, max(0.0, deadline - time.monotonic())))
+        is_over = wait_for_end(min(pause_s, max(0.0, deadline - time.monotonic())))
         # Checked before the end is: a program may write too much and end between two looks.
         if program.written() > MAX_OUTPUT_BYTES:
             return "output"
@@ -338,23 +341,24 @@ def _group_of(pid: int) -> int:
 
 
 def _used_bytes(pid: int) -> int:
-    """Bytes of a process, swap included. Each thread's status shows them, unless that thread has ended."""
+    """Bytes of a process, swap included, and what it shares with others. Each thread's status shows them,
+    unless that thread has ended."""
     with contextlib.suppress(OSError):
         for status in [Path(f"/proc/{pid}/status"), *Path(f"/proc/{pid}/task").glob("*/status")]:
             with contextlib.suppress(OSError):
                 # Not `splitlines`: the first line has the name, which may be any bytes.
                 lines = status.read_bytes().split(b"\n")
-                told = [line for line in lines if line.startswith((b"VmRSS:", b"VmSwap:"))]
-                if told:
-                    return sum(int(line.split()[1]) << 10 for line in told)
+                sizes = [line for line in lines if line.startswith((b"VmRSS:", b"VmSwap:"))]
+                if sizes:
+                    return sum(int(line.split()[1]) << 10 for line in sizes)
     return 0
 
 
 def _num_files(pid: int) -> int:
     """Files in the jail's /tmp, empty ones included: the kernel's memory for them belongs to no process."""
     with contextlib.suppress(OSError):
-        found = os.statvfs(f"/proc/{pid}/root/tmp")
-        return found.f_files - found.f_ffree
+        files = os.statvfs(f"/proc/{pid}/root/tmp")
+        return files.f_files - files.f_ffree
     return 0
 
 

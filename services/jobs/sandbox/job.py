@@ -23,7 +23,7 @@ from rq import get_current_job
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.process.shortage import make_fault, number_in_text
+from tidemill.common.process.shortage import is_machine_fault, make_fault, number_in_text
 from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
 from tidemill.services.jobs.sandbox.comparison import is_same_output, is_same_result
 from tidemill.services.jobs.sandbox.errors import TestsError
@@ -236,7 +236,9 @@ def probe(config: SandboxConfig) -> None:
 
 
 def make_warm_jails(configs: Sequence[SandboxConfig]) -> tuple[WarmJails | None, str]:
-    """Jails that are ready for such programs, and a sentence that says so; None, and why there are none."""
+    """Jails that are ready for such programs, and a sentence that says so; None, and why there are none.
+
+    Where this machine is short of something, they are tried again later."""
     warm = WarmJails(SOURCES)
     (case,) = PROBE
     try:
@@ -246,5 +248,11 @@ def make_warm_jails(configs: Sequence[SandboxConfig]) -> tuple[WarmJails | None,
                 raise SandboxError(f"it cannot run Python: {result['stderr'] or result['outcome']}")
     except (TidemillError, OSError) as error:
         warm.close()
+        if is_machine_fault(error) or number_in_text(str(error)):
+            warm.note_failure()
+            return (
+                warm,
+                f"programs are run in a jail that is made for each, until one can be ready here: {error}",
+            )
         return None, f"each program is run in a jail that is made for it, because none is ready here: {error}"
     return warm, "programs are run in a jail that is ready"

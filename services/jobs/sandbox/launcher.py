@@ -1,9 +1,9 @@
 """First code of a program's process: it sets limits, gives up root, and becomes the program.
 
 Standard library only: `jail.py` passes this file as text (`python -c`), with the descriptor of a file of
-instructions, the order. The order is emptied as it is read, and gets a mark when all limits are in place; until
-then, no line of the program has run. The program's globals hold no import of this file. Imports are few: it
-runs for each test. In a warm jail, `template.py` calls `_program` in a fork of its interpreter.
+instructions, the order. The order is emptied as it is read, and gets a mark when all limits are in place;
+until then, no line of the program has run. The program's globals hold no import of this file. Imports are
+few: it runs for each test. In a warm jail, `template.py` calls `_program` in a fork of its interpreter.
 """
 
 

@@ -3,9 +3,9 @@
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
 Where this machine is short of processes, descriptors, memory or disk, a job goes back to the queue, and none
 is taken until a start works; FD gets a line when that begins and ends.
-Every job runs in a process of its own, so one that crashes affects nothing else. That process has no
-connection to Redis: the worker writes its result, and tells RQ how it ended. The worker ends with the process
-that started it, and reaps orphaned processes of jobs.
+Every job runs in a process of its own, so one that crashes affects nothing else. That process inherits the
+connection to Redis and does not use it: the worker writes the result, and tells RQ how the job ended. It ends
+with the worker. The worker ends with the process that started it, and reaps orphaned processes of jobs.
 
 By default, write access to a job's hash decides what is called: RQ imports any dotted name that stands there,
 for the function and for its callbacks, and sends webhooks to any address. Here there is one function; its
@@ -255,11 +255,11 @@ class CodeWorker(Worker):
             print(f"tidemill sandbox: no warm jail could be made: {error}", file=sys.stderr, flush=True)
 
     def _answer(self, arguments: tuple[Any, ...], answer: IO[bytes], worker: int) -> NoReturn:
-        """What the process of a job does, a child of the process `worker`. Its exit code is 0 once the answer is
-        written, and else the `errno` of what the machine lacks for that, or 1."""
+        """What the process of a job does, a child of the process `worker`. Its exit code is 0 once the answer
+        is written, and else the `errno` of what the machine lacks for that, or 1."""
         reply: dict[str, Any]
         if sys.platform == "linux":
-            # A worker that is killed can end nothing: without this, its job would run on beside its second run.
+            # A worker that is killed can end nothing: its job would run on beside its second run.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != worker:  # it has ended before that call
             os._exit(1)

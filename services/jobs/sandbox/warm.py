@@ -1,8 +1,9 @@
 """Warm jails: interpreters that wait in a jail, and fork for each program (`template.py`).
 
-A worker keeps one for each kind of jail that its run needs. The process of a job inherits them, and starts
-one of its own where the worker's has ended. An interpreter serves few programs, because they share the seed
-of its hashes. One that dies, hangs or cannot do its work is replaced.
+A worker keeps at most two: one whose jail has the installed packages, and one whose jail has none, as far as
+its run needs them. The process of a job inherits them, and starts one of its own where the worker's has
+ended. An interpreter serves few programs, because they share the seed of its hashes. One that dies, hangs or
+cannot do its work is replaced; where they fail in a row, the worker does without for a pause that doubles.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +48,12 @@ ANSWER_S = 10.0
 """Longest start of an interpreter, and longest end of a program that is killed. A job loses at most two to
 interpreters that do not start, and one to a program that does not end: the margin that it has
 (`JOB_MARGIN_S`)."""
+ENDING_S = 1.0
+"""Longest time from the end of an interpreter to that of its bubblewrap."""
 MAX_MESSAGE_BYTES = 4096
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 300.0
+"""How long a worker does without warm jails after one has failed; it doubles while they fail."""
 
 
 class WarmJailError(SandboxError):
@@ -78,8 +85,8 @@ class WarmProgram:
         self._poll = select.poll()
         self._poll.register(answers, select.POLLIN)
 
-    def has_ended(self, timeout_s: float) -> bool:
-        """Wait for its end, or that of its jail."""
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait for its end, or that of its jail; whether it came."""
         return bool(self._poll.poll(1000 * timeout_s))
 
     def group(self) -> int:
@@ -108,7 +115,7 @@ class WarmProgram:
         Raises:
             WarmJailError: the jail ended without an answer.
         """
-        message = self._answers.recv(MAX_MESSAGE_BYTES) if self.has_ended(ANSWER_S) else b""
+        message = self._answers.recv(MAX_MESSAGE_BYTES) if self.wait_for_end(ANSWER_S) else b""
         if not message:
             raise WarmJailError("it ended, or hung, while a program ran in it")
         answer = json.loads(message)
@@ -143,11 +150,27 @@ class Template:
                 env=ENVIRONMENT,
             )
 
-    def has_ended(self) -> bool:
-        """Whether it takes no further requests."""
-        poll = select.poll()
-        poll.register(self._requests, 0)
-        return bool(poll.poll(0))
+    def takes_requests(self) -> bool:
+        """Whether its interpreter has not ended."""
+        return not self._wait_for_end(0.0)
+
+    def has_failed(self) -> bool:
+        """Of one that takes no requests: whether it was killed or could not go on. Only its starter knows."""
+        try:
+            return self._process.wait(ENDING_S) != 0
+        except subprocess.TimeoutExpired:
+            return True
+
+    def finish(self) -> None:
+        """Let an interpreter that has served its last program end by itself; its starter sees that it was not
+        killed."""
+        if self._wait_for_end(ANSWER_S):
+            self._requests.close()
+            self._errors.close()
+            if self._starter == os.getpid():
+                self._process.wait()
+        else:
+            self.close()
 
     def run(
         self, uid: int, file_bytes: int, order: IO[bytes], streams: Sequence[IO[bytes]], answer_s: float
@@ -187,12 +210,20 @@ class Template:
         self._requests.close()
         self._errors.close()
         is_starter = self._starter == os.getpid()
-        # A process of a job is no parent of it, but its parent reaps nothing meanwhile.
+        # Never after it was reaped: the number may be another group's by then. A process of a job cannot
+        # know, for it is no parent of it, but its parent reaps nothing while a job runs.
         if not is_starter or self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        # For bubblewrap's outer process alone. What is in the jail was killed with it, and ends soon after.
         if is_starter:
             self._process.wait()
+
+    def _wait_for_end(self, timeout_s: float) -> bool:
+        """Wait until its interpreter ends: nothing else has the other end of this socket."""
+        poll = select.poll()
+        poll.register(self._requests, 0)
+        return bool(poll.poll(1000 * timeout_s))
 
     def _reason(self) -> str:
         self._errors.seek(0)
@@ -208,14 +239,37 @@ class WarmJails:
         self._sources = tuple(sources)
         self._templates: dict[bool, Template] = {}
         """By whether its jail has the installed packages."""
+        self._pause_s = FIRST_PAUSE_S
+        """After the next failure; it doubles while interpreters fail in a row."""
+        self._closed_until = 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether programs get jails of their own, because warm ones have just failed."""
+        return time.monotonic() < self._closed_until
+
+    def note_failure(self) -> None:
+        """Do without warm jails for a while."""
+        self._closed_until = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def prepare(self, configs: Sequence[SandboxConfig]) -> None:
-        """Let there be one for each of these; does not wait until they are ready.
+        """Let there be one for each of these; does not wait until they are ready. None during a pause.
 
         Raises:
             SandboxError: there is no bubblewrap, or no filter of system calls.
             OSError: the machine is short of something.
         """
+        for template in self._templates.values():
+            if template.takes_requests():
+                continue
+            if template.has_failed():
+                self.note_failure()
+            else:
+                self._pause_s = FIRST_PAUSE_S
+        if self.is_paused:
+            self.close()
+            return
         for config in configs:
             if can_be_warm(config.packages):
                 self._template(config)
@@ -252,6 +306,12 @@ class WarmJails:
         if template is not None:
             template.close()
 
+    def finish(self, config: SandboxConfig) -> None:
+        """Let go of the jail for such programs, whose interpreter has served its last one."""
+        template = self._templates.pop(config.packages, None)
+        if template is not None:
+            template.finish()
+
     def close(self) -> None:
         """End all of them."""
         for template in self._templates.values():
@@ -260,7 +320,7 @@ class WarmJails:
 
     def _template(self, config: SandboxConfig) -> Template:
         template = self._templates.get(config.packages)
-        if template is not None and not template.has_ended():
+        if template is not None and template.takes_requests():
             return template
         self.drop(config)
         setup = {

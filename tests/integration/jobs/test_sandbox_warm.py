@@ -4,9 +4,11 @@ interpreter that it was forked from, and one that fails is replaced."""
 import contextlib
 import errno
 import json
+import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -250,14 +252,14 @@ def test_a_program_whose_template_dies_is_run_again(
     warm, _ = make_warm_jails([LIMITS])
     assert warm is not None
     victim = template_pid(warm)
-    has_ended = WarmProgram.has_ended
+    wait_for_end = WarmProgram.wait_for_end
 
     def die(program: WarmProgram, timeout_s: float) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        return has_ended(program, timeout_s)
+        return wait_for_end(program, timeout_s)
 
-    monkeypatch.setattr(WarmProgram, "has_ended", die)
+    monkeypatch.setattr(WarmProgram, "wait_for_end", die)
     code = "import time\ntime.sleep(1)\nprint('ended')"
     cases = make_cases(code, {"inputs": [""], "outputs": ["ended"]}, 1)
     try:
@@ -293,15 +295,15 @@ async def test_a_program_ends_with_whoever_asked_for_it(isolated: None) -> None:
     warm, _ = make_warm_jails([LIMITS])
     assert warm is not None
     try:
-        asker = os.fork()
-        if asker == 0:
+        job = os.fork()
+        if job == 0:
             run_cases(make_cases(code, {"inputs": [""], "outputs": ["x"]}, 1), LIMITS, warm)
             os._exit(0)
         try:
             await wait_until(lambda: with_mark(mark))
         finally:
-            os.kill(asker, signal.SIGKILL)
-            os.waitpid(asker, 0)  # noqa: ASYNC222 (it was killed)
+            os.kill(job, signal.SIGKILL)
+            os.waitpid(job, 0)  # noqa: ASYNC222 (it was killed)
         await wait_until(lambda: not with_mark(mark))
         cases = make_cases("print(1)", {"inputs": [""], "outputs": ["1"]}, 1)
         template = template_pid(warm)
@@ -315,7 +317,7 @@ def test_where_no_template_can_be_had_programs_get_jails_of_their_own(
     isolated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel, or rules of a machine, may refuse what a template does. It fails before it runs a line."""
-    refused = warm_module.TEMPLATE.replace('ask("unshare", new_mounts)', 'raise OSError("refused")')
+    refused = warm_module.TEMPLATE.replace('call_kernel("unshare", CLONE_NEWNS)', 'raise OSError("refused")')
     assert refused != warm_module.TEMPLATE
     monkeypatch.setattr(warm_module, "TEMPLATE", refused)
     warm, sentence = make_warm_jails([LIMITS])
@@ -341,7 +343,8 @@ def test_a_program_that_may_have_run_is_run_again_with_files_of_its_own(
 ) -> None:
     """The template ends after the fork and before it has said so: the program has read its input by then."""
     line = "init_pidfd = os.pidfd_open(init)"
-    late = "if number:\n            select.select([], [], [], 1.0)\n            raise OSError('injected')\n        "
+    pause = "select.select([], [], [], 1.0)"
+    late = f"if number:\n            {pause}\n            raise OSError('injected')\n        "
     assert warm_module.TEMPLATE.count(line) == 1
     monkeypatch.setattr(warm_module, "TEMPLATE", warm_module.TEMPLATE.replace(line, late + line))
     warm, sentence = make_warm_jails([LIMITS])
@@ -449,3 +452,55 @@ def test_a_jail_that_is_killed_from_outside_is_no_result(
     code = "import time\ntime.sleep(5)\nprint(input())"
     result = run_tests(code, {"inputs": ["1"], "outputs": ["1"]}, LIMITS)
     assert result.get("is_final") is False and "was killed" in result["error"], result
+
+
+async def test_where_interpreters_fail_in_a_row_a_worker_does_without_for_longer_and_longer(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure may cost a job ten seconds. One that has served all of its programs is no failure."""
+    monkeypatch.setattr(warm_module, "MAX_PROGRAMS", 1)
+    warm = WarmJails()
+    pauses = []
+    try:
+        for _ in range(3):
+            warm.prepare([LIMITS])
+            os.killpg(template_pid(warm), signal.SIGKILL)
+            await wait_until(lambda: not any(each.takes_requests() for each in warm._templates.values()))
+            began = time.monotonic()
+            warm.prepare([LIMITS])
+            assert not warm._templates
+            pauses.append(math.floor(warm._closed_until - began))
+            warm._closed_until = 0.0
+        assert pauses == [1, 2, 4]
+        warm.prepare([LIMITS])
+        job = os.fork()
+        if job == 0:
+            run_cases(make_cases("print(1)", {"inputs": [""], "outputs": ["1"]}, 1), LIMITS, warm)
+            os._exit(0)
+        os.waitpid(job, 0)  # noqa: ASYNC222 (it ends by itself)
+        warm.prepare([LIMITS])
+        assert not warm.is_paused and warm._pause_s == 1.0 and warm._templates
+    finally:
+        warm.close()
+
+
+def test_warm_jails_that_a_machine_cannot_have_at_a_workers_start_are_tried_again(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as shortage:
+        shortage.setattr(warm_module, "Template", refuse)
+        warm, sentence = make_warm_jails([LIMITS])
+        assert warm is not None and warm.is_paused and "until" in sentence
+    try:
+        tests = {"inputs": ["1"], "outputs": ["1"]}
+        assert run_tests("print(input())", tests, LIMITS, warm=warm)["passed"] == 1
+        assert not warm._templates
+        warm._closed_until = 0.0
+        warm.prepare([LIMITS])
+        assert run_tests("print(input())", tests, LIMITS, warm=warm)["passed"] == 1
+        assert template_pid(warm)
+    finally:
+        warm.close()
