@@ -17,11 +17,11 @@ import pytest
 
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox import bubblewrap, jail
-from tidemill.services.jobs.sandbox import warm as warm_module
-from tidemill.services.jobs.sandbox.job import make_cases, make_warm_jails, run_cases, run_tests
-from tidemill.services.jobs.sandbox.preamble import write_imports
-from tidemill.services.jobs.sandbox.warm import WarmJails, WarmProgram
+from tidemill.services.reward.sandbox import bubblewrap, jail
+from tidemill.services.reward.sandbox import warm as warm_module
+from tidemill.services.reward.sandbox.job import make_cases, make_warm_jails, run_cases, run_tests
+from tidemill.services.reward.sandbox.preamble import write_imports
+from tidemill.services.reward.sandbox.warm import WarmJails, WarmProgram
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})

@@ -1,4 +1,4 @@
-"""An RQ worker of a run's queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS [FD]`.
+"""An RQ worker of a run's queue: `python -m tidemill.services.reward.sandbox.rq_worker RUN_ID CONFIGS [FD]`.
 
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
 Where this machine is short of processes, descriptors, memory or disk, a job goes back to the queue, and none
@@ -55,9 +55,9 @@ from tidemill.common.process.shortage import (
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-from tidemill.services.jobs.sandbox.job import RESULT_TTL_S, make_warm_jails, run_code_of
-from tidemill.services.jobs.sandbox.preamble import write_imports
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.job import RESULT_TTL_S, make_warm_jails, run_code_of
+from tidemill.services.reward.sandbox.preamble import write_imports
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 BEAT_S = 2

@@ -32,7 +32,7 @@ import psutil
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.process.shortage import machine_faults
-from tidemill.services.jobs.sandbox.bubblewrap import (
+from tidemill.services.reward.sandbox.bubblewrap import (
     ENVIRONMENT,
     LAUNCHER,
     PYTHON,
@@ -42,8 +42,8 @@ from tidemill.services.jobs.sandbox.bubblewrap import (
     make_command,
     read_filter,
 )
-from tidemill.services.jobs.sandbox.preamble import INT_DIGITS, RECURSION_LIMIT
-from tidemill.services.jobs.sandbox.warm import UsedJailError, WarmJailError, WarmJails, can_be_warm
+from tidemill.services.reward.sandbox.preamble import INT_DIGITS, RECURSION_LIMIT
+from tidemill.services.reward.sandbox.warm import UsedJailError, WarmJailError, WarmJails, can_be_warm
 
 MAX_FILES = 4096
 MAX_PROCESSES = 16

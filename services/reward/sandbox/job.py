@@ -24,13 +24,13 @@ from rq import get_current_job
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.process.shortage import is_machine_fault, make_fault, number_in_text
-from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-from tidemill.services.jobs.sandbox.comparison import is_same_output, is_same_result
-from tidemill.services.jobs.sandbox.errors import TestsError
-from tidemill.services.jobs.sandbox.forms import CallTest, OutputTest, Test, read_tests
-from tidemill.services.jobs.sandbox.jail import KilledJailError, probe_warm, run_program
-from tidemill.services.jobs.sandbox.preamble import write_imports
-from tidemill.services.jobs.sandbox.warm import WarmJails
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.comparison import is_same_output, is_same_result
+from tidemill.services.reward.sandbox.errors import TestsError
+from tidemill.services.reward.sandbox.forms import CallTest, OutputTest, Test, read_tests
+from tidemill.services.reward.sandbox.jail import KilledJailError, probe_warm, run_program
+from tidemill.services.reward.sandbox.preamble import write_imports
+from tidemill.services.reward.sandbox.warm import WarmJails
 
 CALLS = Path(__file__).with_name("calls.py").read_text(encoding="utf-8")
 STATEMENTS = Path(__file__).with_name("statements.py").read_text(encoding="utf-8")

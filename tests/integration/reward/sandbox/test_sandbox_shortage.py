@@ -29,9 +29,9 @@ from tidemill.common.redis.broker import URL_VARIABLE
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.sandbox import job as sandbox_job
-from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-from tidemill.services.jobs.sandbox.job import run_tests
+from tidemill.services.reward.sandbox import job as sandbox_job
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.job import run_tests
 
 KEYS = Keys("jobs.1")
 NO_MORE = 3
@@ -41,7 +41,7 @@ WORKER = """
 import errno, os, sys
 from pathlib import Path
 from tidemill.common.process.shortage import make_fault
-from tidemill.services.jobs.sandbox import rq_worker
+from tidemill.services.reward.sandbox import rq_worker
 
 _, run_id, name, flag, report_to = sys.argv
 FLAG, fork = Path(flag), os.fork

@@ -27,7 +27,7 @@ from tidemill.common.wire.keys import Keys
 KEYS = Keys("jobs.1")
 WORKER = """
 import sys, time
-from tidemill.services.jobs.sandbox import rq_worker
+from tidemill.services.reward.sandbox import rq_worker
 
 rq_worker.run_code_of = lambda *_: time.sleep
 sys.exit(rq_worker.main(sys.argv[1], "[]"))
@@ -92,7 +92,7 @@ async def test_no_other_function_is_called_and_nothing_imported_to_find_it_whate
     calls = [
         ("subprocess.getoutput", f"touch {mark}"),
         ("os.system", f"touch {mark}"),
-        ("tidemill.services.jobs.sandbox.jail.subprocess.getoutput", f"touch {mark}"),
+        ("tidemill.services.reward.sandbox.jail.subprocess.getoutput", f"touch {mark}"),
         ("pathlib.Path.touch", str(mark)),
         ("loud.f", ""),
     ]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.bubblewrap import (
+from tidemill.services.reward.sandbox.bubblewrap import (
     ENVIRONMENT,
     LAUNCHER,
     PYTHON,
@@ -33,7 +33,7 @@ from tidemill.services.jobs.sandbox.bubblewrap import (
     make_command,
     read_filter,
 )
-from tidemill.services.jobs.sandbox.preamble import MODULES
+from tidemill.services.reward.sandbox.preamble import MODULES
 
 TEMPLATE = Path(__file__).with_name("template.py").read_text(encoding="utf-8")
 READY_MODULES = (
