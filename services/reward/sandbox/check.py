@@ -41,7 +41,8 @@ def main(config: str, *options: str) -> int:
 
 def count_readable(lines: Iterable[str], config: SandboxConfig) -> dict[str, Any]:
     """How many rows there are, how many have tests, and the reasons of the first others."""
-    num_rows = num_readable = 0
+    num_rows = 0
+    num_readable = 0
     problems: list[tuple[str, str]] = []
     for line in lines:
         origin, tests, columns = json.loads(line)

@@ -63,10 +63,12 @@ PROBE_S = 60.0
 LOOK_S = 0.04
 LOOK_SHARE = 0.1
 """Largest share of the time spent on looking at processes: large machines have many."""
-FIRST_UID, NUM_UIDS = 200_000, 60_000
+FIRST_UID = 200_000
+NUM_UIDS = 60_000
 """Under root, each program gets a user id of its own: the limit on processes counts per user, and includes
 processes that have ended until they are reaped."""
-NUMBERS, STRIDE = itertools.count(), 7919
+NUMBERS = itertools.count()
+STRIDE = 7919
 ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
 LAST_SIGNAL = 128 + 64
 SET_UP = "set up"

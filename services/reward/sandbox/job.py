@@ -141,11 +141,14 @@ def run_code_of(
     return run_code
 
 
-def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
+def within(asked: SandboxConfig, configs: Sequence[SandboxConfig]) -> SandboxConfig:
     """The limits that a job asks for, cut to those of the worker's run: a job must not loosen its jail."""
-    bounded = {name: min(getattr(asked, name), max(getattr(c, name) for c in own)) for name in BOUNDED}
-    packages = asked.packages and any(config.packages for config in own)
-    return asked.model_copy(update={**bounded, "packages": packages})
+    limits: dict[str, Any] = {}
+    for name in BOUNDED:
+        highest = max(getattr(config, name) for config in configs)
+        limits[name] = min(getattr(asked, name), highest)
+    limits["packages"] = asked.packages and any(config.packages for config in configs)
+    return asked.model_copy(update=limits)
 
 
 def run_tests(

@@ -59,7 +59,8 @@ from tidemill.services.reward.sandbox.bubblewrap import SandboxError
 from tidemill.services.reward.sandbox.job import RESULT_TTL_S, make_warm_jails, run_code_of
 from tidemill.services.reward.sandbox.preamble import write_imports
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 BEAT_S = 2
 """Seconds between heartbeats of a busy worker, which `services/reward/rewards/sandbox.py` watches."""
 MAINTENANCE_S = 30
@@ -121,9 +122,9 @@ class CodeJob(Job):
         Raises:
             NoSuchJobError: the hash holds no job that can be read; workers skip such a job.
         """
-        known = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
+        fields = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
         try:
-            super().restore(known)
+            super().restore(fields)
             self._deserialize_data()  # type: ignore[no-untyped-call]
             if self.origin != self.keys.sandbox_queue:  # RQ writes to any queue that a job names
                 raise NoSuchJobError(f"job {self.id} is of the queue {self.origin}")
@@ -347,8 +348,8 @@ def main(run_id: str, configs: str, report_to: str = "-1") -> int:
         problem = "RQ's worker ended"
         try:
             worker.work(logging_level="WARNING")
-            for own in worker.queues:  # an id that is not text ends the worker, and would at every start
-                connection.delete(own.intermediate_queue_key)
+            for queue in worker.queues:  # an id that is not text ends the worker, and would at every start
+                connection.delete(queue.intermediate_queue_key)
         except RedisError as error:
             problem = str(error)
         if not CodeWorker.is_asked_to_stop:
