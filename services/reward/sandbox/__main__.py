@@ -2,7 +2,9 @@
 
 import sys
 
+from tidemill.common.process.programs import Program
 from tidemill.common.process.service import run_service
 
 if __name__ == "__main__":
-    sys.exit(run_service("sandbox", "Runs code of a run's completions apart from it."))
+    description = "Runs code of a run's completions apart from it."
+    sys.exit(run_service("sandbox", description, program=Program.SANDBOX))
