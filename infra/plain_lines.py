@@ -42,7 +42,6 @@ NOT_YET_PLAIN = (
     "benchmarks",
     "common/redis",
     "common/streams",
-    "services/jobs/sandbox",
     "services/reward/adapters.py",
     "services/reward/builtin",
     "services/reward/check.py",

@@ -43,9 +43,9 @@ class Program(StrEnum):
     MODEL_SERVER = "tidemill.services.reward.model_server"
     ARCHIVE = "tidemill.common.archive"
     """Writes entries of streams into their archive."""
-    SANDBOX = "tidemill.services.jobs.sandbox"
-    SANDBOX_QUEUE = "tidemill.services.jobs.sandbox.rq_worker"
-    SANDBOX_CHECK = "tidemill.services.jobs.sandbox.check"
+    SANDBOX = "tidemill.services.reward.sandbox"
+    SANDBOX_QUEUE = "tidemill.services.reward.sandbox.rq_worker"
+    SANDBOX_CHECK = "tidemill.services.reward.sandbox.check"
     EXPORTER = "tidemill.services.console.exporter"
     NODE = "tidemill.services.console.up.node"
     """The part of a run on one node of a cluster."""
@@ -58,7 +58,7 @@ SERVES = {
     Program.ROLLOUT: "tidemill.services.rollout.service",
     Program.REWARD: "tidemill.services.reward.worker",
     Program.REPLICA: "tidemill.services.reward.remote.serving",
-    Program.SANDBOX: "tidemill.services.jobs.sandbox.worker",
+    Program.SANDBOX: "tidemill.services.reward.sandbox.worker",
 }
 """The module with the `serve` of a service."""
 
@@ -71,7 +71,8 @@ SHARED_IMPORTS = (
 """Modules that the fork server imports: torch, transformers, and our modules that need them."""
 
 RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
-"""Function name in RQ jobs of the sandbox. A worker compares the name, and never imports it."""
+"""Function name in RQ jobs of the sandbox. A worker compares the name, and never imports it. It stays, whatever
+moves: workers of other releases write and expect it."""
 
 
 class Child(StrEnum):

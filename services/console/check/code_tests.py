@@ -60,7 +60,7 @@ def _count(name: str, reward: NamedRewardConfig, rows: Mapping[str, Sequence[Row
         return summary
     if not num_readable:
         raise ConfigError(
-            f"{summary}; the forms that can be read are in services/jobs/sandbox/README.md{reasons}"
+            f"{summary}; the forms that can be read are in services/reward/sandbox/README.md{reasons}"
         )
     return f"{summary}; the others fail, and are never a score. The first:{reasons}"
 

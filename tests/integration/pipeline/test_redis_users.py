@@ -152,7 +152,7 @@ WRITES = f"""
     reward: XADD {RUN.scores()} * p x; HSET {RUN.results(3)} 0 x; HSET {RUN.reward_cache[0]} 0 x
     reward: HSET {RUN.limits("judge")} tokens 1; HSET {RUN.workers("reward")} a 1
     reward: XACK {RUN.trajectories()} reward 1-0
-    sandbox: HSET {RUN.workers("jobs.sandbox")} a 1; SET {RUN.sandbox_result("a")} {{}}
+    sandbox: HSET {RUN.workers("sandbox")} a 1; SET {RUN.sandbox_result("a")} {{}}
     sandbox: LMOVE rq:queue:{RUN.sandbox_queue} rq:queue:{RUN.sandbox_queue} LEFT RIGHT
     trainer reward: DEL {RUN.results(3)}; HDEL {RUN.workers("reward")} a
     trainer rollout: XACK {RUN.prompts()} rollout 1-0; XADD {RUN.trajectories()} * p x
@@ -308,7 +308,7 @@ async def run_code(
     await publish_config(trainer, KEYS, make_config(run_id=KEYS.run_id, reward={"rewards": rewards}))
     await trainer.close()
     become(monkeypatch, server, f"{prefix}reward")
-    command = [sys.executable, "-m", "tidemill.services.jobs.sandbox", "--run", KEYS.run_id]
+    command = [sys.executable, "-m", "tidemill.services.reward.sandbox", "--run", KEYS.run_id]
     environment = os.environ | server.variables(f"{prefix}sandbox")
     worker = start_plain([*command, "--name", "sandbox-0"], folder / "worker.log", environment)
     broker = await Broker.connect()

@@ -124,7 +124,7 @@ async def test_a_worker_that_comes_too_late_has_nothing_to_do(broker, keys, redi
     assert lines[-1]["event"] == "the run is finished: nothing is left to do"
 
 
-@pytest.mark.parametrize("role", ["rollout", "reward", "replica", "jobs.sandbox"])
+@pytest.mark.parametrize("role", ["rollout", "reward", "replica", "sandbox"])
 async def test_a_worker_says_when_it_joins_and_leaves_when_the_run_is_finished(
     broker, keys, redis_server, monkeypatch, role
 ):
@@ -168,7 +168,7 @@ async def test_a_worker_whose_run_has_taken_its_redis_along_leaves_without_an_er
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("program", ["reward", "rollout", "reward.replica", "jobs.sandbox"])
+@pytest.mark.parametrize("program", ["reward", "rollout", "reward.replica", "reward.sandbox"])
 async def test_a_worker_that_is_stopped_while_it_waits_for_its_run_says_so_in_a_line(
     redis_server, program, number
 ):

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.preloaded import REPO
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox import bubblewrap
-from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-from tidemill.services.jobs.sandbox.job import make_cases, run_cases
+from tidemill.services.reward.sandbox import bubblewrap
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.job import make_cases, run_cases
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 CALL = """
@@ -187,8 +187,8 @@ for _ in range(3000):
 MOUNTED = """
 import ctypes, sys
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.job import Case
-from tidemill.services.jobs.sandbox.job import run_cases
+from tidemill.services.reward.sandbox.job import Case
+from tidemill.services.reward.sandbox.job import run_cases
 libc, folder = ctypes.CDLL(None), sys.argv[1]
 libc.unshare(0x20000)  # this process's mounts are its own from here on
 libc.mount(b"none", b"/", None, 16384 | 1 << 18, None)

@@ -2,10 +2,14 @@
 interpreter that it was forked from, and one that fails is replaced."""
 
 import contextlib
+import errno
 import json
+import math
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,11 +17,11 @@ import pytest
 
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox import bubblewrap, jail
-from tidemill.services.jobs.sandbox import warm as warm_module
-from tidemill.services.jobs.sandbox.job import make_cases, make_warm_jails, run_cases, run_tests
-from tidemill.services.jobs.sandbox.preamble import write_imports
-from tidemill.services.jobs.sandbox.warm import WarmJails, WarmProgram
+from tidemill.services.reward.sandbox import bubblewrap, jail
+from tidemill.services.reward.sandbox import warm as warm_module
+from tidemill.services.reward.sandbox.job import make_cases, make_warm_jails, run_cases, run_tests
+from tidemill.services.reward.sandbox.preamble import write_imports
+from tidemill.services.reward.sandbox.warm import WarmJails, WarmProgram
 
 LIMITS = SandboxConfig(time_s=20.0, total_s=60.0, memory_mb=256, file_mb=4)
 HASTY = LIMITS.model_copy(update={"time_s": 1.5})
@@ -248,14 +252,14 @@ def test_a_program_whose_template_dies_is_run_again(
     warm, _ = make_warm_jails([LIMITS])
     assert warm is not None
     victim = template_pid(warm)
-    has_ended = WarmProgram.has_ended
+    wait_for_end = WarmProgram.wait_for_end
 
     def die(program: WarmProgram, timeout_s: float) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        return has_ended(program, timeout_s)
+        return wait_for_end(program, timeout_s)
 
-    monkeypatch.setattr(WarmProgram, "has_ended", die)
+    monkeypatch.setattr(WarmProgram, "wait_for_end", die)
     code = "import time\ntime.sleep(1)\nprint('ended')"
     cases = make_cases(code, {"inputs": [""], "outputs": ["ended"]}, 1)
     try:
@@ -291,15 +295,15 @@ async def test_a_program_ends_with_whoever_asked_for_it(isolated: None) -> None:
     warm, _ = make_warm_jails([LIMITS])
     assert warm is not None
     try:
-        asker = os.fork()
-        if asker == 0:
+        job = os.fork()
+        if job == 0:
             run_cases(make_cases(code, {"inputs": [""], "outputs": ["x"]}, 1), LIMITS, warm)
             os._exit(0)
         try:
             await wait_until(lambda: with_mark(mark))
         finally:
-            os.kill(asker, signal.SIGKILL)
-            os.waitpid(asker, 0)  # noqa: ASYNC222 (it was killed)
+            os.kill(job, signal.SIGKILL)
+            os.waitpid(job, 0)  # noqa: ASYNC222 (it was killed)
         await wait_until(lambda: not with_mark(mark))
         cases = make_cases("print(1)", {"inputs": [""], "outputs": ["1"]}, 1)
         template = template_pid(warm)
@@ -313,7 +317,7 @@ def test_where_no_template_can_be_had_programs_get_jails_of_their_own(
     isolated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel, or rules of a machine, may refuse what a template does. It fails before it runs a line."""
-    refused = warm_module.TEMPLATE.replace('ask("unshare", new_mounts)', 'raise OSError("refused")')
+    refused = warm_module.TEMPLATE.replace('call_kernel("unshare", CLONE_NEWNS)', 'raise OSError("refused")')
     assert refused != warm_module.TEMPLATE
     monkeypatch.setattr(warm_module, "TEMPLATE", refused)
     warm, sentence = make_warm_jails([LIMITS])
@@ -332,3 +336,171 @@ def test_a_jail_whose_python_lies_below_tmp_is_not_warm(
     finally:
         monkeypatch.undo()
         warm_module.can_be_warm.cache_clear()
+
+
+def test_a_program_that_may_have_run_is_run_again_with_files_of_its_own(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template ends after the fork and before it has said so: the program has read its input by then."""
+    line = "init_pidfd = os.pidfd_open(init)"
+    pause = "select.select([], [], [], 1.0)"
+    late = f"if number:\n            {pause}\n            raise OSError('injected')\n        "
+    assert warm_module.TEMPLATE.count(line) == 1
+    monkeypatch.setattr(warm_module, "TEMPLATE", warm_module.TEMPLATE.replace(line, late + line))
+    warm, sentence = make_warm_jails([LIMITS])
+    assert warm is not None, sentence
+    try:
+        result = run_tests("print(input())", {"inputs": ["1"], "outputs": ["1"]}, LIMITS, warm=warm)
+        assert result.get("passed") == 1, result
+    finally:
+        warm.close()
+
+
+def test_an_order_that_was_used_before_is_not_set_up(isolated: None) -> None:
+    with jail._program("print(input())", "1", LIMITS, "") as program:
+        assert not program.is_set_up()
+        assert jail._run_cold(program, 20.0, has_file=False)["stdout"] == "1\n"
+        with pytest.raises(bubblewrap.SandboxError):
+            jail._run_cold(program, 20.0, has_file=False)
+
+
+def test_the_time_that_a_jail_loses_is_not_the_codes(isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LIMITS.model_copy(update={"total_s": 3.0})
+    monkeypatch.setattr(warm_module, "ANSWER_S", config.total_s)
+    warm, _ = make_warm_jails([config])
+    assert warm is not None
+    try:
+        victim = psutil.Process(template_pid(warm))
+        for process in [victim, *victim.children(recursive=True)]:
+            process.suspend()
+        tests = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]}
+        result = run_tests("print(input())", tests, config, warm=warm)
+        assert result.get("outcomes") == ["done"] * 3 and result["passed"] == 3, result
+    finally:
+        warm.close()
+
+
+def test_where_the_group_of_a_program_cannot_be_read_it_gets_a_jail_of_its_own(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Linux 5.8 to 5.13 without root: there /proc/self/fdinfo is root's, because `hide_memory` was
+    called."""
+    read_text = Path.read_text
+
+    def refuse(path: Path, *arguments: Any, **named: Any) -> str:
+        if "fdinfo" in path.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return read_text(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    warm, sentence = make_warm_jails([LIMITS])
+    assert warm is None and os.strerror(errno.EACCES) in sentence
+    warm = WarmJails()
+    code = "import time\ntime.sleep(0.5)\nprint(input())"  # it is looked at while it runs
+    try:
+        result = run_tests(code, {"inputs": ["1"], "outputs": ["1"]}, LIMITS, warm=warm)
+        assert result.get("passed") == 1, result
+    finally:
+        warm.close()
+
+
+def test_a_template_whose_programs_do_not_run_is_not_used(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All limits are in place there, and the program ends well; what it should have written is not there."""
+    line = 'return launcher["_program"](3, vars(main), compiled)  # type: ignore[operator]'
+    assert warm_module.TEMPLATE.count(line) == 1
+    called = line.removeprefix("return ").partition("  #")[0]
+    idle = warm_module.TEMPLATE.replace(line, f"{called}; return 'pass'")
+    monkeypatch.setattr(warm_module, "TEMPLATE", idle)
+    warm, sentence = make_warm_jails([LIMITS])
+    assert warm is None and "cannot run Python" in sentence
+
+
+def test_a_program_whose_init_is_killed_from_outside_is_run_again(
+    isolated: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the kernel for want of memory, or an operator: no program can do so."""
+    warm, _ = make_warm_jails([LIMITS])
+    assert warm is not None
+
+    def kill_init(init: int, num_others: int, program: Any) -> str:
+        if init and num_others == jail.INITS and program.is_set_up():
+            os.kill(init, signal.SIGKILL)
+        return ""
+
+    monkeypatch.setattr(jail, "_excess", kill_init)
+    code = "import time\ntime.sleep(1)\nprint(input())"
+    try:
+        result = run_tests(code, {"inputs": ["1"], "outputs": ["1"]}, LIMITS, warm=warm)
+        assert result.get("passed") == 1, result
+        assert "its init was killed" in capfd.readouterr().err
+    finally:
+        warm.close()
+
+
+@pytest.mark.skipif(not bubblewrap.is_admin(), reason="a program of the same user may kill it, too")
+def test_a_jail_that_is_killed_from_outside_is_no_result(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill_bubblewrap(group: int, _: int, program: Any) -> str:
+        if program.is_set_up():
+            os.kill(group, signal.SIGKILL)
+        return ""
+
+    monkeypatch.setattr(jail, "_excess", kill_bubblewrap)
+    code = "import time\ntime.sleep(5)\nprint(input())"
+    result = run_tests(code, {"inputs": ["1"], "outputs": ["1"]}, LIMITS)
+    assert result.get("is_final") is False and "was killed" in result["error"], result
+
+
+async def test_where_interpreters_fail_in_a_row_a_worker_does_without_for_longer_and_longer(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure may cost a job ten seconds. One that has served all of its programs is no failure."""
+    monkeypatch.setattr(warm_module, "MAX_PROGRAMS", 1)
+    warm = WarmJails()
+    pauses = []
+    try:
+        for _ in range(3):
+            warm.prepare([LIMITS])
+            os.killpg(template_pid(warm), signal.SIGKILL)
+            await wait_until(lambda: not any(each.takes_requests() for each in warm._templates.values()))
+            began = time.monotonic()
+            warm.prepare([LIMITS])
+            assert not warm._templates
+            pauses.append(math.floor(warm._closed_until - began))
+            warm._closed_until = 0.0
+        assert pauses == [1, 2, 4]
+        warm.prepare([LIMITS])
+        job = os.fork()
+        if job == 0:
+            run_cases(make_cases("print(1)", {"inputs": [""], "outputs": ["1"]}, 1), LIMITS, warm)
+            os._exit(0)
+        os.waitpid(job, 0)  # noqa: ASYNC222 (it ends by itself)
+        warm.prepare([LIMITS])
+        assert not warm.is_paused and warm._pause_s == 1.0 and warm._templates
+    finally:
+        warm.close()
+
+
+def test_warm_jails_that_a_machine_cannot_have_at_a_workers_start_are_tried_again(
+    isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as shortage:
+        shortage.setattr(warm_module, "Template", refuse)
+        warm, sentence = make_warm_jails([LIMITS])
+        assert warm is not None and warm.is_paused and "until" in sentence
+    try:
+        tests = {"inputs": ["1"], "outputs": ["1"]}
+        assert run_tests("print(input())", tests, LIMITS, warm=warm)["passed"] == 1
+        assert not warm._templates
+        warm._closed_until = 0.0
+        warm.prepare([LIMITS])
+        assert run_tests("print(input())", tests, LIMITS, warm=warm)["passed"] == 1
+        assert template_pid(warm)
+    finally:
+        warm.close()

@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tidemill.common.config.reward_kinds import TEST_COLUMNS
-from tidemill.services.jobs.sandbox.errors import TestsError
-from tidemill.services.jobs.sandbox.statement_checks import checks_something, parse_statements, read_script
+from tidemill.services.reward.sandbox.errors import TestsError
+from tidemill.services.reward.sandbox.statement_checks import checks_something, parse_statements, read_script
 
 INPUTS = ("inputs", "input", "stdin", "question_input")
 OUTPUTS = ("outputs", "output", "expected_output", "expected_outputs", "expected", "stdout")

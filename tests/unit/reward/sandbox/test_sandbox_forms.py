@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.services.jobs.sandbox.errors import TestsError
-from tidemill.services.jobs.sandbox.forms import CallTest, OutputTest, StatementTest, read_tests
+from tidemill.services.reward.sandbox.errors import TestsError
+from tidemill.services.reward.sandbox.forms import CallTest, OutputTest, StatementTest, read_tests
 
 OUTPUTS = [OutputTest("1 2", "3"), OutputTest("3 4", "7")]
 LISTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.services.jobs.sandbox.comparison import is_same_output, is_same_result
+from tidemill.services.reward.sandbox.comparison import is_same_output, is_same_result
 
 
 @pytest.mark.parametrize(("written", "expected"), [

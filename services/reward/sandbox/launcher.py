@@ -1,9 +1,9 @@
 """First code of a program's process: it sets limits, gives up root, and becomes the program.
 
 Standard library only: `jail.py` passes this file as text (`python -c`), with the descriptor of a file of
-instructions, the order. The order is emptied when all limits are in place; until then, no line of the program
-has run. The program's globals hold no import of this file. Imports are few: it runs for each test. In a warm
-jail, `template.py` calls `_program` in a fork of its interpreter.
+instructions, the order. The order is emptied as it is read, and gets a mark when all limits are in place;
+until then, no line of the program has run. The program's globals hold no import of this file. Imports are
+few: it runs for each test. In a warm jail, `template.py` calls `_program` in a fork of its interpreter.
 """
 
 
@@ -18,7 +18,10 @@ def _program(descriptor: "int", scope: "dict[str, object]", compiled: "dict[str,
     import sys
 
     with open(descriptor, "rb", closefd=False) as file:
-        order = json.load(file)
+        text = file.read()
+    # At once: an order that was used before has no text, and must not keep its mark.
+    os.ftruncate(descriptor, 0)
+    order = json.loads(text)
     if order["uid"]:
         # Groups before the user: a process that is no longer root may change neither.
         os.setgroups([])
@@ -32,8 +35,8 @@ def _program(descriptor: "int", scope: "dict[str, object]", compiled: "dict[str,
             # The only limit that is raised, which one who is not root may do up to this.
             limit = [min(size, highest) for size in limit]
         resource.setrlimit(number, limit)
-    # Last: an empty order says that all limits are in place.
-    os.ftruncate(descriptor, 0)
+    # Last: the mark says that all limits are in place.
+    os.pwrite(descriptor, order["mark"].encode(), 0)
     os.closerange(3, 1 << 16)
     sys.path += order["path"]
     sys.setrecursionlimit(order["recursion_limit"])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.job import make_cases as cases_of
-from tidemill.services.jobs.sandbox.job import run_cases, run_tests
+from tidemill.services.reward.sandbox.job import make_cases as cases_of
+from tidemill.services.reward.sandbox.job import run_cases, run_tests
 
 pytestmark = pytest.mark.usefixtures("each_jail")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.services.jobs.sandbox import jail, job
-from tidemill.services.jobs.sandbox.warm import WarmJails, can_be_warm
+from tidemill.services.reward.sandbox import jail, job
+from tidemill.services.reward.sandbox.warm import WarmJails, can_be_warm
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`python -m tidemill.services.jobs.sandbox.check CONFIG [--tests]`: what `tidemill check` asks of the
+"""`python -m tidemill.services.reward.sandbox.check CONFIG [--tests]`: what `tidemill check` asks of the
 sandbox.
 
 CONFIG is the sandbox section as JSON. Runs one program in a jail, prints one line, and exits with 2 if no
@@ -14,10 +14,10 @@ from typing import Any
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-from tidemill.services.jobs.sandbox.errors import TestsError
-from tidemill.services.jobs.sandbox.forms import read_tests
-from tidemill.services.jobs.sandbox.job import make_warm_jails, probe
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.errors import TestsError
+from tidemill.services.reward.sandbox.forms import read_tests
+from tidemill.services.reward.sandbox.job import make_warm_jails, probe
 
 MAX_PROBLEMS = 20
 
@@ -41,7 +41,8 @@ def main(config: str, *options: str) -> int:
 
 def count_readable(lines: Iterable[str], config: SandboxConfig) -> dict[str, Any]:
     """How many rows there are, how many have tests, and the reasons of the first others."""
-    num_rows = num_readable = 0
+    num_rows = 0
+    num_readable = 0
     problems: list[tuple[str, str]] = []
     for line in lines:
         origin, tests, columns = json.loads(line)

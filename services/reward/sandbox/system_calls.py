@@ -33,9 +33,13 @@ symlinkat sysinfo tgkill time timer_create timer_delete timer_getoverrun timer_g
 timerfd_create timerfd_gettime timerfd_settime times tkill truncate umask uname unlink unlinkat utime
 utimensat utimes vfork wait4 waitid write writev
 """.split()  # noqa: SIM905 (in lines)
-ALLOW, ERROR = 0x7FFF0000, 0x00050000
-EQUAL, MASKED = 4, 7
-NEW_NAMESPACES, MAP_SHARED, AF_UNIX = 0x7E020000, 1, 1
+ALLOW = 0x7FFF0000
+ERROR = 0x00050000
+EQUAL = 4
+MASKED = 7
+NEW_NAMESPACES = 0x7E020000
+MAP_SHARED = 1
+AF_UNIX = 1
 FCNTL = (0, 1, 2, 3, 4, 1030, 1032)
 """Duplicate a descriptor, read and set its flags, read a pipe's size. No locks on parts of files: their
 number has no limit."""

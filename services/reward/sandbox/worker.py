@@ -8,8 +8,8 @@ import signal
 from tidemill.common.errors import ConfigError, MachineFaultError, TidemillError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.process.service import ServiceContext
-from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-from tidemill.services.jobs.sandbox.job import probe
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.job import probe
 
 WORKING = "work:sandbox"
 GRACE_S = 15.0

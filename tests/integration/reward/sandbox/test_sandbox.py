@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.waiting import wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.job import make_cases, run_cases, run_tests
+from tidemill.services.reward.sandbox.job import make_cases, run_cases, run_tests
 
 pytestmark = pytest.mark.usefixtures("each_jail")
 

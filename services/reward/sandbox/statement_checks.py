@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.services.jobs.sandbox.errors import TestsError
-from tidemill.services.jobs.sandbox.preamble import MODULES, is_imported
+from tidemill.services.reward.sandbox.errors import TestsError
+from tidemill.services.reward.sandbox.preamble import MODULES, is_imported
 
 CODE_MODULES = ("solution", "solutions", "submission", "candidate", "your_module", "my_module")
 """Modules that stand for the code; KodCode's tests begin with `from solution import f`."""

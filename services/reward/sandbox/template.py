@@ -10,13 +10,19 @@ answer, the order (`launcher.py`), and the program's standard input, output and 
 
 Each program has namespaces of processes and of mounts of its own. Init is the first process of the former: as
 it ends, the kernel kills all others in it, and it is reaped after the last of them. So when the template
-answers, nothing of the program is left: no process, no mount, no file. The template runs one program at a
-time, and no line of a program: it reads neither orders nor outputs. The program has no descriptor of it, and
-cannot name it: it sees no processes but those of its own namespace.
+answers, no process of the program is left, and none that holds its mounts and its files. The template runs
+one program at a time, and no line of a program: it reads neither orders nor outputs. The program has no
+descriptor of it, and cannot name it: it sees no processes but those of its own namespace.
 
-Only the template and init have the capability that makes namespaces; init gives it up, and installs the
-filter, before it forks. All of that fails loudly, and then no line of the program runs.
+Only the template and init have CAP_SYS_ADMIN, with which they make namespaces and mounts; init gives it up,
+and installs the filter, before it forks. It stays in the bounding set, from which nothing can be had: no
+program can gain privileges (PR_SET_NO_NEW_PRIVS). All of that fails loudly, and then no line of the program
+runs.
 """
+
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNS = 0x00020000
+LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 
 def _serve() -> "object":
@@ -36,8 +42,6 @@ def _serve() -> "object":
     import sys
     import types
 
-    new_pids = 0x20000000
-    new_mounts = 0x00020000
     control = socket.socket(fileno=int(sys.argv.pop()))
     with open(int(sys.argv.pop()), "rb") as file:
         setup = json.load(file)
@@ -56,7 +60,7 @@ def _serve() -> "object":
     # Of 8 bytes each, as the kernel's `sock_filter` is.
     installed = Filter(len(calls) // 8, ctypes.addressof(buffer))
 
-    def ask(name: str, *arguments: object) -> None:
+    def call_kernel(name: str, *arguments: object) -> None:
         """Make a system call. Raises OSError: it failed."""
         if getattr(libc, name)(*arguments) != 0:
             number = ctypes.get_errno()
@@ -65,23 +69,23 @@ def _serve() -> "object":
     def make_init(uid: int, file_bytes: int) -> None:
         """Give this process and its children a /tmp of their own, and take from them what a program must not
         have."""
-        ask("unshare", new_mounts)
-        ask("mount", None, b"/", None, 1 << 14 | 1 << 18, None)  # MS_REC | MS_PRIVATE
+        call_kernel("unshare", CLONE_NEWNS)
+        call_kernel("mount", None, b"/", None, 1 << 14 | 1 << 18, None)  # MS_REC | MS_PRIVATE
         # MS_NOSUID | MS_NODEV, as bubblewrap mounts it.
-        ask("mount", b"tmpfs", b"/tmp", b"tmpfs", 2 | 4, f"mode=1777,size={file_bytes}".encode())
+        call_kernel("mount", b"tmpfs", b"/tmp", b"tmpfs", 2 | 4, f"mode=1777,size={file_bytes}".encode())
         os.chdir("/tmp")
         # CAP_SETGID and CAP_SETUID, with which the launcher gives up root.
         kept = 1 << 6 | 1 << 7 if uid else 0
-        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-        ask("capset", header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))
+        header = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0)
+        call_kernel("capset", header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))
         # PR_GET_NO_NEW_PRIVS, which bubblewrap has set: without it the filter would need a capability.
         if libc.prctl(39, 0, 0, 0, 0) != 1:
             raise OSError("a program could gain privileges")
-        ask("prctl", 22, 2, ctypes.byref(installed), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        call_kernel("prctl", 22, 2, ctypes.byref(installed), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
     # Init must have no handler: the kernel spares it only the signals of its namespace that have none.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    template = os.pidfd_open(os.getpid())
+    own_pidfd = os.pidfd_open(os.getpid())
     gc.collect()
     gc.freeze()  # collections in forks would copy all of it
     used_at_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -93,11 +97,13 @@ def _serve() -> "object":
         answer = descriptors[0]
         order = descriptors[1]
         streams = descriptors[2:]
-        ask("unshare", new_pids)
+        call_kernel("unshare", CLONE_NEWPID)
         init = os.fork()
         if init == 0:
             # A session of its own: signals to the program's process group must not reach the template.
             os.setsid()
+            # The streams first: 3 may be one of them, or the socket of requests. That is let go of without
+            # being closed, because its number may be the order's by then.
             for stream, descriptor in enumerate(streams):
                 os.dup2(descriptor, stream)
             os.dup2(order, 3)
@@ -118,30 +124,33 @@ def _serve() -> "object":
                 if ended == program:
                     # 128 + signal, as in a shell.
                     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
-        ask("setns", template, new_pids)  # what it forks next would be of the same namespace
+        # After the fork, whose child alone is to be in the new namespace: what is forked next would be of it,
+        # too, and could not be once its init has ended.
+        call_kernel("setns", own_pidfd, CLONE_NEWPID)
         init_pidfd = os.pidfd_open(init)
-        asker = socket.socket(fileno=answer)
+        answers = socket.socket(fileno=answer)
         for descriptor in (order, *streams):
             os.close(descriptor)
         events = select.poll()
         events.register(init_pidfd, select.POLLIN)
-        events.register(asker, select.POLLIN)
+        events.register(answers, select.POLLIN)
         try:
-            socket.send_fds(asker, [b"started"], [init_pidfd])
-        except OSError:  # the asker has ended
+            socket.send_fds(answers, [b"started"], [init_pidfd])
+        except OSError:  # whoever asked has ended
             os.kill(init, signal.SIGKILL)
-            events.unregister(asker)
+            events.unregister(answers)
         while init_pidfd not in [descriptor for descriptor, _ in events.poll()]:
-            os.kill(init, signal.SIGKILL)  # the asker has ended
-            events.unregister(asker)
+            os.kill(init, signal.SIGKILL)  # whoever asked has ended
+            events.unregister(answers)  # a closed socket stays readable: the loop would spin
+        # Only now is the number of init free for another process: until here, it could be killed by it.
         _, status = os.waitpid(init, 0)
         os.close(init_pidfd)
         has_grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 2 * used_at_start
         is_last = has_grown or number + 1 == setup["max_programs"]
         result = {"code": os.waitstatus_to_exitcode(status), "is_last": is_last}
-        with contextlib.suppress(OSError):  # the asker has ended
-            asker.send(json.dumps(result).encode())
-        asker.close()
+        with contextlib.suppress(OSError):  # whoever asked has ended
+            answers.send(json.dumps(result).encode())
+        answers.close()
         if is_last:
             break
     os._exit(0)

@@ -6,9 +6,10 @@ the jail, `launcher.py` sets limits, gives up root, and becomes the program. Thi
 its output, and the memory and number of its processes. When bubblewrap ends, the kernel kills everything in
 the jail; bubblewrap ends with the thread that started it.
 
-That costs more than most programs. So a worker keeps a jail with an interpreter that is ready (`warm.py`): it
-forks for each program, and gives the fork what bubblewrap would (`template.py`). The limits are the same, and
-set by the same launcher. Where no such jail can be had, each program gets one of its own.
+Such a jail, made for one program, is called cold. It costs more than most programs. So a worker keeps a jail
+with an interpreter that is ready, a warm one (`warm.py`): it forks for each program, and gives the fork what
+bubblewrap would (`template.py`). The limits are set by the same launcher. Where no warm jail can be had,
+programs are run in cold ones.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ import psutil
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.process.shortage import machine_faults
-from tidemill.services.jobs.sandbox.bubblewrap import (
+from tidemill.services.reward.sandbox.bubblewrap import (
     ENVIRONMENT,
     LAUNCHER,
     PYTHON,
@@ -41,8 +42,8 @@ from tidemill.services.jobs.sandbox.bubblewrap import (
     make_command,
     read_filter,
 )
-from tidemill.services.jobs.sandbox.preamble import INT_DIGITS, RECURSION_LIMIT
-from tidemill.services.jobs.sandbox.warm import WarmJailError, WarmJails, can_be_warm
+from tidemill.services.reward.sandbox.preamble import INT_DIGITS, RECURSION_LIMIT
+from tidemill.services.reward.sandbox.warm import UsedJailError, WarmJailError, WarmJails, can_be_warm
 
 MAX_FILES = 4096
 MAX_PROCESSES = 16
@@ -62,14 +63,24 @@ PROBE_S = 60.0
 LOOK_S = 0.04
 LOOK_SHARE = 0.1
 """Largest share of the time spent on looking at processes: large machines have many."""
-FIRST_UID, NUM_UIDS = 200_000, 60_000
+FIRST_UID = 200_000
+NUM_UIDS = 60_000
 """Under root, each program gets a user id of its own: the limit on processes counts per user, and includes
 processes that have ended until they are reaped."""
-NUMBERS, STRIDE = itertools.count(), 7919
+NUMBERS = itertools.count()
+STRIDE = 7919
 ENDINGS = {128 + signal.SIGXCPU: "timeout", 128 + signal.SIGXFSZ: "file"}
 LAST_SIGNAL = 128 + 64
+SET_UP = "set up"
+"""Mark in an order: all limits are in place. Its size does not say so: one that was used before is empty."""
+MAX_WARM_TRIES = 2
+"""A warm jail may end between two programs; a new one must not."""
 
 Result = dict[str, Any]
+
+
+class KilledJailError(SandboxError):
+    """A jail was killed from outside while a program ran in it, which says nothing about either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +91,14 @@ class _Program:
     uid: int
     """Its user under root; 0: the only one of its user namespace."""
     order: IO[bytes]
-    """Instructions, which the launcher empties when all is in place."""
+    """Instructions, in whose place the launcher writes `SET_UP` when all is in place."""
     stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
 
     def is_set_up(self) -> bool:
         """Whether its limits are in place; until then, no line of it has run."""
-        return os.fstat(self.order.fileno()).st_size == 0
+        return os.pread(self.order.fileno(), len(SET_UP), 0) == SET_UP.encode()
 
     def written(self) -> int:
         """Bytes that it has written."""
@@ -109,32 +120,47 @@ def run_program(
         has_file: Whether it may read its standard input as the file /dev/stdin too.
         warm: Jails that are ready; without them, or where they fail, it gets a jail of its own.
 
+    Returns:
+        What it has written, and how it has ended. `lost_s` is the time that warm jails took which failed: it
+        is not the program's; 0 where none has failed.
+
     Raises:
         SandboxError: the jail could not be set up; no line of the program has run.
+        KilledJailError: a program was killed with its jail.
         MachineFaultError: this machine is short of something that a jail needs.
     """
+    lost_s = 0.0
     with machine_faults("a jail could not be set up"):
-        if warm is not None and not has_file and can_be_warm(config.packages):
-            try:
-                with _program(source, stdin, config, before, TEMPLATES) as program:
-                    return _run_warm(program, time_s, warm)
-            except WarmJailError as error:
-                print(f"tidemill sandbox: a warm jail failed: {error}", file=sys.stderr, flush=True)
+        if warm is not None and not warm.is_paused and not has_file and can_be_warm(config.packages):
+            began = time.monotonic()
+            for _ in range(MAX_WARM_TRIES):
+                try:
+                    # Each try with files and a user of its own: the program may have run in the one before.
+                    with _program(source, stdin, config, before, TEMPLATES) as program:
+                        return _run_warm(program, time_s, warm) | {"lost_s": lost_s}
+                except WarmJailError as error:
+                    lost_s = time.monotonic() - began
+                    print(f"tidemill sandbox: a warm jail failed: {error}", file=sys.stderr, flush=True)
+                    if not isinstance(error, UsedJailError):
+                        break
         with _program(source, stdin, config, before) as program:
-            return _run_cold(program, time_s, has_file)
+            return _run_cold(program, time_s, has_file) | {"lost_s": lost_s}
 
 
-def probe_warm(warm: WarmJails, config: SandboxConfig) -> None:
-    """Check that such programs can be run in a warm jail.
+def probe_warm(warm: WarmJails, config: SandboxConfig, source: str, before: str) -> Result:
+    """Run a program in a warm jail, or not at all. For the first one: it waits longer for the interpreter.
 
     Raises:
-        SandboxError: they cannot, and why.
+        SandboxError: it cannot be run there, and why.
         MachineFaultError: this machine is short of something that a jail needs.
     """
     if not can_be_warm(config.packages):
         raise SandboxError("Python or its packages lie below /tmp, over which each program gets its own")
-    with machine_faults("a jail could not be set up"), _program("", "", config, "", TEMPLATES) as program:
-        _run_warm(program, PROBE_S, warm)
+    with (
+        machine_faults("a jail could not be set up"),
+        _program(source, "", config, before, TEMPLATES) as program,
+    ):
+        return _run_warm(program, PROBE_S, warm, PROBE_S)
 
 
 @contextlib.contextmanager
@@ -186,10 +212,10 @@ def _run_cold(program: _Program, time_s: float, has_file: bool) -> Result:
                 ended = select.poll()
                 ended.register(pid, select.POLLIN)
 
-                def has_ended(timeout_s: float) -> bool:
+                def wait_for_end(timeout_s: float) -> bool:
                     return bool(ended.poll(1000 * timeout_s))
 
-                outcome = _follow(program, has_ended, lambda: process.pid, BUBBLEWRAPS, started + time_s)
+                outcome = _follow(program, wait_for_end, lambda: process.pid, BUBBLEWRAPS, started + time_s)
         finally:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group's number is its own
             code = process.wait()
@@ -197,37 +223,42 @@ def _run_cold(program: _Program, time_s: float, has_file: bool) -> Result:
             raise SandboxError(
                 _text_of(program.stderr, MAX_OUTPUT_BYTES).strip()[-500:] or f"it ended with {code}"
             )
+        # Under root no program can signal bubblewrap; without, its user is the program's, and it may.
+        if code < 0 and not outcome and program.uid:
+            raise KilledJailError(f"bubblewrap was killed from outside ({signal.Signals(-code).name})")
         # 128 + signal, as in a shell: bubblewrap reports the program's signals in this form.
         return _result(program, outcome, code if code >= 0 else 128 - code, started)
 
 
-def _run_warm(program: _Program, time_s: float, warm: WarmJails) -> Result:
-    """Run it in a jail that is ready.
+def _run_warm(program: _Program, time_s: float, warm: WarmJails, answer_s: float | None = None) -> Result:
+    """Run it in a jail that is ready; `answer_s` as in `WarmJails.start`.
 
     Raises:
         WarmJailError: it was not run to an end of its own or of a limit.
     """
     config = program.config
     streams = (program.stdin, program.stdout, program.stderr)
-    running = warm.start(program.uid, config, program.order, streams)
+    running = warm.start(program.uid, config, program.order, streams, answer_s)
     try:
         started = time.monotonic()
-        outcome = _follow(program, running.has_ended, running.group, INITS, started + time_s)
+        running.group()  # where it cannot be read, that shows with the first program already
+        outcome = _follow(program, running.wait_for_end, running.group, INITS, started + time_s)
         if outcome:
             running.kill()
         ended = running.wait()
+        if not program.is_set_up():
+            raise WarmJailError(
+                _text_of(program.stderr, MAX_OUTPUT_BYTES).strip()[-500:] or f"it ended with {ended.code}"
+            )
+        if ended.code < 0 and not outcome:  # no program can signal it, so it was the machine
+            raise WarmJailError("its init was killed")
     except WarmJailError:
         warm.drop(config)
         raise
     finally:
         running.close()
     if ended.is_last:
-        warm.drop(config)
-    if not program.is_set_up():
-        warm.drop(config)
-        raise WarmJailError(
-            _text_of(program.stderr, MAX_OUTPUT_BYTES).strip()[-500:] or f"it ended with {ended.code}"
-        )
+        warm.finish(config)
     return _result(program, outcome, ended.code, started)
 
 
@@ -264,11 +295,12 @@ def _order(source: str, before: str, config: SandboxConfig, uid: int, num_proces
         "before": before,
         "source": source,
         "path": find_packages(config.packages),
+        "mark": SET_UP,
     }
 
 
 def _follow(
-    program: _Program, has_ended: Callable[[float], bool], group: Callable[[], int], num_others: int,
+    program: _Program, wait_for_end: Callable[[float], bool], group: Callable[[], int], num_others: int,
     deadline: float,
 ) -> str:  # fmt: skip
     """Wait for the end or a limit. Returns the limit, or "" if it ended by itself; it is not reaped here.
@@ -276,7 +308,7 @@ def _follow(
     `group` is its process group, in which there are `num_others` processes beside the program's."""
     pause_s = LOOK_S
     while True:
-        is_over = has_ended(min(pause_s, max(0.0, deadline - time.monotonic())))
+        is_over = wait_for_end(min(pause_s, max(0.0, deadline - time.monotonic())))
         # Checked before the end is: a program may write too much and end between two looks.
         if program.written() > MAX_OUTPUT_BYTES:
             return "output"
@@ -311,23 +343,24 @@ def _group_of(pid: int) -> int:
 
 
 def _used_bytes(pid: int) -> int:
-    """Bytes of a process, swap included. Each thread's status shows them, unless that thread has ended."""
+    """Bytes of a process, swap included, and what it shares with others. Each thread's status shows them,
+    unless that thread has ended."""
     with contextlib.suppress(OSError):
         for status in [Path(f"/proc/{pid}/status"), *Path(f"/proc/{pid}/task").glob("*/status")]:
             with contextlib.suppress(OSError):
                 # Not `splitlines`: the first line has the name, which may be any bytes.
                 lines = status.read_bytes().split(b"\n")
-                told = [line for line in lines if line.startswith((b"VmRSS:", b"VmSwap:"))]
-                if told:
-                    return sum(int(line.split()[1]) << 10 for line in told)
+                sizes = [line for line in lines if line.startswith((b"VmRSS:", b"VmSwap:"))]
+                if sizes:
+                    return sum(int(line.split()[1]) << 10 for line in sizes)
     return 0
 
 
 def _num_files(pid: int) -> int:
     """Files in the jail's /tmp, empty ones included: the kernel's memory for them belongs to no process."""
     with contextlib.suppress(OSError):
-        found = os.statvfs(f"/proc/{pid}/root/tmp")
-        return found.f_files - found.f_ffree
+        files = os.statvfs(f"/proc/{pid}/root/tmp")
+        return files.f_files - files.f_ffree
     return 0
 
 

@@ -1,11 +1,11 @@
-"""An RQ worker of a run's queue: `python -m tidemill.services.jobs.sandbox.rq_worker RUN_ID CONFIGS [FD]`.
+"""An RQ worker of a run's queue: `python -m tidemill.services.reward.sandbox.rq_worker RUN_ID CONFIGS [FD]`.
 
 CONFIGS is a JSON list of the run's sandbox sections; no job exceeds them, whatever it asks for.
 Where this machine is short of processes, descriptors, memory or disk, a job goes back to the queue, and none
 is taken until a start works; FD gets a line when that begins and ends.
-Every job runs in a process of its own, so one that crashes affects nothing else. That process has no
-connection to Redis: the worker writes its result, and tells RQ how it ended. The worker ends with the process
-that started it, and reaps orphaned processes of jobs.
+Every job runs in a process of its own, so one that crashes affects nothing else. That process inherits the
+connection to Redis and does not use it: the worker writes the result, and tells RQ how the job ended. It ends
+with the worker. The worker ends with the process that started it, and reaps orphaned processes of jobs.
 
 By default, write access to a job's hash decides what is called: RQ imports any dotted name that stands there,
 for the function and for its callbacks, and sends webhooks to any address. Here there is one function; its
@@ -45,16 +45,22 @@ from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.process.shortage import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
+    SHORT_OF,
     find_shortage,
+    is_machine_fault,
     machine_faults,
+    make_fault,
+    shortage_number,
 )
 from tidemill.common.redis.broker import redis_url
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.sandbox.job import RESULT_TTL_S, make_warm_jails, run_code_of
-from tidemill.services.jobs.sandbox.preamble import write_imports
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.job import RESULT_TTL_S, make_warm_jails, run_code_of
+from tidemill.services.reward.sandbox.preamble import write_imports
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 BEAT_S = 2
 """Seconds between heartbeats of a busy worker, which `services/reward/rewards/sandbox.py` watches."""
 MAINTENANCE_S = 30
@@ -116,9 +122,9 @@ class CodeJob(Job):
         Raises:
             NoSuchJobError: the hash holds no job that can be read; workers skip such a job.
         """
-        known = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
+        fields = {name: value for name, value in raw_data.items() if name.decode(errors="replace") in FIELDS}
         try:
-            super().restore(known)
+            super().restore(fields)
             self._deserialize_data()  # type: ignore[no-untyped-call]
             if self.origin != self.keys.sandbox_queue:  # RQ writes to any queue that a job names
                 raise NoSuchJobError(f"job {self.id} is of the queue {self.origin}")
@@ -205,10 +211,11 @@ class CodeWorker(Worker):
         job = get_current_job()
         assert job is not None
         with machine_faults("a job could not be run"), tempfile.TemporaryFile() as answer:
-            self._prepare()
+            self._prepare_for_job()
+            worker = os.getpid()
             child = os.fork()
             if child == 0:
-                self._answer(arguments, answer)
+                self._answer(arguments, answer, worker)
             with contextlib.suppress(OSError):  # as the child does, whichever is first; it may have ended
                 os.setpgid(child, child)
             self._horse_pid = child
@@ -219,11 +226,14 @@ class CodeWorker(Worker):
                     os.killpg(child, signal.SIGKILL)
                     os.waitpid(child, 0)
                 self._horse_pid = 0
+            # Before the answer is read: what was written may be a part of it.
+            code = os.waitstatus_to_exitcode(status)
+            if code in SHORT_OF:
+                raise make_fault(code, "the answer of a job could not be written", os.strerror(code))
+            if code != 0:
+                raise JobProcessError(f"the job's process ended with {code}")
             answer.seek(0)
-            written = answer.read()
-        if not written:
-            raise JobProcessError(f"the job's process ended with {os.waitstatus_to_exitcode(status)}")
-        reply = json.loads(written)
+            reply = json.loads(answer.read())
         if "number" in reply:
             raise MachineFaultError(reply["reason"], reply["number"])
         if "error" in reply:
@@ -232,9 +242,28 @@ class CodeWorker(Worker):
             key = self._keys.sandbox_result(job.id)
             self.connection.set(key, json.dumps(reply["value"]), ex=RESULT_TTL_S)
 
-    def _answer(self, arguments: tuple[Any, ...], answer: IO[bytes]) -> NoReturn:
-        """What the process of a job does."""
+    def _prepare_for_job(self) -> None:
+        """Let there be warm jails; without them, the job's programs get jails of their own.
+
+        Raises:
+            MachineFaultError, OSError: the machine is short of something.
+        """
+        try:
+            self._prepare()
+        except (SandboxError, OSError) as error:
+            if is_machine_fault(error):
+                raise
+            print(f"tidemill sandbox: no warm jail could be made: {error}", file=sys.stderr, flush=True)
+
+    def _answer(self, arguments: tuple[Any, ...], answer: IO[bytes], worker: int) -> NoReturn:
+        """What the process of a job does, a child of the process `worker`. Its exit code is 0 once the answer
+        is written, and else the `errno` of what the machine lacks for that, or 1."""
         reply: dict[str, Any]
+        if sys.platform == "linux":
+            # A worker that is killed can end nothing: its job would run on beside its second run.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != worker:  # it has ended before that call
+            os._exit(1)
         try:
             os.setpgid(0, 0)
             self.setup_work_horse_signals()  # type: ignore[no-untyped-call]
@@ -246,8 +275,9 @@ class CodeWorker(Worker):
         try:
             answer.write(json.dumps(reply).encode())
             answer.flush()
-        finally:
-            os._exit(0)
+        except BaseException as error:
+            os._exit(shortage_number(error) or 1)
+        os._exit(0)
 
     def _wait_for(self, child: int, job: Job) -> int:
         """The exit status of a job's process; heartbeats say that it is at work."""
@@ -318,8 +348,8 @@ def main(run_id: str, configs: str, report_to: str = "-1") -> int:
         problem = "RQ's worker ended"
         try:
             worker.work(logging_level="WARNING")
-            for own in worker.queues:  # an id that is not text ends the worker, and would at every start
-                connection.delete(own.intermediate_queue_key)
+            for queue in worker.queues:  # an id that is not text ends the worker, and would at every start
+                connection.delete(queue.intermediate_queue_key)
         except RedisError as error:
             problem = str(error)
         if not CodeWorker.is_asked_to_stop:

@@ -56,7 +56,7 @@ async def make(run: ServiceRun) -> AsyncIterator[Callable[..., SandboxReward]]:
 @pytest.fixture
 def start(run: ServiceRun, isolated: None) -> Any:
     """Start a sandbox worker."""
-    return lambda name="sandbox-0": run.start("jobs.sandbox", name)
+    return lambda name="sandbox-0": run.start("reward.sandbox", name)
 
 
 def test_code_is_taken_from_its_fence() -> None:

@@ -93,15 +93,15 @@ class Proxy:
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Call the object in its process; changes to mutable positional arguments are copied back."""
         result, changed = self._peer.ask("call", self._number, args, named)
-        for own, other in zip(args, changed, strict=True):
-            if isinstance(own, list | bytearray):
-                own[:] = other
-            elif isinstance(own, collections.deque):
-                own.clear()
-                own.extend(other)
-            elif isinstance(own, dict | set):
-                own.clear()
-                own.update(other)
+        for argument, content in zip(args, changed, strict=True):
+            if isinstance(argument, list | bytearray):
+                argument[:] = content
+            elif isinstance(argument, collections.deque):
+                argument.clear()
+                argument.extend(content)
+            elif isinstance(argument, dict | set):
+                argument.clear()
+                argument.update(content)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -140,10 +140,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _comparison(name: str) -> Any:
-    def compare(self: Proxy, other: Any) -> Any:
-        if not isinstance(other, Proxy):
+    def compare(self: Proxy, operand: Any) -> Any:
+        if not isinstance(operand, Proxy):
             return NotImplemented
-        return self._peer.ask("operator", self._number, f"__{name}__", (other,))
+        return self._peer.ask("operator", self._number, f"__{name}__", (operand,))
 
     return compare
 
@@ -158,7 +158,8 @@ class Peer:
     """One end of the socket. If `is_guarded`, it refuses `INNER` attributes of objects held here."""
 
     def __init__(self, channel: socket.socket, is_guarded: bool) -> None:
-        self._stream, self._is_guarded = channel.makefile("rwb"), is_guarded
+        self._stream = channel.makefile("rwb")
+        self._is_guarded = is_guarded
         self._held: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Proxy] = {}
@@ -219,8 +220,8 @@ class Peer:
             inner = [self.encode(each) for each in collections.deque.__iter__(value)]
             return ["deque", [["list", inner], self.encode(value.maxlen)]]
         if isinstance(value, range | slice):
-            parts = [self.encode(part) for part in (value.start, value.stop, value.step)]
-            return [type(value).__name__, parts]
+            bounds = [self.encode(bound) for bound in (value.start, value.stop, value.step)]
+            return [type(value).__name__, bounds]
         if isinstance(value, Decimal | Fraction):
             return (
                 [type(value).__name__, [str(value)]]
@@ -234,7 +235,7 @@ class Peer:
         if type(value) is datetime.timedelta:
             return [
                 "timedelta",
-                [["int", [hex(part)]] for part in (value.days, value.seconds, value.microseconds)],
+                [["int", [hex(number)]] for number in (value.days, value.seconds, value.microseconds)],
             ]
         if type(value).__module__ == "numpy" and "numpy" in sys.modules:
             return self._encode_numpy(value)
@@ -293,27 +294,27 @@ class Peer:
             answer = ["raised", {"paths": paths, "text": str(error), "fields": self.encode(fields)}]
         self._write(answer)
 
-    def _done(self, what: str, number: int, *rest: Any) -> Any:
+    def _done(self, action: str, number: int, *operands: Any) -> Any:
         held = self._held[number]
-        if what == "call":
-            args, named = rest
+        if action == "call":
+            args, named = operands
             result = held(*args, **named)
             return result, [arg if isinstance(arg, CHANGING) else None for arg in args]
-        if what == "bool":
+        if action == "bool":
             return bool(held)
-        if what == "instance":
-            return isinstance(rest[0], held)
-        if what == "subclass":
-            return issubclass(rest[0], held)
-        name, *values = rest
-        if what == "operator":
+        if action == "instance":
+            return isinstance(operands[0], held)
+        if action == "subclass":
+            return issubclass(operands[0], held)
+        name, *values = operands
+        if action == "operator":
             if name not in SPECIAL:
                 raise AttributeError(name)
             special = getattr(type(held), name, None)
             return NotImplemented if special is None else special(held, *values[0])
         if self._is_guarded and name.startswith(INNER):
             raise AttributeError(name)
-        return getattr(held, name) if what == "get" else setattr(held, name, values[0])
+        return getattr(held, name) if action == "get" else setattr(held, name, values[0])
 
     def _write(self, tree: Any) -> None:
         self._stream.write(json.dumps(tree).encode() + b"\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
 from tidemill.common.process.shortage import is_machine_fault
-from tidemill.services.jobs.sandbox.system_calls import make_filter
+from tidemill.services.reward.sandbox.system_calls import make_filter
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")

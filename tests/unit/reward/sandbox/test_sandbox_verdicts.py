@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tidemill.common.config.reward_kinds import SandboxConfig
-from tidemill.services.jobs.sandbox.job import make_cases, run_code_of, run_tests, within
+from tidemill.services.reward.sandbox.job import make_cases, run_code_of, run_tests, within
 
 
 def passed(expected: Any, written: str) -> bool:

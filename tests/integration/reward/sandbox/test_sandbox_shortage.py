@@ -24,13 +24,14 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import MachineFaultError
 from tidemill.common.process.programs import RUN_CODE
+from tidemill.common.process.shortage import SHORT_OF
 from tidemill.common.redis.broker import URL_VARIABLE
 from tidemill.common.redis.client import make_blocking_client
 from tidemill.common.redis.embedded import EmbeddedRedis
 from tidemill.common.wire.keys import Keys
-from tidemill.services.jobs.sandbox import job as sandbox_job
-from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-from tidemill.services.jobs.sandbox.job import run_tests
+from tidemill.services.reward.sandbox import job as sandbox_job
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.job import run_tests
 
 KEYS = Keys("jobs.1")
 NO_MORE = 3
@@ -40,7 +41,7 @@ WORKER = """
 import errno, os, sys
 from pathlib import Path
 from tidemill.common.process.shortage import make_fault
-from tidemill.services.jobs.sandbox import rq_worker
+from tidemill.services.reward.sandbox import rq_worker
 
 _, run_id, name, flag, report_to = sys.argv
 FLAG, fork = Path(flag), os.fork
@@ -57,6 +58,16 @@ def refused():
 def work(mark):
     if is_short("jail"):
         raise FAULT
+    if is_short("answer"):
+        # The file of the answer is the one that has no name any more.
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                is_answer = os.readlink(f"/proc/self/fd/{number}").endswith("(deleted)")
+            except FileNotFoundError:
+                continue
+            if is_answer:
+                os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
+        return
     Path(mark).write_text(name)
 
 os.fork = refused
@@ -106,8 +117,13 @@ def working(server: EmbeddedRedis, name: str, flag: Path) -> Iterator[tuple["sub
         os.close(reports)
 
 
-@pytest.mark.parametrize("where", ["fork", "jail"])
-async def test_a_job_goes_back_and_a_healthy_worker_does_it(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(("where", "number", "advice"), [
+    ("fork", errno.EAGAIN, "ulimit -u"), ("jail", errno.EAGAIN, "ulimit -u"),
+    ("answer", errno.ENOSPC, "TMPDIR"),
+])  # fmt: skip
+async def test_a_job_goes_back_and_a_healthy_worker_does_it(
+    tmp_path: Path, where: str, number: int, advice: str
+) -> None:
     server = EmbeddedRedis(tmp_path / "redis")
     server.start()
     queue = Queue(KEYS.sandbox_queue, connection=make_blocking_client(server.url), serializer=JSONSerializer)
@@ -123,7 +139,7 @@ async def test_a_job_goes_back_and_a_healthy_worker_does_it(tmp_path: Path, wher
         with working(server, "sick", flag) as (sick, reports):
             done = asyncio.create_task(finish(tmp_path / "first"))
             line = await asyncio.to_thread(os.read, reports, 1000)
-            assert line.startswith(f"{errno.EAGAIN} ".encode()) and b"ulimit -u" in line
+            assert line.startswith(f"{number} ".encode()) and advice.encode() in line
             with working(server, "healthy", tmp_path / "no flag"):
                 await done
             assert (tmp_path / "first").read_text() == "healthy"
@@ -134,7 +150,7 @@ async def test_a_job_goes_back_and_a_healthy_worker_does_it(tmp_path: Path, wher
             sick.terminate()
             _, said = await asyncio.to_thread(sick.communicate, timeout=PATIENCE_S)
         assert sick.returncode == 0
-        assert "This machine is short of processes or threads" in said
+        assert f"This machine is short of {SHORT_OF[number]}" in said
         assert "Traceback" not in said
     finally:
         server.stop()

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rq import Queue
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from tests.support.preloaded import REPO
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, has_ended, wait_until
 from tidemill.common.process.programs import RUN_CODE
 from tidemill.common.redis.broker import URL_VARIABLE
 from tidemill.common.redis.client import make_blocking_client
@@ -26,7 +27,7 @@ from tidemill.common.wire.keys import Keys
 KEYS = Keys("jobs.1")
 WORKER = """
 import sys, time
-from tidemill.services.jobs.sandbox import rq_worker
+from tidemill.services.reward.sandbox import rq_worker
 
 rq_worker.run_code_of = lambda *_: time.sleep
 sys.exit(rq_worker.main(sys.argv[1], "[]"))
@@ -91,7 +92,7 @@ async def test_no_other_function_is_called_and_nothing_imported_to_find_it_whate
     calls = [
         ("subprocess.getoutput", f"touch {mark}"),
         ("os.system", f"touch {mark}"),
-        ("tidemill.services.jobs.sandbox.jail.subprocess.getoutput", f"touch {mark}"),
+        ("tidemill.services.reward.sandbox.jail.subprocess.getoutput", f"touch {mark}"),
         ("pathlib.Path.touch", str(mark)),
         ("loud.f", ""),
     ]
@@ -108,6 +109,31 @@ async def test_no_other_function_is_called_and_nothing_imported_to_find_it_whate
     assert {job.get_status() for job in jobs} == {JobStatus.FAILED}
     assert all(f"{function} is no job of this worker" in said for function, _ in calls)
     assert {key for key in queue.connection.keys("rq:*") if b"another" in key} == set()
+
+
+async def test_a_job_ends_with_its_worker(queue, server):
+    """A worker that was killed cannot end it, and it is run again by another one."""
+    with working(server) as worker:
+        first = asked(queue, RUN_CODE, 600)
+        process = psutil.Process(worker.pid)
+        await wait_until(lambda: first.get_status(refresh=True) is JobStatus.STARTED)
+        await wait_until(process.children)
+        jobs = process.children()
+    await wait_until(lambda: all(has_ended(job) for job in jobs), timeout_s=30.0)
+
+
+async def test_where_no_warm_jail_can_be_made_jobs_are_run_without(queue, server, monkeypatch):
+    """Neither bubblewrap nor Python is there: a job that waited for them would never end."""
+    refusing = WORKER.replace(
+        "sys.exit",
+        "class Refusing:\n"
+        "    def prepare(self, _): raise error\n"
+        "rq_worker.make_warm_jails = lambda _: (Refusing(), 'refusing')\n"
+        "sys.exit",
+    )
+    for error in ("rq_worker.SandboxError('no bwrap')", "FileNotFoundError(2, 'no bwrap')"):
+        monkeypatch.setattr(sys.modules[__name__], "WORKER", refusing.replace("error", error, 1))
+        assert "no warm jail could be made" in await work_off(server, queue)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

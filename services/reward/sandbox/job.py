@@ -23,14 +23,14 @@ from rq import get_current_job
 
 from tidemill.common.config.reward_kinds import SandboxConfig
 from tidemill.common.errors import TidemillError
-from tidemill.common.process.shortage import make_fault, number_in_text
-from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-from tidemill.services.jobs.sandbox.comparison import is_same_output, is_same_result
-from tidemill.services.jobs.sandbox.errors import TestsError
-from tidemill.services.jobs.sandbox.forms import CallTest, OutputTest, Test, read_tests
-from tidemill.services.jobs.sandbox.jail import probe_warm, run_program
-from tidemill.services.jobs.sandbox.preamble import write_imports
-from tidemill.services.jobs.sandbox.warm import WarmJails
+from tidemill.common.process.shortage import is_machine_fault, make_fault, number_in_text
+from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+from tidemill.services.reward.sandbox.comparison import is_same_output, is_same_result
+from tidemill.services.reward.sandbox.errors import TestsError
+from tidemill.services.reward.sandbox.forms import CallTest, OutputTest, Test, read_tests
+from tidemill.services.reward.sandbox.jail import KilledJailError, probe_warm, run_program
+from tidemill.services.reward.sandbox.preamble import write_imports
+from tidemill.services.reward.sandbox.warm import WarmJails
 
 CALLS = Path(__file__).with_name("calls.py").read_text(encoding="utf-8")
 STATEMENTS = Path(__file__).with_name("statements.py").read_text(encoding="utf-8")
@@ -107,6 +107,7 @@ RESULT_TTL_S = 3600
 MAX_SHOWN_CHARS = 500
 LATE = {"outcome": "timeout", "code": None, "stdout": "", "stderr": "total_s is used up", "wall_s": 0.0}
 PROBE = [Case("import random\nprint(6 * 7)", "", expected="42")]
+PROBE_LIMITS = {"time_s": 60.0, "total_s": 60.0}
 REMEDY = (
     "Nothing is run without a jail. It takes bubblewrap and libseccomp (apt install "
     "bubblewrap libseccomp2) and user namespaces: the sysctls user.max_user_namespaces and "
@@ -140,11 +141,14 @@ def run_code_of(
     return run_code
 
 
-def within(asked: SandboxConfig, own: Sequence[SandboxConfig]) -> SandboxConfig:
+def within(asked: SandboxConfig, configs: Sequence[SandboxConfig]) -> SandboxConfig:
     """The limits that a job asks for, cut to those of the worker's run: a job must not loosen its jail."""
-    bounded = {name: min(getattr(asked, name), max(getattr(c, name) for c in own)) for name in BOUNDED}
-    packages = asked.packages and any(config.packages for config in own)
-    return asked.model_copy(update={**bounded, "packages": packages})
+    limits: dict[str, Any] = {}
+    for name in BOUNDED:
+        highest = max(getattr(config, name) for config in configs)
+        limits[name] = min(getattr(asked, name), highest)
+    limits["packages"] = asked.packages and any(config.packages for config in configs)
+    return asked.model_copy(update=limits)
 
 
 def run_tests(
@@ -197,6 +201,7 @@ def run_cases(
         SandboxError: a jail could not be set up.
     """
     deadline = time.monotonic() + config.total_s
+    jails = warm
     results: list[dict[str, Any]] = []
     for case in cases:
         left_s = deadline - time.monotonic()
@@ -204,37 +209,53 @@ def run_cases(
             results.append(LATE)
             continue
         try:
-            results.append(
-                run_program(
-                    case.source,
-                    case.stdin,
-                    config,
-                    min(config.time_s, left_s),
-                    case.before,
-                    # The input of other cases holds their proof.
-                    has_file=not case.proof and STDIN_FILE in case.source,
-                    warm=warm,
-                )
+            result = run_program(
+                case.source,
+                case.stdin,
+                config,
+                min(config.time_s, left_s),
+                case.before,
+                # The input of other cases holds their proof.
+                has_file=not case.proof and STDIN_FILE in case.source,
+                warm=jails,
             )
+        except KilledJailError:
+            raise
         except SandboxError as error:
             raise SandboxError(f"no jail can be set up here: {error}. {REMEDY}") from None
+        results.append(result)
+        if result["lost_s"]:
+            # Not the code's time. The cases after it get jails of their own, so no job loses more than once.
+            deadline += result["lost_s"]
+            jails = None
     return results
 
 
 def probe(config: SandboxConfig) -> None:
     """Check that code can be run on this machine. Raises SandboxError: it cannot."""
-    (result,) = run_cases(PROBE, config.model_copy(update={"time_s": 60.0, "total_s": 60.0}))
+    (result,) = run_cases(PROBE, config.model_copy(update=PROBE_LIMITS))
     if not PROBE[0].passed(result):
         raise SandboxError(f"the sandbox cannot run Python here: {result['stderr'] or result['outcome']}")
 
 
 def make_warm_jails(configs: Sequence[SandboxConfig]) -> tuple[WarmJails | None, str]:
-    """Jails that are ready for such programs, and a sentence that says so; None, and why there are none."""
+    """Jails that are ready for such programs, and a sentence that says so; None, and why there are none.
+
+    Where this machine is short of something, they are tried again later."""
     warm = WarmJails(SOURCES)
+    (case,) = PROBE
     try:
         for config in configs:
-            probe_warm(warm, config)
+            result = probe_warm(warm, config.model_copy(update=PROBE_LIMITS), case.source, case.before)
+            if not case.passed(result):
+                raise SandboxError(f"it cannot run Python: {result['stderr'] or result['outcome']}")
     except (TidemillError, OSError) as error:
         warm.close()
+        if is_machine_fault(error) or number_in_text(str(error)):
+            warm.note_failure()
+            return (
+                warm,
+                f"programs are run in a jail that is made for each, until one can be ready here: {error}",
+            )
         return None, f"each program is run in a jail that is made for it, because none is ready here: {error}"
     return warm, "programs are run in a jail that is ready"
