@@ -8,7 +8,8 @@ from tests.support.runs import ServiceRun, hold_scores, simulated_config
 from tests.support.waiting import has_ended, wait_until
 from tidemill.common.run.state import FINISHED, read_state
 
-STEPS, GROUPS = 5, 2
+STEPS = 5
+GROUPS = 2
 
 
 async def test_two_ranks_train_a_run_and_replay_it_bit_by_bit_after_a_kill(tmp_path: Path) -> None:
