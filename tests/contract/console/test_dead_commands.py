@@ -15,7 +15,8 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import length
 
-ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+RIGHT_TO_LEFT = "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line"
 
 
@@ -54,8 +55,8 @@ def test_a_letter_is_shown_with_its_message_decoded_or_its_bytes(dead, act, keys
         half: ("not validated", "ticket", "Field required"),
         garbage: ("c1 00 67 61", "..garbage", "more bytes; --hex shows all"),
     }.items():
-        shown = dead("show", letter_id).output
-        assert [words for words in expected if words not in shown] == []
+        output = dead("show", letter_id).output
+        assert [words for words in expected if words not in output] == []
     assert "more bytes" not in dead("show", garbage, "--hex").output
     tree = json.loads(dead("show", sample, "--json").output)
     assert tree["message"]["completion_ids"] == [0, 1, 2]

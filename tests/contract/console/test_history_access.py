@@ -84,7 +84,9 @@ async def test_where_nothing_is_left_it_says_what_to_do(redis_server, monkeypatc
         await num_trajectories("nothing", tmp_path)
 
 
-NUM_TICKETS, BEGIN_S, STEP_S = 40, 1_700_000_000, 60
+NUM_TICKETS = 40
+BEGIN_S = 1_700_000_000
+STEP_S = 60
 
 
 def ms_of(ticket: int) -> int:

@@ -26,7 +26,8 @@ from tidemill.services.console.look import streams
 from tidemill.services.console.look.joins import STAGES, SampleFacts
 from tidemill.services.console.look.timeline import Stretch, Trace
 
-ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+RIGHT_TO_LEFT = "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line" + "x" * 100_000
 
 # What differs between servers is hidden by `History`, and tested there.
@@ -129,16 +130,16 @@ def test_an_entry_is_shown_by_sample_number_or_id(call):
 
 def test_found_texts_come_with_their_samples_and_each_prompt_once(call):
     lines = call("streams", "grep", "ticket 3|READ 3", "-i", "--json").splitlines()
-    found = [json.loads(line) for line in lines]
-    assert [(hit["field"], hit["ticket"], hit["index"]) for hit in found] == [
+    records = [json.loads(line) for line in lines]
+    assert [(hit["field"], hit["ticket"], hit["index"]) for hit in records] == [
         ("prompt", 3, 0),
         ("completion", 3, 0),
         ("completion", 3, 1),
         ("detail.judge.words", 3, 0),
         ("detail.judge.words", 3, 1),
     ]
-    (place,) = found[0]["matches"]
-    assert found[0]["text"][place["start"] : place["end"]] == place["text"] == "ticket 3"
+    (match,) = records[0]["matches"]
+    assert records[0]["text"][match["start"] : match["end"]] == match["text"] == "ticket 3"
 
 
 def test_a_search_stops_where_it_shall_and_its_exit_code_says_whether_there_was_anything(call, tidemill):
@@ -152,10 +153,10 @@ def test_a_search_stops_where_it_shall_and_its_exit_code_says_whether_there_was_
 
 def assert_harmless(call: Callable[..., str], *lines: str) -> None:
     for line in lines:
-        shown = call(*line.split())
-        assert "owned" in shown or "[bold" in shown, line
-        assert not {"\x1b", "\x07", RIGHT_TO_LEFT} & set(shown), line
-        assert "--full" in line or len(shown) < 80_000
+        output = call(*line.split())
+        assert "owned" in output or "[bold" in output, line
+        assert not {"\x1b", "\x07", RIGHT_TO_LEFT} & set(output), line
+        assert "--full" in line or len(output) < 80_000
 
 
 def test_what_others_have_written_is_shown_and_does_nothing(call):
@@ -232,8 +233,8 @@ def test_what_comes_is_followed_until_it_is_ended(call, redis_server, keys, monk
 
 
 def test_a_sample_leads_to_its_step_and_a_dropped_group_to_the_one_that_replaced_it(call):
-    def traced(what: str) -> Any:
-        return json.loads(call("trace", what, "--json"))
+    def traced(words: str) -> Any:
+        return json.loads(call("trace", words, "--json"))
 
     tree = traced("4.1")
     (sample,) = tree["samples"]

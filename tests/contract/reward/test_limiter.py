@@ -22,18 +22,20 @@ MakeLimiter = Callable[..., Limiter]
 @pytest.fixture
 async def make(broker: Broker, keys: Keys) -> AsyncIterator[MakeLimiter]:
     """Limiters of several workers of one run."""
-    made: list[Limiter] = []
+    limiters: list[Limiter] = []
 
     def make(
         lease_s: float = 30.0, burst_s: float = 2.0, evaluation_share: float = 0.1, **limits: Any
     ) -> Limiter:
         limiter = Limiter(broker, keys, "judge", LimitsConfig(**limits))
-        limiter.lease_s, limiter.burst_s, limiter.evaluation_share = lease_s, burst_s, evaluation_share
-        made.append(limiter)
+        limiter.lease_s = lease_s
+        limiter.burst_s = burst_s
+        limiter.evaluation_share = evaluation_share
+        limiters.append(limiter)
         return limiter
 
     yield make
-    for limiter in made:
+    for limiter in limiters:
         await limiter.close()
 
 
@@ -41,7 +43,8 @@ class Holder:
     """Requests that are held until the test lets them go."""
 
     def __init__(self, limiter: Limiter, count: int, lane: Lane = Lane.TRAIN, tokens: int = 0) -> None:
-        self.num_held, self.gate = 0, asyncio.Event()
+        self.num_held = 0
+        self.gate = asyncio.Event()
         self.tasks = [asyncio.create_task(self._hold(limiter, lane, tokens)) for _ in range(count)]
 
     async def _hold(self, limiter: Limiter, lane: Lane, tokens: int) -> None:
@@ -71,13 +74,15 @@ async def hold(make: MakeLimiter) -> AsyncIterator[Callable[..., Holder]]:
         return held[-1]
 
     yield hold
-    for one in held:
-        await one.cancel()
+    for permit in held:
+        await permit.cancel()
 
 
 async def test_workers_together_stay_within_the_concurrency(make: MakeLimiter) -> None:
     workers = [make(concurrency=10, evaluation_share=0.0) for _ in range(3)]
-    running, peak, done = 0, 0, 0
+    running = 0
+    peak = 0
+    done = 0
 
     async def request(limiter: Limiter) -> None:
         nonlocal running, peak, done
@@ -104,7 +109,8 @@ async def test_what_becomes_free_goes_to_waiting_evaluation_first(make, hold):
     trainer, evaluator = [make(concurrency=2, evaluation_share=0.0) for _ in range(2)]
     first = hold(trainer, 2)
     await first.has(2)
-    training, evaluation = hold(trainer, 50), hold(evaluator, 2, Lane.EVAL)
+    training = hold(trainer, 50)
+    evaluation = hold(evaluator, 2, Lane.EVAL)
     await wait_until(lambda: _waits(evaluator))  # it asked, and has to wait
     first.gate.set()
     await evaluation.has(2)
@@ -184,7 +190,8 @@ async def test_who_gives_up_waiting_takes_no_place(make, hold):
     limiter = make(concurrency=1, evaluation_share=0.0)
     first = hold(limiter, 1)
     await first.has(1)
-    given_up, last = hold(limiter, 5), hold(limiter, 1)
+    given_up = hold(limiter, 5)
+    last = hold(limiter, 1)
     await asyncio.sleep(0)
     await given_up.cancel()
     first.gate.set()

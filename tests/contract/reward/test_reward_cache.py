@@ -102,7 +102,7 @@ async def test_equal_requests_at_once_share_one_call_and_one_that_gives_up_takes
     reward.gate.set()
     parts = await asyncio.gather(*tasks[1:])
     assert reward.asked == ["text"]
-    assert [part.value for part in parts] == [1.0] * 3
+    assert [score.value for score in parts] == [1.0] * 3
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_paid_for_once_all_the_same(broker, keys):

@@ -42,23 +42,25 @@ class Stage:
     """`Servers` over servers that misbehave, sending plain posts."""
 
     def __init__(self, http: httpx.AsyncClient, broker: Broker, keys: Keys) -> None:
-        self.http, self.broker, self.keys = http, broker, keys
+        self.http = http
+        self.broker = broker
+        self.keys = keys
         self.timeout_s = 20.0
 
     @contextlib.asynccontextmanager
     async def over(
-        self, *found: MisbehavingServer, patience_s: float = 20.0, registers: bool = False, **limits: Any
+        self, *started: MisbehavingServer, patience_s: float = 20.0, registers: bool = False, **limits: Any
     ) -> AsyncIterator[Servers]:
-        urls = [server.url for server in found]
+        urls = [server.url for server in started]
         config = ServersConfig.model_validate({"base_urls": urls, "patience_s": patience_s, "limits": limits})
         limiter = Limiter(self.broker, self.keys, "judge", config.limits)
         registered = partial(read_replicas, self.broker, self.keys, "judge") if registers else None
-        made = Servers("judge", config, self.http, limiter, registered, health_interval_s=0.05)
-        made.start()
+        pool = Servers("judge", config, self.http, limiter, registered, health_interval_s=0.05)
+        pool.start()
         try:
-            yield made
+            yield pool
         finally:
-            await made.close()
+            await pool.close()
 
     async def ask(self, asked: Servers) -> str:
         return await asked.ask(self.send, Lane.TRAIN, 0, self.timeout_s)
@@ -80,7 +82,7 @@ def stage(http: httpx.AsyncClient, broker: Broker, keys: Keys, monkeypatch: pyte
 
 
 async def test_the_least_loaded_replica_gets_the_next_request(stage: Stage) -> None:
-    async with servers(3) as found, stage.over(*found) as router, contextlib.AsyncExitStack() as held:
+    async with servers(3) as started, stage.over(*started) as router, contextlib.AsyncExitStack() as held:
         leased = [await held.enter_async_context(router.replica()) for _ in range(9)]
         assert set(Counter(replica.url for replica in leased).values()) == {3}
         leased[4].in_flight -= 1  # as if one of its requests had ended
@@ -173,7 +175,8 @@ async def test_a_failed_request_goes_to_another_replica_at_once(stage: Stage, fa
 
 async def test_a_replica_that_dies_in_the_middle_costs_no_request(stage: Stage) -> None:
     async with servers(2) as (victim, well), stage.over(victim, well) as calls:
-        victim.default = well.default = answers(delay_s=0.02)
+        victim.default = answers(delay_s=0.02)
+        well.default = victim.default
         asking = [asyncio.create_task(stage.ask(calls)) for _ in range(100)]
         await wait_until(lambda: len(victim.requests) > 5)
         await victim.stop()
@@ -205,7 +208,8 @@ async def test_a_request_that_fails_is_no_load_of_its_replica_any_more(stage: St
 async def test_one_failed_request_diverts_nothing_but_itself(stage: Stage) -> None:
     async with servers(2) as (stumbles, well), stage.over(stumbles, well) as calls:
         stumbles.script.append(says(500))
-        stumbles.default = well.default = answers(delay_s=0.02)
+        stumbles.default = answers(delay_s=0.02)
+        well.default = stumbles.default
         while not calls.errors:
             await stage.ask(calls)
         urls = await asyncio.gather(*(stage.ask(calls) for _ in range(500)))

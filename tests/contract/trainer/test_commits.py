@@ -45,7 +45,7 @@ async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(broke
         await append_commit(broker, keys, commit_of(step))
     assert await last_id(broker, keys.commits) == entry_id_of(2)
     for step in range(4):
-        assert await history_of(broker, keys, step) == [commit_of(left) for left in range(step, 3)]
+        assert await history_of(broker, keys, step) == [commit_of(remaining) for remaining in range(step, 3)]
 
 
 @pytest.mark.parametrize("number", [2.5, math.nan, math.inf])
@@ -98,7 +98,8 @@ def test_a_commit_says_what_was_trained_and_what_was_left_out():
         [make_trajectory(*sample.key) for sample in samples],
         [make_score(*sample.key, 1.0) for sample in samples],
     )
-    sources[1].samples, sources[0].samples = samples[4:], samples[:4]
+    sources[1].samples = samples[4:]
+    sources[0].samples = samples[:4]
     sources[1].left_out = [(2, "failed_score")]
     groups = [sources[1], sources[0]]
     batches = form_micro_batches(samples, 40)

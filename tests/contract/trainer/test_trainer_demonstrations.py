@@ -19,7 +19,8 @@ from tidemill.services.trainer.batch import batch_assembler
 from tidemill.services.trainer.batch import scheduler as scheduler_module
 from tidemill.services.trainer.policy.loading import open_policy
 
-STEPS, GROUPS = 6, 4
+STEPS = 6
+GROUPS = 4
 
 
 @pytest.fixture

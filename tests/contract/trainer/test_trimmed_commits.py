@@ -44,9 +44,9 @@ async def steps_in_redis(broker: Broker, keys: Keys) -> list[int]:
 async def assert_whole(context: ServiceContext, steps: int = STEPS) -> None:
     """Journal and stream together are the history, and no sample was trained twice."""
     history = History(context.keys.run_id, context.run_dir, context.broker)
-    found = [commit async for commit in history.messages(StreamName.COMMITS, Commit)]
-    assert [commit.step for commit in found] == list(range(steps))
-    trained = [key for commit in found for key in commit.trained_keys]
+    commits = [commit async for commit in history.messages(StreamName.COMMITS, Commit)]
+    assert [commit.step for commit in commits] == list(range(steps))
+    trained = [key for commit in commits for key in commit.trained_keys]
     assert len(trained) == len(set(trained)) == steps * GROUPS * SIZE
 
 

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("forked_checks")
 
 def test_a_run_its_history_and_a_run_that_a_callback_stops(tmp_path: Path) -> None:
     config = simulated_config(tmp_path, trainer__steps=3, streams__archive={"enabled": True})
-    runs, steps = tmp_path / "runs", list[Any]()
+    runs = tmp_path / "runs"
+    steps = list[Any]()
     result = tidemill.run(config, run_id="one", runs_dir=runs, on_step=steps.append, quiet=True)
     assert result.is_ok and result.summary["steps"] == 3 and result.folder == runs / "one"
     assert [record["step"] for record in steps] == [0, 1, 2]
@@ -48,7 +49,8 @@ def test_a_run_its_history_and_a_run_that_a_callback_stops(tmp_path: Path) -> No
 
 
 async def test_an_error_of_a_callback_stops_the_run_and_reaches_the_caller(tmp_path: Path) -> None:
-    config, runs = simulated_config(tmp_path, trainer__steps=200), tmp_path / "runs"
+    config = simulated_config(tmp_path, trainer__steps=200)
+    runs = tmp_path / "runs"
 
     def fail(record: dict[str, Any]) -> None:
         raise KeyError(record["step"])

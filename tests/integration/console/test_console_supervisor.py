@@ -62,7 +62,7 @@ class Stage:
         return path.read_text() if path.exists() else ""
 
     async def is_up(self, name: str, starts: int = 1) -> None:
-        await wait_until(lambda: self.log(name).count("up") >= starts, what=f"{name} up {starts} times")
+        await wait_until(lambda: self.log(name).count("up") >= starts, awaited=f"{name} up {starts} times")
 
 
 async def test_the_run_is_over_when_the_trainer_says_so(tmp_path: Path, guard: Guard) -> None:
@@ -73,7 +73,8 @@ async def test_the_run_is_over_when_the_trainer_says_so(tmp_path: Path, guard: G
 
 
 async def test_a_service_is_forked_until_the_fork_server_ends(tmp_path: Path, guard: Guard) -> None:
-    server, log = ForkServer(), tmp_path / "rollout.log"
+    server = ForkServer()
+    log = tmp_path / "rollout.log"
     command = (sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1")
     spec = ServiceSpec("rollout", "rollout", command, {"PYTHONUNBUFFERED": "1"}, loads_torch=True)
     supervisor = Supervisor([spec], tmp_path, 20.0, lambda _: None, first_pause_s=0.001)
@@ -299,7 +300,7 @@ async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None
     assert not any(map(has_ended, pids))
     process.kill()
     process.wait()
-    await wait_until(lambda: all(map(has_ended, pids)), what="both children to be ended")
+    await wait_until(lambda: all(map(has_ended, pids)), awaited="both children to be ended")
     await wait_until(lambda: not socket_folder.exists())
 
 

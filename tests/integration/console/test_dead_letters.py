@@ -20,7 +20,9 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter, Lane, Ticket
 
-STEPS, GROUPS, SIZE = 6, 2, 2
+STEPS = 6
+GROUPS = 2
+SIZE = 2
 GARBAGE = {"v": codec.SCHEMA, "p": b"\xc1 this is not msgpack"}
 NEWER = {"v": b"2.0", "p": b"\x80"}
 STRANGE = {"something": b"else"}
@@ -116,7 +118,7 @@ async def test_poison_and_refused_prompts_do_not_stop_the_run(tmp_path: Path) ->
             unread = [letter for letter in letters if letter.ticket < 0 and letter.origin in BURIED]
             return len(unread) == 2 * 4 * len(BURIED)
 
-        await wait_until(num_dead, what="the poison is dead-lettered")
+        await wait_until(num_dead, awaited="the poison is dead-lettered")
         for role in ("rollout", "reward"):
             assert await run.stop(role) == 0, run.log_of(role)
         letters = await messages(run.broker, keys.dead, DeadLetter)

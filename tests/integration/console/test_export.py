@@ -102,7 +102,8 @@ def test_damaged_weights_are_not_exported(run: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A run with a full version and two deltas."""
-    store, policy = WeightStore(tmp_path / "one"), make_policy(dtype=torch.bfloat16)
+    store = WeightStore(tmp_path / "one")
+    policy = make_policy(dtype=torch.bfloat16)
     for version in range(3):
         with torch.no_grad():
             policy._model.get_input_embeddings().weight[version] += 0.5

@@ -12,7 +12,8 @@ from tests.support.recorded_sessions import MESSAGES, as_session
 from tests.support.trajectories import make_config, make_trajectory
 from tidemill.common.wire.messages import Score, ScoreStatus, Ticket
 
-NUM_TICKETS, GROUP_SIZE = 12, 4
+NUM_TICKETS = 12
+GROUP_SIZE = 4
 REWARD = """
 def longest(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str))
@@ -52,7 +53,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
     (runs / "mine.py").write_text(REWARD)
     config = make_config(run_id="base", reward={"workers": 0, "max_attempts": 1}, streams={"lease_s": 60.0})
-    tickets, trajectories, scores = [], [], []
+    tickets = []
+    trajectories = []
+    scores = []
     for ticket in range(NUM_TICKETS):
         tickets.append(recorded_ticket(ticket))
         for index in range(GROUP_SIZE):

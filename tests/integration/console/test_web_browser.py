@@ -30,7 +30,8 @@ from tidemill.common.wire.messages import Score, ScoreStatus
 if TYPE_CHECKING:
     from playwright.async_api import Page
 
-NUM_GROUPS, NUM_SCORED = 50_000, 970
+NUM_GROUPS = 50_000
+NUM_SCORED = 970
 MOST_ELEMENTS = 8_000
 """Of a page: a browser lays out so many in a fraction of a second."""
 

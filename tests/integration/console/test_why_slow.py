@@ -86,8 +86,8 @@ async def shown_bottleneck(folder: Path, exporter: str) -> str:
     # Started late, so that nothing of the run's own start is in its rates.
     async with PrometheusServer(folder, exporter) as prometheus:
         looked = "sum(count_over_time(tidemill:bottleneck[1m])) >= 6"
-        await wait_until(lambda: prometheus.query(looked), what="six evaluations of the rules")
-        panel = next(item for item in panel_expressions() if item.place.startswith("pipeline: Bottleneck"))
+        await wait_until(lambda: prometheus.query(looked), awaited="six evaluations of the rules")
+        panel = next(item for item in panel_expressions() if item.where.startswith("pipeline: Bottleneck"))
         found = await prometheus.query(substituted(panel.promql, "20s", "test"))
         return " and ".join(str(series["metric"]["stage"]) for series in found)
 

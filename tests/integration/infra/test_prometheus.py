@@ -93,7 +93,7 @@ async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: P
             return not missing
 
         try:
-            await wait_until(all_have_data, what="data for every expression")
+            await wait_until(all_have_data, awaited="data for every expression")
         except AssertionError:
             lines = [f"{place}: {wanted[place]}" for place in sorted(missing)]
             raise AssertionError("\n".join(["these have no data:", *lines])) from None
@@ -110,8 +110,8 @@ async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: P
 
 def promised(run_id: str) -> dict[str, str]:
     """What must have data, by where it stands. Of an alert, which has none in health, what it reads."""
-    shown = {item.place: substituted(item.promql, WINDOW, run_id) for item in panel_expressions()}
-    recorded = {item.place: item.promql for item in expressions() if item.name.startswith("tidemill:")}
+    shown = {item.where: substituted(item.promql, WINDOW, run_id) for item in panel_expressions()}
+    recorded = {item.where: item.promql for item in expressions() if item.name.startswith("tidemill:")}
     read = {f"{alert.name} reads {found}": found for alert in ALERTS for found in selectors(alert.expr)}
     return shown | recorded | read
 

@@ -50,7 +50,8 @@ def assert_replays(runs: Path, run_id: str, steps: list[int], url: str = "") -> 
 
 
 async def test_a_skill_is_learned_from_a_teacher_alone(tmp_path: Path) -> None:
-    teacher, steps = made("distill/make_teacher.py", tmp_path / "teacher", 60), 8
+    teacher = made("distill/make_teacher.py", tmp_path / "teacher", 60)
+    steps = 8
     evaluation = "{every: 0, temperature: 0.0, max_prompts: 96}"
     config = load_config(
         REPO / "examples/distill/config.yaml",
@@ -95,7 +96,8 @@ def check_distillation(
     assert {(score.status, score.value) for score in scored.values()} == {(ScoreStatus.OK, 0.0)}
     model = AutoModelForCausalLM.from_pretrained(teacher).eval()
     for key in sorted(scored)[:20]:
-        trajectory, logprobs = made[key], scored[key].teacher_logprobs
+        trajectory = made[key]
+        logprobs = scored[key].teacher_logprobs
         ids = [*trajectory.prompt_ids.tolist(), *trajectory.completion_ids.tolist()]
         with torch.inference_mode():
             whole = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -113,7 +115,8 @@ def check_distillation(
 
 
 async def test_a_mixture_is_trained_along_the_engines_experts_and_within_its_sampling_masks(tmp_path):
-    model, steps = made("moe/make_model.py", tmp_path / "made", 10), 3
+    model = made("moe/make_model.py", tmp_path / "made", 10)
+    steps = 3
     config = load_config(
         REPO / "examples/moe/config.yaml",
         settings(

@@ -294,7 +294,8 @@ async def test_the_trainer_may_move_unexpected_entries_aside(server, admin, monk
     assert admin.xlen(RUN.dead) == len(streams)
 
 
-KEYS, OTHER = Keys("first.1"), Keys("second")
+KEYS = Keys("first.1")
+OTHER = Keys("second")
 LIMITS = SandboxConfig(time_s=30.0, total_s=60.0)
 
 

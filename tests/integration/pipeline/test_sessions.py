@@ -19,8 +19,10 @@ from tidemill.common.wire.messages import Commit, DeadLetter, Score, Trajectory
 from tidemill.services.rollout.sessions.parts import read_play
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
-GROUPS, SIZE = 4, 4
-TOKENS, KILL_EVERY_S = 4, 5.0
+GROUPS = 4
+SIZE = 4
+TOKENS = 4
+KILL_EVERY_S = 5.0
 KEPT_ENVIRONMENT = """
 import asyncio, json, random
 from pathlib import Path

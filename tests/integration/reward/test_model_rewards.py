@@ -68,7 +68,8 @@ async def logprobs_of(teacher: TeacherReward, trajectory: Trajectory) -> np.ndar
 def by_hand(path: Path, trajectory: Trajectory, own_prompt: list[int] | None = None) -> np.ndarray:
     """One row after the other, with whole logits."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    found, old = [], len(trajectory.prompt_ids)
+    found = []
+    old = len(trajectory.prompt_ids)
     for segment in trajectory.segments:
         prompt = segment.prompt_ids.tolist()
         prompt = prompt if own_prompt is None else [*own_prompt, *prompt[old:]]
@@ -126,7 +127,8 @@ class TestServer:
             completion_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), spans=((0, 0),)
         )
         async with teacher_at(url) as teacher:
-            found, nothing = await logprobs_of(teacher, session), await logprobs_of(teacher, empty)
+            found = await logprobs_of(teacher, session)
+            nothing = await logprobs_of(teacher, empty)
         assert len(found) == sum(int(s.mask.sum()) for s in session.segments) == 5
         np.testing.assert_allclose(found, by_hand(path, session), atol=2e-6)
         assert len(nothing) == 0

@@ -342,7 +342,8 @@ def plain(model: Any, row: list[int]) -> Tensor:
 def test_scores_equal_a_plain_forward_pass_and_rows_do_not_see_each_other(tmp_path: Path, name: str) -> None:
     make, changes, auto = MAKERS[name]
     path = make(tmp_path / "model", **changes)
-    model, reference = ScoringModel(ServerOptions(model=str(path))), auto.from_pretrained(path)
+    model = ScoringModel(ServerOptions(model=str(path)))
+    reference = auto.from_pretrained(path)
     together = model.score(UNLIKE_ROWS)
     for row, scored, alone in zip(
         UNLIKE_ROWS, together, (model.score([row])[0] for row in UNLIKE_ROWS), strict=True

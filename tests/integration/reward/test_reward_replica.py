@@ -27,7 +27,8 @@ def make_run(folder: Path, command: tuple[str, ...] | None = SERVER, **local: An
     reward: dict[str, Any] = {"judge": {"servers": "grader", "template": "{{ completion }}"}}
     local |= {"count": 2, "command": command}
     if command is None:
-        reward, local = {"model": {"servers": "grader"}}, {}
+        reward = {"model": {"servers": "grader"}}
+        local = {}
     servers = {"grader": {"model": str(folder / "nowhere"), "local": local}}
     reward = {"rewards": {"strict": {**reward, "backoff_s": 0.05}}}
     return ServiceRun(folder, make_config(run_id="test", reward=reward, servers=servers))

@@ -81,7 +81,7 @@ async def test_a_vllm_replica_judges_teaches_and_dies_with_its_keeper(tmp_path: 
         run.start("reward", "worker")
         made = trajectories()
         await append(run.broker, run.keys.trajectories(), *made)
-        await wait_until(lambda: num_scores(run, len(made)), what="all scores")
+        await wait_until(lambda: num_scores(run, len(made)), awaited="all scores")
         scores = {score.ticket: score for score in await scores_of(run)}
         assert {score.status for score in scores.values()} == {ScoreStatus.OK}, scores
         for trajectory in made:

@@ -239,7 +239,8 @@ async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:
 
 @pytest.mark.parametrize("agent", [function("dying"), function("twice"), "$ exit 3", "$ echo {}"])
 async def test_a_group_is_killed_while_its_number_is_still_its_own(agent, monkeypatch, children):
-    killed, kill = [], os.killpg
+    killed = []
+    kill = os.killpg
 
     def noting(group: int, number: int) -> None:
         killed.append(psutil.pid_exists(group))
@@ -280,7 +281,8 @@ async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_n
         return asyncio.create_subprocess_exec("sleep", "3600", env={SESSION: "s", WORKER: worker})
 
     me = psutil.Process()
-    left, kept = await sleeper("999999:1.00"), await sleeper(f"{me.pid}:{me.create_time():.2f}")
+    left = await sleeper("999999:1.00")
+    kept = await sleeper(f"{me.pid}:{me.create_time():.2f}")
     try:
         assert end_leftovers({"s"}) == 1
         assert await left.wait() == -9 and kept.returncode is None

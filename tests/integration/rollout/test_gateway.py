@@ -23,7 +23,8 @@ from tidemill.services.rollout.gateway.dialogue import READ, wishes_in
 from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
 from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession
 
-anthropic, openai = late("anthropic"), late("openai")
+anthropic = late("anthropic")
+openai = late("openai")
 
 CHAT = ByteChat()
 
@@ -45,7 +46,8 @@ ADD = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
 }
 TOOL = {"type": "function", "function": ADD}
-MODEL_LEN, ROOMY = 4096, 1 << 20
+MODEL_LEN = 4096
+ROOMY = 1 << 20
 
 
 class Opened:
@@ -54,7 +56,9 @@ class Opened:
     def __init__(
         self, session: GatewaySession, model: ScriptedModel, root: str, threads: set[threading.Thread]
     ) -> None:
-        self.session, self.model, self.threads = session, model, threads
+        self.session = session
+        self.model = model
+        self.threads = threads
         self.openai = openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=session.key)
         self.anthropic = anthropic.AsyncAnthropic(base_url=root, api_key=session.key)
 
@@ -81,7 +85,8 @@ class Opened:
             ids = [*segment.prompt_ids.tolist(), *segment.completion_ids.tolist()]
             trained = segment.mask.tolist()
             for turn in segment.turns:
-                start, end = turn.num_prompt_tokens, turn.num_prompt_tokens + turn.num_tokens
+                start = turn.num_prompt_tokens
+                end = turn.num_prompt_tokens + turn.num_tokens
                 turns.append((ids[:start], ids[start:end]))
                 assert all(trained[turn.first : turn.end])
                 trained[turn.first : turn.end] = [False] * turn.num_tokens
@@ -97,7 +102,9 @@ async def opened(
     refuses_wishes: bool = False,
     **limits: int,
 ) -> AsyncIterator[Opened]:
-    model, chat, sampling = ScriptedModel(*lines), WatchedChat(), SamplingParams(max_tokens=turn_tokens)
+    model = ScriptedModel(*lines)
+    chat = WatchedChat()
+    sampling = SamplingParams(max_tokens=turn_tokens)
     section = EnvironmentConfig.model_validate({"max_turns": 2000} | limits)
     session = GatewaySession(chat, CHAT.decode, model.ask, sampling, section, max_model_len)
     gateway = Gateway("m", refuses_wishes=refuses_wishes)
@@ -149,7 +156,8 @@ async def test_what_a_request_brings_and_json_cannot_hold_is_sent_back_as_it_cam
 
 async def test_other_histories_are_segments_of_their_own_and_each_is_found_again() -> None:
     async with opened("a1", "b1", "a2", "b2", "short") as run:
-        main, sub = [USER], [{"role": "system", "content": "You are another."}, USER]
+        main = [USER]
+        sub = [{"role": "system", "content": "You are another."}, USER]
         for _ in range(2):
             for history in (main, sub):
                 history += [await run.say(history), {"role": "user", "content": "on"}]
@@ -340,7 +348,8 @@ def test_forms_and_calls_that_a_client_asks_for_are_wishes(body: Any, wishes: li
 
 
 async def test_a_form_that_a_client_asks_for_is_sampled_freely_and_counted() -> None:
-    more, field = {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"
+    more = {"tools": [TOOL], "tool_choice": "required"}
+    field = "tool_choice"
     before = metrics.AGENT_WISHES.labels(field)._value.get()
     async with opened("free", "text") as run:
         assert (await run.say([USER], **more)).content == "free"

@@ -159,7 +159,8 @@ async def test_updates_in_flight_label_every_token_with_the_weights_that_sampled
         assert (version,) in kinds, "no request was waiting: nothing is tested"
         assert_parity(requests, results)
         # The probe: what the engine computes with now is what was in the file.
-        prompt, completion = [7, 8, 9, 10], [11, 12, 13, 14, 1]
+        prompt = [7, 8, 9, 10]
+        completion = [11, 12, 13, 14, 1]
         expected = expected_logprobs(prompt, completion, ((version, 0),), {version: reference(version)})
         assert await score(engine, prompt, completion) == pytest.approx(expected, abs=TOLERANCE)
 

@@ -26,7 +26,9 @@ need_vllm()
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("forked_engines")]
 
-SESSIONS, TURNS, VERSIONS = 512, 3, 4
+SESSIONS = 512
+TURNS = 3
+VERSIONS = 4
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.05}
 TOLERANCE = 1e-5
 ENVIRONMENT = f"""
@@ -49,7 +51,8 @@ class Watched:
     """An engine that notes each turn, and whose weights are replaced whenever so many turns have begun."""
 
     def __init__(self, engine: Engine, files: dict[int, Path]) -> None:
-        self.engine, self.files = engine, files
+        self.engine = engine
+        self.files = files
         self.turns: dict[int, list[tuple[list[int], Generation]]] = {}
         self.loads: list[asyncio.Task[object]] = []
         self.num_begun = 0
@@ -89,7 +92,8 @@ async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_thos
         await engine.close()
 
     models = {version: tiny_llama(version, **SHAPE) for version in range(VERSIONS)}
-    versions, worst = set(), 0.0
+    versions = set()
+    worst = 0.0
     for number, segment in enumerate(segments):
         seen = watched.turns[number]
         assert len(segment.turns) == len(seen)

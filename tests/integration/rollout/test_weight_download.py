@@ -31,7 +31,8 @@ from tidemill.services.rollout import weight_follower
 from tidemill.services.rollout.weight_follower import WeightDownload
 from tidemill.services.trainer.weights.store import WeightState, WeightStore, list_files
 
-RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
+RUN = "far-away"
+TOKEN = "a-token-that-is-long-enough"
 SERVER = [sys.executable, "-m", "tidemill.services.trainer.weight_server"]
 
 
@@ -133,8 +134,10 @@ def test_other_bytes_than_those_announced_are_not_kept(server: Server, tmp_path:
 
 def test_a_broken_download_goes_on_where_it_was(server, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_follower, "PIECE_BYTES", 1 << 18)
-    manifest, asked = written(server, 1, 7.0), list[int]()
-    read, num_answers = WeightServer.read, 9
+    manifest = written(server, 1, 7.0)
+    asked = list[int]()
+    read = WeightServer.read
+    num_answers = 9
 
     def read_some(self: WeightServer, path: str, start: int, length: int) -> bytes:
         asked.append(start)

@@ -122,7 +122,8 @@ LAYOUTS: list[dict[str, Any]] = [
 def reshard(ranks: Ranks, folder: Path) -> list[tuple[str, float]]:
     """The digest and the next update's norm of a state that goes from layout to layout, and at the end back
     to the first; each writes what it has read."""
-    found, source = [], None
+    found = []
+    source = None
     for number, fields in enumerate([*LAYOUTS, LAYOUTS[0]]):
         config = TrainerConfig.model_validate(FIELDS | {"num_ranks": SIZE} | fields)
         policy = policy_on(ranks, copy.deepcopy(model_of("four")), config)
@@ -145,7 +146,8 @@ WRITERS: dict[str, dict[str, Any]] = {
     "two copies, and shared passes": {"expert_ranks": 2, "context_ranks": 2, "shard_ranks": 2},
     "four, adapters": {"expert_ranks": 4, "lora": {"rank": 3}},
 }
-NUM_VERSIONS, BASE_EVERY = 5, 4
+NUM_VERSIONS = 5
+BASE_EVERY = 4
 
 
 def writer_config(folder: Path, name: str, **more: Any) -> RunConfig:
@@ -160,8 +162,10 @@ def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
     torch itself gathers of the ranks' shards."""
     config = writer_config(folder, name)
     own = load_rank_policy(config, ranks)
-    share, logprobs = largest_part(own), logprobs_of(own, make_samples(6))
-    manifests, gathered = [], []
+    share = largest_part(own)
+    logprobs = logprobs_of(own, make_samples(6))
+    manifests = []
+    gathered = []
     if ranks.is_leader:
         policy: Any = ShardedPolicy(own, ranks)
         store = WeightStore(folder / name, config.weights)
@@ -250,7 +254,9 @@ def weights_of(run: Path, manifest: WeightManifest) -> dict[str, Tensor]:
 def test_workers_hold_the_weights_of_every_version_bit_by_bit(name, of_four, folder):
     """One that starts reads the whole chain, one that follows patches what it has."""
     config = writer_config(folder, name, num_ranks=1, **RANKS)
-    alone, started, follower = open_policy(config), load_model(config.model), Follower()
+    alone = open_policy(config)
+    started = load_model(config.model)
+    follower = Follower()
     manifests = of_four["written"][name]["manifests"]
     assert [manifest.is_delta for manifest in manifests] == [False, True, True, True, False]
     assert 0.0 == manifests[3].share_changed < manifests[1].share_changed

@@ -74,7 +74,8 @@ def leaving(policy: TransformersPolicy) -> TransformersPolicy:
 
 def compare(ranks: Ranks | None, folder: Path) -> list[bool]:
     OffloadedAdamW.slice_size = 64  # most weights take several, and an end that is no whole one
-    there, here = make_policy(ranks), make_policy(ranks, offload_optimizer=True)
+    there = make_policy(ranks)
+    here = make_policy(ranks, offload_optimizer=True)
     states = [trained(policy, range(3)) for policy in (there, here)]
     save_state(there, folder / "there")
     save_state(here, folder / "here")

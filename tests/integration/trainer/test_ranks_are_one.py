@@ -113,7 +113,8 @@ def test_four_ranks_are_one(name, of_four):
 def train_and_mask(ranks: Ranks | None, model: PreTrainedModel) -> list[bool]:
     """Whether an update was skipped: of some samples, and then of the same without a token to train on."""
     config = config_of("", num_ranks=ranks.size if ranks else 1, algorithm={"normalisation": "sequence"})
-    policy, samples = policy_on(ranks, model, config), make_samples(8)
+    policy = policy_on(ranks, model, config)
+    samples = make_samples(8)
     return [update(policy, given)[1].skipped for given in (samples, list(map(masked, samples)))]
 
 
@@ -176,7 +177,8 @@ def test_a_commit_gathers_no_weight_of_a_critic(tmp_path):
 def bytes_received(ranks: Ranks, model: PreTrainedModel) -> list[int]:
     """By each rank, of the samples of a micro-batch."""
     policy = policy_on(ranks, model, config_of("", num_ranks=4))
-    deal, received = ranks.deal, [0]
+    deal = ranks.deal
+    received = [0]
 
     def counted(payloads: Sequence[bytes]) -> bytes:
         payload = deal(payloads)

@@ -36,7 +36,8 @@ ANSWERS = [
     ],
 )  # fmt: skip
 def test_tokens_loss_and_gradient_are_those_of_trl(tmp_path, rows, template, options):
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
     folder = tiny_model(tmp_path / "model")
     write_tokenizer(folder, template)
     path = tmp_path / "rows.jsonl"

@@ -49,9 +49,13 @@ def assert_alike(mine: Numbers, expected: Numbers) -> None:
 
 
 def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path):
-    model, samples, later = tiny_model(tmp_path / "model"), make_samples(7), range(STEPS, STEPS + 1)
-    alone, config = open_policy(training_config(model, 1)), training_config(model, 2)
-    start, expected = alone.digest(), train(alone, config.trainer, range(STEPS))
+    model = tiny_model(tmp_path / "model")
+    samples = make_samples(7)
+    later = range(STEPS, STEPS + 1)
+    alone = open_policy(training_config(model, 1))
+    config = training_config(model, 2)
+    start = alone.digest()
+    expected = train(alone, config.trainer, range(STEPS))
     save_state(alone, tmp_path / "one")
     ranks: Any = open_policy(config)
     with closing(ranks) as policy:
@@ -66,7 +70,8 @@ def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path):
         assert policy.coefficients().kl == pytest.approx(0.1 * 1.2**STEPS)
         assert policy.coefficients().entropy == pytest.approx(0.05 * STEPS)
         save_state(policy, tmp_path / "two")
-        trained, numbers = policy.digest(), train(policy, config.trainer, later)
+        trained = policy.digest()
+        numbers = train(policy, config.trainer, later)
         assert update(policy, [masked(sample) for sample in samples])[1].skipped, "on every rank"
         policy.load_state(tmp_path / "two")
         assert policy.digest() == trained != start
@@ -97,7 +102,8 @@ def values(paths: list[Path]) -> dict[object, list[int]]:
 def test_ranks_write_what_one_writes(tmp_path, num_ranks, options):
     model = tiny_model(tmp_path / "model")
     alone = open_policy(writing_config(model, 1, **options))
-    start, full = alone.digest(), save_weights(alone, tmp_path / "start")
+    start = alone.digest()
+    full = save_weights(alone, tmp_path / "start")
     for batch in form_micro_batches(make_samples(6), 1000):
         alone.accumulate(batch)
     alone.update(6.0)

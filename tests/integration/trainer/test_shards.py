@@ -83,7 +83,8 @@ def test_shards_are_those_of_the_whole_model(size, shard_ranks, tmp_path):
 
 def test_each_shard_is_read_alone(tmp_path, monkeypatch):
     """Of the files every element is asked for once, by the rows of one rank or of another."""
-    config, read = written("Mixtral", tmp_path), []
+    config = written("Mixtral", tmp_path)
+    read = []
     real = pretrained._read
 
     def noted(file, piece, start, stop):

@@ -35,7 +35,8 @@ class Away:
     """Fails so often, then ends its caller."""
 
     def __init__(self, failure: Callable[[], Exception]) -> None:
-        self.failure, self.num_calls = failure, 0
+        self.failure = failure
+        self.num_calls = 0
 
     def fail(self, *_: Any, **__: Any) -> NoReturn:
         self.num_calls += 1

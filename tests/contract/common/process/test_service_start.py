@@ -93,9 +93,9 @@ class TestRegistering:
             await find("trainer", broker, keys, config=file)
 
     async def test_of_two_at_once_one_registers(self, broker, keys):
-        other = make_config(trainer={"steps": 4})
+        changed = make_config(trainer={"steps": 4})
         results = await asyncio.gather(
-            *(register_config(broker, keys, config) for config in (CONFIG, other)), return_exceptions=True
+            *(register_config(broker, keys, config) for config in (CONFIG, changed)), return_exceptions=True
         )
         assert sorted(isinstance(result, ConfigError) for result in results) == [False, True]
 

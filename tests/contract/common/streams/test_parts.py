@@ -19,7 +19,8 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket
 
 SIZE = 2
-ONE, OTHER = b"1" * 16, b"2" * 16
+ONE = b"1" * 16
+OTHER = b"2" * 16
 """The names of two plays."""
 
 
@@ -114,8 +115,8 @@ async def test_what_followed_a_part_that_could_not_be_read_does_not_follow_the_o
 ):
     consumer, delivery = held
     progress = keys.progress(0)
-    for number, part in enumerate((b"a", b"b", b"c", b"d")):
-        await consumer.append_part(delivery, progress, 0, number, ONE + part)
+    for number, payload in enumerate((b"a", b"b", b"c", b"d")):
+        await consumer.append_part(delivery, progress, 0, number, ONE + payload)
     await take_over(broker, keys, consumer.name, 3)
     # Who takes over could read the first part only, and goes on from there with the same play.
     assert await consumer.append_part(delivery, progress, 0, 1, ONE + b"B")

@@ -84,7 +84,8 @@ def test_backticks_in_a_line_of_code_do_not_end_it() -> None:
 
 async def test_code_is_scored_by_the_workers_of_its_run(make, start, run):
     start()
-    reward, part = make(), make(score="fraction")
+    reward = make()
+    part = make(score="fraction")
     wrong = "```python\nn = int(input())\nprint(2)\n```"
     found = await asyncio.gather(
         *(reward.score(sample(DOUBLES, number=n)) for n in range(8)),

@@ -60,7 +60,8 @@ def was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
 @contextlib.contextmanager
 def working(server: EmbeddedRedis) -> Iterator["subprocess.Popen[str]"]:
-    command, env = [sys.executable, "-c", WORKER, KEYS.run_id], os.environ | {URL_VARIABLE: server.url}
+    command = [sys.executable, "-c", WORKER, KEYS.run_id]
+    env = os.environ | {URL_VARIABLE: server.url}
     worker = subprocess.Popen(command, cwd=REPO, env=env, stderr=subprocess.PIPE, text=True)
     try:
         yield worker

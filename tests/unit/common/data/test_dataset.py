@@ -71,7 +71,8 @@ def test_where_the_environment_alone_rewards_no_truth_is_asked_for(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "Win.", "level": 3})
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": str(path)}}
     sections["rollout"] = {"environment": {"use": "my_env.py:MyEnv"}}
-    own, judged = {"environment": True}, {"function": "gsm8k"}
+    own = {"environment": True}
+    judged = {"function": "gsm8k"}
     for is_streamed in (False, True):
         sections["data"]["stream"] = is_streamed
         alone = RunConfig.model_validate({**sections, "reward": {"rewards": {"own": own}}})
@@ -292,7 +293,8 @@ def test_an_empty_file_among_others_is_an_error_too(tmp_path):
         read_dataset([write_jsonl(tmp_path / "a.jsonl", VERL), tmp_path / "b.jsonl"])
 
 
-USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+USER = {"role": "user", "content": "1+1?"}
+ASSISTANT = {"role": "assistant", "content": "2"}
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,8 @@ def test_prompts_have_no_more_tokens_than_they_may(tmp_path, template, prompts, 
     ],
 )
 def test_what_is_dropped_cut_or_left_to_the_trainer_is_noted(tmp_path, template, how, said):
-    folder, notes = make_folder(tmp_path, **({"chat_template": template} if template else {})), list[str]()
+    folder = make_folder(tmp_path, **({"chat_template": template} if template else {}))
+    notes = list[str]()
     check_lengths({"train": rows("a", "a b c")}, ModelFacts(folder), data(2, overlong_prompts=how), notes)
     assert len(notes) == 1 and said in notes[0]
 

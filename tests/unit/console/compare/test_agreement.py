@@ -27,7 +27,8 @@ def group(ticket: int, *values: float | None) -> dict[TrajectoryKey, float | Non
 
 def test_rank_correlation_by_the_classic_formula() -> None:
     assert ranks(np.array([5.0, 1.0, 5.0, 2.0, 5.0])).tolist() == [4.0, 1.0, 4.0, 2.0, 4.0], "ties share"
-    one, other = np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([10.0, 30.0, 20.0, 90.0, 40.0])
+    one = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    other = np.array([10.0, 30.0, 20.0, 90.0, 40.0])
     # Differences of ranks: 0, 1, 1, 1, 1; 1 - 6 * 4 / (5 * 24) = 0.8
     assert rank_correlation(one, other) == pytest.approx(0.8)
     assert correlation(one, -one) == pytest.approx(-1.0)

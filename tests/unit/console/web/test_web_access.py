@@ -61,7 +61,8 @@ def basic(name: str, password: str) -> str:
 def test_others_need_the_token_for_everything(tmp_path, monkeypatch, path):
     monkeypatch.delenv("TIDEMILL_REDIS_URL", raising=False)
     access = Access.of("0.0.0.0")
-    token, client = access.token, client_of(access, tmp_path, "http://10.1.2.3:8420")
+    token = access.token
+    client = client_of(access, tmp_path, "http://10.1.2.3:8420")
     for given in (f"Bearer {token}", f"bearer {token}", basic("", token), basic("me", token)):
         assert client.get(path, headers={"authorization": given}).status_code in (200, 404), given
     no_text = "Basic " + base64.b64encode(b"\xff").decode()

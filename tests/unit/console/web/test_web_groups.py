@@ -167,7 +167,8 @@ LINES = (
 
 def test_a_moving_average_has_the_weights_of_its_definition() -> None:
     assert smooth(np.array([1.0, 0.0]), 0.5).tolist() == pytest.approx([1.0, 1 / 3])
-    y, weight = np.random.default_rng(3).normal(size=40), 0.8
+    y = np.random.default_rng(3).normal(size=40)
+    weight = 0.8
     for n, found in enumerate(smooth(y, weight)):
         assert found == pytest.approx(np.average(y[: n + 1], weights=weight ** np.arange(n, -1, -1)))
     assert smooth(y, 0.0) is y and len(smooth(np.empty(0), 0.9)) == 0

@@ -32,7 +32,8 @@ class Asked:
     """What the engine was asked and has not answered yet."""
 
     def __init__(self, ids: Sequence[int], sampling: SamplingParams) -> None:
-        self.prompt, self.max_tokens = CHAT.decode(ids), sampling.max_tokens
+        self.prompt = CHAT.decode(ids)
+        self.max_tokens = sampling.max_tokens
         self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
     def say(self, text: str) -> None:
@@ -112,7 +113,8 @@ async def test_the_answer_that_was_given_last_is_the_sessions_also_where_a_sub_a
 )
 async def test_a_session_is_truncated_where_its_last_answer_is(answers: tuple[str, str], end: str) -> None:
     run = Run(turn_tokens=6)
-    main, sub = await run.begin(USER), await run.begin(*SUB)
+    main = await run.begin(USER)
+    sub = await run.begin(*SUB)
     for asked, text in zip(run.asked, answers, strict=True):
         asked.say(text)
         await asyncio.sleep(0)
