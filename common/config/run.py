@@ -258,11 +258,13 @@ class RunConfig(Section):
                     f"trainer.algorithm.advantage: {algorithm.advantage} compares completions of a group, "
                     f"and {field} is {size}: every advantage would be 0. Take at least 2, or gae"
                 )
-            if traits.is_binary and algorithm.pass_k > size:
-                yield (
-                    f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds {field} ({size}): a group holds "
-                    "no set of that many completions"
-                )
+            if traits.set_size is not None:
+                setting, set_size = traits.set_size(algorithm)
+                if set_size > size:
+                    yield (
+                        f"trainer.algorithm.{setting} ({set_size}) exceeds {field} ({size}): a group holds "
+                        "no set of that many completions"
+                    )
 
     def _source_rules(self) -> Rules:
         sources = self.data.prompt_sources

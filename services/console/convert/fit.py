@@ -2,7 +2,8 @@
 
 import math
 
-from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
+from tidemill.common.config.algorithms.advantage import AdvantageTraits
+from tidemill.common.config.algorithms.table import ADVANTAGES, LOSSES
 from tidemill.services.console.convert.draft import Draft
 
 F = "trainer.algorithm."
@@ -78,8 +79,12 @@ def _fit_ratio(draft: Draft) -> None:
     if traits.is_idle_at_one and not _moves(draft):
         draft.say("automatic", option, "with one update a step the ratio is 1, and the loss is ppo")
         draft.put(LOSS, "ppo", option)
-    for options in sorted({row.options for row in LOSSES.values()} - {"", LOSSES[draft.get(LOSS)].options}):
-        draft.drop(f"{F}{options}.")
+    settings = LOSSES[draft.get(LOSS)].settings
+    for loss in LOSSES.values():
+        if loss.settings is None or loss.settings is settings:
+            continue
+        for section in loss.settings.model_fields:
+            draft.drop(f"{F}{section}.")
 
 
 def _moves(draft: Draft) -> bool:
@@ -109,18 +114,23 @@ def _fit_dual_clip(draft: Draft) -> None:
         draft.fields[DUAL] = None
 
 
+def _advantage_traits(draft: Draft) -> AdvantageTraits:
+    """Those of the advantage; one that is a function in a file of examples/algorithms compares siblings."""
+    return ADVANTAGES.get(draft.get(ADVANTAGE), AdvantageTraits())
+
+
 def _fit_advantage(draft: Draft) -> None:
     """Replace an advantage that compares siblings or rewards if there is only one; drop a KL of weight 0."""
     name = draft.get(ADVANTAGE)
     option, _ = draft.origins[ADVANTAGE]
-    if ADVANTAGES[name].compares_rewards and len(draft.get("reward.rewards", ())) < 2:
+    if _advantage_traits(draft).compares_rewards and len(draft.get("reward.rewards", ())) < 2:
         draft.say("approximated", option, f"{name} compares rewards: name several in reward.rewards")
         draft.put(ADVANTAGE, "grpo", option)
-    if ADVANTAGES[name].compares_siblings and draft.get("trainer.group_size", 2) < 2:
+    if _advantage_traits(draft).compares_siblings and draft.get("trainer.group_size", 2) < 2:
         text = f"{name} compares completions of a group: reinforce_plus_plus compares with the batch"
         draft.say("lost", draft.origins["trainer.group_size"][0], text)
         draft.put(ADVANTAGE, "reinforce_plus_plus", option)
-    if not ADVANTAGES[draft.get(ADVANTAGE)].has_discount:
+    if not _advantage_traits(draft).has_discount:
         draft.drop(F + "gamma")
     if "trainer.lora.rank" in draft.fields:
         draft.drop(F + "value.model", "approximated", "with lora the value head sits on the policy")

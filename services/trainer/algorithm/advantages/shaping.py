@@ -11,10 +11,10 @@ import torch
 
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import KlConfig, TeacherTermConfig
+from tidemill.common.config.algorithms.advantage import Discount, returns
+from tidemill.common.config.algorithms.loss import MAX_LOG_RATIO
 from tidemill.common.wire.arrays import Float64
-from tidemill.services.trainer.algorithm.advantages.estimators import Discount, returns
 from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty
-from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
 from tidemill.services.trainer.groups.sample import Sample
 
 
