@@ -13,6 +13,7 @@ from tidemill.common.config.section import PathText, Rules, Section
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
+from tidemill.common.wire.sampling import FILTER_NAMES
 
 
 def is_path(model: str) -> bool:
@@ -108,7 +109,7 @@ class ExpectConfig(Section):
     """Least gain from the first to the last evaluation."""
 
 
-FILTERED = "rollout.sampling (top_p, top_k, min_p) filters, so that rollout logprobs lie above the policy's"
+FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 

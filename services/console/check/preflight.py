@@ -29,6 +29,7 @@ from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.model_config import check_sampling
 from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
+from tidemill.common.wire.sampling import FILTERS
 from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 from tidemill.services.console.check.memory import Machine, check_memory
@@ -69,7 +70,7 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "claim_check_bytes is above 0, such as 65536",
     ),
     (
-        "trainer.evaluation: top_p top_k min_p samples",
+        f"trainer.evaluation: {' '.join(FILTERS)} samples",
         lambda s: s.temperature,
         "temperature is above 0: at 0 every sample is the likeliest one",
     ),

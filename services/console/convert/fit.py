@@ -4,6 +4,7 @@ import math
 
 from tidemill.common.config.algorithms.advantage import AdvantageTraits
 from tidemill.common.config.algorithms.table import ADVANTAGES, LOSSES
+from tidemill.common.wire.sampling import FILTER_NAMES, FILTERS
 from tidemill.services.console.convert.draft import Draft
 
 F = "trainer.algorithm."
@@ -56,7 +57,7 @@ def fit(draft: Draft) -> None:
     if "data.eval" not in draft.fields:
         draft.drop(EVALUATION)
     if not draft.get(EVALUATION + "temperature"):
-        for name in ("top_p", "top_k", "min_p"):
+        for name in FILTERS:
             draft.drop(EVALUATION + name)
         if draft.get(EVALUATION + "samples", 1) > 1:
             draft.drop(EVALUATION + "samples", "lost", "greedy samples are all alike: one is enough")
@@ -66,10 +67,9 @@ def _fit_ratio(draft: Draft) -> None:
     """Make the loss agree with the logprobs that its ratio compares with."""
     traits = LOSSES[draft.get(LOSS)]
     option, _ = draft.origins[LOSS]
-    neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
-    is_filtered = any(draft.get(f"rollout.sampling.{name}", off) != off for name, off in neutral.items())
+    is_filtered = any(draft.get(f"rollout.sampling.{name}", off) != off for name, off in FILTERS.items())
     if is_filtered and OLD in draft.fields:
-        text = "with top_p, top_k or min_p the engine's logprobs are not the policy's: recomputed here"
+        text = f"with one of {FILTER_NAMES} the engine's logprobs are not the policy's: recomputed here"
         draft.drop(OLD, "lost", text)
     elif traits.weighs_by_rollout and OLD not in draft.fields:
         draft.put(OLD, "rollout", option)
