@@ -22,7 +22,8 @@ from tidemill.services.trainer.weights.store import WeightStore
 
 def training_config(folder: Path, num_ranks: int) -> RunConfig:
     """Two updates a step, a frozen reference, statistics of a mini-batch, coefficients that move: everything
-    that ranks do together."""
+    that ranks do together. With a smaller `eps`, Adam divides by so little that the rounding of float32 grows
+    tenfold from update to update, differently on each CPU."""
     algorithm = {
         "reference": {"model": "frozen"}, "kl": {"place": "loss", "coefficient": 0.1},
         "kl_control": {"target": 0.01, "horizon": 20.0}, "entropy_control": {"target": 9.0, "delta": 0.05},
@@ -31,20 +32,19 @@ def training_config(folder: Path, num_ranks: int) -> RunConfig:
     }  # fmt: skip
     trainer = {
         "num_ranks": num_ranks, "device": "cpu", "groups_per_step": 4, "mini_batches": 2,
-        "optimizer": {"lr": 1e-2, "eps": 1e-3}, "algorithm": algorithm,
+        "optimizer": {"lr": 1e-2, "eps": 1e-2}, "algorithm": algorithm,
     }  # fmt: skip
     return run_config(folder, trainer=trainer)
 
 
 def assert_alike(mine: Numbers, expected: Numbers) -> None:
-    """Sums to 1e-5. The norm of the first update too; Adam, which divides by small second moments, grows the
-    rounding of float32 tenfold in those after it, differently on each CPU."""
-    for number, ((sums, result), (other_sums, other_result)) in enumerate(zip(mine, expected, strict=True)):
+    """Sums and norms to 1e-5."""
+    for (sums, result), (other_sums, other_result) in zip(mine, expected, strict=True):
         for name, value in other_sums.items():
             if name == "positions":  # what ranks share differs
                 continue
             assert sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
-        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=1e-4 if number else 1e-5)
+        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=1e-5)
         assert result.lr == other_result.lr
 
 

@@ -23,7 +23,7 @@ from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, ScoreStatus, Trajectory, fault_of
 from tidemill.common.wire.segments import check_tokens
 from tidemill.services.trainer.groups.group import Group
-from tidemill.services.trainer.groups.group_filter import ENVIRONMENT_FAULT, NO_PAYLOAD, GroupFilter, Refusal
+from tidemill.services.trainer.groups.group_filter import ENVIRONMENT_FAULT, NO_PAYLOAD, GroupFilter
 
 
 def large(ticket: int = 3, index: int = 1, num_tokens: int = 5000) -> Trajectory:
