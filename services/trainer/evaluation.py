@@ -89,8 +89,9 @@ class Evaluator:
         self.config = context.config.trainer.evaluation
         self.prompts = [(name, prompt) for name, rows in datasets.items() for prompt in rows]
         limit = context.config.rollout.sampling.max_tokens
-        sampled_as = self.config.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-        self.sampling = SamplingParams(max_tokens=limit, **sampled_as)
+        self.sampling = SamplingParams(
+            max_tokens=limit, temperature=self.config.temperature, **self.config.filters()
+        )
         self.trimmer = trimmer
         self._letters_read = START
         """Id of the last dead letter that earlier evaluations have read: later ones have newer letters."""

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from tidemill.common.command_line import command_line
 from tidemill.common.config import AlgorithmConfig, RewardConfig, RunConfig
-from tidemill.common.config.algorithm_table import PRESETS
+from tidemill.common.config.algorithms.table import PRESETS
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.streams.log import KEPT_COMMITS

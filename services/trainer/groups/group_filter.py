@@ -11,6 +11,7 @@ import numpy as np
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Trajectory, fault_of
+from tidemill.common.wire.sampling import FILTER_NAMES
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import (
     Sample,
@@ -70,7 +71,7 @@ class GroupFilter:
         # Here and not in `select`: a step that was trained kept the sampling of its time.
         wants_masks = any(one.source in self.masked_sources for one in samples)
         if wants_masks and not any(has_masks(one) or one.lacks_choices for one in samples):
-            detail = "its engine did not record which ids top_p, top_k or min_p left"
+            detail = f"its engine did not record which ids {FILTER_NAMES} left"
             return Refusal(NO_CHOICES, detail)
         return self.select(group)
 

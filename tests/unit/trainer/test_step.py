@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.example_algorithms import scale_rl_settings
 from tests.support.models import PIECES, logprobs_of, make_policy, make_samples, one_batch, run_config
 from tests.support.samples import changed
 from tests.support.sessions import random_session
@@ -201,7 +202,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gae alone": {"preset": "ppo", "value": {"whiten": False, "detach": True}},
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 1},
     "luspo": {"preset": "luspo", "clip_low": 0.1, "clip_high": 0.1},
-    "scalerl": {"preset": "scalerl", "filter_zero_variance": False},
+    "scalerl": {**scale_rl_settings(), "filter_zero_variance": False},
     "kl and entropy": {"reference": {"model": "updated", "every": 1}, "kl": {"place": "loss",
         "coefficient": 0.5}, "entropy_coefficient": 0.1},
     "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.1},
@@ -212,8 +213,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.3}, "old_logprobs": "rollout"},
     "vespo": {"loss": "vespo", "old_logprobs": "rollout"},
     "a penalty of length": {"length_penalty": {"tokens": 0.25, "of": "successes"}},
-    **{name: {"advantage": name} for name in ("opo", "max_rl", "grpo_passk", "dr_grpo_passk", "grpo_batch",
-        "scale_rl", "gpg")},
+    **{name: {"advantage": name} for name in ("opo", "max_rl", "grpo_batch")},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
 }  # fmt: skip
 

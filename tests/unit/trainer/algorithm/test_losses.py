@@ -17,7 +17,7 @@ from tests.support.losses import loss_of, make_tokens, tensor
 from tests.support.models import make_samples
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import KlConfig, RejectionConfig, TeacherTermConfig
-from tidemill.common.config.algorithm_table import CORRECTIONS
+from tidemill.common.config.algorithms.table import CORRECTIONS
 from tidemill.services.trainer.algorithm.advantages.shaping import shaped_reward
 from tidemill.services.trainer.algorithm.losses.corrections import (
     kl_penalty,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.example_algorithms import scale_rl_settings
 from tests.support.losses import (
     MAX_COMPLETION,
     check_formula,
@@ -28,6 +29,8 @@ from tests.support.samples import assigned, changed
 from tests.support.training import make_score, plain_sample, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.algorithms.losses.covariance import token_covariances
+from tidemill.common.config.algorithms.table import LOSSES
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.losses.mini_batch import (
     fill_statistics,
@@ -36,7 +39,7 @@ from tidemill.services.trainer.algorithm.losses.mini_batch import (
     top_entropy,
 )
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
-from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES, find_loss, token_covariances
+from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
@@ -312,11 +315,11 @@ def test_covariances_and_what_is_chosen_by_hand():
 def chosen(samples: list[Sample], algorithm: AlgorithmConfig) -> list[bool]:
     """Whether the loss chooses each trained token of a mini-batch."""
     ratio = start_tokens(samples, algorithm)
-    (surrogate, choose, _) = LOSSES[algorithm.loss]
-    places = [(sample.key, place) for sample in samples for place in range(len(sample.mask))]
-    assert choose is not None
-    found = choose(ratio, surrogate(ratio, algorithm), places, algorithm)
-    return [place in found for place in range(len(places))]
+    loss = LOSSES[algorithm.loss]
+    positions = [(sample.key, index) for sample in samples for index in range(len(sample.mask))]
+    assert loss.choose is not None
+    indices = loss.choose(ratio, loss.surrogate(ratio, algorithm), positions, algorithm)
+    return [index in indices for index in range(len(positions))]
 
 
 def samples_of(data: SimpleNamespace) -> list[Sample]:
@@ -539,11 +542,12 @@ def max_rl(current: list, rollout: list, rewards: list) -> torch.Tensor:
 
 
 FORMULAS = {"scalerl": scalerl, "luspo": luspo, "max_rl": max_rl}
+RECIPES = {"scalerl": scale_rl_settings(), "luspo": {"preset": "luspo"}, "max_rl": {"preset": "max_rl"}}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_recipe_is_its_papers_objective_in_value_and_gradient(name):
-    loss, gradient = ours(preset=name)
+    loss, gradient = ours(**RECIPES[name])
     expected_loss, expected_gradient = reference(name)
     assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
