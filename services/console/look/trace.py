@@ -12,6 +12,7 @@ from tidemill.common.streams.selection import leaves_in
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.choices import KEPT
 from tidemill.common.wire.messages import Lane, Score, Ticket, Trajectory, is_demonstration
+from tidemill.common.wire.segments import UnreadAnswer
 from tidemill.services.console.commands import TraceOptions
 from tidemill.services.console.look.joins import GroupRecord, Place, SampleRecord, read_group
 from tidemill.services.console.look.selection import parse_sample, span_of
@@ -231,7 +232,21 @@ def session_parts(trajectory: Trajectory) -> Iterator[Node]:
         )
         for number, fork in enumerate(trajectory.forks, 1)
     )
-    yield part("session", _session_lines(trajectory, facts), turns, forks, _said(record))
+    assert trajectory.session is not None
+    unread = map(_unread, trajectory.session.unread)
+    yield part("session", _session_lines(trajectory, facts), turns, forks, _said(record), unread)
+
+
+UNREAD = {
+    "not_delivered": "its response broke before its end",
+    "cut": "the client went on with a beginning of it",
+    "asked_again": "the same was asked again, and another answer counts",
+}
+
+
+def _unread(answer: UnreadAnswer) -> Node:
+    title = f"not trained: {UNREAD[answer.why]}, {answer.num_tokens:,} tokens"
+    return part(title, message_lines(answer.message))
 
 
 def _said(record: SessionRecord) -> Iterator[Node]:
@@ -262,6 +277,10 @@ def _session_lines(trajectory: Trajectory, facts: SessionFacts) -> Iterator[Node
     if session.num_faults:
         tries = plural(session.num_faults, "attempt")
         yield Node("faults", f"{tries} before this one ended in an environment's fault")
+    if session.unread:
+        lost_tokens = sum(answer.num_tokens for answer in session.unread)
+        answers = plural(len(session.unread), "answer")
+        yield Node("unread", f"{answers} of {lost_tokens:,} tokens that no program has read; not trained")
     for label, values in (("histories", session.histories), ("metrics", session.metrics)):
         if values:
             yield Node(label, "  ".join(f"{name} {number(value)}" for name, value in values.items()))

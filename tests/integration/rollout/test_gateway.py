@@ -100,7 +100,7 @@ async def opened(
     max_model_len: int = MODEL_LEN,
     turn_tokens: int = 200,
     refuses_wishes: bool = False,
-    **limits: int,
+    **limits: Any,
 ) -> AsyncIterator[Opened]:
     model = ScriptedModel(*lines)
     chat = WatchedChat()
@@ -204,7 +204,7 @@ async def test_chat_streams_have_what_whole_answers_have() -> None:
 
 
 async def test_logprobs_that_are_asked_for_are_those_of_the_tokens_that_were_sampled() -> None:
-    async with opened("ab", "ab", "cd") as run:
+    async with opened("ab", "ab", "cd", repeated_requests="sample") as run:
         asked: dict[str, Any] = {"model": "m", "messages": [USER], "logprobs": True}
         answer = await run.openai.chat.completions.create(**asked)
         tokens = answer.choices[0].logprobs.content
