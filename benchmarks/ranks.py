@@ -81,11 +81,11 @@ class Figures(NamedTuple):
 def _tiles(samples: list[Sample]) -> list[int]:
     """Tokens of each forward pass."""
     tiles = plan_tiles(make_rows(samples, [sample.mask for sample in samples]), "tree", TILE)
-    nums = []
-    for _, rows in tiles:
-        samples_of_tile = [samples[row.sample] for row in rows]
-        nums.append(PrefixOrder(samples_of_tile, "tree").num_tokens)
-    return nums
+    counts = []
+    for tile in tiles:
+        samples_of_tile = [samples[row.sample] for row in tile.rows]
+        counts.append(PrefixOrder(samples_of_tile, "tree").num_tokens)
+    return counts
 
 
 def needed_tokens(samples: list[Sample]) -> int:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tidemill.common.config.algorithm_sections import ReferenceConfig
 from tidemill.services.trainer.policy.forward import TokenScorer
-from tidemill.services.trainer.policy.packing import Tile
+from tidemill.services.trainer.policy.tile import Tile
 from tidemill.services.trainer.weights.store import model_tensors
 
 REFERENCE_PREFIX = "reference."

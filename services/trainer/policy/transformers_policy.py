@@ -31,9 +31,10 @@ from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample, without_choices
 from tidemill.services.trainer.policy.adapters import Adapters
+from tidemill.services.trainer.policy.batch_tokens import BatchTokens
 from tidemill.services.trainer.policy.exporting import ExportsWeights
 from tidemill.services.trainer.policy.finite import find_broken_weights, refuse_broken_weights
-from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout, place, trained_tokens
+from tidemill.services.trainer.policy.forward import TokenScorer, fill_columns, pick_layout
 from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
@@ -51,21 +52,13 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
-from tidemill.services.trainer.policy.packing import (
-    CPU_TILE_TOKENS,
-    NO_ROW,
-    NOTHING,
-    PlannedTile,
-    Tile,
-    make_rows,
-    make_tile,
-    plan_tiles,
-)
+from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, make_rows, plan_tiles
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
 from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
+from tidemill.services.trainer.policy.tile import NO_ROW, NOTHING, Row, Tile, lay_out
 from tidemill.services.trainer.policy.usage import Measured, Profiled
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
@@ -204,19 +197,19 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
         return self._accumulate(batch, self._plan(batch.samples))
 
-    def _plan(self, samples: Sequence[Sample]) -> list[PlannedTile]:
+    def _plan(self, samples: Sequence[Sample]) -> list[Tile]:
         rows = make_rows(samples, [sample.mask for sample in samples])
         most_shared = self._config.bin_tokens
         return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
 
-    def _num_missing(self, plan: Sequence[PlannedTile]) -> int:
+    def _num_missing(self, plan: Sequence[Tile]) -> int:
         """How many forward passes this rank has fewer than the one with the most."""
         most: int = max(unpack(part) for part in self.peers.gather(pack(len(plan))))
         return most - len(plan)
 
-    def _plan_scored(self, parts: Sequence[Sequence[Sample]]) -> list[PlannedTile]:
+    def _plan_scored(self, parts: Sequence[Sequence[Sample]]) -> list[Tile]:
         """Tiles with every completion token, trained or not; no tile has samples of two parts."""
-        tiles: list[PlannedTile] = []
+        tiles: list[Tile] = []
         first = 0
         for part in parts:
             everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in part]
@@ -225,50 +218,56 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             first += len(part)
         return tiles
 
-    def _make_tile(self, planned: PlannedTile) -> Tile:
-        return make_tile(planned)
+    def _lay_out(self, tile: Tile) -> Tile:
+        return lay_out(tile)
 
-    def _accumulate(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> Sums:
-        lengths = [len(row) for _, rows in plan for row in rows]
-        tiles: list[TileSums] = []
-        positions = 0
+    def _accumulate(self, batch: MicroBatch, plan: Sequence[Tile]) -> Sums:
+        lengths = [len(row) for tile in plan for row in tile.rows]
         compared = self._compare_routes(batch, plan) if self._begins_update else Sums()
         self._begins_update = False
-        for planned in plan:
-            tile = self._make_tile(planned)
+        batch_tokens = BatchTokens(plan, batch, self._config.algorithm.normalisation)
+        sums: list[TileSums] = []
+        positions = 0
+        for number, planned in enumerate(plan):
+            tile = self._lay_out(planned)
             positions += tile.ids_BT.numel()
-            tiles.append(self._train_tile(tile, batch))
+            sums.append(self._train_tile(tile, number, batch_tokens))
         counts = count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens)
         counts["positions"] = positions
         counts["row_tokens"] = sum(lengths)
         counts["row_pairs"] = sum(length * (length + 1) // 2 for length in lengths)
-        return counts + add_tiles(tiles) + compared
+        return counts + add_tiles(sums) + compared
 
     @torch.no_grad()
-    def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> Sums:
+    def _compare_routes(self, batch: MicroBatch, plan: Sequence[Tile]) -> Sums:
         """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
         choice: two passes, which the other ranks make too."""
         if self.routing is None:
             return Sums()
         # Without demonstrations: no engine has chosen for them, nor said a logprob.
-        rows = [row for _, own in plan[:1] for row in own if row.routes is not None]
+        rows = [row for tile in plan[:1] for row in tile.rows if row.routes is not None]
         rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
-        sums = []
-        for given in (rows, [replace(row, routes=None) for row in rows]):
-            tile = self._make_tile(plan_tiles(given or [NO_ROW], self.layout, self._tile_tokens)[0])
-            logprobs_N = self._scorer.score(tile, self._temperature).logprobs_N.double().cpu().numpy()
-            own = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows if rows]
-            sums.append(float(np.abs(logprobs_N - np.concatenate(own)).sum()) if own else 0.0)
-        with_routes, without = sums
+        with_routes = self._gap_to_engine(batch, rows)
+        without_routes = self._gap_to_engine(batch, [replace(row, routes=None) for row in rows])
         return Sums(
-            compared_tokens=sum(len(row.targets) for row in tile.rows) if rows else 0,
+            compared_tokens=sum(len(row.targets) for row in rows),
             replayed_gap_sum=with_routes,
-            unreplayed_gap_sum=without,
+            unreplayed_gap_sum=without_routes,
         )
 
-    def _train_tile(self, tile: Tile, batch: MicroBatch) -> TileSums:
-        """Add one tile's gradient; return its sums, still on the device."""
-        algorithm, head = self._algorithm, self._value_head
+    def _gap_to_engine(self, batch: MicroBatch, rows: Sequence[Row]) -> float:
+        """The sum of |logprob - the engine's| over the tokens of rows that fit into one pass."""
+        tile = self._lay_out(plan_tiles(rows or [NO_ROW], self.layout, self._tile_tokens)[0])
+        logprobs_N = self._scorer.score(tile, self._temperature).logprobs_N.double().cpu().numpy()
+        if not rows:
+            return 0.0
+        of_engine = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows]
+        return float(np.abs(logprobs_N - np.concatenate(of_engine)).sum())
+
+    def _train_tile(self, tile: Tile, number: int, batch_tokens: BatchTokens) -> TileSums:
+        """Add the gradient of the plan's tile of this number; return its sums, still on the device."""
+        algorithm = self._algorithm
+        head = self._value_head
         scores = self._scorer.score(
             tile,
             self._temperature,
@@ -276,7 +275,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             keep_hidden=head is not None and head.reads_policy,
         )
         values_N = head(tile, scores.hidden_NH) if head is not None else None
-        tokens = trained_tokens(tile, batch, scores, values_N, algorithm.normalisation)
+        tokens = batch_tokens.of_tile(number, scores, values_N)
         loss, sums = policy_loss(tokens, algorithm, self._surrogate)
         loss.backward()
         return sums if scores.changed_N is None else sums | rerouted(scores.changed_N)
@@ -410,13 +409,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             columns.append({name: np.zeros(num_tokens, dtype=wide) for name in names})
         plan = self._plan_scored(parts)
         # As many passes as the other ranks make: in each of them they wait for each other.
-        for tile in chain(map(self._make_tile, plan), repeat(NOTHING, self._num_missing(plan))):
+        for tile in chain(map(self._lay_out, plan), repeat(NOTHING, self._num_missing(plan))):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
-            place("logprobs", scores.logprobs_N, tile, columns)
+            fill_columns("logprobs", scores.logprobs_N, tile, columns)
             if "entropies" in names:
-                place("entropies", scores.entropies_N, tile, columns)
+                fill_columns("entropies", scores.entropies_N, tile, columns)
             if head is not None:
-                place("values", head(tile, scores.hidden_NH), tile, columns)
+                fill_columns("values", head(tile, scores.hidden_NH), tile, columns)
         return columns
 
     def state(self) -> PolicyState:
