@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, le
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,9 +29,15 @@ from benchmarks.report import print_result, print_table
 NOT_TRIED: Record = {"state": "not tried"}
 
 
-def main(part: str = "", out: str = "", fresh: bool = False, dry: bool = False, minutes: float = 0.0) -> None:
+def main(
+    selection: Annotated[str, typer.Option("--part")] = "",
+    out: str = "",
+    fresh: bool = False,
+    dry: bool = False,
+    minutes: float = 0.0,
+) -> None:
     """Run the parts."""
-    names = [name.strip() for name in part.split(",") if name.strip()]
+    names = [name.strip() for name in selection.split(",") if name.strip()]
     try:
         parts = chosen(names)
     except ValueError as error:

@@ -115,9 +115,9 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
         started = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         _ends_within(process, GRACE_S)
-    for process in started:
+    for descendant in started:
         with suppress(psutil.NoSuchProcess):
-            process.kill()  # unless its number is another process's by now
+            descendant.kill()  # unless its number is another process's by now
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -57,7 +57,9 @@ def call(act, keys, tidemill) -> Callable[..., str]:
 @pytest.fixture
 def played(act, keys, tidemill) -> Callable[..., str]:
     """The same on the small run played as sessions; the words of 7.0 mean harm, 7.1 has none."""
-    first, second = [one.model_copy(update={"ticket": 7}) for one in trajectories()[:2]]
+    samples = trajectories()
+    first = samples[0].model_copy(update={"ticket": 7})
+    second = samples[1].model_copy(update={"ticket": 7})
     name = HOSTILE[:60]
     calls = [{"function": {"name": name, "arguments": {"x": name}}}, "no call", {"function": None}]
     odd = as_session(first, messages=({"role": name}, {"role": "assistant", "tool_calls": calls}))
@@ -73,9 +75,10 @@ def samples(printed: str) -> list[str]:
 
 def assert_shown(call: Callable[..., str], expected: dict[str, tuple[str, ...]]) -> None:
     printed = {line: call(*line.split()) for line in expected}
-    assert {line: [w for w in words if w not in printed[line]] for line, words in expected.items()} == {
-        line: [] for line in expected
-    }
+    missing = {}
+    for line, words in expected.items():
+        missing[line] = [word for word in words if word not in printed[line]]
+    assert missing == {line: [] for line in expected}
 
 
 def test_all_streams_are_listed_with_what_they_hold_and_their_readers(call, act, keys):
@@ -273,7 +276,9 @@ def test_a_trace_shows_what_became_of_a_ticket_and_of_a_sample(call):
 def test_the_parts_of_a_step_add_up(call, act, keys):
     tree = json.loads(call("step", "1", "--json"))
     assert [group["ticket"] for group in tree["groups"]] == [3, 4]
-    rewards = [[sample["reward"] for sample in group["samples"]] for group in tree["groups"]]
+    rewards = []
+    for group in tree["groups"]:
+        rewards.append([sample["reward"] for sample in group["samples"]])
     assert rewards == [[0.25, 0.75], [-1.0, 1.0]]
     assert tree["commit"]["dropped"] == [[2, -1, "zero_variance"]] and tree["reversed_groups"] == []
     assert [batch["keys"] for batch in tree["micro_batches"]] == [[[4, 0], [3, 0]], [[3, 1], [4, 1]]]
@@ -366,9 +371,10 @@ def test_programs_get_every_turn_with_its_words(played):
     (sample,) = json.loads(played("trace", "4.1", "--json"))["samples"]
     turns = sample["turns"]
     numbers = ("segment", "versions", "num_trained", "num_answer_tokens")
-    assert [[turn[name] for name in numbers] for turn in turns] == [
-        [0, [0, 1], 4, 3], [0, [1], 3, 0], [1, [3], 3, 1]
-    ]  # fmt: skip
+    numbers_of_turns = []
+    for turn in turns:
+        numbers_of_turns.append([turn[name] for name in numbers])
+    assert numbers_of_turns == [[0, [0, 1], 4, 3], [0, [1], 3, 0], [1, [3], 3, 1]]
     assert [answer["content"] for answer in turns[0]["answers"]] == [RESULT]
     assert [turn["said"]["content"] for turn in turns[1:]] == [ANSWER, SECOND]
     assert sample["trajectory"]["session"]["forks"][0]["completion_ids"] == [50, 51, 52, 53]

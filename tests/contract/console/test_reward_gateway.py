@@ -120,9 +120,9 @@ async def test_messages_in_parts_are_scored_by_their_text(start: Start, broker: 
     def said(role: str, *texts: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": [{"type": "text", "text": text} for text in texts]}]
 
-    sample = SampleIn(prompt=said("user", "1 + ", "1?"), completion=said("assistant", "two"))
+    posted = SampleIn(prompt=said("user", "1 + ", "1?"), completion=said("assistant", "two"))
     async with start() as gateway:
-        asked = asyncio.create_task(gateway.score([sample], 0))
+        asked = asyncio.create_task(gateway.score([posted], 0))
         ((trajectory,),) = [[entry.message for entry in await appended(broker, keys, 1)]]
         await append(broker, keys.scores(), ok(0))
         await asked
@@ -262,9 +262,8 @@ async def test_results_of_groups_go_once_nobody_waits_for_them(start, broker, ke
 
 async def test_the_newest_dead_letters_stay_and_older_ones_go(start, broker, keys):
     async with start():
-        old, *letters = [
-            dead_letter("trajectories", f"{n + 1}-0", {}, f"{n}") for n in range(KEPT_LETTERS + 1)
-        ]
+        letters = [dead_letter("trajectories", f"{n + 1}-0", {}, f"{n}") for n in range(KEPT_LETTERS + 1)]
+        old = letters.pop(0)
         await append(broker, keys.dead, old)
         await append(broker, keys.dead, *letters)
 

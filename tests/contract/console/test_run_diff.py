@@ -41,10 +41,10 @@ class Run:
     scores: dict[tuple[int, int], Score]
     commits: dict[int, Commit]
 
-    def changed(self, part: str, key: Any, **fields: Any) -> "Run":
-        messages = dict(getattr(self, part))
+    def changed(self, stream: str, key: Any, **fields: Any) -> "Run":
+        messages = dict(getattr(self, stream))
         messages[key] = messages[key].model_copy(update=fields)
-        return replace(self, **{part: messages})
+        return replace(self, **{stream: messages})
 
 
 def make_run() -> Run:
@@ -113,7 +113,7 @@ DROPPED = {"dropped": ((2, -1, "zero_variance"),)}
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "fields", "aspect", "place", "values"),
+    ("stream", "key", "fields", "aspect", "position", "values"),
     [
         ("tickets", 4, {"row": 17}, "prompts", (2, 4, -1, "row"), (4, 17)),
         (
@@ -132,10 +132,10 @@ DROPPED = {"dropped": ((2, -1, "zero_variance"),)}
         ("commits", 1, {"advantages": {"2": [1.0]}}, "advantages", (1, 2, -1, "number of samples"), (2, 1)),
     ],
 )
-async def test_the_first_cause_is_named_with_both_values(diff, part, key, fields, aspect, place, values):
-    result = await diff(make_run().changed(part, key, **fields))
+async def test_the_first_cause_is_named_with_both_values(diff, stream, key, fields, aspect, position, values):
+    result = await diff(make_run().changed(stream, key, **fields))
     cause = result.cause
-    assert (cause.aspect, cause.step, cause.ticket, cause.index, cause.what) == (aspect, *place)
+    assert (cause.aspect, cause.step, cause.ticket, cause.index, cause.what) == (aspect, *position)
     assert values is None or (cause.a, cause.b) == values
     assert MEANINGS[aspect] in printed(result)
 
@@ -147,19 +147,19 @@ def printed(result: RunDiff) -> str:
 
 
 @pytest.mark.parametrize(
-    ("place", "what"),
+    ("position", "where"),
     [(8, "turn 1, from token 8 on"), (5, "the environment's answer to turn 0, from token 5 on")],
 )
-async def test_sessions_differ_at_a_turn(publish, place, what):
+async def test_sessions_differ_at_a_turn(publish, position, where):
     run = make_run()
     session = as_session(run.trajectories[3, 0])
     ids = session.completion_ids.copy()
-    ids[place] = 99
+    ids[position] = 99
     runs = [run.changed("trajectories", (3, 0), **session.__dict__ | {"completion_ids": ids_of_run})
             for ids_of_run in (session.completion_ids, ids)]  # fmt: skip
     cause = (await diff_runs(*[await publish(run) for run in runs], 1e-3)).cause
-    assert (cause.aspect, cause.ticket, cause.index, cause.what) == (Aspect.TOKENS, 3, 0, what)
-    assert (cause.a["ids"][0], cause.b["ids"][0], cause.a["num_turns"]) == (10 + place, 99, 3)
+    assert (cause.aspect, cause.ticket, cause.index, cause.what) == (Aspect.TOKENS, 3, 0, where)
+    assert (cause.a["ids"][0], cause.b["ids"][0], cause.a["num_turns"]) == (10 + position, 99, 3)
 
 
 async def test_a_fork_and_the_environments_reward_are_compared_too(publish):

@@ -162,6 +162,7 @@ async def test_choices_are_waited_for_by_who_trains_them_and_by_an_archiver_that
     assert not reading.done()
     come_back(store)
     assert await archive(broker, keys, tmp_path) == keeps
-    (read,), (archived,) = await reading, await scanned(History(keys.run_id, tmp_path, None))
+    (read,) = await reading
+    (archived,) = await scanned(History(keys.run_id, tmp_path, None))
     rows = [entry.message.choices.rows for entry in (read, archived)]  # type: ignore[union-attr]
     assert rows == [choices.rows, choices.rows if keeps else {}]

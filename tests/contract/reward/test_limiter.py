@@ -98,7 +98,8 @@ async def test_workers_together_stay_within_the_concurrency(make: MakeLimiter) -
 
 
 async def test_evaluation_has_places_that_training_cannot_take(make, hold):
-    trainer, evaluator = [make(concurrency=5, evaluation_share=0.2) for _ in range(2)]
+    trainer = make(concurrency=5, evaluation_share=0.2)
+    evaluator = make(concurrency=5, evaluation_share=0.2)
     training = hold(trainer, 20)
     await training.has(4)
     await hold(evaluator, 1, Lane.EVAL).has(1)
@@ -106,7 +107,8 @@ async def test_evaluation_has_places_that_training_cannot_take(make, hold):
 
 
 async def test_what_becomes_free_goes_to_waiting_evaluation_first(make, hold):
-    trainer, evaluator = [make(concurrency=2, evaluation_share=0.0) for _ in range(2)]
+    trainer = make(concurrency=2, evaluation_share=0.0)
+    evaluator = make(concurrency=2, evaluation_share=0.0)
     first = hold(trainer, 2)
     await first.has(2)
     training = hold(trainer, 50)
@@ -140,7 +142,8 @@ async def test_training_gets_nothing_before_no_evaluation_waits_at_any_worker(br
 
 
 async def test_a_dead_workers_places_are_free_when_its_lease_ends(make, hold, broker, keys):
-    crashed, survivor = (make(concurrency=2, evaluation_share=0.0, lease_s=0.7) for _ in range(2))
+    crashed = make(concurrency=2, evaluation_share=0.0, lease_s=0.7)
+    survivor = make(concurrency=2, evaluation_share=0.0, lease_s=0.7)
     await hold(crashed, 2).has(2)
     first_end = await _lease_end(broker, keys)
     await wait_until(lambda: _is_after(broker, keys, first_end))  # as long as it lives, it renews
@@ -204,11 +207,12 @@ async def test_who_gives_up_waiting_takes_no_place(make, hold):
     ids=["fault", "error", "cancelled"],
 )
 async def test_a_request_that_fails_gives_its_place_to_the_next(make, broker, keys, error):
-    limiter, other = [make(concurrency=1, evaluation_share=0.0) for _ in range(2)]
+    limiter = make(concurrency=1, evaluation_share=0.0)
+    second = make(concurrency=1, evaluation_share=0.0)
     with pytest.raises(type(error)):
         async with limiter.permit(Lane.TRAIN, 0):
             raise error
-    for worker in (limiter, other):  # far sooner than its lease ends
+    for worker in (limiter, second):  # far sooner than its lease ends
         async with asyncio.timeout(limiter.lease_s / 3), worker.permit(Lane.TRAIN, 0):
             pass
     await wait_until(lambda: _is_empty(broker, keys))

@@ -119,10 +119,11 @@ async def test_what_is_made_of_a_whole_group_replaces_its_scores_and_failures(
 
 
 async def test_a_group_is_published_at_once_when_its_last_score_is_in(broker, keys, path):
-    first, *others = [
+    samples = [
         sample.model_copy(update={"completion_ids": np.array([index, 7, 8], np.int32)})
         for index, sample in enumerate(group("4", "1", "3", "1"))
     ]
+    first, *others = samples
     async with worker(broker, keys, function=f"{path}:number", group="rank"):
         await append(broker, keys.trajectories(), *others)
         await wait_until(lambda: _is_settled(broker, keys))

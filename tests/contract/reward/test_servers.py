@@ -195,7 +195,12 @@ async def test_a_lone_replica_that_fails_fails_the_attempt_at_once(stage: Stage)
 @pytest.mark.parametrize("how", [says(500), hangs, "cancelled"])
 async def test_a_request_that_fails_is_no_load_of_its_replica_any_more(stage: Stage, how: Any) -> None:
     async with servers(1) as (server,), stage.over(server) as calls:
-        server.default, stage.timeout_s = (hangs, 600.0) if how == "cancelled" else (how, 0.5)
+        if how == "cancelled":
+            server.default = hangs
+            stage.timeout_s = 600.0
+        else:
+            server.default = how
+            stage.timeout_s = 0.5
         asking = asyncio.create_task(stage.ask(calls))
         await wait_until(lambda: server.requests)
         if how == "cancelled":
@@ -279,19 +284,19 @@ async def test_without_patience_another_server_is_asked_all_the_same(stage, stat
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("state", "said"),
     [
         ("none", "none is configured or registered"),
         ("busy", "answered 429"),
         ("dead", r"patience_s.*is down"),
     ],
 )
-async def test_waiting_for_a_server_ends_with_the_users_patience(stage: Stage, found: str, said: str) -> None:
+async def test_waiting_for_a_server_ends_with_the_users_patience(stage: Stage, state: str, said: str) -> None:
     async with servers(1) as (lone,):
         lone.default = says(429, None, Retry_After="0.1")
-        if found == "dead":
+        if state == "dead":
             await lone.stop()
-        async with stage.over(*([] if found == "none" else [lone]), patience_s=0.3) as calls:
+        async with stage.over(*([] if state == "none" else [lone]), patience_s=0.3) as calls:
             with pytest.raises(RemoteFault, match=said) as caught:
                 await stage.ask(calls)
         assert caught.value.kind == "no_replica" and caught.value.is_final

@@ -365,7 +365,8 @@ class TestWorkerLoop:
         async with make() as worker:
             monkeypatch.setattr(worker.engine, "generate", generate)
             worker.lane.player = Turns(worker.config, worker.engine.decode, pytest.fail)
-            worker.lane.slots, delivery = Heard(), await worker.fetch()
+            worker.lane.slots = Heard()
+            delivery = await worker.fetch()
             play = new_play(delivery.message.prompt_ids)
             await worker.lane._generate_sample(delivery, play, 0, worker.follower.history, {})
         assert heard == [(32, 64), (64, 0), (64, 96), (32, 32)]
@@ -393,7 +394,8 @@ async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_de
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2) as worker:
-        worker.lane.player, delivery = FailingPlayer(worker), await worker.fetch()
+        worker.lane.player = FailingPlayer(worker)
+        delivery = await worker.fetch()
         await worker.lane._work(delivery)
         assert not await messages(broker, keys.dead, DeadLetter)
         ((_, _, _, attempts),) = await broker.execute("XPENDING", keys.prompts(), ROLLOUT_GROUP, "-", "+", 1)
@@ -426,7 +428,8 @@ async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_grou
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2, reward__min_group_size=least) as worker:
-        worker.lane.player, delivery = FailingPlayer(worker, "2"), await worker.fetch()
+        worker.lane.player = FailingPlayer(worker, "2")
+        delivery = await worker.fetch()
         await worker.lane._work(delivery)
         assert {sample.index for sample in await samples_of(broker, keys)} == {0, 1, 3}
         worker.engine.asked.clear()

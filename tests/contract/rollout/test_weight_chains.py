@@ -195,8 +195,8 @@ async def test_a_worker_waits_for_a_damaged_version_while_the_trainer_replaces_i
     async with follow(lease_s=0.2) as worker:
         await worker.reach(chain.delta(1))
         chain.delta(2)
-        (damaged, *_) = paths = chain.paths(2)
-        flip(damaged)
+        paths = chain.paths(2)
+        flip(paths[0])
         await worker.announce(chain.newest)
         await wait_until(lambda: worker.follower.damaged_version == 2)
         for path in paths:

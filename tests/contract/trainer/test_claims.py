@@ -187,7 +187,7 @@ async def test_a_run_with_choices_trains_archives_and_replays(
 
     def answer(ticket, index):
         # Of a worker that was killed between claim and entry: nobody claims it.
-        store.check_in_choices(chosen(ticket, index, other=31))
+        store.check_in_choices(chosen(ticket, index, token=31))
         sample = store.check_in(store.check_in_choices(chosen(ticket, index)))
         if sample.key == lost:
             (store.folder / sample.choices.claim.pointer).unlink()

@@ -57,13 +57,13 @@ async def test_our_own_commit_may_be_repeated_after_a_lost_connection(broker, ke
 
 
 @pytest.mark.parametrize(
-    "other", [{"digest": "cd" * 16}, {"groups": (0, 1)}, {"finished_at": 1.0}, {"metrics": {"loss": 2.5}}]
+    "changed", [{"digest": "cd" * 16}, {"groups": (0, 1)}, {"finished_at": 1.0}, {"metrics": {"loss": 2.5}}]
 )
-async def test_another_trainers_commit_ends_this_one(broker, keys, other):
-    await append_commit(broker, keys, commit_of(**other))
+async def test_another_trainers_commit_ends_this_one(broker, keys, changed):
+    await append_commit(broker, keys, commit_of(**changed))
     with pytest.raises(SecondTrainerError, match="step 0"):
         await append_commit(broker, keys, commit_of())
-    assert await commits_of(broker, keys) == [commit_of(**other)]
+    assert await commits_of(broker, keys) == [commit_of(**changed)]
     await append_commit(broker, keys, commit_of(1))
     with pytest.raises(SecondTrainerError, match="step 0"):  # also for one that fell behind
         await append_commit(broker, keys, commit_of())

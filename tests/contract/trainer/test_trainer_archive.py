@@ -59,8 +59,8 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     assert await length(broker, keys.trajectories()) == 40, "nothing goes before it is archived"
     await wait_until(lambda: len(list(store.folder.iterdir())) == 20)
     await trimmer.close()
-    entries = await raw(broker, keys.trajectories())
-    assert entries == entries[30:] and not trimmer.is_waiting
+    remaining = await raw(broker, keys.trajectories())
+    assert remaining == entries[30:] and not trimmer.is_waiting
     assert {int(path.name.partition("-")[0]) for path in store.folder.iterdir()} == set(range(20, 40))
     records = await scanned(History(keys.run_id, context.run_dir, None))
     assert [record.message for record in records] == samples[: len(records)]

@@ -113,7 +113,8 @@ class FirstRefusals:
     """A disk that refuses each file and folder once: whatever is written there, at a start or later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.folder, self.refused = str(folder), set[str]()
+        self.folder = str(folder)
+        self.refused: set[str] = set()
         for owner, name in ((builtins, "open"), (io, "open"), (os, "mkdir")):
             self._watch(monkeypatch, owner, name, getattr(owner, name))
 

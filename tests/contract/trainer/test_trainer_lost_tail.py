@@ -32,12 +32,12 @@ from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.trainer import Trainer
 
 
-@pytest.mark.parametrize(("step", "left", "every"), [(3, 1, 4), (4, 3, 1), (4, 2, 1), (4, 0, 1)])
+@pytest.mark.parametrize(("step", "num_left", "every"), [(3, 1, 4), (4, 3, 1), (4, 2, 1), (4, 0, 1)])
 async def test_lost_commits_come_back_before_the_next_one_however_many_and_however_often_the_trainer_saves(
-    make, broker, keys, answers, monkeypatch, step, left, every
+    make, broker, keys, answers, monkeypatch, step, num_left, every
 ):
     """Behind the next one there would be no place for them any more, and no way to replay them."""
-    after_training(monkeypatch, step, lambda _: lose_tail(broker, keys.commits, f"{left}-0"))
+    after_training(monkeypatch, step, lambda _: lose_tail(broker, keys.commits, f"{num_left}-0"))
     await run(make(checkpoint_every=every))
     await assert_trained_once(broker, keys, 6)
 

@@ -241,7 +241,9 @@ class TestSeveralUpdates:
         await run(context)
         for commit in await assert_trained_once(broker, keys, 6):
             assert len(commit.mini_batches) == commit.metrics["mini_batches"] == 2
-            tickets = [sorted({t for micro in mini for t, _ in micro}) for mini in commit.mini_batches]
+            tickets = []
+            for mini in commit.mini_batches:
+                tickets.append(sorted({ticket for micro in mini for ticket, _ in micro}))
             assert [[ticket] for ticket in commit.groups] == tickets, "each update took the next to arrive"
         await self.assert_replays_alike(broker, keys, context)
 

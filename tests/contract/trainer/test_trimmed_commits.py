@@ -109,7 +109,9 @@ async def test_commits_that_the_journal_lacks_stay_in_redis(make, broker, keys):
 async def test_an_older_checkpoint_that_cannot_be_replayed_costs_the_journal_nothing(make, broker, keys):
     """What was trained on since is trimmed: the trainer ends, and the newer checkpoint still can go on."""
     context = trimming(make)
-    folder, older, newer = (context.run_dir / name for name in ("checkpoints", "older", "newer"))
+    folder = context.run_dir / "checkpoints"
+    older = context.run_dir / "older"
+    newer = context.run_dir / "newer"
     await run(trimming(make, 3))
     shutil.copytree(folder, older)
     await run(trimming(make, 8))

@@ -195,7 +195,9 @@ async def test_a_check_finds_what_is_missing_or_damaged(broker, keys, tmp_path):
     await fill(broker, keys.trajectories(), range(30))
     await archive(broker, keys, run_dir)
     assert check(run_dir) == []
-    missing, damaged = (s.path for s in Manifest.load(stream_folder(run_dir, STREAM)).segments[:3:2])
+    segments = Manifest.load(stream_folder(run_dir, STREAM)).segments
+    missing = segments[0].path
+    damaged = segments[2].path
     missing.unlink()
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     reasons = {damage.path: damage.reason for damage in check(run_dir)}
@@ -307,12 +309,14 @@ async def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_ends_no_proce
 
 async def test_a_file_that_cannot_be_read_is_a_damage_and_hides_no_other(keys, run_dir, monkeypatch):
     folder = stream_folder(run_dir, STREAM)
-    path, other = (segment.path for segment in Manifest.load(folder).segments[:2])
+    segments = Manifest.load(folder).segments
+    path = segments[0].path
+    second = segments[1].path
     path.unlink()
     path.mkdir()
-    other.write_bytes(other.read_bytes()[:-1] + b"?")
+    second.write_bytes(second.read_bytes()[:-1] + b"?")
     (folder / TRIMMED_FILE).write_bytes(b"\xff")
-    assert [damage.path for damage in check(run_dir)] == [path, other, folder]
+    assert [damage.path for damage in check(run_dir)] == [path, second, folder]
     (folder / TRIMMED_FILE).unlink()
 
     def records_of(*_):

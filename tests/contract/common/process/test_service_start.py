@@ -217,17 +217,17 @@ def beat_of(folder: str, host: str = "") -> Heartbeat:
     return beat
 
 
-@pytest.mark.parametrize("other", [beat_of("/runs/elsewhere"), beat_of(str(OURS), host="another")])
-async def test_a_trainer_that_goes_on_speaking_elsewhere_is_found(broker, keys, other):
-    await publish_heartbeat(broker, keys, other)
+@pytest.mark.parametrize("beat", [beat_of("/runs/elsewhere"), beat_of(str(OURS), host="another")])
+async def test_a_trainer_that_goes_on_speaking_elsewhere_is_found(broker, keys, beat):
+    await publish_heartbeat(broker, keys, beat)
     check = asyncio.create_task(check_sole_trainer(broker, keys, OURS))
 
     async def speaks_until_found():
-        await publish_heartbeat(broker, keys, other)
+        await publish_heartbeat(broker, keys, beat)
         return check.done()
 
     await wait_until(speaks_until_found)
-    with pytest.raises(ConfigError, match=other.host):
+    with pytest.raises(ConfigError, match=beat.host):
         await check
 
 

@@ -121,9 +121,8 @@ async def test_a_heartbeat_from_before_the_clock_was_set_back_is_not_alive(broke
         reply = await execute(*command)
         return [b"%d" % (int(reply[0]) + 600), reply[1]] if command == ("TIME",) else reply
 
-    dead, alive = (
-        Heartbeat(name, "replica", servers="judge", url=f"http://{name}") for name in ("dead", "alive")
-    )
+    dead = Heartbeat("dead", "replica", servers="judge", url="http://dead")
+    alive = Heartbeat("alive", "replica", servers="judge", url="http://alive")
     with monkeypatch.context() as patch:
         patch.setattr(broker, "execute", ahead)
         await publish_heartbeat(broker, keys, Heartbeat("dead", "rollout"))

@@ -56,7 +56,8 @@ async def test_parts_are_kept_in_order_and_go_with_their_sample_and_with_the_gro
     assert await consumer.append_part(delivery, progress, 0, 1, ONE + b"b"), "its answer was lost"
     assert await consumer.append_part(delivery, progress, 1, 0, OTHER + b"c")
     assert await parts_of(broker, keys) == {"0:0": ONE + b"a", "0:1": ONE + b"b", "1:0": OTHER + b"c"}
-    first, second = (make_trajectory(0, index, group_size=SIZE) for index in range(SIZE))
+    first = make_trajectory(0, 0, group_size=SIZE)
+    second = make_trajectory(0, 1, group_size=SIZE)
     await consumer.publish_sample(delivery, keys.trajectories(), progress, first)
     assert await parts_of(broker, keys) == {"1:0": OTHER + b"c"}
     assert not await consumer.append_part(delivery, progress, 0, 2, ONE + b"d"), "the sample is published"
@@ -150,7 +151,8 @@ async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(bro
     await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=2))])
     consumer, delivery = await take_ticket(broker, keys)
     await broker.execute("HSET", keys.progress(0), "version", 3)  # it counts as no sample
-    first, second = (make_trajectory(0, index, group_size=2) for index in range(2))
+    first = make_trajectory(0, 0, group_size=2)
+    second = make_trajectory(0, 1, group_size=2)
     for sample, is_last in ((first, False), (first, False), (second, True)):
         result = await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
         assert result == is_last

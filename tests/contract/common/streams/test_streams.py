@@ -89,7 +89,9 @@ async def test_a_numbered_append_happens_once_however_often_it_is_repeated(broke
     assert await append_numbered(broker, keys.commits, []) == 0
     await streams.trim_before(broker, keys.commits, streams.entry_id_of(5))
     assert await append_numbered(broker, keys.commits, again) == 0, "nor after a trim"
-    writers = ([(step, make_commit(step, digest=writer)) for step in range(5, 25)] for writer in "abcd")
+    writers = []
+    for writer in "abcd":
+        writers.append([(step, make_commit(step, digest=writer)) for step in range(5, 25)])
     await asyncio.gather(*(append_numbered(broker, keys.commits, commits) for commits in writers))
     read = await streams.read_range(broker, keys.commits, Commit)
     assert [commit.step for commit in messages_of(read)] == list(range(5, 25)), "of several writers one wins"
