@@ -52,7 +52,6 @@ NOT_YET_PLAIN = (
     "services/reward/sample.py",
     "services/reward/worker.py",
     "services/trainer/batch",
-    "services/trainer/groups",
     "services/trainer/policy",
     "tests/integration",
     "tests/simulation",

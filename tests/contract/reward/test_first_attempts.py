@@ -194,15 +194,15 @@ async def test_a_lane_whose_rewards_take_long_holds_no_more_than_it_runs(
 @pytest.fixture
 def lanes(monkeypatch: pytest.MonkeyPatch) -> list[RewardLane]:
     """The lanes of the worker."""
-    made: list[RewardLane] = []
+    all_lanes: list[RewardLane] = []
     make = RewardLane.__init__
 
     def noting(lane: RewardLane, *args: Any) -> None:
         make(lane, *args)
-        made.append(lane)
+        all_lanes.append(lane)
 
     monkeypatch.setattr(RewardLane, "__init__", noting)
-    return made
+    return all_lanes
 
 
 @pytest.fixture
