@@ -71,8 +71,8 @@ SHARED_IMPORTS = (
 """Modules that the fork server imports: torch, transformers, and our modules that need them."""
 
 RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
-"""Function name in RQ jobs of the sandbox. A worker compares it, and never imports it. It stays, whatever moves:
-workers of other releases write and expect it."""
+"""Function name in RQ jobs of the sandbox. A worker compares it, and never imports it. It stays, whatever
+moves: workers of other releases write and expect it."""
 
 
 class Child(StrEnum):
