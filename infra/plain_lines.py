@@ -59,7 +59,6 @@ NOT_YET_PLAIN = (
     "services/trainer/evaluation.py",
     "services/trainer/machine.py",
     "services/trainer/metrics",
-    "services/trainer/policy",
     "services/trainer/replay",
     "services/trainer/service.py",
     "services/trainer/trainer.py",
