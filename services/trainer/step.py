@@ -100,7 +100,7 @@ def make_commit(
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
     compositions = []
-    keys = []
+    keys: list[TrajectoryKey] = []
     for mini in result.mini_batches:
         composition = tuple(batch.keys for batch in mini.micro_batches)
         compositions.append(composition)
