@@ -100,12 +100,12 @@ def make_commit(
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
     compositions = []
-    keys: list[TrajectoryKey] = []
+    keys: list[tuple[int, int]] = []
     for mini in result.mini_batches:
         composition = tuple(batch.keys for batch in mini.micro_batches)
         compositions.append(composition)
         for members in composition:
-            keys += members
+            keys.extend(members)
     advantages = {}
     for group in result.groups:
         advantages[str(group.ticket)] = [sample.mean_advantage for sample in group.samples]

@@ -35,9 +35,9 @@ REVERTED = (
         "                found = _read_document(self.folder / version_name(version) / STATE_FILE)\n"
         "                whole.append(_state_of(found, version))\n",
         "a torn checkpoint is none that is kept"),
-    Mutant("strangers stay among the weights", f"{BATCH}/reconciler.py",
-        "if await remove_unexpected(self.broker, self.keys, self.keys.weights, WeightManifest):", "if False:",
-        "a stranger among the weights"),
+    Mutant("strangers stay among the weights", f"{BATCH}/unexpected_entries.py",
+        "    if not unexpected and not own and not _is_beyond(newest):\n        return 0\n",
+        "    if message_type is WeightManifest:\n        return 0\n", "a stranger among the weights"),
     Mutant("strangers stay among the commits", f"{BATCH}/unexpected_entries.py",
         "    if not unexpected and not last_entries and not _is_beyond(newest):\n        return 0\n",
         "    if message_type is Commit:\n        return 0\n", "a stranger among the commits"),

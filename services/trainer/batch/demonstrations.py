@@ -22,9 +22,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tidemill.common.archive.completions import opener_of
 from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import ModelConfig
+from tidemill.common.data.dataset import IDS, ChatMessage, Row, read_training_rows
+from tidemill.common.data.prompt_lengths import chat_messages
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.dataset import IDS, ChatMessage, Row, read_training_rows
-from tidemill.common.run.prompt_lengths import chat_messages
 from tidemill.common.run.special_tokens import TokenReader, end_ids_of, num_appended_by, reader_of
 from tidemill.common.wire.arrays import Bits, Int32
 from tidemill.common.wire.messages import Trajectory

@@ -11,6 +11,7 @@ import numpy as np
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Trajectory, fault_of
+from tidemill.common.wire.sampling import FILTER_NAMES
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import (
     Sample,
@@ -79,7 +80,7 @@ class GroupFilter:
         # Here and not in `select`: a step that was trained kept the sampling of its time.
         wants_masks = any(trajectory.source in self.masked_sources for trajectory in trajectories)
         if wants_masks and not any(has_masks(t) or t.lacks_choices for t in trajectories):
-            detail = "its engine did not record which ids top_p, top_k or min_p left"
+            detail = f"its engine did not record which ids {FILTER_NAMES} left"
             return Refusal(NO_CHOICES, detail)
         return self.select(group)
 

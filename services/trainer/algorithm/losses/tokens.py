@@ -1,4 +1,4 @@
-"""The inputs of a loss, and what a surrogate objective returns.
+"""The inputs of a loss, and what weighs and divides its terms.
 
 Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
 """
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tidemill.common.config.algorithm import Normalisation as Normalisation
+from tidemill.common.config.algorithms.loss import MAX_LOG_RATIO as MAX_LOG_RATIO
+from tidemill.common.config.algorithms.loss import Surrogate as Surrogate
+from tidemill.common.config.algorithms.loss import sequence_means as sequence_means
+from tidemill.common.config.algorithms.loss import sequence_sums as sequence_sums
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.groups.columns import COLUMNS
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`: e^20 is far outside every clip range, and finite."""
 
 LOGPROB_FLOOR = -1e4
 """Logprob of a token that the model rules out (a logit of -inf): far below any other, and finite."""
@@ -138,27 +139,6 @@ class Tokens:
         """The values, 0 for demonstrations."""
         is_shown_N = self.is_shown_N
         return values_N if is_shown_N is None else values_N.masked_fill(is_shown_N, 0.0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Surrogate:
-    """An objective per token, to be maximised, and which tokens its bounds have cut off; None: no bound."""
-
-    objective_N: Tensor
-    is_low_N: Tensor | None = None
-    is_high_N: Tensor | None = None
-    is_dual_N: Tensor | None = None
-
-
-def sequence_sums(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Sums over the tokens of each sequence. Shape [S]."""
-    return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
-
-
-def sequence_means(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Means over the tokens of each sequence. Shape [S]; 0 for a sequence without a token."""
-    counts_S = sequence_sums(torch.ones_like(values_N), sequence_N, num_sequences)
-    return sequence_sums(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1.0)
 
 
 def token_weight(normalisation: Normalisation, num_trained: int, group_trained: int = 0) -> float:
