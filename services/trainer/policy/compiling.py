@@ -45,14 +45,14 @@ def compile_model(
         with torch.autocast(device.type, dtype=dtype if is_cast else None, enabled=is_cast):
             if model.device.type == "meta":
                 _try_copy(model, parts[0], device, backend)
-            for part in parts:
-                part.compile(backend=backend, dynamic=True)
+            for layer_part in parts:
+                layer_part.compile(backend=backend, dynamic=True)
             if model.device.type != "meta":
                 _output_of(model, device).sum().backward()
     except Exception as error:  # a defect of the compiler has any type, AssertionError for one
-        for part in parts:
+        for layer_part in parts:
             # torch has no call that undoes `compile`; its own `__call__` looks here.
-            part._compiled_call_impl = None
+            layer_part._compiled_call_impl = None
         reason = " ".join(str(error).split())[:300]
         log.warning("torch.compile does not work here, training without it", reason=reason)
         return False
@@ -79,7 +79,7 @@ def outermost(module: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[
     """The modules in it for which `is_meant` holds and that are in no other such module, in their order."""
     if is_meant(module):
         return [module]
-    return [found for child in module.children() for found in outermost(child, is_meant)]
+    return [module_within for child in module.children() for module_within in outermost(child, is_meant)]
 
 
 def _output_of(model: PreTrainedModel, device: torch.device, **named: Any) -> Tensor:
@@ -112,10 +112,10 @@ class _Reached(Exception):
 def _arguments_of(model: PreTrainedModel, layer: nn.Module) -> tuple[Any, Any]:
     """The arguments with which the model calls the layer, found on the meta device. Raises RuntimeError: they
     cannot be found out."""
-    found: list[Any] = []
+    arguments: list[Any] = []
 
     def stop(_: nn.Module, args: Any, named: Any) -> None:
-        found.extend((args, named))
+        arguments.extend((args, named))
         raise _Reached
 
     meta = torch.device("meta")
@@ -128,7 +128,7 @@ def _arguments_of(model: PreTrainedModel, layer: nn.Module) -> tuple[Any, Any]:
             with suppress(RuntimeError), torch.no_grad():
                 _output_of(model, meta, **named)
     except _Reached:
-        return found[0], found[1]
+        return arguments[0], arguments[1]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = str(error)
     finally:

@@ -58,14 +58,14 @@ class ExportsWeights(SavesState):
             yield name, tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
 
     def compare_weights(self) -> WeightState:
-        found = self._writer.compare(self._sources())
-        has_delta = found.before is not None and self._writer.shadow.is_held
+        comparison = self._writer.compare(self._sources())
+        has_delta = comparison.before is not None and self._writer.shadow.is_held
         return WeightState(
-            digest=str(found.digest),
-            committed=self._committed(found.digest),
-            before=str(found.before) if has_delta else "",
-            share_changed=found.share_changed if has_delta else -1.0,
-            num_bytes=found.num_bytes,
+            digest=str(comparison.digest),
+            committed=self._committed(comparison.digest),
+            before=str(comparison.before) if has_delta else "",
+            share_changed=comparison.share_changed if has_delta else -1.0,
+            num_bytes=comparison.num_bytes,
         )
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
@@ -85,22 +85,24 @@ class ExportsWeights(SavesState):
     def _committed(self, exported: Digest) -> str:
         """The digest of exported weights, and where something else is trained the sum of that, to which each
         rank adds its rows."""
-        own = [(n, p.detach()) for n, p in self._parameters if self._adapters or n.startswith(VALUE_PREFIX)]
+        trained = [
+            (n, p.detach()) for n, p in self._parameters if self._adapters or n.startswith(VALUE_PREFIX)
+        ]
         if self._adapters:
-            own.append(("base", self._adapters.mark))
-        if not own:
+            trained.append(("base", self._adapters.mark))
+        if not trained:
             return str(exported)
         is_leader = self.peers.rank == 0
         parts = DigestSum()
         headers = Digest()
-        for name, tensor in own:
+        for name, tensor in trained:
             info = TensorInfo(name, DTYPES[tensor.dtype], tuple(tensor.shape))
             low, high = owned_range(tensor, is_leader)
             if low < high:
                 parts.add_run(info, low, _words(local(tensor)))
             headers += header_digest(info) if is_leader else Digest()
-        rest = sum_over_ranks(parts.read() + headers, self.peers)
-        return f"{exported}+{str(rest).removeprefix(PREFIX)}"
+        sum_of_trained = sum_over_ranks(parts.read() + headers, self.peers)
+        return f"{exported}+{str(sum_of_trained).removeprefix(PREFIX)}"
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -114,5 +114,5 @@ class Critic(ValueHead):
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The head's parameters, and those of the model that are trained."""
-        own = [(f"{VALUE_PREFIX}model.{name}", weight) for name, weight in self.model.named_parameters()]
-        return [*super().named(), *((name, weight) for name, weight in own if weight.requires_grad)]
+        of_model = [(f"{VALUE_PREFIX}model.{name}", weight) for name, weight in self.model.named_parameters()]
+        return [*super().named(), *((name, weight) for name, weight in of_model if weight.requires_grad)]

@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     """A list for each group, whose samples are neighbours."""
-    return [list(own) for _, own in groupby(samples, key=lambda sample: sample.key[0])]
+    return [list(of_group) for _, of_group in groupby(samples, key=lambda sample: sample.key[0])]
 
 
 def load_policy(config: RunConfig) -> "TransformersPolicy":
@@ -207,18 +207,18 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     def _num_missing(self, plan: Sequence[Tile]) -> int:
         """How many forward passes this rank has fewer than the one with the most."""
-        most: int = max(unpack(part) for part in self.peers.gather(pack(len(plan))))
+        most: int = max(unpack(answer) for answer in self.peers.gather(pack(len(plan))))
         return most - len(plan)
 
     def _plan_scored(self, parts: Sequence[Sequence[Sample]]) -> list[Tile]:
         """Tiles with every completion token, trained or not; no tile has samples of two parts."""
         tiles: list[Tile] = []
         first = 0
-        for part in parts:
-            everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in part]
-            rows = make_rows(part, everything, first)
+        for samples in parts:
+            everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples]
+            rows = make_rows(samples, everything, first)
             tiles += plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.bin_tokens)
-            first += len(part)
+            first += len(samples)
         return tiles
 
     def _lay_out(self, tile: Tile) -> Tile:
@@ -307,8 +307,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             self.zero()
             return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
         bound = self._config.optimizer.max_grad_norm
-        norm, *others = [finish_gradients(part, denominator, bound) for part in self._bounded]
-        if unbounded := [one for one in (norm, *others) if not math.isfinite(one)]:
+        norms = [finish_gradients(parameters, denominator, bound) for parameters in self._bounded]
+        norm = norms[0]
+        if unbounded := [infinite for infinite in norms if not math.isfinite(infinite)]:
             norm = unbounded[0]
             self.zero()
             return UpdateResult(norm, lr, skipped=True, reason=f"the gradient norm is {norm}")
@@ -448,10 +449,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         anything is changed."""
         state = ShardReader(folder)
         values = state.values
-        own = self._saved_weights()
-        self._check_state(values, state.shapes, own)
+        weights = self._saved_weights()
+        self._check_state(values, state.shapes, weights)
         load_optimizer(self._optimizer, self._parameters, state)
-        for name, tensor in own.items():
+        for name, tensor in weights.items():
             fill(tensor, state, name)
         self._num_updates = int(values["updates"])
         self._set_coefficients(self._config.algorithm, values.get("coefficients"))
@@ -463,13 +464,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self.peers.gather(b"")
 
     def _check_state(
-        self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], own: dict[str, Tensor]
+        self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], weights: dict[str, Tensor]
     ) -> None:
-        given = {name for name in shapes if not name.startswith((OPTIMIZER, "rng."))}
+        saved = {name for name in shapes if not name.startswith((OPTIMIZER, "rng."))}
         wrong = sorted(
             name
-            for name in own.keys() | given
-            if name not in own or name not in given or tuple(own[name].shape) != shapes[name]
+            for name in weights.keys() | saved
+            if name not in weights or name not in saved or tuple(weights[name].shape) != shapes[name]
         )
         policy = values.get("policy")
         if wrong or policy != "transformers":
