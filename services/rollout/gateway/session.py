@@ -45,6 +45,8 @@ from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of,
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played, Read
 from tidemill.services.rollout.sessions.recorder import choices_of
 
+BAD_REQUEST = 400
+NOT_FOUND = 404
 MAX_REPEATS = 8
 """How often one answer is given again. Clients retry twice; one that asks more often wants another answer."""
 LONG_CHARACTERS = 20_000
@@ -154,6 +156,8 @@ class GatewaySession:
         """The limits that were reached, in order: by refused questions, or by the session as a whole."""
         self._num_passed = 0
         """Number of these that no longer count, because a question that was asked later was answered."""
+        self._refusals: set[tuple[SessionEnd, str]] = set()
+        """The limits that have refused a question since the last answer, and what they refuse."""
 
     @property
     def max_body_bytes(self) -> int:
@@ -265,9 +269,12 @@ class GatewaySession:
 
     def too_long(self, content: str, is_asked: bool) -> RequestError:
         """The error for a history that the model cannot read; a limit of the session only if `is_asked`."""
-        problem = f"the history has {content}, and the model reads {self._max_model_len} tokens"
-        problem += " (model.max_model_len)"
-        return self._limit("max_tokens", problem) if is_asked else RequestError(problem, SESSION_LIMIT)
+        # By these words clients know that the history is to be made shorter.
+        problem = f"prompt is too long: the history has {content}, and this model's maximum context length "
+        problem += f"is {self._max_model_len} tokens (model.max_model_len)"
+        if not is_asked:
+            return RequestError(problem, SESSION_LIMIT)
+        return self._limit("max_tokens", problem, refused=content)
 
     def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
         """The session as it was played. Raises ValueError: the model never answered."""
@@ -334,9 +341,17 @@ class GatewaySession:
         if self._is_closed:
             raise RequestError("the session is over", "session_over", 404)
 
-    def _limit(self, end: SessionEnd, problem: str) -> RequestError:
+    def _limit(self, end: SessionEnd, problem: str, refused: str = "") -> RequestError:
+        """The error for a question beyond a limit; `refused` says which questions it refuses, if not all.
+
+        Some programs ask again for minutes after a status of 400, and after one of 404 none does: the first
+        refusal lets a client go on with less, the same one again ends its loop.
+        """
         self.reached.append(end)
-        return RequestError(f"{problem}; it ends here", SESSION_LIMIT)
+        refusal = (end, refused)
+        status = NOT_FOUND if refusal in self._refusals else BAD_REQUEST
+        self._refusals.add(refusal)
+        return RequestError(f"{problem}; it ends here", SESSION_LIMIT, status)
 
     async def _find(self, question: Question) -> Continuation:
         """The history that the question continues; a long question is tokenized on a thread."""
@@ -416,6 +431,7 @@ class GatewaySession:
         finally:
             self._reserved_tokens -= reserved
         self._num_passed = max(self._num_passed, num_reached)
+        self._refusals.clear()
         # No await since the history holds the answer: each last answer has its exchange.
         self._by_answer[answer.id] = exchange
         digests = digests_of(continuation.history.identities)
