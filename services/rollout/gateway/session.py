@@ -41,6 +41,7 @@ from tidemill.services.rollout.gateway.histories import (
     in_order,
     num_within,
 )
+from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played, Read
 from tidemill.services.rollout.sessions.recorder import choices_of
@@ -65,6 +66,11 @@ class Exchange:
     """Exchanges of the same question, in the order in which they were asked, this one among them, of which
     none was read before the next was asked: each may be the retry of those before it."""
     task: "asyncio.Task[Answer]" = field(init=False)
+    asked_at: float = field(default_factory=time.monotonic)
+    max_tokens: int = 0
+    """Most tokens that its turn may have; 0 while it waits for the tokens of other turns."""
+    is_broken: bool = False
+    """Whether a response has broken before it had brought the answer."""
     is_streamed: bool = False
     num_repeats: int = 0
     num_delivered: int = 0
@@ -114,6 +120,7 @@ class GatewaySession:
         limits: EnvironmentConfig,
         max_model_len: int,
         read: Read | None = None,
+        pace: EnginePace | None = None,
     ) -> None:
         """`limits` hold for all segments together; `max_tokens` 0 is no limit but the model's length."""
         # Two secrets: the token is a part of the address, which programs log.
@@ -127,6 +134,9 @@ class GatewaySession:
         """Done once its program has asked a question."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with the engine's error: the session cannot go on after that."""
+        self._pace = pace or EnginePace()
+        self._last_asked: Exchange | None = None
+        self._delivered_at = 0.0
         self._chat = chat
         self._decode = decode
         self._ask = ask
@@ -211,11 +221,37 @@ class GatewaySession:
         # A client that gives up must not stop what its retry will ask for.
         answer = await asyncio.shield(exchange.task)
         exchange.num_delivered += 1
+        self._delivered_at = time.monotonic()
         return answer
 
     def note_lost(self, answer: Answer) -> None:
         """Note that a response broke before it had brought the answer to its client."""
-        self._by_answer[answer.id].num_delivered -= 1
+        exchange = self._by_answer[answer.id]
+        exchange.num_delivered -= 1
+        exchange.is_broken = True
+
+    def find_fault(self, is_late: bool) -> str:
+        """Why the program's result says nothing of the model, as a sentence; empty where it may.
+
+        `is_late` says that its time was over.
+        """
+        last = self._last_asked
+        if last is None or (last.task.done() and last.answer is None):
+            return ""
+        now = time.monotonic()
+        if last.answer is None and self._pace.is_slow(last.max_tokens, now - last.asked_at):
+            return f"the program ended while the engine was slow: no answer after {now - last.asked_at:.0f} s"
+        is_unread = last.is_broken and not last.num_delivered and self._delivered_at < last.asked_at
+        if is_unread and not is_late:
+            return (
+                "the program ended after its last request had failed: no answer of the model has reached it"
+            )
+        turns = [turn for history in self.histories.recorded for turn in history.recorder.turns]
+        num_tokens = sum(turn.num_tokens for turn in turns)
+        engine_s = sum(turn.engine_s for turn in turns)
+        if is_late and self._pace.is_slow(num_tokens, engine_s):
+            return f"the time was over, and the engine was slow: {engine_s:.0f} s for {num_tokens} tokens"
+        return ""
 
     def _is_repeated(self, exchange: Exchange, is_retry: bool | None) -> bool:
         """Whether a question that comes again gets this answer again."""
@@ -417,6 +453,7 @@ class GatewaySession:
         exchange = Exchange(history, repeats)
         repeats.append(exchange)
         self._repeats[request_key] = repeats
+        self._last_asked = exchange
         return exchange
 
     async def _generate(self, continuation: Continuation, question: Question, exchange: Exchange) -> Answer:
@@ -424,6 +461,7 @@ class GatewaySession:
         num_reached = len(self.reached)
         max_tokens = await self._room(continuation, question.max_tokens)
         # No await between `_room`'s last look and this: two turns would be given the same tokens.
+        exchange.max_tokens = max_tokens
         reserved = continuation.num_added + max_tokens
         self._reserved_tokens += reserved
         try:
@@ -475,7 +513,9 @@ class GatewaySession:
         generation = _cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
-        continuation.record(generation, time.monotonic() - started)
+        engine_s = time.monotonic() - started
+        self._pace.note(len(whole.token_ids), engine_s)
+        continuation.record(generation, engine_s)
         # If it was cut, the token that ends a turn is missing: what follows has to close it.
         history.is_closed = generation is whole and whole.finish == "stop"
         runs = min(self._sampling.max_tokens, self._max_model_len - len(ids))
