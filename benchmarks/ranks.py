@@ -79,7 +79,11 @@ class Figures(NamedTuple):
 def _tiles(samples: list[Sample]) -> list[int]:
     """Tokens of each forward pass."""
     tiles = plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE)
-    return [PrefixOrder([samples[row.sample] for row in rows], "tree").num_tokens for _, rows in tiles]
+    counts = []
+    for tile in tiles:
+        samples_of_tile = [samples[row.sample] for row in tile.rows]
+        counts.append(PrefixOrder(samples_of_tile, "tree").num_tokens)
+    return counts
 
 
 def needed_tokens(samples: list[Sample]) -> int:

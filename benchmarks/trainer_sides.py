@@ -29,7 +29,7 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.sample import Sample
-from tidemill.services.trainer.policy.packing import Layout, make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.packing import Layout, lay_out, make_rows, plan_tiles
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 LR, MAX_GRAD_NORM, GROUP_SIZE = 1e-6, 1.0, 8
@@ -151,7 +151,7 @@ def packed(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens:
     to_device = partial(torch.as_tensor, device=policy._model.device)
     for batch in form_micro_batches(samples, budget_tokens):
         rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
-        for tile in map(make_tile, plan_tiles(rows, rows_alone, policy._tile_tokens)):
+        for tile in map(lay_out, plan_tiles(rows, rows_alone, policy._tile_tokens)):
             advantages = [
                 float(batch.samples[row.sample].advantage) for row in tile.rows for _ in row.targets
             ]

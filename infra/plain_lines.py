@@ -57,7 +57,6 @@ NOT_YET_PLAIN = (
     "services/trainer/batch",
     "services/trainer/durable",
     "services/trainer/evaluation.py",
-    "services/trainer/groups",
     "services/trainer/machine.py",
     "services/trainer/policy",
     "services/trainer/replay",

@@ -23,9 +23,15 @@ from tidemill.services.trainer.groups.sample import (
     turn_ends,
 )
 
-STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
-BAD_NUMBERS, MISSING_TEACHER = "bad_numbers", "no_teacher_logprobs"
-NO_PAYLOAD, ENVIRONMENT_FAULT, NO_CHOICES = "no_payload", "environment_fault", "no_choices"
+STALE = "stale"
+ZERO_VARIANCE = "zero_variance"
+FEW_SCORES = "too_few_scores"
+FAILED_SCORE = "failed_score"
+BAD_NUMBERS = "bad_numbers"
+MISSING_TEACHER = "no_teacher_logprobs"
+NO_PAYLOAD = "no_payload"
+ENVIRONMENT_FAULT = "environment_fault"
+NO_CHOICES = "no_choices"
 NO_BASELINE = "no_greedy_baseline"
 GREEDY = "greedy_baseline"
 """Reason for leaving out the greedy completion, which is compared with and not trained."""
@@ -36,7 +42,8 @@ MAX_REWARD = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a group cannot be trained; a fresh ticket takes its place."""
+    """Why a group cannot be trained; a fresh ticket takes its place: `zero_variance`, "every reward is 0.5",
+    (0.5, 0.5, 0.5)."""
 
     reason: str
     detail: str = ""
@@ -48,7 +55,9 @@ class GroupFilter:
     """Decides what becomes of complete groups: by group, config and, for staleness, the step in progress."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.reward, self.trainer = config, config.reward, config.trainer
+        self.config = config
+        self.reward = config.reward
+        self.trainer = config.trainer
         self.algorithm = config.trainer.algorithm
         self.imitation = {source.name: source.imitation for source in config.data.demonstrations}
         self.masked_sources = config.masked_sources
@@ -67,10 +76,10 @@ class GroupFilter:
         if group.is_ahead or group.max_version > step:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
             return Refusal(STALE, detail)
-        samples = group.trajectories.values()
+        trajectories = group.trajectories.values()
         # Here and not in `select`: a step that was trained kept the sampling of its time.
-        wants_masks = any(one.source in self.masked_sources for one in samples)
-        if wants_masks and not any(has_masks(one) or one.lacks_choices for one in samples):
+        wants_masks = any(trajectory.source in self.masked_sources for trajectory in trajectories)
+        if wants_masks and not any(has_masks(t) or t.lacks_choices for t in trajectories):
             detail = f"its engine did not record which ids {FILTER_NAMES} left"
             return Refusal(NO_CHOICES, detail)
         return self.select(group)

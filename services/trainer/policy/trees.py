@@ -12,6 +12,7 @@ Shape legend: T tokens of a tile, n runs of a bucket, Q and K their queries and 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -92,16 +93,20 @@ class Tree:
 
     def __init__(self, trie: Trie) -> None:
         self._nodes = sorted(trie.nodes, key=lambda node: node.offset)
-        paths: dict[int, Indices] = {}
-        for node in sorted(self._nodes, key=lambda node: node.start):  # parents first
-            above = [] if node.above is None else [paths[id(node.above)]]
-            paths[id(node)] = np.concatenate([*above, node.places])
-        self._paths = [paths[id(node)] for node in self._nodes]
         self._made: dict[Any, Any] = {}
         self.windows: set[int | None] = set()
         """Sliding windows that layers have asked for."""
         self.columns: Columns | None = None
         """Set where this rank has only some columns of the tile."""
+
+    @cached_property
+    def _paths(self) -> list[Indices]:
+        """For each node, the places of its tokens and of those above it."""
+        paths: dict[int, Indices] = {}
+        for node in sorted(self._nodes, key=lambda node: node.start):  # parents first
+            above = [] if node.above is None else [paths[id(node.above)]]
+            paths[id(node)] = np.concatenate([*above, node.places])
+        return [paths[id(node)] for node in self._nodes]
 
     @property
     def positions_T(self) -> Indices:

@@ -29,16 +29,16 @@ from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Routes, Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
-from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_experts
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.offload import local
-from tidemill.services.trainer.policy.packing import NOTHING, PlannedTile, Tile, cut_tile
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard
+from tidemill.services.trainer.policy.tile import NOTHING, Tile, cut_tile
 from tidemill.services.trainer.policy.transformers_policy import T, TransformersPolicy, policy_options
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
@@ -209,9 +209,9 @@ class RankPolicy(TransformersPolicy):
         total["positions"] *= num_alike
         return total
 
-    def _make_tile(self, planned: PlannedTile) -> Tile:
-        tile = super()._make_tile(planned)
-        return tile if self._context is None else cut_tile(tile, self._context)
+    def _lay_out(self, tile: Tile) -> Tile:
+        whole = super()._lay_out(tile)
+        return whole if self._context is None else cut_tile(whole, self._context)
 
     def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
         size, tokens = self._config.num_bins, self._config.bin_tokens

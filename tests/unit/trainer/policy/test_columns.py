@@ -1,5 +1,7 @@
 """Columns on their way from samples to the loss: what a sample has, and what stands where it has none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,9 @@ from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Sur
 from tidemill.services.trainer.groups.columns import COLUMNS, trained_names
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
-from tidemill.services.trainer.policy.forward import TileScores, trained_tokens
-from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.batch_tokens import BatchTokens
+from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
+from tidemill.services.trainer.policy.tile import Tile, lay_out
 
 LOGPROB = -0.5
 """The current one of each token."""
@@ -21,11 +24,23 @@ LOGPROB = -0.5
 def tokens_of(*samples: Sample, is_at_start: bool = False) -> Tokens:
     """The trained tokens in one padded tile, longest sample first."""
     rows = make_rows(samples, [sample.mask for sample in samples])
-    (planned,) = plan_tiles(rows, "padded", 100)
-    tile = make_tile(planned)
-    current_N = torch.full((len(tile.targets_N),), LOGPROB, dtype=torch.float64)
-    scores = TileScores(current_N, torch.ones_like(current_N), torch.zeros_like(current_N))
-    return trained_tokens(tile, MicroBatch(samples, is_at_start), scores, None, "token")
+    plan = plan_tiles(rows, "padded", 100)
+    (tokens,) = tokens_of_tiles(plan, MicroBatch(samples, is_at_start))
+    return tokens
+
+
+def tokens_of_tiles(plan: list[Tile], batch: MicroBatch) -> list[Tokens]:
+    batch_tokens = BatchTokens(plan, batch, "token")
+    tokens = []
+    for number, planned in enumerate(plan):
+        tile = lay_out(planned)
+        current_N = torch.full((len(tile.targets_N),), LOGPROB, dtype=torch.float64)
+        ones_N = torch.ones_like(current_N)
+        scored = replace(
+            tile, logprobs_N=current_N, entropies_N=ones_N, log_mass_N=torch.zeros_like(current_N)
+        )
+        tokens.append(batch_tokens.of_tile(number, scored, None))
+    return tokens
 
 
 def plain(index: int, num_tokens: int) -> Sample:
@@ -47,6 +62,24 @@ def test_a_sample_without_a_teacher_has_weight_0_beside_others():
     assert tokens.columns["teacher_logprobs"].tolist() == [-7.0, -8.0, -9.0, 0.0, 0.0]
     assert tokens.teacher_weights_N.tolist() == [0.5, 0.5, 0.5, 0.0, 0.0]
     assert tokens_of(plain(1, 2)).teacher_weights_N is None
+
+
+def test_each_tile_gets_its_tokens_with_the_columns_of_its_samples_alone():
+    """One tile a sample, longest first: a tile without a teacher and demonstrations does not know of them."""
+    shown = changed(plain(2, 4), imitation=0.5)
+    samples = (plain(0, 3), taught(plain(1, 2), [-7.0, -8.0], 0.5), shown)
+    rows = make_rows(samples, [sample.mask for sample in samples])
+    of_shown, of_plain, of_taught = tokens_of_tiles(plan_tiles(rows, "padded", 1), MicroBatch(samples))
+    assert [len(tokens.weights_N) for tokens in (of_shown, of_plain, of_taught)] == [4, 3, 2]
+    assert of_shown.imitation_N.tolist() == [0.5] * 4
+    assert of_shown.teacher_weights_N is None and of_plain.teacher_weights_N is None
+    assert of_plain.imitation_N is None and of_taught.imitation_N is None
+    assert "teacher_logprobs" not in of_plain.columns
+    assert of_taught.columns["teacher_logprobs"].tolist() == [-7.0, -8.0]
+    assert of_taught.teacher_weights_N.tolist() == [0.5, 0.5]
+    for tokens, sample in ((of_plain, samples[0]), (of_taught, samples[1])):
+        assert tokens.columns["rollout_logprobs"].tolist() == sample.rollout_logprobs.astype(float).tolist()
+        assert (tokens.num_sequences, tokens.sequence_N.unique().tolist()) == (1, [0])
 
 
 def test_what_only_some_sampled_completions_have_is_an_error():

@@ -40,7 +40,8 @@ from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy import precision
 from tidemill.services.trainer.policy.forward import TokenScorer, find_scaling
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
-from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, plan_tiles
+from tidemill.services.trainer.policy.tile import lay_out
 
 
 def completions_of(samples: list[Sample]) -> list[np.ndarray]:
@@ -72,7 +73,7 @@ def scored(
     scorer = TokenScorer(model, torch.float32)
     results: list[torch.Tensor] = [torch.zeros(0)] * len(samples)
     for planned in plan_tiles(make_rows(samples, completions_of(samples)), layout, max_tokens):
-        tile = make_tile(planned)
+        tile = lay_out(planned)
         with torch.no_grad():
             logprobs_N = scorer.score(tile, temperature).logprobs_N
         pieces = logprobs_N.split([len(row.targets) for row in tile.rows])
@@ -323,7 +324,7 @@ def test_rows_end_where_nothing_is_left_to_predict():
 @pytest.mark.parametrize("layout", ["padded", "tree", "tree_or_padded", "varlen"])
 def test_tiles_hold_every_row_once_within_the_budget(layout):
     samples = make_samples(50)
-    tiles = [*map(make_tile, plan_tiles(make_rows(samples, completions_of(samples)), layout, 60))]
+    tiles = [*map(lay_out, plan_tiles(make_rows(samples, completions_of(samples)), layout, 60))]
     assert sorted(i for tile in tiles for i in tile.samples) == list(range(50))
     assert max(tile.ids_BT.numel() for tile in tiles) <= 60
     assert plan_tiles([], layout, 60) == []

@@ -27,7 +27,8 @@ from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
 from tidemill.services.trainer.groups.sample import Sample, make_sample, num_sampled
-from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
+from tidemill.services.trainer.policy.tile import lay_out
 
 NORMALISATIONS = ["sequence", "token", "constant"]
 TWO_TURNS = make_session(0, 0, make_segment((3, 4, 5), (6, 7), (8, 9, 10), (11, 12, 13)))
@@ -170,7 +171,7 @@ def test_the_gradient_depends_neither_on_the_split_nor_on_the_layout(algorithm):
 def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matters(layout, keeps_samples):
     samples = session_samples(12)
     rows = make_rows(samples, [sample.mask for sample in samples])
-    tiles = [*map(make_tile, plan_tiles(rows, layout, 40, keeps_samples))]
+    tiles = [*map(lay_out, plan_tiles(rows, layout, 40, keeps_samples))]
     placed = [(row.sample, int(place)) for tile in tiles for row in tile.rows for place in row.places]
     trained = [(i, int(place)) for i, s in enumerate(samples) for place in np.flatnonzero(s.mask)]
     assert sorted(placed) == trained

@@ -29,7 +29,8 @@ from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import NodeCount, Trie, common_lengths, in_order, num_common
 from tidemill.services.trainer.policy import trees
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
-from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
+from tidemill.services.trainer.policy.tile import lay_out
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.policy.trees import Tree, rows_at
 
@@ -184,11 +185,11 @@ def test_a_tile_grows_for_what_is_mostly_there_already():
     prompt = np.arange(100, dtype=np.int32)
     samples = [changed(sample, key=(0, i), prompt_ids=prompt) for i, sample in enumerate(make_samples(12))]
     rows = make_rows(samples, [sample.mask for sample in samples])
-    (tile,) = map(make_tile, plan_tiles(rows, "tree", 110, most_shared=4096))
+    (tile,) = map(lay_out, plan_tiles(rows, "tree", 110, most_shared=4096))
     assert tile.ids_BT.numel() <= 100 + sum(len(row) - 100 for row in rows)
     assert len(plan_tiles(rows, "tree", 110)) > 2
     few = plan_tiles(make_rows(make_samples(12), [s.mask for s in make_samples(12)]), "tree_or_padded", 60)
-    assert any(layout == "padded" for layout, _ in few), "nothing in common: padded rows"
+    assert any(tile.layout == "padded" for tile in few), "nothing in common: padded rows"
 
 
 def test_a_window_that_only_the_mask_knows_gives_no_tree():
