@@ -425,7 +425,9 @@ class RunConfig(Section):
         sampling = {source.name: self.sampling_of(source) for source in self.data.sources}
         by_source = sampling or {"": self.rollout.sampling}
         return frozenset(
-            n for n, sampling in by_source.items() if self.rollout.sampling_masks and sampling.is_filtered
+            name
+            for name, of_source in by_source.items()
+            if self.rollout.sampling_masks and of_source.is_filtered
         )
 
     def _filter_rules(self) -> Rules:

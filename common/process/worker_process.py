@@ -7,7 +7,7 @@ The process ends with the service.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from tidemill.common.process.children import FrameDecoder, frame_of, kill_group, spawn
@@ -175,16 +175,6 @@ class WorkerProcess:
         """Forget a request, answered or not."""
         self.waiting.pop(number).cancel()
 
-    @contextlib.contextmanager
-    def request(self, frame: Frame) -> Iterator[tuple[int, asyncio.Future[Frame]]]:
-        """Send a request; yields its number and the future of its answer."""
-        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        number = self.begin_request(frame, answer)
-        try:
-            yield number, answer
-        finally:
-            self.end_request(number)
-
     async def ask(self, frame: Frame, timeout_s: float) -> Frame:
         """The answer to a request.
 
@@ -192,11 +182,15 @@ class WorkerProcess:
             ProcessEndedError: the process ended.
             TimeoutError: there is no answer in time.
         """
-        with self.request(frame) as (_, answer):
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        number = self.begin_request(frame, answer)
+        try:
             await asyncio.wait({answer}, timeout=timeout_s)
             if not answer.done():
                 raise TimeoutError
             return answer.result()
+        finally:
+            self.end_request(number)
 
     def send(self, frame: Frame) -> None:
         """Send a frame with the others of this loop iteration, without waiting for an answer."""
@@ -251,10 +245,14 @@ class WorkerProcess:
     async def _start(self, spec: Frame) -> None:
         loop = asyncio.get_running_loop()
         self._first_frame = loop.create_future()
-        with machine_faults(f"no connection to the process of {self._what}"):
-            _, self._channel = await loop.create_connection(
-                lambda: _Channel(self._take, self._lose), sock=self._socket
-            )
+        try:
+            with machine_faults(f"no connection to the process of {self._what}"):
+                _, self._channel = await loop.create_connection(
+                    lambda: _Channel(self._take, self._lose), sock=self._socket
+                )
+        except Exception:
+            self.kill()  # each further caller would get this error
+            raise
         self.send(spec)
         await asyncio.wait({self._first_frame}, timeout=START_TIMEOUT_S)
         if not self._first_frame.done():

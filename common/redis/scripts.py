@@ -161,10 +161,9 @@ async def cache_put(
     digest: str,
     payload: bytes,
     max_bytes: int,
-) -> int:
-    """Cache a reward; returns how many others were dropped."""
-    args = [digest, payload, max_bytes]
-    return int(await broker.script("cache_put", [rewards, uses, totals], args))
+) -> None:
+    """Cache a reward; where there are more than `max_bytes`, those used longest ago are dropped."""
+    await broker.script("cache_put", [rewards, uses, totals], [digest, payload, max_bytes])
 
 
 async def complete(

@@ -205,7 +205,7 @@ class ClaimStore:
         except (OSError, StoreError) as error:
             if isinstance(error.__cause__ if url else error, FileNotFoundError):
                 raise FileNotFoundError(_reason(error)) from None
-            kind = RefusedError if isinstance(error, RefusedError) else StoreError
+            kind = type(error) if isinstance(error, RefusedError | UnreadableError) else StoreError
             if isinstance(error, OSError) and self._gives_others(name):
                 kind = UnreadableError
             raise kind(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error

@@ -9,12 +9,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tidemill.common.errors import ConfigError, RefusedError, StoreError, TidemillError
+from tidemill.common.errors import ConfigError, RefusedError, StoreError, TidemillError, UnreadableError
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
 REFUSED = re.compile(r"status code: (400|401|403)\b")
-"""Answers for keys that are missing, wrong or too weak, and (400) for those that have expired. Looked for in
-the text: where the client lists, its error has no class of its own."""
+"""Answers for keys that are missing, wrong or too weak. Looked for in the text: where the client lists, its
+error has no class of its own."""
+OF_KEYS = re.compile(
+    "expired|invalid.?token|TokenRefreshRequired|invalid_grant|InvalidAccessKeyId|SignatureDoesNotMatch",
+    re.IGNORECASE,
+)
+"""What a store says of keys that are wrong or have expired. Of its answers 400 only those are refusals: it
+gives others to requests that it cannot read."""
+BAD_REQUEST = "400"
+FORBIDDEN = "403"
 
 
 class Objects:
@@ -46,15 +54,18 @@ class Objects:
         self._error = error
         self._url = url
         self._field = field
+        self._has_read = False
+        """Whether it has given an object: the keys are right, then, and may read."""
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        data = self._do(path, lambda: self._obstore.get_range(self._store, path, start=start, length=length))
+        get_range = self._obstore.get_range
+        data = self._read(path, lambda: get_range(self._store, path, start=start, length=length))
         if len(data) != length:
             raise self._error(f"the object {path} ends before byte {start + length:,}.")
         return bytes(data)
 
     def read_all(self, path: str) -> bytes:
-        return bytes(self._do(path, lambda: self._obstore.get(self._store, path).bytes()))
+        return bytes(self._read(path, lambda: self._obstore.get(self._store, path).bytes()))
 
     def write(self, path: str, data: Path | bytes) -> None:
         """Upload a file, in parts where it is large, or bytes; on return they are durable."""
@@ -78,17 +89,33 @@ class Objects:
     def close(self) -> None:
         """Does nothing: no connection is held open."""
 
-    def _do(self, path: str, work: Any) -> Any:
+    def _read(self, path: str, work: Any) -> Any:
+        data = self._do(path, work, is_read=True)
+        self._has_read = True
+        return data
+
+    def _do(self, path: str, work: Any, is_read: bool = False) -> Any:
         try:
             return work()
         except Exception as problem:  # as above
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0][:300]
-            refusal = REFUSED.search(str(problem))
-            if refusal is None:
+            text = str(problem)
+            reason = (text.splitlines() or [type(problem).__name__])[0][:300]
+            refusal = REFUSED.search(text)
+            status = refusal[1] if refusal is not None else ""
+            is_of_keys = OF_KEYS.search(text) is not None
+            if not status or (status == BAD_REQUEST and not is_of_keys):
                 raise self._error(f"object store: {path}: {reason}") from problem
+            if status == FORBIDDEN and is_read and self._has_read and not is_of_keys:
+                kind = UnreadableError if self._error is StoreError else self._error
+                raise kind(
+                    f"object store: {path}: it does not give this object (status {status}), and has given "
+                    "others. A store answers so for an object that is missing, where the keys lack the right "
+                    f"to list (s3:ListBucket). It says: {reason}"
+                ) from problem
             kind = RefusedError if self._error is StoreError else self._error
             raise kind(
-                f"object store: {path}: it refuses this process's keys (status {refusal[1]}). Check the "
+                f"object store: {path}: it refuses this process's keys (status {status}). Check the "
                 "variables AWS_... (GOOGLE_..., AZURE_...) of this process, and what they may do at "
-                f"{self._url} ({self._field}). It says: {reason}"
+                f"{self._url} ({self._field}): read, write, delete and list (s3:ListBucket, without which a "
+                f"missing object looks so, too). It says: {reason}"
             ) from problem

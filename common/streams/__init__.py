@@ -4,7 +4,6 @@ from tidemill.common.streams.consumer import Consumer as Consumer
 from tidemill.common.streams.dead_letters import DeadLetterWriter as DeadLetterWriter
 from tidemill.common.streams.dead_letters import append_dead_letter as append_dead_letter
 from tidemill.common.streams.dead_letters import dead_letter as dead_letter
-from tidemill.common.streams.dead_letters import reappend as reappend
 from tidemill.common.streams.dead_letters import remove_entries as remove_entries
 from tidemill.common.streams.dead_letters import requeue as requeue
 from tidemill.common.streams.entries import START as START
@@ -18,6 +17,7 @@ from tidemill.common.streams.entries import id_after as id_after
 from tidemill.common.streams.entries import id_before as id_before
 from tidemill.common.streams.entries import id_order as id_order
 from tidemill.common.streams.log import Backlog as Backlog
+from tidemill.common.streams.log import HeldTickets as HeldTickets
 from tidemill.common.streams.log import Mark as Mark
 from tidemill.common.streams.log import MarkLostError as MarkLostError
 from tidemill.common.streams.log import ReadSize as ReadSize
@@ -26,7 +26,6 @@ from tidemill.common.streams.log import append_after as append_after
 from tidemill.common.streams.log import append_encoded as append_encoded
 from tidemill.common.streams.log import append_missing as append_missing
 from tidemill.common.streams.log import backlog as backlog
-from tidemill.common.streams.log import continue_after as continue_after
 from tidemill.common.streams.log import ensure_group as ensure_group
 from tidemill.common.streams.log import forget_consumers as forget_consumers
 from tidemill.common.streams.log import group_status as group_status

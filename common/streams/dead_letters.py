@@ -56,7 +56,9 @@ class DeadLetterWriter:
     """Appends dead letters about one stream's entries, one for each entry; reads existing ones only once."""
 
     def __init__(self, broker: Broker, keys: Keys, key: str) -> None:
-        self._broker, self._dead_key, self._origin = broker, keys.dead, keys.name_of(key)
+        self._broker = broker
+        self._dead_key = keys.dead
+        self._origin = keys.name_of(key)
         self._known: set[str] = set()
         self._first = "-"
 
@@ -115,13 +117,6 @@ async def requeue(
         version=started_version,
         holder=NOBODY,
         published=published,
-    )
-
-
-async def reappend(broker: Broker, dead_key: str, dead_id: str, key: str, fields: Fields) -> bool:
-    """Append a dead letter's bytes to a log that is read by offset; False where it is gone."""
-    return await scripts.reappend(
-        broker, dead=dead_key, log=key, dead_id=dead_id, fields=list(fields.items())
     )
 
 

@@ -4,6 +4,7 @@ An unexpected error ends the whole process, never one lane alone.
 """
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,8 @@ from tidemill.common.wire.messages import Lane, Message
 
 log = structlog.get_logger(__name__)
 
-BLOCK_S, LONGEST_BLOCK_S = 0.5, 2.0
+BLOCK_S = 0.5
+LONGEST_BLOCK_S = 2.0
 """Wait for new messages; a stop is noticed no later than this. While nothing comes, the wait grows: a
 thousand workers whose evaluation lane is idle must not keep Redis busy."""
 BLOCKS_PER_LEASE = 8
@@ -37,7 +39,8 @@ class LaneWorker(ABC, Generic[M]):
     def __init__(
         self, context: ServiceContext, lane: Lane, key: str, group: str, message_type: type[M]
     ) -> None:
-        self.context, self.lane = context, lane
+        self.context = context
+        self.lane = lane
         streams = context.config.streams
         self.consumer = Consumer(
             context.broker,
@@ -71,6 +74,24 @@ class LaneWorker(ABC, Generic[M]):
     @abstractmethod
     def given_up(self, delivery: Delivery[M]) -> str:
         """Why a message is given up, such as too many deliveries; empty where it is worked on."""
+
+    @property
+    def num_at_work(self) -> int:
+        """Messages that are worked on."""
+        return len(self.running)
+
+    async def until_idle(self) -> None:
+        """Wait until no message is worked on."""
+        while self.running:
+            await asyncio.wait(self.running)
+
+    async def end_work(self) -> None:
+        """End the work that is under way; on return it has ended."""
+        # Read again each time: as a task ends, it may begin another one.
+        while self.running:
+            for task in self.running:
+                task.cancel()
+            await asyncio.wait(self.running)
 
     async def flush(self) -> None:
         """Publish what is finished; called before this worker leaves."""
@@ -184,7 +205,8 @@ class LaneWorker(ABC, Generic[M]):
     async def dead_letter(self, entry: Delivery[M] | Garbled, error: str, attempts: int = 1) -> bool:
         """Move a message that cannot be processed to the dead letters; returns whether it was still held."""
         message = None if isinstance(entry, Garbled) else entry.message
-        origin, worker = self.consumer.label, self.context.name
+        origin = self.consumer.label
+        worker = self.context.name
         dead = dead_letter(
             origin, entry.entry_id, entry.fields, error, worker, message=message, attempts=attempts
         )
@@ -203,16 +225,16 @@ class LaneWorker(ABC, Generic[M]):
         """Let running work finish for a while, hand back the rest, and leave the group."""
         # Messages whose payloads were being read are still held: `leave` hands them back.
         self._stop_reading()
-        if self.running:
-            log.info("draining", lane=self.lane.value, in_flight=len(self.running))
+        if self.num_at_work:
+            log.info("draining", lane=self.lane.value, in_flight=self.num_at_work)
             grace_s = self.context.config.streams.drain_s if self.context.failure is None else 0
-            _, late = await asyncio.wait(self.running, timeout=grace_s)
-            for task in late:
-                task.cancel()
-            if late:
-                # Ended before they are handed back: two workers must not work on a message at once.
-                await asyncio.wait(late)
-                log.info("handing back", lane=self.lane.value, count=len(late))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.until_idle(), grace_s)
+            num_late = self.num_at_work
+            # Ended before they are handed back: two workers must not work on a message at once.
+            await self.end_work()
+            if num_late:
+                log.info("handing back", lane=self.lane.value, count=num_late)
         # Publish before leaving: `leave` hands back what is held, and finished work would be done again.
         await self.flush()
         await self.consumer.leave()

@@ -14,7 +14,7 @@ from tidemill.common.wire.messages import Trajectory
 
 FEW = 8
 """Most suspects that run together, before they run alone."""
-UNRESTRICTED = 2
+UNRESTRICTED_DELIVERIES = 2
 """Deliveries beside any number of others, if `streams.max_attempts` allows enough deliveries after them."""
 
 
@@ -23,7 +23,7 @@ class Quarantine:
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
-        self._lone_from = min(UNRESTRICTED + 2, max(2, context.config.streams.max_attempts))
+        self._lone_from = min(UNRESTRICTED_DELIVERIES + 2, max(2, context.config.streams.max_attempts))
         self._most = max(self._lone_from, context.config.streams.max_attempts)
         self._num_running = 0
         self._is_quiet, self._is_open = asyncio.Event(), asyncio.Event()
@@ -83,6 +83,7 @@ class Quarantine:
                     count = self._max_together(waiting[0]) or FEW
                     # Only those that may run beside so many: one that has to be alone comes later, or it
                     # would be dead-lettered for the death that one beside it causes.
+                    # They are a prefix, as those delivered most often are the last.
                     allowed = [self._max_together(delivery) or FEW for delivery in waiting[:count]]
                     num_together = sum(most >= count for most in allowed)
                     together = waiting[:num_together]

@@ -19,7 +19,8 @@ The tasks of a lane, what each waits for, and who wakes it:
       |                                                 both ended where the lease is lost
       |  _keep: a score to publish, and when it must be
       v
-    _publish_for_ever       a score that is due         woken by the timer of the first score, then by Redis
+    _publish_for_ever       a score that is due         woken with the score of an async function, else by the
+      |                                                 timer of the first score; then by Redis
       |  one call: all scores that are there, their acknowledgements, and as many new trajectories
       v
     _release: slots are free, `run` goes on
@@ -160,6 +161,11 @@ class WorkerMetrics:
         return recently_failed / total if total else 0.0
 
 
+async def _fail(error: Exception) -> None:
+    """For a task whose error ends its lane, and with it the worker."""
+    raise error
+
+
 def _observe(lane: Lane, scores: Sequence[tuple[ScoreStatus, float]]) -> None:
     """Count published scores: statuses, and the seconds they took."""
     statuses, seconds = zip(*scores, strict=True)
@@ -174,10 +180,10 @@ MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
 GATHER_S = 0.002
 """How long the first score of a call waits for others: fewer calls, and fewer fetches after them."""
-AHEAD_SHARE = 0.1
+AHEAD_SHARE = 0.15
 """Most samples that a full lane holds beyond its slots, as a share of these. The process that runs the
 function begins one the moment another ends, which needs no wake-up of the worker."""
-AHEAD_S = 0.04
+AHEAD_S = 0.08
 """Time in which these must begin at the pace of the last scores. A worker whose rewards take long holds none,
 as other workers may begin them earlier."""
 PACE_SHARE = 0.1
@@ -276,7 +282,7 @@ class RewardLane(LaneWorker[Trajectory]):
             self.consumer, context, lane, scorer.reward, post_processing, counts.published
         )
         self.num_held = 0
-        self._num_ahead = 0
+        self._num_extra_slots = 0
         """How many samples more than its slots this lane may hold."""
         self._latency_s = 0.0
         """How long scores have taken lately; 0 before the first."""
@@ -286,8 +292,8 @@ class RewardLane(LaneWorker[Trajectory]):
         self.quarantine = quarantine or Quarantine(context)
         self._first_attempts: dict[Delivery[Trajectory], BreakOff] = {}
         """First attempts for which no task waits, and what ends each."""
-        self._watchers: dict[Delivery[Trajectory], asyncio.Future[asyncio.Task[bool] | None]] = {}
-        """Of first attempts that the drain waits for: the future of the task with further ones, if any."""
+        self._first_ended = asyncio.Event()
+        """Set whenever a first attempt ends."""
         self._finished: list[tuple[Delivery[Trajectory], Score]] = []
         """Scores to publish. The slots bound it: each is freed only when its score is published."""
         self._is_due = asyncio.Event()
@@ -308,7 +314,7 @@ class RewardLane(LaneWorker[Trajectory]):
 
     @property
     def num_free(self) -> int:
-        return self.counts.slots() + self._num_ahead - self.num_held
+        return self.counts.slots() + self._num_extra_slots - self.num_held
 
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
         """Fetch, once no suspects run. Demonstrations are acknowledged, and get no score."""
@@ -379,51 +385,48 @@ class RewardLane(LaneWorker[Trajectory]):
         if self._first_attempts.pop(delivery, None) is None:
             return  # broken off
         delivery.on_lost = None
-        task = None
-        if outcome is not None:
-            self._keep(delivery, self.scorer.finish(delivery.message, self.lane, outcome, began_at))
-        else:
-            task = self._start_task(delivery, began_at)
-        watcher = self._watchers.pop(delivery, None)
-        if watcher is not None and not watcher.done():
-            watcher.set_result(task)
+        try:
+            if outcome is not None:
+                self._keep(delivery, self.scorer.finish(delivery.message, self.lane, outcome, began_at))
+            else:
+                self._start_task(delivery, began_at)
+        except Exception as error:
+            # The caller is the connection to the function's process. Without this it would lose the error,
+            # and the sample would stay held, with nobody at work on it.
+            self._tasks.create_task(_fail(error), name=f"error of {delivery.entry_id}")
+        # After its task is there: `until_idle` looks for one.
+        self._first_ended.set()
 
     def _break_off(self, delivery: Delivery[Trajectory]) -> None:
         """End a first attempt: the lease is lost, or the worker must leave."""
-        self._first_attempts.pop(delivery)()
-        self._release()
+        delivery.on_lost = None
+        break_off = self._first_attempts.pop(delivery, None)
+        if break_off is not None:
+            break_off()
+            self._release()
+            self._first_ended.set()
 
-    async def _drain(self) -> None:
-        for delivery in self._first_attempts:
-            task = self._tasks.create_task(self._wait_for(delivery))
-            self.running.add(task)
-            task.add_done_callback(self.running.discard)
-        await super()._drain()
+    @property
+    def num_at_work(self) -> int:
+        return len(self._first_attempts) + super().num_at_work
 
-    async def _wait_for(self, delivery: Delivery[Trajectory]) -> None:
-        """Wait for a first attempt, and for further ones; where cancelled, end them."""
-        watcher: asyncio.Future[asyncio.Task[bool] | None] = asyncio.get_running_loop().create_future()
-        self._watchers[delivery] = watcher
-        task = None
-        try:
-            task = await watcher
-            if task is not None:
-                await asyncio.wait({task})
-        except asyncio.CancelledError:
-            if delivery in self._first_attempts:
-                self._break_off(delivery)
-            elif task is not None:
-                task.cancel()
-                await asyncio.wait({task})
-            raise
-        finally:
-            self._watchers.pop(delivery, None)
+    async def until_idle(self) -> None:
+        while self.num_at_work:
+            if self.running:
+                await super().until_idle()
+            else:
+                # Nothing is awaited between the check and this, so no end is missed.
+                self._first_ended.clear()
+                await self._first_ended.wait()
+
+    async def end_work(self) -> None:
+        # Before the tasks: a first attempt that fails meanwhile would begin another one.
+        for delivery in list(self._first_attempts):
+            self._break_off(delivery)
+        await super().end_work()
 
     async def flush(self) -> None:
         """Publish the scores that are there."""
-        # Those for which `_wait_for` was cancelled before it began.
-        for delivery in list(self._first_attempts):
-            self._break_off(delivery)
         self._is_due.set()
         await self._is_flushed.wait()
 
@@ -475,22 +478,32 @@ class RewardLane(LaneWorker[Trajectory]):
             if not batch:
                 continue
             # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
-            is_full = self.num_free <= 0 and self.quarantine.is_open and not self.context.stopping.is_set()
-            self._set_num_ahead(batch)
+            # Before the number of slots changes: else `run` might be fetching for the same ones.
+            is_full = self.num_free <= 0 and self._takes_new
+            self._set_extra_slots(batch)
             # Without those that `run` has not taken yet.
-            ahead = self.num_free + len(batch) - self.consumer.num_ahead if is_full else 0
-            are_published = await self.consumer.complete(batch, out_key, ahead)
+            num_wanted = self.num_free + len(batch) - self.consumer.num_ahead if is_full else 0
+            are_published = await self.consumer.complete(batch, out_key, num_wanted)
             self.counts.count(self.lane, unpublished=-len(batch))
             self._release(len(batch))
             for (_, score), is_published in zip(batch, are_published, strict=True):
                 if is_published:  # else the lease was lost
                     self.counts.published(self.lane, score)
+            if self.context.shortage.is_short:
+                # It became short during the call: `run` may have handed back what had come before.
+                await self.consumer.hand_back_ahead()
             self._num_unpublished -= len(batch)
             # Last, because `flush` waits for it; after that the consumer hands back all it still holds.
             if not self._num_unpublished:
                 self._is_flushed.set()
 
-    def _set_num_ahead(self, batch: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
+    @property
+    def _takes_new(self) -> bool:
+        """Whether new samples may be asked for."""
+        is_leaving = self.context.stopping.is_set()
+        return self.quarantine.is_open and not self.context.shortage.is_short and not is_leaving
+
+    def _set_extra_slots(self, batch: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
         """Decide how many samples to hold beyond the slots: those that begin within `AHEAD_S`; none while
         there are free slots."""
         latency_s = sum(score.latency_s for _, score in batch) / len(batch)
@@ -498,11 +511,11 @@ class RewardLane(LaneWorker[Trajectory]):
         self._latency_s += weight * (latency_s - self._latency_s)
         num_slots = self.counts.slots()
         if num_slots > self.num_held + self.consumer.num_ahead or not self._is_queueing:
-            self._num_ahead = 0
+            self._num_extra_slots = 0
         elif self.num_free <= 0:
             # Only then, or `run` might be fetching for the difference.
             share = min(AHEAD_SHARE, AHEAD_S / max(self._latency_s, 1e-3))
-            self._num_ahead = int(share * num_slots)
+            self._num_extra_slots = int(share * num_slots)
 
     def _release(self, count: int = 1) -> None:
         self.num_held -= count

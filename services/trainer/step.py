@@ -99,15 +99,24 @@ def make_commit(
 ) -> Commit:
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
-    keys = [key for mini in result.mini_batches for batch in mini.micro_batches for key in batch.keys]
+    compositions = []
+    keys: list[tuple[int, int]] = []
+    for mini in result.mini_batches:
+        composition = tuple(batch.keys for batch in mini.micro_batches)
+        compositions.append(composition)
+        for members in composition:
+            keys.extend(members)
+    advantages = {}
+    for group in result.groups:
+        advantages[str(group.ticket)] = [sample.mean_advantage for sample in group.samples]
     return Commit(
         step=step,
         version=step + 1,
-        mini_batches=tuple(tuple(batch.keys for batch in mini.micro_batches) for mini in result.mini_batches),
+        mini_batches=tuple(compositions),
         passes=result.passes,
         groups=tuple(group.ticket for group in result.groups),
         dropped=(*dropped, *left_out),
-        advantages={str(g.ticket): [sample.mean_advantage for sample in g.samples] for g in result.groups},
+        advantages=advantages,
         outcomes=outcomes,
         sizes=sizes or {},
         metrics=metrics,
@@ -151,8 +160,12 @@ class StepRunner:
         activity: the process's activity, which shows where the time goes.
         stopping: set when the process must stop; None: it never must.
         """
-        self.trainer, self.activity, self.stopping = config.trainer, activity, stopping or asyncio.Event()
-        self.policy, self.thread, self.group_filter = policy, thread, GroupFilter(config)
+        self.trainer = config.trainer
+        self.activity = activity
+        self.stopping = stopping or asyncio.Event()
+        self.policy = policy
+        self.thread = thread
+        self.group_filter = GroupFilter(config)
         self.group_filter.routing = policy.routing
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(config)

@@ -44,10 +44,17 @@ def test_an_engine_holds_the_weights_that_its_follower_says(watch, announced, ve
     assert (watch.broken == []) is is_right
 
 
-@pytest.mark.parametrize(("num_running", "num_publishing", "is_right"), [(2, 1, True), (2, 0, False)])
-def test_slots_are_those_of_samples_at_work(watch, num_running, num_publishing, is_right):
-    finished = SimpleNamespace(_unfinished_tasks=num_publishing)
-    lane: Any = SimpleNamespace(num_held=3, running=set(range(num_running)), _finished=finished)
+@pytest.mark.parametrize(
+    ("num_running", "num_first", "num_unpublished", "is_right"),
+    [(2, 0, 1, True), (2, 0, 0, False), (1, 1, 1, True), (1, 1, 0, False), (1, 1, 2, False)],
+)
+def test_slots_are_those_of_samples_at_work(watch, num_running, num_first, num_unpublished, is_right):
+    lane: Any = SimpleNamespace(
+        num_held=3,
+        running=[SimpleNamespace(done=lambda: False)] * num_running,
+        _first_attempts=dict.fromkeys(range(num_first)),
+        _num_unpublished=num_unpublished,
+    )
     watch.fetches(lane)
     assert (watch.broken == []) is is_right
 

@@ -35,7 +35,8 @@ def for_ever() -> None:
     """Goes on until an error ends it; its clients read the variables."""
     import openai
 
-    client, messages = openai.OpenAI(), [{"role": "user", "content": "Go."}]
+    client = openai.OpenAI()
+    messages = [{"role": "user", "content": "Go."}]
     while True:
         said = client.chat.completions.create(model="m", messages=messages)  # type: ignore[arg-type]
         messages += [said.choices[0].message, {"role": "user", "content": "On."}]  # type: ignore[list-item]

@@ -28,7 +28,7 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.streams.log import KEPT_COMMITS
 from tidemill.services.console.check.memory import machine_named, print_machine, print_memory
 from tidemill.services.console.check.preflight import Findings, examine
-from tidemill.services.console.options import CheckOptions
+from tidemill.services.console.commands import CheckOptions
 from tidemill.services.console.text.formats import plural, printable_block, size
 from tidemill.services.console.text.tree import jsonable, name_table
 

@@ -20,15 +20,15 @@ from tidemill.common.config import RunConfig, load_config, override_config
 from tidemill.common.config.algorithms.table import LOSSES
 from tidemill.common.config.environment import AGENT, TOOLS
 from tidemill.common.config.section import Section
+from tidemill.common.data.dataset import Row, read_evaluation_rows, read_training_rows
+from tidemill.common.data.prompt_lengths import NotMeasuredError, with_steps
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import check_machine, check_records
 from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.model_config import check_sampling
-from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
 from tidemill.common.wire.sampling import FILTERS
 from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
@@ -40,7 +40,7 @@ from tidemill.services.console.check.model_folder import (
     describe_reading,
     inspect_model,
 )
-from tidemill.services.console.processes.specs import find_overlaps, named_gpus
+from tidemill.services.console.check.placement import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
 

@@ -64,13 +64,15 @@ BLOCKED_S = 0.5
 MOST_THREADS = 256
 READ_BYTES = 1 << 18
 UNRESTRICTED = 1 << 30
-GATHER_SHARE = 0.05
+GATHER_SHARE = 0.1
 """How long an answer waits for others, as a share of the time that its call took."""
-LONGEST_GATHER_S = 0.025
+LONGEST_GATHER_S = 0.05
 EARLIEST_SHARE = 0.75
 """Share of that time after which a wake-up for something else takes the answers along."""
 MOST_ENDED = 256
 """Limits of calls that have ended, beyond twice the calls that run, that are kept."""
+FLUSH_S = 1.0
+"""Longest time for writing what functions have printed, as the process ends."""
 LEAST_S = 0.05
 """Shortest time over which the load is measured."""
 CALLER = "services/reward/functions/reward_function.py"
@@ -136,8 +138,13 @@ def _read_for_ever(frames: BinaryIO, calls: "ThreadCalls") -> None:
 
 def _end() -> None:
     """End this process: its parent has closed the socket. Calls that no caller waits for may still run."""
-    # `_exit` flushes no buffers.
-    sys.stdout.flush()
+    # `_exit` flushes no buffers. A flush may raise, where a function has closed or replaced the stream, or
+    # take for ever, where nobody reads it.
+    with contextlib.suppress(Exception):
+        timer = threading.Timer(FLUSH_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        sys.stdout.flush()
     os._exit(0)
 
 
@@ -300,6 +307,21 @@ class LoopCall:
         """Seconds that the loop had been blocked when its limit began to count."""
 
 
+def _ending_on_error(callback: Callable[["LoopCalls"], None]) -> Callable[["LoopCalls"], None]:
+    """Have an error of a callback end this process. The loop would print it and go on: calls whose frames are
+    lost would never end."""
+
+    @wraps(callback)
+    def ending(calls: "LoopCalls") -> None:
+        try:
+            callback(calls)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
+    return ending
+
+
 class LoopCalls:
     """Calls of an async function, at most `at_once` of them; others wait until one ends.
 
@@ -322,6 +344,8 @@ class LoopCalls:
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
         self._thread = threading.get_ident()
+        self._context = contextvars.copy_context()
+        """What each call begins with."""
         self._running: dict[int, LoopCall] = {}
         self._queue: dict[int, dict[str, Any]] = {}
         """Frames of calls that have not begun, by number, in their order."""
@@ -378,6 +402,7 @@ class LoopCalls:
         self._turned_at = now
         self._loop.call_later(TICK_S, self._turn)
 
+    @_ending_on_error
     def _read(self) -> None:
         """Take all that has come: calls to start, and numbers of calls to cancel."""
         try:
@@ -399,19 +424,26 @@ class LoopCalls:
         if self._answers and self._loop.time() >= self._send_from:
             self._send_answers()
 
-    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> OwnedTask:
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Any,
+        context: contextvars.Context | None = None,
+        **options: Any,
+    ) -> OwnedTask:
         """Create a task, and note which call it belongs to."""
-        task = OwnedTask(work, loop=loop, **options)
-        task.owner = _current_call.get()
+        task = OwnedTask(work, loop=loop, context=context, **options)
+        task.owner = _current_call.get() if context is None else context.get(_current_call)
         return task
 
     def _begin(self, frame: dict[str, Any]) -> None:
         number = frame["id"]
         timeout_s = frame["timeout_s"]
-        # The task copies the context with the number, and so do all tasks that the function creates.
-        token = _current_call.set(number)
-        task = self._loop.create_task(self._run(number, frame["call"]))
-        _current_call.reset(token)
+        # A context of its own: the caller's may be that of another call, which ends, with what the function
+        # has set in it. All tasks that the function creates copy it, and with it the number.
+        context = self._context.copy()
+        context.run(_current_call.set, number)
+        task = self._loop.create_task(self._run(number, frame["call"]), context=context)
         now = self._loop.time()
         self._running[number] = LoopCall(task, timeout_s, now, self._lost_s)
         self._set_limit(now + timeout_s, number)
@@ -451,6 +483,7 @@ class LoopCalls:
         elif self._send_timer is None and not self._is_sending:
             self._send_timer = self._loop.call_at(now + gather_s, self._send_answers)
 
+    @_ending_on_error
     def _send_answers(self) -> None:
         self._is_sending = False
         if self._send_timer is not None:
@@ -477,6 +510,7 @@ class LoopCalls:
                 timer.cancel()
             self._limit_timer = self._loop.call_at(at, self._check_limits)
 
+    @_ending_on_error
     def _check_limits(self) -> None:
         """Fail the calls whose limit has come; time in which the loop was blocked extends it."""
         self._limit_timer = None

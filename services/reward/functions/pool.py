@@ -4,9 +4,10 @@ Guarantees for these processes: each run of a call ends at its time limit (exten
 time in which others block their loop), and nothing that a function does, blocking, computing or crashing,
 holds up the worker: its leases and heartbeats go on.
 
-Plain functions get `size` processes, each with as many calls at once as `Sizing` says; async ones get one
-process with any number. A plain call that is late or cancelled costs its process: it takes no more calls, and
-is killed with all that it started when its other calls have ended.
+Plain functions get `size` processes, each with as many calls at once as `Sizing` says. Async ones get one
+process with any number; of these at most `at_once` run, and others wait there. A plain call that is late or
+cancelled costs its process: it takes no more calls, and is killed with all that it started when its other
+calls have ended.
 
 Where no process can be started, its machine is short: the call is no attempt (`MachineFaultError`), unless
 another process of the pool can take it.
@@ -44,7 +45,8 @@ IDLE, BUSY, FULL = 0.35, 0.6, 0.95
 they shrink by one."""
 SHOWN_S = 60.0
 """How long the heartbeat shows that a loop was blocked."""
-MOST_KNOWN = 1024
+MAX_REMEMBERED_CALLS = 1024
+"""Most calls of which it is remembered that they crashed a process, or why they failed."""
 SLOW_S = 10.0
 """Calls that compute for longer are named before their limit: they may loop."""
 SILENT_S = 1.5
@@ -57,15 +59,16 @@ class Execution:
     """Calls one function. Evaluation has as many processes of its own, and never queues behind training."""
 
     def __init__(
-        self, function: Callee, num_processes: int, threads: int = 1, at_once: int = UNRESTRICTED
+        self, function: Callee, num_processes: int, threads: int = 1, at_once: int | None = None
     ) -> None:
-        """`at_once`: most calls of an async function that run at once; others wait in its process."""
+        """`at_once`: most calls of an async function that run at once, if there is a limit; others wait in
+        its process."""
         self._function, self._is_async = function, function.is_async
         self._least = SAMPLES_PER_PROCESS * num_processes
         self._pools: tuple[ProcessPool, ...] = ()
         if function.is_async or not function.is_cheap:
             size = 1 if function.is_async else num_processes
-            limit = {"at_once": at_once} if function.is_async else {}
+            limit = {"at_once": at_once} if function.is_async and at_once is not None else {}
             self._pools = tuple(
                 ProcessPool({**function.spec(), **limit}, size, threads, function.is_async)
                 for _ in ("training", "eval")
@@ -226,14 +229,16 @@ class ProcessPool:
             assert process is not None, "no call has been made yet"
             try:
                 await process.start(self._spec)
-            except StartupError:
+            except (StartupError, MachineFaultError):
                 self._discard(process)
 
     def begin(self, request: Request, timeout_s: float, on_end: OnEnd) -> BreakOff | None:
         """Begin a call of an async function for one sample, where its process has started."""
         process = self._processes[0] if self._processes else None
-        if process is None or not process.is_ready or self._crashing or self._line.locked():
+        if process is None or not process.is_ready or self._line.locked():
             return None
+        if self._crashing and _identity(request) in self._crashing:
+            return None  # it has to run alone
         process.num_taken += 1
 
         def end(outcomes: list[RewardOutcome] | None, error: Exception | None) -> None:
@@ -245,7 +250,7 @@ class ProcessPool:
                 reason = error or AttemptError(f"it gave {len(outcomes or ())} outcomes for one sample")
                 self._failed[id(trajectory)] = (trajectory, reason)
                 # Some are never asked for: their leases were lost meanwhile.
-                while len(self._failed) > MOST_KNOWN:
+                while len(self._failed) > MAX_REMEMBERED_CALLS:
                     self._failed.popitem(last=False)
                 on_end(None)
 
@@ -273,7 +278,7 @@ class ProcessPool:
             except ProcessLostError as lost:
                 if lost.num_suspects == 1:
                     self._crashing[_identity(request)] = None
-                    while len(self._crashing) > MOST_KNOWN:
+                    while len(self._crashing) > MAX_REMEMBERED_CALLS:
                         self._crashing.popitem(last=False)
                     raise AttemptError(str(lost), is_timeout=lost.is_timeout) from None
                 if lost.num_suspects:  # halved each time, so the crashing call is soon alone
@@ -417,6 +422,7 @@ class BegunCall(Answer):
         return self._is_done
 
     def set_result(self, frame: dict[str, Any], /) -> None:
+        # Before `_end`, which may begin the next call, or discard the process: this one is over for both.
         self._finish()
         try:
             outcomes = self._process._outcomes_of(frame)

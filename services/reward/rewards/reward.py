@@ -2,7 +2,7 @@
 
 The kinds are functions, judges, reward models, sandboxes, environments and teachers (`kind_of`). A kind makes
 one attempt. Retries, backoff, concurrency, cache and failure policy are the same for all of them, in
-`weighted_sum.py`.
+`weighted_sum.py` and `attempts.py`.
 """
 
 import math
@@ -13,7 +13,7 @@ from functools import partial
 
 from tidemill.common.config import NamedRewardConfig, ServersConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.reward.functions.pool import UNRESTRICTED, Execution
+from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import RewardFunction, load_function
 from tidemill.services.reward.functions.signature import ROUTER, Style
@@ -32,7 +32,7 @@ class FunctionReward(Reward):
         num_processes: int,
         router: Callable[[], Awaitable[str]] | None = None,
         threads: int = 1,
-        at_once: int = UNRESTRICTED,
+        at_once: int | None = None,
     ) -> None:
         self.function = function
         self.execution = Execution(function, num_processes, threads, at_once)

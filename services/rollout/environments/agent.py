@@ -237,6 +237,8 @@ class AgentPlayer(Player):
                 "(base_url or OPENAI_BASE_URL)",
                 "start",
             )
+        if not session.read_histories:
+            raise EnvironmentFaultError("no answer of the model has reached the agent's program", "lost")
         played = session.played(result.reward, result.metrics, num_faults)
         return replace(played, finish="length") if result.is_truncated else played
 
@@ -264,7 +266,7 @@ class AgentPlayer(Player):
             silent_s = 0.0 if session.num_running else now - session.active_at
             if silent_s >= self.section.call_timeout_s or now >= deadline:
                 is_over = now >= deadline
-                if session.histories.recorded and (is_over or self.section.truncates_late):
+                if session.read_histories and (is_over or self.section.truncates_late):
                     session.late = "session" if is_over else "program"
                     # Once the model has answered, it may be the reason that the program does not end: the
                     # session is truncated. It stays so, also if a turn ends before the program is killed.
@@ -296,7 +298,7 @@ class AgentPlayer(Player):
         is_cut = session.end != "done"
         is_replayed = self.section.on_program_error == "fault"
         is_models = error.cause == "model" or (not is_replayed and error.cause == "unknown")
-        if not session.histories.recorded or error.cause == "machine" or not (is_models or is_cut):
+        if not session.read_histories or error.cause == "machine" or not (is_models or is_cut):
             raise error
         log.warning(
             "a program ended with an error, at a limit or because the model was wrong",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import Ticket
 
 Row = Mapping[str, Any]

@@ -49,13 +49,15 @@ LONGER = {"remax": 15}
 """One greedy answer is a rough baseline: it takes more steps."""
 
 
-STEPS, LEAST_GAIN = 6, 0.05
+STEPS = 6
+LEAST_GAIN = 0.05
 """With these seeds the score rises from 0.32 to between 0.45 and 0.6."""
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 async def test_trains_arith_above_its_start(name: str, redis: EmbeddedRedis, tmp_path: Path) -> None:
-    algorithm, steps = ALGORITHMS[name], LONGER.get(name, STEPS)
+    algorithm = ALGORITHMS[name]
+    steps = LONGER.get(name, STEPS)
     config = load_config(
         REPO / "examples/arith/config.yaml",
         [

@@ -3,24 +3,28 @@ dying or refusing to end, the others get their results."""
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.support.rewards import HOLDS_THE_LOCK, Pool, make_sample, obedient_functions, peak
 from tests.support.waiting import PATIENCE_S, has_ended, wait_until
-from tidemill.services.reward.functions.pool import Execution, Sizing
+from tidemill.common.errors import MachineFaultError
+from tidemill.services.reward.functions.pool import Execution, ScoringProcess, Sizing
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 SPIN = "while True: pass"
 HANG = "time.sleep(3600)"
-WAIT, AWAIT = "time.sleep(0.2)", "await asyncio.sleep(0.1)"
+WAIT = "time.sleep(0.2)"
+AWAIT = "await asyncio.sleep(0.1)"
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +97,7 @@ async def test_cancelling_kills_the_process_and_frees_the_slot(tmp_path: Path) -
         task = asyncio.create_task(pool.score(HANG, 3600, "cancelled"))
         pid = await wait_until(lambda: pid_of(tmp_path, "cancelled"))
         task.cancel()
-        assert (await pool.score("")).value == 1.0
+        assert (await pool.score("pass")).value == 1.0
         await wait_until(lambda: has_ended(pid))
 
 
@@ -108,7 +112,7 @@ async def test_an_async_call_is_cancelled_where_it_runs(tmp_path: Path) -> None:
 
 async def test_waiting_for_a_free_process_does_not_count(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
-        await pool.score("")
+        await pool.score("pass")
         outcomes = await asyncio.gather(*(pool.score("time.sleep(0.5)", 2.0) for _ in range(6)))
     assert len(outcomes) == 6  # three seconds in all, with a limit of two
     assert peak(outcomes) == 1  # of one thread
@@ -118,7 +122,7 @@ async def test_a_function_that_does_not_load_fails_the_sample_with_the_reason(tm
     pool = Pool(f"{tmp_path}/nowhere.py:compute_score")
     for _ in range(2):
         with pytest.raises(AttemptError, match=r"nowhere.py does not exist"):
-            await pool.score("")
+            await pool.score("pass")
     await pool.close()
 
 
@@ -137,7 +141,8 @@ async def test_evaluation_has_processes_of_its_own(tmp_path: Path) -> None:
 
 async def test_calls_that_wait_run_many_at_once(tmp_path: Path) -> None:
     async with pool_of(tmp_path, size=2, threads=16) as pool:
-        wait_s, outcomes = 0.1, list[RewardOutcome]()
+        wait_s = 0.1
+        outcomes = list[RewardOutcome]()
         async with asyncio.timeout(PATIENCE_S):
             while peak(outcomes) <= 8:
                 # On a full machine the wait for a core counts as load: the less, the longer calls are.
@@ -211,7 +216,7 @@ async def test_a_call_that_never_ends_fails_alone_also_where_it_lets_no_other_ru
         calls = [pool.score(stuck, limit_s), *(pool.score(other, other_limit_s) for _ in range(7))]
         late, *others = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(late, AttemptError) and late.is_timeout
-        assert [type(one) for one in others] == [RewardOutcome] * 7
+        assert [type(outcome) for outcome in others] == [RewardOutcome] * 7
 
 
 async def test_an_async_function_that_blocks_is_named_and_holds_up_its_own_loop_only(tmp_path: Path) -> None:
@@ -248,3 +253,59 @@ def test_the_number_of_calls_follows_the_load() -> None:
     sizing.pin()
     sizing.observe(0.01, True)
     assert sizing.calls == 1
+
+
+async def test_what_a_call_sets_in_its_context_is_not_seen_by_the_next_one(tmp_path: Path) -> None:
+    codes = [
+        "import decimal; decimal.getcontext().prec = 3; await asyncio.sleep(0.1)",
+        "import decimal; await asyncio.sleep(0); assert decimal.getcontext().prec == 28",
+    ]
+    async with pool_of(tmp_path, "awaited") as pool:
+        pool._spec["at_once"] = 1
+        both = await asyncio.gather(*(pool.score(code, index=i) for i, code in enumerate(codes)))
+    assert [outcome.value for outcome in both] == [1.0, 1.0]
+
+
+async def test_a_process_that_cannot_send_answers_ends_with_the_reason(tmp_path: Path) -> None:
+    """Its calls would never end, as the loop of the process goes on after an error."""
+    code = "import tidemill.common.process.children as module; module.frame_of = None"
+    async with pool_of(tmp_path, "awaited") as pool:
+        with pytest.raises(AttemptError, match="exit code 1"):
+            await pool.score(code)
+        assert (await pool.score("pass")).value == 1.0
+
+
+async def test_a_process_that_could_not_be_connected_to_is_not_used_again(tmp_path, monkeypatch):
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+
+    async def failing(*args: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await connect(*args, **options)
+
+    monkeypatch.setattr(loop, "create_connection", failing)
+    async with pool_of(tmp_path, "awaited") as pool:
+        await pool.start()
+        assert not failures
+        assert pool._processes == []
+        failures.append(OSError(errno.EMFILE, "Too many open files"))
+        with pytest.raises(MachineFaultError, match="file descriptors"):
+            await pool.score("pass")
+        assert (await pool.score("pass")).value == 1.0
+
+
+@pytest.mark.parametrize(
+    "code", ["sys.stdout = None", "sys.stdout = type('Slow', (), {'flush': lambda _: time.sleep(3600)})()"]
+)
+async def test_a_process_ends_whatever_a_function_has_put_in_place_of_its_output(tmp_path, code):
+    spec = {
+        "maker": f"{load_function.__module__}:load_function",
+        "reference": f"{obedient_functions(tmp_path)}:awaited",
+        "kwargs": {},
+    }
+    process = ScoringProcess(is_async=True, on_blocked=lambda _: None)
+    await process.run(spec, Request([make_sample((0, 0), False, "", code, "sample")]), 60)
+    await process.end(PATIENCE_S)
+    assert process._process.returncode == 0

@@ -1,6 +1,7 @@
 """Weights and large trajectories through an object store. The server is moto's, a process."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tests.support.trajectories import make_trajectory
 from tests.support.venvs import BUILD, python_with
 from tests.support.versions import Chain
 from tests.support.waiting import wait_until
-from tidemill.common.errors import ConfigError, RefusedError, StoreError, WeightsError
+from tidemill.common.errors import ConfigError, RefusedError, StoreError, UnreadableError, WeightsError
 from tidemill.common.files import StorageError
 from tidemill.common.history import History, StreamName
 from tidemill.common.run.weight_files import MANIFEST_FILE
@@ -72,9 +73,9 @@ def url(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReq
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
-    made = Chain(tmp_path / "run")
-    made.full(0, tiny_model(tmp_path / "model") / "model.safetensors")
-    return made
+    chain = Chain(tmp_path / "run")
+    chain.full(0, tiny_model(tmp_path / "model") / "model.safetensors")
+    return chain
 
 
 def publish(chain: Chain, url: str, manifest: WeightManifest) -> None:
@@ -106,7 +107,8 @@ def test_a_version_of_another_history_is_replaced_manifest_last(chain, url, tmp_
     publish(chain, url, chain.delta(1))
     chain.delta(2)
     chain.tensors = {name: (info, bits + 1) for name, (info, bits) in chain.tensors.items()}
-    other, written = chain.base(2), list[str]()
+    second_base = chain.base(2)
+    written = list[str]()
     write = ObjectStore.write
 
     def write_some(store: ObjectStore, path: str, file: Path) -> None:
@@ -115,19 +117,19 @@ def test_a_version_of_another_history_is_replaced_manifest_last(chain, url, tmp_
             raise WeightsError("the store went away")
         write(store, path, file)
 
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     monkeypatch.setattr(ObjectStore, "write", write_some)
-    changed = other.model_copy(update={"digest": chain.manifests[1].digest})
+    changed = second_base.model_copy(update={"digest": chain.manifests[1].digest})
     with pytest.raises(StorageError, match="went away") as raised:
         publish(chain, url, changed)
     assert raised.value.can_clear
     assert download(url, tmp_path / "cache").manifest(1) == chain.manifests[1]
     with pytest.raises(WeightsError):
         download(url, tmp_path / "cache").manifest(2)
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     assert written[-1] == MANIFEST_FILE
     written.clear()
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     assert not written, "it was there already"
 
 
@@ -140,7 +142,8 @@ def test_an_address_that_cannot_be_used_is_a_mistake_of_the_user(monkeypatch: py
 
 
 def test_a_claim_says_where_its_object_is_and_one_that_is_gone_or_torn_is_one_failed_sample(url, tmp_path):
-    store, whole = ClaimStore(tmp_path / RUN, 1, url), make_trajectory(3, 1)
+    store = ClaimStore(tmp_path / RUN, 1, url)
+    whole = make_trajectory(3, 1)
     sent = codec.decode_payload(codec.encode_payload(store.check_in(whole)), Trajectory)
     assert sent.claim is not None and sent.claim.pointer.startswith(f"{url}/{RUN}/claims/3-1-")
     elsewhere = ClaimStore(tmp_path / "no folder and no config")
@@ -199,26 +202,45 @@ async def test_while_the_store_does_not_answer_other_calls_go_on(url, tmp_path, 
     server.close()
 
 
-@pytest.mark.parametrize("status", [400, 401, 403])
-def test_keys_that_the_store_refuses_are_named_with_status_and_setting(url, tmp_path, monkeypatch, status):
+@contextlib.contextmanager
+def refusing_store(status: int, code: str, objects: dict[str, bytes] | None = None) -> Iterator[str]:
+    """The address of a store that has these objects, by the ends of their names, and answers everything else
+    with a status and a code."""
+
     class Refusing(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
+            payload = (objects or {}).get(self.path.rpartition("/")[2])
+            body = f"<Error><Code>{code}</Code></Error>".encode() if payload is None else payload
+            self.send_response(status if payload is None else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+            self.send_header("ETag", '"1"')
             self.end_headers()
+            self.wfile.write(body)
 
         do_PUT = do_GET
 
         def log_message(self, *_: object) -> None:
             pass
 
-    sample = make_trajectory(3, 1)
-    claim = ClaimStore(tmp_path / RUN, 1, url).check_in(sample)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, "ExpiredToken"), (400, "InvalidToken"), (401, ""), (403, "AccessDenied")]
+)
+def test_keys_that_the_store_refuses_are_named_with_status_and_setting(
+    url, tmp_path, monkeypatch, status, code
+):
+    sample = make_trajectory(3, 1)
+    claim = ClaimStore(tmp_path / RUN, 1, url).check_in(sample)
+    with refusing_store(status, code) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         store = ClaimStore(tmp_path / RUN, 1, url)
         for call in (lambda: store.resolve(claim), lambda: store.check_in(sample), lambda: store.settled(9)):
             with pytest.raises(RefusedError) as refused:
@@ -227,7 +249,36 @@ def test_keys_that_the_store_refuses_are_named_with_status_and_setting(url, tmp_
             assert "AWS_" in str(refused.value) and "streams.claim_check_url" in str(refused.value)
         with pytest.raises(WeightsError, match=f"status {status}"):
             open_remote(url, RUN).read_all("manifest.json")
-        server.shutdown()
+
+
+def test_a_request_that_the_store_cannot_read_says_nothing_of_the_keys(url, tmp_path, monkeypatch):
+    sample = make_trajectory(3, 1)
+    claim = ClaimStore(tmp_path / RUN, 1, url).check_in(sample)
+    with refusing_store(400, "MalformedXML") as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        with pytest.raises(StoreError, match="400") as failed:
+            ClaimStore(tmp_path / RUN, 1, url).resolve(claim)
+    assert not isinstance(failed.value, RefusedError)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [("AccessDenied", UnreadableError), ("ExpiredToken", RefusedError)]
+)
+def test_an_object_that_is_missing_to_keys_that_may_not_list_is_one_failed_sample(
+    url, tmp_path, monkeypatch, code, kind
+):
+    """S3 answers 403 for it, as for keys that may not read; but these have read another one."""
+    samples = [make_trajectory(3, index) for index in range(2)]
+    first, missing = map(ClaimStore(tmp_path / RUN, 1, url).check_in, samples)
+    name = first.claim.pointer.rpartition("/")[2]
+    with refusing_store(403, code, {name: codec.encode_payload(samples[0])}) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        store = ClaimStore(tmp_path / RUN, 1, url)
+        with pytest.raises(RefusedError, match="s3:ListBucket"):
+            store.resolve(missing)
+        assert store.resolve(first).text == samples[0].text
+        with pytest.raises(kind, match="status 403"):
+            store.resolve(missing)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ from tidemill.services.trainer.policy.transformers_policy import TransformersPol
 from tidemill.services.trainer.step import MiniBatch, StepResult, StepRunner, make_commit
 
 T = TypeVar("T")
-GROUPS, SIZE = 8, 2
+GROUPS = 8
+SIZE = 2
 OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
 """An epsilon of 1 makes AdamW's update nearly linear in the gradient: what differs there shows here."""
 
@@ -44,7 +45,8 @@ def group_of(ticket: int) -> Group:
     """A group of completions of very unequal lengths, each with its score; every other ticket's is of a
     session of two segments and a session of one, with rewards of turns."""
     rng = np.random.default_rng(ticket)
-    trajectories, scores = {}, {}
+    trajectories = {}
+    scores = {}
     for index in range(SIZE):
         count = int(rng.integers(1, 9))
         scores[index] = make_score(ticket, index, float(rng.normal()))
@@ -76,7 +78,9 @@ class Arrivals:
         portions: Sequence[int],
         num_waiting: int,
     ) -> None:
-        self.group_filter, self.precompute, self.num_waiting = group_filter, precompute, num_waiting
+        self.group_filter = group_filter
+        self.precompute = precompute
+        self.num_waiting = num_waiting
         self.left = [group_of(ticket) for ticket in order]
         self.portions = list(portions)
         self.log: list[str] = []
@@ -85,8 +89,9 @@ class Arrivals:
         self.log.append("take")
         await self.precompute_waiting(step, 1)  # as the assembler does while it waits
         count = min(places, self.portions.pop(0) if self.portions else 1)
-        taken, self.left = self.left[:count], self.left[count:]
-        return [group for group in taken if self.group_filter.apply(group, step) is None]
+        arrived = self.left[:count]
+        self.left = self.left[count:]
+        return [group for group in arrived if self.group_filter.apply(group, step) is None]
 
     async def precompute_waiting(self, step: int, places: int) -> bool:
         for group in self.left[: self.num_waiting]:
@@ -117,7 +122,9 @@ class RecordingPolicy:
     """Notes the order of the calls to a policy."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.layout, self.bins = policy, policy.layout, policy.bins
+        self.policy = policy
+        self.layout = policy.layout
+        self.bins = policy.bins
         self.routing = policy.routing
         self.calls: list[str] = []
 
@@ -160,7 +167,9 @@ def weights_of(policy: TransformersPolicy) -> torch.Tensor:
 
 def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
     """What a step is: every mini-batch in one piece, all that it compares with from the start of the step."""
-    policy, group_filter, advantages = policy_of(config), GroupFilter(config), Advantages(config)
+    policy = policy_of(config)
+    group_filter = GroupFilter(config)
+    advantages = Advantages(config)
     mini_batches = []
     for tickets in np.split(np.array(order), config.trainer.mini_batches):
         groups = []
@@ -271,7 +280,8 @@ def test_every_algorithm_gives_the_same_step_however_its_groups_arrive(name, num
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_replayed_bit_by_bit(name):
     config = config_of(2, **ALGORITHMS[name])
-    live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
+    live = policy_of(config, torch.float32)
+    replayed = policy_of(config, torch.float32)
     commit = commit_of(run_step(config, live, [5, 2, 7, 0, 1, 6, 3, 4], [3, 4], num_waiting=2))
     groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
     complete(runner_of(config, replayed).replay(commit, groups))
@@ -308,7 +318,8 @@ def test_replaying_the_commit_gives_the_same_bits_whatever_was_precomputed_when(
     order, portions, num_mini_batches, passes, num_waiting
 ):
     config = config_of(num_mini_batches, passes=passes)
-    live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
+    live = policy_of(config, torch.float32)
+    replayed = policy_of(config, torch.float32)
     commit = commit_of(run_step(config, live, order, portions, num_waiting))
     groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
     complete(runner_of(config, replayed).replay(commit, groups))
@@ -439,7 +450,8 @@ async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
 
 async def test_beside_a_sample_that_fails_for_its_numbers_the_others_are_precomputed():
     config = config_of(1, reference={"model": "frozen"})
-    runner, group = runner_of(config, policy_of(config)), group_of(0)
+    runner = runner_of(config, policy_of(config))
+    group = group_of(0)
     logprobs = np.full(group.trajectories[1].num_tokens, np.nan, np.float32)
     bad = {"index": SIZE, "logprobs": logprobs}
     group.trajectories[SIZE] = group.trajectories[1].model_copy(update=bad)

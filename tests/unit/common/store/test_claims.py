@@ -27,7 +27,8 @@ from tidemill.services.trainer.groups.group_filter import ENVIRONMENT_FAULT, NO_
 
 
 def large(ticket: int = 3, index: int = 1, num_tokens: int = 5000) -> Trajectory:
-    ids, logprobs = np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -0.25, np.float32)
+    ids = np.arange(num_tokens, dtype=np.int32)
+    logprobs = np.full(num_tokens, -0.25, np.float32)
     return make_trajectory(ticket, index, group_size=4, completion_ids=ids, logprobs=logprobs, text="x" * 99)
 
 
@@ -37,7 +38,8 @@ def sent(message: Trajectory) -> Trajectory:
 
 
 def test_a_claim_is_pointer_size_and_digest_and_its_file_the_bytes_of_the_entry(tmp_path):
-    store, whole = ClaimStore(tmp_path, 1000), played(large())
+    store = ClaimStore(tmp_path, 1000)
+    whole = played(large())
     payload = codec.encode_payload(whole)
     claim = store.check_in(whole)
     digest = xxhash.xxh3_128(payload).hexdigest()
@@ -61,7 +63,8 @@ def test_a_release_that_knows_no_claims_takes_none_for_an_empty_completion(tmp_p
 
 
 def test_what_is_small_goes_through_the_stream_as_it_always_did(tmp_path):
-    sample, limit = make_trajectory(), len(codec.encode_payload(make_trajectory()))
+    sample = make_trajectory()
+    limit = len(codec.encode_payload(make_trajectory()))
     assert ClaimStore(tmp_path).check_in(sample) is sample
     assert ClaimStore(tmp_path, limit + 1).check_in(sample) is sample
     assert not (tmp_path / "claims").exists() and b"claim" not in codec.encode_payload(sample)
@@ -118,7 +121,8 @@ AWAY = [moved, replaced_by_a_file, replaced_by_a_link_to_nowhere]
 @pytest.mark.parametrize("go_away", AWAY)
 async def test_while_the_folder_is_away_nothing_is_said_of_any_payload(tmp_path, go_away):
     """And a new one is not made in its place: what it holds would pass for missing."""
-    store, folder = ClaimStore(tmp_path, 1000), tmp_path / "claims"
+    store = ClaimStore(tmp_path, 1000)
+    folder = tmp_path / "claims"
     claim = store.check_in(large())
     go_away(folder)
     with pytest.raises(StoreError):
@@ -133,7 +137,9 @@ async def test_while_the_folder_is_away_nothing_is_said_of_any_payload(tmp_path,
 
 
 def test_a_folder_that_comes_back_during_a_look_says_nothing_of_its_payloads(tmp_path, monkeypatch):
-    store, folder, real_open = ClaimStore(tmp_path, 1000), tmp_path / "claims", os.open
+    store = ClaimStore(tmp_path, 1000)
+    folder = tmp_path / "claims"
+    real_open = os.open
     claim = store.check_in(large())
     moved(folder)
 
@@ -169,7 +175,8 @@ async def test_a_payload_that_alone_cannot_be_read_is_a_fault_after_some_looks(t
     monkeypatch.setattr(claims, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(claims, "LAST_PAUSE_S", 0.02)
     store = ClaimStore(tmp_path, 1000)
-    claim, other = store.check_in(large()), store.check_in(large(4))
+    claim = store.check_in(large())
+    other = store.check_in(large(4))
     path = tmp_path / "claims" / claim.claim.pointer
     path.unlink()
     damage(path)

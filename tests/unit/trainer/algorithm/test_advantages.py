@@ -83,8 +83,11 @@ def test_worked_examples(function, given, expected):
 
 def test_gdpo_leaves_out_what_does_not_apply():
     rewards = [[(1.0, None), (0.0, 5.0), (0.5, 3.0), (None, None)]]
-    first, second = np.array([0.5, -0.5, 0.0]), np.array([1.0, -1.0])
-    first, second = first / (0.5 + EPSILON), second / (math.sqrt(2) + EPSILON)  # their unbiased deviations
+    first = np.array([0.5, -0.5, 0.0])
+    second = np.array([1.0, -1.0])
+    # their unbiased deviations
+    first = first / (0.5 + EPSILON)
+    second = second / (math.sqrt(2) + EPSILON)
     sums = np.array([first[0], first[1] + second[0], first[2] + second[1]])
     expected = (sums - sums.mean()) / (sums.std(ddof=1) + EPSILON)
     np.testing.assert_allclose(gdpo(rewards, [1.0, 1.0]), [*expected, 0.0])
@@ -138,8 +141,10 @@ class TestAgainstReferences:
 
     @pytest.mark.parametrize("number", range(4))
     def test_of_one_group(self, number):
-        group, lengths = GROUPS[number], LENGTHS[number]
-        r, weights = torch.tensor(group), torch.tensor(lengths, dtype=torch.float32)
+        group = GROUPS[number]
+        lengths = LENGTHS[number]
+        r = torch.tensor(group)
+        weights = torch.tensor(lengths, dtype=torch.float32)
         others = [torch.cat([r[:i], r[i + 1 :]]) for i in range(len(r))]
         for found, expected in (
             (grpo(group), (r - r.mean()) / (r.std() + EPSILON)),
@@ -183,7 +188,8 @@ class TestAgainstReferences:
 
     def test_gae_is_the_sum_written_out(self):
         rng = np.random.default_rng(1)
-        rewards, values = rng.normal(size=7), rng.normal(size=7)
+        rewards = rng.normal(size=7)
+        values = rng.normal(size=7)
         deltas = rewards + 0.95 * np.append(values[1:], 0.0) - values
         expected = [sum((0.95 * 0.8) ** (u - t) * deltas[u] for u in range(t, 7)) for t in range(7)]
         np.testing.assert_allclose(gae(rewards, values, 0.95, 0.8)[0], expected, rtol=1e-12)
@@ -231,7 +237,8 @@ def test_gae_by_hand_and_at_the_ends_of_lambda():
     advantages, targets = gae(np.array([0.0, 1.0]), np.array([0.5, 0.25]), gamma=1.0, gae_lambda=0.5)
     np.testing.assert_allclose([advantages, targets], [[0.125, 0.75], [0.625, 1.0]])
     rng = np.random.default_rng(0)
-    rewards, values = rng.normal(size=6), rng.normal(size=6)
+    rewards = rng.normal(size=6)
+    values = rng.normal(size=6)
     advantages, targets = gae(rewards, values, gamma=0.9, gae_lambda=1.0)
     np.testing.assert_allclose(targets, returns(rewards, 0.9))
     np.testing.assert_allclose(advantages, returns(rewards, 0.9) - values)
@@ -346,9 +353,11 @@ def test_length_costs_reward_before_completions_are_compared(rewards, lengths, a
 def test_the_length_penalty_is_prime_rls_linear_one():
     """Its formula, a second time in torch and float32; with rewards of 0 and 1 the mean is the pass rate."""
     rng = np.random.default_rng(5)
-    rewards, lengths = rng.integers(0, 2, 8).astype(float), rng.integers(1, 50, 8)
+    rewards = rng.integers(0, 2, 8).astype(float)
+    lengths = rng.integers(1, 50, 8)
     found = shaped_by(rewards.tolist(), lengths.tolist(), length_penalty={"tokens": 0.25})
-    r, n = torch.tensor(rewards, dtype=torch.float32), torch.tensor(lengths, dtype=torch.float32)
+    r = torch.tensor(rewards, dtype=torch.float32)
+    n = torch.tensor(lengths, dtype=torch.float32)
     shaped = r - r.mean() * 0.25 * (n / n.max())
     np.testing.assert_allclose(found, shaped - shaped.mean(), rtol=1e-6, atol=1e-6)
 
@@ -380,7 +389,8 @@ def test_reinforce_plus_plus_puts_the_penalty_on_the_tokens_that_follow_it():
 
 
 def test_without_a_penalty_reinforce_plus_plus_has_one_number_for_a_sequence():
-    half, none = np.array([False, True]), np.zeros(2, np.bool_)
+    half = np.array([False, True])
+    none = np.zeros(2, np.bool_)
     done = assigned(
         assigner(advantage="reinforce_plus_plus"),
         group_of_samples(0, plain_sample(0, 0, 1.0, 1), plain_sample(0, 1, 0.0, 2, mask=half)),
@@ -397,7 +407,8 @@ def test_gae_goes_over_trained_tokens_and_whitening_takes_the_batch_and_leaves_t
     scaled = assigner(advantage="gae", gae_lambda=0.5)
     assert (plain.scope, scaled.scope) == ("group", "batch")
     groups = [group_of(t, float(t), **fields) for t in (1, 0, 2)]
-    raw, done = assigned(plain, *groups), assigned(scaled, *groups)
+    raw = assigned(plain, *groups)
+    done = assigned(scaled, *groups)
     np.testing.assert_allclose(raw[0].columns["advantages"], [0.125, 0.0, 0.75])
     np.testing.assert_allclose(raw[0].columns["returns"], [0.625, 0.0, 1.0])
     trained = [np.concatenate([s.columns["advantages"][s.mask] for s in samples]) for samples in (raw, done)]
@@ -406,7 +417,8 @@ def test_gae_goes_over_trained_tokens_and_whitening_takes_the_batch_and_leaves_t
         np.testing.assert_array_equal(mine.columns["returns"], theirs.columns["returns"])
 
 
-GAMMA, LAMBDA = 0.9, 0.8
+GAMMA = 0.9
+LAMBDA = 0.8
 VALUES = (0.5, -0.25, 0.125, 0.75, -1.0)
 """At the model's tokens of `session`."""
 
@@ -457,7 +469,9 @@ class TestTurns:
             advantage="gae", gamma=GAMMA, gamma_per=per, gae_lambda=LAMBDA, value={"whiten": False}
         )
         (sample,) = assigned(advantages, group_of_samples(0, session(0, 3.0)))
-        rewards, expected, following = [0.0, 1.0, 0.0, 0.0, 2.0], [0.0] * 5, 0.0
+        rewards = [0.0, 1.0, 0.0, 0.0, 2.0]
+        expected = [0.0] * 5
+        following = 0.0
         for t in range(4, -1, -1):
             discount = discounts(GAMMA, per)[t]
             next_value = VALUES[t + 1] if t < 4 else 0.0
@@ -474,7 +488,8 @@ class TestTurns:
         samples = assigned(advantages, group_of_samples(0, session(0, 3.0), session(1, -1.0)))
         expected: list[float] = []
         for rest in (2.0, -2.0):  # of the score, less the turns' 1.0 and -0.5, and with the last turn's own
-            following, returns = 0.0, [0.0] * 5
+            following = 0.0
+            returns = [0.0] * 5
             for t, reward in reversed(list(enumerate([0.0, 1.0, 0.0, 0.0, rest]))):
                 following = reward + discounts(gamma, per)[t] * following
                 returns[t] = following

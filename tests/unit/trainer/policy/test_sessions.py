@@ -64,7 +64,8 @@ def test_loss_and_gradient_are_those_written_out_row_by_row(normalisation, old_l
     metrics = accumulate_all(policy, [one_batch(samples_of(TWO_TURNS, FORKED))])
 
     model = tiny_llama().double()
-    losses, counts = [], []
+    losses = []
+    counts = []
     for trajectory, advantage in zip((TWO_TURNS, FORKED), ADVANTAGES, strict=True):
         current, rollout = logprobs_by_hand(model, trajectory)
         ratio = (current - rollout).exp()
@@ -96,9 +97,12 @@ TEACHING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("place", TEACHING)
 def test_a_teacher_scores_each_row_of_a_session_as_written_out(place):
     """A fork's rows share nothing but their sample."""
-    weight, term = 0.7, TeacherTermConfig(**TEACHING[place])
-    model, teacher = tiny_llama().double(), tiny_llama(seed=9).double()
-    samples, loss = [], torch.zeros(()).double()
+    weight = 0.7
+    term = TeacherTermConfig(**TEACHING[place])
+    model = tiny_llama().double()
+    teacher = tiny_llama(seed=9).double()
+    samples = []
+    loss = torch.zeros(()).double()
     for trajectory in (TWO_TURNS, FORKED):
         student, wise = (logprobs_by_hand(of, trajectory)[0] for of in (model, teacher))
         wise = wise.detach().float()
@@ -198,7 +202,8 @@ def test_what_the_environment_said_changes_no_number_of_its_own():
     algorithm = {"reference": {"model": "frozen"}, "kl": {"place": "loss"}}
     sums = []
     for said in (0.0, -50.0):
-        policy, (sample,) = make_policy(torch.float64, algorithm=algorithm), samples_of(FORKED)
+        policy = make_policy(torch.float64, algorithm=algorithm)
+        (sample,) = samples_of(FORKED)
         logprobs = np.where(sample.mask, sample.rollout_logprobs, said).astype(np.float32)
         (tokens,) = policy.precompute([sample])
         reference = np.where(sample.mask, tokens["reference_logprobs"], said).astype(np.float32)

@@ -46,7 +46,9 @@ def array(ids: Sequence[int]) -> np.ndarray:
 def test_each_sequence_is_on_the_path_of_its_last_node(rows, shortest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tries, "SHORTEST", shortest)
-        trie, count, ordered = Trie(), NodeCount(), sorted(map(array, rows), key=in_order)
+        trie = Trie()
+        count = NodeCount()
+        ordered = sorted(map(array, rows), key=in_order)
         commons = common_lengths(ordered)
         assert commons == [0, *(num_common(*pair) for pair in pairwise(ordered))]
         places = []
@@ -67,7 +69,8 @@ def test_each_sequence_is_on_the_path_of_its_last_node(rows, shortest):
 
 
 def test_a_common_beginning_is_a_node_where_it_is_long_enough():
-    trie, count = Trie(), NodeCount()
+    trie = Trie()
+    count = NodeCount()
     common = list(range(10, 20))
     rows = [
         array(ids)
@@ -94,7 +97,8 @@ def families(draw: Any) -> list[Sample]:
     anew; completions from none of the others' tokens to all."""
     samples: list[Sample] = []
     for plain in make_samples(draw(st.integers(2, 9)), seed=draw(st.integers(0, 99))):
-        prompt_ids, ids = plain.prompt_ids, plain.completion_ids
+        prompt_ids = plain.prompt_ids
+        ids = plain.completion_ids
         if samples and draw(st.booleans()):
             other = samples[draw(st.integers(0, len(samples) - 1))]
             prompt_ids = other.prompt_ids
@@ -111,7 +115,9 @@ def single_and_tree(**trainer: Any) -> tuple[TransformersPolicy, TransformersPol
     """Two policies alike: the first has a row for each sample, the second has trees. The model's norms are
     float64, as its weights are."""
     single, tree = (make_policy(torch.float64, model=make_model("GPTNeoX"), **trainer) for _ in range(2))
-    single.layout, single._tile_tokens, tree.layout = "padded", 1, "tree"
+    single.layout = "padded"
+    single._tile_tokens = 1
+    tree.layout = "tree"
     return single, tree
 
 
@@ -127,7 +133,8 @@ def gap_to_single_rows(
     assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-12, abs=1e-12)
     for one, other in zip(logprobs_of(single, samples), logprobs_of(tree, samples), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-    expected, found = gradients_of(single), gradients_of(tree)
+    expected = gradients_of(single)
+    found = gradients_of(tree)
     return float((found - expected).norm() / expected.norm())
 
 
@@ -168,7 +175,8 @@ def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        values, places = torch.randn(50, 64, requires_grad=True), torch.randint(0, 50, (40, 100))
+        values = torch.randn(50, 64, requires_grad=True)
+        places = torch.randint(0, 50, (40, 100))
         gradient = torch.randn(40, 100, 64)
         first, *others = (
             torch.autograd.grad(rows_at(values, places), values, gradient)[0] for _ in range(20)
