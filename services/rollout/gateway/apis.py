@@ -167,7 +167,7 @@ def _logprobs(answer: Answer) -> Event | None:
 
 def _function_tools(body: Body) -> tuple[Tool, ...]:
     """The tools; `/v1/responses` has their fields beside `type`, the chat API in `function`."""
-    tools = []
+    tools: list[Tool] = []
     for tool in objects(body, "tools"):
         if tool.get("type") == "namespace":
             tools += _tools_of_namespace(tool)
@@ -363,7 +363,7 @@ def anthropic_question(body: Body) -> Question:
         raise RequestError("nothing is stored here; send the whole history", "thread_unsupported_request")
     if not objects(body, "messages"):
         raise RequestError("`messages` is empty; send at least one message")
-    tools = []
+    tools: list[Tool] = []
     for tool in objects(body, "tools"):
         if tool.get("type") not in (None, "custom"):
             raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give tools of your own")

@@ -43,6 +43,9 @@ class Adapters:
     """The adapters of one model. Make it before the model is compiled, split, and before its optimizer. For a
     model whose weights are not read yet, `base_digest` is that of its files."""
 
+    folder = ADAPTER_FOLDER
+    """Beside a version's weights: the adapters alone."""
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
+from tidemill.services.trainer.policy.layers import body_of, layers_of
 from tidemill.services.trainer.policy.precision import round_alike
 
 log = structlog.get_logger(__name__)
@@ -59,27 +60,6 @@ def compile_model(
     finally:
         model.zero_grad(set_to_none=True)
     return True
-
-
-def body_of(model: PreTrainedModel) -> nn.Module:
-    """The model below its output head; the model itself where it names no such part. Llama 4 names one that
-    it does not have, and calls it `model` as others do."""
-    body: nn.Module = model.base_model
-    return getattr(model, "model", model) if body is model else body
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that transformers keeps in one piece, and that are in no other such block; ranks gather them
-    one after the other."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return outermost(model, lambda module: type(module).__name__ in names)
-
-
-def outermost(module: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """The modules in it for which `is_meant` holds and that are in no other such module, in their order."""
-    if is_meant(module):
-        return [module]
-    return [module_within for child in module.children() for module_within in outermost(child, is_meant)]
 
 
 def _output_of(model: PreTrainedModel, device: torch.device, **named: Any) -> Tensor:

@@ -25,7 +25,8 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import freeze_rope, with_overrides
 from tidemill.services.trainer.policy.attention import choose_attention
-from tidemill.services.trainer.policy.compiling import compile_model, outermost
+from tidemill.services.trainer.policy.layers import outermost
+from tidemill.services.trainer.policy.options import load_option
 from tidemill.services.trainer.weights.pretrained import (
     PretrainedWeights,
     UnclearError,
@@ -162,7 +163,7 @@ def accelerate_model(
     if wants_liger(config, device or model.device):
         _apply_liger(model)
     if config.compile:
-        compile_model(model, dtype, device=device)
+        load_option("compiler")(model, dtype, device=device)
 
 
 def wants_liger(config: TrainerConfig, device: torch.device) -> bool:

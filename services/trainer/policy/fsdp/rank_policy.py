@@ -30,10 +30,10 @@ from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Routes, Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
-from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_experts
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.offload import local
 from tidemill.services.trainer.policy.routers import Routers

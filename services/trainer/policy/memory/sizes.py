@@ -22,8 +22,8 @@ from tidemill.common.run.model_config import exact_attention, with_overrides
 from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.attention import VARLEN, head_size, why_no_flash, why_no_varlen
-from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights
+from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import compute_dtype, recomputable_layers
 from tidemill.services.trainer.weights.exported import plan_export
 from tidemill.services.trainer.weights.store import model_tensors
