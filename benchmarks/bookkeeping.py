@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -98,7 +99,10 @@ def make_policy(config: Any, longest: int) -> Any:
 
     def score(_: Any, tile: Any, *args: Any, **options: Any) -> Any:
         zeros_N = torch.zeros(len(tile.targets_N))
-        return forward.TileScores(weight * zeros_N, zeros_N, zeros_N)
+        scores = {"logprobs_N": weight * zeros_N, "entropies_N": zeros_N, "log_mass_N": zeros_N}
+        if hasattr(forward, "TileScores"):  # another checkout's
+            return forward.TileScores(**scores)
+        return replace(tile, **scores)
 
     forward.TokenScorer.score = score  # type: ignore[method-assign]
     return policy
@@ -135,7 +139,7 @@ def measure(case: tuple[int, ...], steps: int) -> float:
     from tidemill.common.wire.messages import Score, Trajectory
     from tidemill.services.trainer.batch.stream_join import StreamJoin
     from tidemill.services.trainer.metrics.step_metrics import step_metrics
-    from tidemill.services.trainer.policy import transformers_policy
+    from tidemill.services.trainer.policy import forward, transformers_policy
     from tidemill.services.trainer.policy.policy import PolicyThread
     from tidemill.services.trainer.step import StepRunner, make_commit
 
@@ -152,6 +156,7 @@ def measure(case: tuple[int, ...], steps: int) -> float:
     config = parse_config(sections, "the benchmark")
     policy = make_policy(config, longest)
     left_out = LeftOut()
+    left_out.wrap(forward.TokenScorer, "score")
     left_out.wrap(transformers_policy, "policy_loss")
     left_out.wrap(torch.Tensor, "backward")
     runner = StepRunner(config, policy, PolicyThread(), Activity("trainer"))
@@ -163,7 +168,9 @@ def measure(case: tuple[int, ...], steps: int) -> float:
         """Stands where the assembler does: one group at a time."""
 
         async def take(self, step: int, places: int) -> list[Any]:
-            return [runner.group_filter.apply(join.groups[join.complete.pop(0)], step)]
+            group = join.groups[join.complete.pop(0)]
+            # Another checkout's filter may return the group that it has made.
+            return [runner.group_filter.apply(group, step) or group]
 
         async def precompute_waiting(self, *_: Any) -> bool:
             return False

@@ -35,7 +35,11 @@ from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.sample import Sample, make_routes, without_choices
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
-GROUPS, SIZE, PROMPT, COMPLETION, PAIRS = 4, 16, 64, 48, 11
+GROUPS = 4
+SIZE = 16
+PROMPT = 64
+COMPLETION = 48
+PAIRS = 11
 SAMPLING = SamplingParams(max_tokens=COMPLETION, top_p=0.95)
 
 
@@ -63,7 +67,8 @@ def make_model() -> MixtralForCausalLM:
 def generate(model: Any, recorder: RouteRecorder, records: bool) -> list[DecodingRow]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 2048, PROMPT).tolist() for _ in range(GROUPS)]
-    rows, never = list[DecodingRow](), Future[Any]()
+    rows = list[DecodingRow]()
+    never = Future[Any]()
     for number in range(GROUPS * SIZE):
         request = GenerationRequest(str(number), prompts[number // SIZE], SAMPLING)
         rows.append(DecodingRow(request, number, StopTexts((), str), never))
@@ -115,7 +120,8 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def measure() -> dict[str, float]:
     torch.set_num_threads(1)
-    model, plain = make_model(), make_model()
+    model = make_model()
+    plain = make_model()
     # The same memory: where weights lie changes a pass by more than all recording costs.
     plain.load_state_dict(model.state_dict(), assign=True)
     recorder = RouteRecorder([router for _, router in find_routers(model)])
@@ -130,8 +136,8 @@ def measure() -> dict[str, float]:
         replays_routes=True, max_model_len=128,
     )  # fmt: skip
 
-    def step(own: list[Sample]) -> None:
-        for batch in form_micro_batches(own, 4096):
+    def step(samples: list[Sample]) -> None:
+        for batch in form_micro_batches(samples, 4096):
             policy.accumulate(batch)
         policy.zero()
 

@@ -87,7 +87,8 @@ class Shape:
             steps=1000, groups_per_step=self.num_samples // 8, group_size=8, checkpoint_every=1, sample_s=1.0
         )
         tree = setup.config(inputs(), world.run_id, world.seed).model_dump()
-        tree["model"]["max_model_len"], rollout = 1024, tree["rollout"]
+        tree["model"]["max_model_len"] = 1024
+        rollout = tree["rollout"]
         rollout["max_groups_in_flight"] = 64
         rollout["simulated"] |= {"group_s": self.turn_s / SCALE, "jitter": 0.5}
         if self.turns > 1:
@@ -128,33 +129,35 @@ class Account:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Note each play of a sample."""
-        worker_class, loop = RolloutWorker, self.world.loop
-        generate, keep, ask = worker_class._generate_sample, worker_class._keep_part, worker_class._ask
+        worker_class = RolloutWorker
+        loop = self.world.loop
+        generate = worker_class._generate_sample
+        keep = worker_class._keep_part
+        ask = worker_class._ask
 
-        async def generates(worker: Any, delivery: Any, play: Any, index: int, *rest: Any) -> None:
-            key, begun = (worker.lane, delivery.message.ticket, index), loop.now
+        async def generates(worker: Any, delivery: Any, play: Any, index: int, *arguments: Any) -> None:
+            key = (worker.lane, delivery.message.ticket, index)
+            begun = loop.now
             self.playing[key] = OWNER.get(), begun
-            await generate(worker, delivery, play, index, *rest)
+            await generate(worker, delivery, play, index, *arguments)
             del self.playing[key]
             self.again_s += loop.now - begun if key in self.done else 0.0
             self.done.add(key)
 
-        async def keeps(worker: Any, delivery: Any, index: int, *rest: Any) -> bool:
-            is_kept, key = (
-                await keep(worker, delivery, index, *rest),
-                (worker.lane, delivery.message.ticket, index),
-            )
+        async def keeps(worker: Any, delivery: Any, index: int, *arguments: Any) -> bool:
+            is_kept = await keep(worker, delivery, index, *arguments)
+            key = (worker.lane, delivery.message.ticket, index)
             if is_kept and key in self.playing:
                 self.playing[key] = OWNER.get(), loop.now
             return is_kept
 
-        async def asks(worker: Any, ticket: int, name: str, *rest: Any) -> Any:
+        async def asks(worker: Any, ticket: int, name: str, *arguments: Any) -> Any:
             key = worker.lane, ticket, int(name.split("-")[2])
             self.asking[key] = loop.now
-            made = await ask(worker, ticket, name, *rest)
+            answer = await ask(worker, ticket, name, *arguments)
             del self.asking[key]
             self.turns[key] += 1
-            return made
+            return answer
 
         with patch.multiple(worker_class, _generate_sample=generates, _keep_part=keeps, _ask=asks):
             yield
@@ -162,7 +165,11 @@ class Account:
     def crash(self, fleet: Fleet, dies: Dies) -> None:
         """Kill the processes that `dies` selects, and add up what is lost."""
         now = self.world.loop.now
-        killed = [process for name in fleet.members if dies(name) and (process := fleet.find(name))]
+        killed = []
+        for name in filter(dies, fleet.members):
+            process = fleet.find(name)
+            if process:
+                killed.append(process)
         for key in [key for key, (process, _) in self.playing.items() if process in killed]:
             self.again_s += now - self.playing.pop(key)[1]
             if begun := self.asking.pop(key, 0.0):
@@ -178,7 +185,8 @@ def account_of(shape: Shape, crashes: Sequence[tuple[float, Dies]], length_s: fl
         world = World(seed, folder)
         account = Account(world, shape)
         with installed(world, Watch(world)), account.kept():
-            fleet, config = Fleet(world), shape.config(world)
+            fleet = Fleet(world)
+            config = shape.config(world)
             RunFolder(folder, world.run_id).create(config)
             value = config.model_dump_json().encode()
             world.cluster.server.apply([[b"SET", world.keys.config.encode(), value]])
@@ -189,7 +197,8 @@ def account_of(shape: Shape, crashes: Sequence[tuple[float, Dies]], length_s: fl
                 crash = partial(account.crash, fleet, dies)
                 world.loop.call_at(START_S + at, crash, context=contextvars.Context())
             world.loop.run(lambda: bool(fleet.outcome), START_S + length_s)
-            problem, fleet.outcome = fleet.outcome, "over"
+            problem = fleet.outcome
+            fleet.outcome = "over"
             _end(world)
     if problem:
         raise SystemExit(f"the run ended: {problem}; {fleet.exit_errors} {fleet.crashes}")
@@ -198,15 +207,16 @@ def account_of(shape: Shape, crashes: Sequence[tuple[float, Dies]], length_s: fl
 
 def main(crashes: int = 5, seed: int = 0) -> None:
     """Trajectory-seconds made again for each of some crashes, and the share of tokens."""
-    rows, result = [], {}
+    rows = []
+    result = {}
     for name, shape in SHAPES.items():
         # Each at another moment of a step, when the effects of the last one are over.
         times = [shape.sample_s * (4 + 5.3 * number) for number in range(crashes)]
-        for what, dies in CRASHES.items():
+        for crash, dies in CRASHES.items():
             account = account_of(shape, [(at, dies) for at in times], times[-1] + 5 * shape.sample_s, seed)
             seconds = account.again_s * SCALE / crashes
-            rows.append((f"{name}: {what} dies", f"{seconds:,.0f}", shape.verl))
-            result[f"{name}_{what.rpartition(' ')[2]}"] = round(seconds)
+            rows.append((f"{name}: {crash} dies", f"{seconds:,.0f}", shape.verl))
+            result[f"{name}_{crash.rpartition(' ')[2]}"] = round(seconds)
     # Early enough that every session which was cut off is whole before the end of the ten minutes.
     deaths: list[tuple[float, Dies]] = [(12.0, "rollout-0".__eq__), (20.0, "rollout-1".__eq__)]
     account = account_of(MANY, deaths, 600.0 / SCALE, seed)
@@ -214,7 +224,8 @@ def main(crashes: int = 5, seed: int = 0) -> None:
     result["waste"] = round(again / account.turns.total(), 4)
     note = f"{machine()}. Of {2 * MANY.num_samples:,} agents, each worker killed once in ten minutes: "
     note += f"{result['waste']:.2%} of the tokens were generated again"
-    title, columns = "Trajectory-seconds made again, a crash", "crash,ours,published by verl"
+    title = "Trajectory-seconds made again, a crash"
+    columns = "crash,ours,published by verl"
     print_table(title, columns, rows, note)
     print_result(result)
 

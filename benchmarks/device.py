@@ -56,6 +56,7 @@ def random_sample(
     rng: np.random.Generator, key: tuple[int, int], vocab_size: int, num_prompt: int, num_completion: int
 ) -> Sample:
     """A prompt and a completion of random tokens, as of a uniform policy."""
-    prompt, completion = (rng.integers(3, vocab_size, count) for count in (num_prompt, num_completion))
+    prompt = rng.integers(3, vocab_size, num_prompt)
+    completion = rng.integers(3, vocab_size, num_completion)
     logprobs = np.full(num_completion, -np.log(vocab_size))
     return sample_of(key, prompt, completion, logprobs, advantage=float(rng.normal()))

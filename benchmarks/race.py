@@ -46,24 +46,25 @@ def main(
         return
     settings = [f"trainer.steps={steps}", f"trainer.checkpoint_every={steps}", "trainer.evaluation.every=0"]
     settings += ["trainer.evaluation.at_start=false", "data.eval={}", "expect.eval_gain=null"]
-    own = [str(Path(sys.executable).with_name("tidemill")), "up", str(CONFIGS[model]), "--no-live"]
-    own += ["--run-id", "race", *(part for setting in settings for part in ("--set", setting))]
-    own += ["--set", "seed={seed}", "--runs-dir", "{folder}"]
+    command = [str(Path(sys.executable).with_name("tidemill")), "up", str(CONFIGS[model]), "--no-live"]
+    command += ["--run-id", "race", *(word for setting in settings for word in ("--set", setting))]
+    command += ["--set", "seed={seed}", "--runs-dir", "{folder}"]
     theirs = [sys.executable, "-m", "benchmarks.race", "--model", model, "--steps", str(steps)]
-    commands = {"tidemill": own, "TRL": [*theirs, "--seed", "{seed}", "--trl", "{folder}"]}
+    commands = {"tidemill": command, "TRL": [*theirs, "--seed", "{seed}", "--trl", "{folder}"]}
     if model == "demo":
-        commands["tidemill, k = 0"] = [*own, "--set", "trainer.max_staleness=0"]
+        commands["tidemill, k = 0"] = [*command, "--set", "trainer.max_staleness=0"]
     sides = {side: partial(run, command, count(seed)) for side, command in commands.items()}
-    found = in_turns(sides, pairs)
-    medians = {side: [*map(median, zip(*runs, strict=True))] for side, runs in found.items()}
+    results = in_turns(sides, pairs)
+    medians = {side: [*map(median, zip(*runs, strict=True))] for side, runs in results.items()}
     rows = [(side, f"{wall:.1f}", f"{step:.2f}", f"{end:.3f}") for side, (wall, step, end) in medians.items()]
     note = f"{machine()}. Medians of {pairs}."
     print_table(f"Runs of {steps} steps, {model}", "side,wall s,step s,reward of the last step", rows, note)
-    ratios = {
-        side: [round(other / one, 3) for one, other in zip(each, medians["TRL"], strict=True)]
-        for side, each in medians.items()
-    }
-    (wall, step, _), prefix = ratios["tidemill"], "" if model == "demo" else f"{model}_"
+    ratios = {}
+    for side, values in medians.items():
+        pairs_of_values = zip(values, medians["TRL"], strict=True)
+        ratios[side] = [round(of_trl / value, 3) for value, of_trl in pairs_of_values]
+    (wall, step, _) = ratios["tidemill"]
+    prefix = "" if model == "demo" else f"{model}_"
     result = {f"{prefix}wall_ratio": wall, f"{prefix}step_ratio": step}
     if model == "demo":
         result["k0_wall_ratio"] = ratios["tidemill, k = 0"][0]
@@ -75,8 +76,9 @@ def run(command: list[str], seeds: Iterator[int]) -> tuple[float, float, float]:
     """One run with the next seed: its seconds, those of a step, and the reward of the last one."""
     print(f"running: {' '.join(command[:3])} ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        started, number = time.monotonic(), str(next(seeds))
-        parts = [part.replace("{folder}", folder).replace("{seed}", number) for part in command]
+        started = time.monotonic()
+        number = str(next(seeds))
+        parts = [word.replace("{folder}", folder).replace("{seed}", number) for word in command]
         subprocess.run(parts, check=True)
         wall_s = time.monotonic() - started
         lines = (Path(folder) / "race" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -93,8 +95,10 @@ def train_with_trl(model: str, folder: Path, steps: int, seed: int) -> None:
 
     from benchmarks.trainer_trl import PLAIN  # imports all of TRL
 
-    path, batch = CONFIGS[model], BATCHES[model]
-    config, file = load_config(path), folder / "race" / "metrics.jsonl"
+    path = CONFIGS[model]
+    batch = BATCHES[model]
+    config = load_config(path)
+    file = folder / "race" / "metrics.jsonl"
     file.parent.mkdir()
 
     class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -133,7 +137,8 @@ def train_with_trl(model: str, folder: Path, steps: int, seed: int) -> None:
         model_init_kwargs={"dtype": "float32"},
     )
     rows = load_dataset("json", data_files=str(path.parent / "train.jsonl"), split="train")
-    folder_of_model, callbacks = str(path.parent / "model"), [Recorder()]
+    folder_of_model = str(path.parent / "model")
+    callbacks = [Recorder()]
     trainer = GRPOTrainer(folder_of_model, reward, args=arguments, train_dataset=rows, callbacks=callbacks)
     trainer.train()
     trainer.save_model(str(folder / "trl"))

@@ -37,7 +37,9 @@ from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
 from tidemill.services.trainer.weights.peers import pack
 
-TILE, GROUPS, SIZE = 16_384, 64, 8
+TILE = 16_384
+GROUPS = 64
+SIZE = 8
 SCORES = 4 * 4096
 """Scores of attention that cost as much as one token, in a model of 8B (`rank_policy.SCORES_PER_WIDTH`)."""
 RANKS = (1, 2, 4, 8)
@@ -78,37 +80,55 @@ class Figures(NamedTuple):
 
 def _tiles(samples: list[Sample]) -> list[int]:
     """Tokens of each forward pass."""
-    tiles = plan_tiles(make_rows(samples, [one.mask for one in samples]), "tree", TILE)
-    return [PrefixOrder([samples[row.sample] for row in rows], "tree").num_tokens for _, rows in tiles]
+    tiles = plan_tiles(make_rows(samples, [sample.mask for sample in samples]), "tree", TILE)
+    counts = []
+    for tile in tiles:
+        samples_of_tile = [samples[row.sample] for row in tile.rows]
+        counts.append(PrefixOrder(samples_of_tile, "tree").num_tokens)
+    return counts
 
 
 def needed_tokens(samples: list[Sample]) -> int:
     """Least number of tokens that any packing computes for a step."""
     prompts = {sample.key[0]: len(sample.prompt_ids) for sample in samples}
-    own = dict.fromkeys(prompts, 0)
+    own_tokens = dict.fromkeys(prompts, 0)
     for sample in samples:
-        own[sample.key[0]] += len(sample.completion_ids)
-    by_tiles = sum(own[one] + size * -(-own[one] // (TILE - size)) for one, size in prompts.items())
+        own_tokens[sample.key[0]] += len(sample.completion_ids)
+    by_tiles = sum(
+        own_tokens[prompt] + size * -(-own_tokens[prompt] // (TILE - size))
+        for prompt, size in prompts.items()
+    )
     # The second is more where prompts are too short to be shared.
     return max(by_tiles, PrefixOrder(samples, "tree").num_tokens)
 
 
 def measure(samples: list[Sample], size: int) -> Figures:
-    passes, used, mean_cost, slowest = [], [], 0.0, 0.0
-    whole, received = 0, np.zeros(size)
+    passes = []
+    used = []
+    mean_cost = 0.0
+    slowest = 0.0
+    whole = 0
+    received = np.zeros(size)
     for batch in form_micro_batches(samples, TILE, size, "tree"):
         shares = split_samples(batch.samples, size, TILE, "tree", SCORES)
-        owns = [[batch.samples[i] for i in share] for share in shares]
-        tiles = [_tiles(own) for own in owns]
+        samples_of_ranks = []
+        for share in shares:
+            samples_of_ranks.append([batch.samples[i] for i in share])
+        tiles = list(map(_tiles, samples_of_ranks))
         passes.append(max(map(len, tiles)))
         used.append(sum(map(sum, tiles)) / (size * TILE * passes[-1]))
-        costs = [sum(cost(part, SCORES) for part in PrefixOrder(own, "tree").cut(TILE)) for own in owns]
-        mean_cost, slowest = mean_cost + sum(costs) / size, slowest + max(costs)
-        received += [len(pack(own)) for own in owns]
+        costs = []
+        for samples_of_rank in samples_of_ranks:
+            cut = PrefixOrder(samples_of_rank, "tree").cut(TILE)
+            costs.append(sum(cost(order, SCORES) for order in cut))
+        mean_cost += sum(costs) / size
+        slowest += max(costs)
+        received += [len(pack(samples_of_rank)) for samples_of_rank in samples_of_ranks]
         whole += len(pack(list(batch.samples)))
     fewest = -(-needed_tokens(samples) // (size * TILE))
     share_used = float(np.mean(used[:-1] or used))
-    of_slowest, of_bytes = mean_cost / slowest, max(received) / whole
+    of_slowest = mean_cost / slowest
+    of_bytes = max(received) / whole
     return Figures(float(np.mean(passes)), share_used, sum(passes) / fewest, of_slowest, of_bytes)
 
 
@@ -118,7 +138,8 @@ UPDATED: dict[str, dict[str, int]] = {
     "2_experts": {"num_ranks": 2, "expert_ranks": 2},
 }
 """Settings of the policies whose updates are timed."""
-ROUNDS, VOCABULARY = 5, 1024
+ROUNDS = 5
+VOCABULARY = 1024
 
 
 def time_update(folder: Path, ranks: dict[str, int]) -> float:
@@ -129,17 +150,20 @@ def time_update(folder: Path, ranks: dict[str, int]) -> float:
     policy: Any = open_policy(config)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, (4, 2, 64)).astype(np.int32)
-    samples = [sample_of((n, 0), prompt, own, np.full(64, -1.0)) for n, (prompt, own) in enumerate(tokens)]
+    samples = [
+        sample_of((n, 0), prompt, completion, np.full(64, -1.0))
+        for n, (prompt, completion) in enumerate(tokens)
+    ]
     batch = MicroBatch(tuple(samples))
-    found = []
+    costs_of_ranks = []
     for _ in range(ROUNDS):
         sums = policy.accumulate(batch)
         began = time.perf_counter()
         policy.update(sums.denominator)
-        found.append(time.perf_counter() - began)
+        costs_of_ranks.append(time.perf_counter() - began)
     if isinstance(policy, ShardedPolicy):
         policy.close()
-    return min(found) * 1000
+    return min(costs_of_ranks) * 1000
 
 
 def time_updates() -> dict[str, float]:
@@ -153,15 +177,17 @@ def time_updates() -> dict[str, float]:
 
 def main() -> None:
     steps = {name: make_step(name) for name in LENGTHS}
-    found = {(name, size): measure(samples, size) for name, samples in steps.items() for size in RANKS}
-    rows = [
-        (f"{name}; {size} ranks", *(f"{value:.3f}" for value in of)) for (name, size), of in found.items()
-    ]
+    measured = {(name, size): measure(samples, size) for name, samples in steps.items() for size in RANKS}
+    rows = []
+    for (name, size), values in measured.items():
+        rows.append((f"{name}; {size} ranks", *(f"{value:.3f}" for value in values)))
     title = f"A step of {GROUPS} groups of {SIZE}, tiles of {TILE:,} tokens"
     print_table(title, "lengths,passes,tile used,over fewest,busy,received", rows, machine())
 
     def of(size: int, figure: str) -> list[float]:
-        return [round(getattr(each, figure), 3) for (_, own), each in found.items() if own == size]
+        return [
+            round(getattr(each, figure), 3) for (_, num_ranks), each in measured.items() if num_ranks == size
+        ]
 
     result = {f"tile_used_{size}": min(of(size, "tile_used")) for size in RANKS}
     result |= {f"passes_{size}": max(of(size, "passes")) for size in RANKS}

@@ -12,22 +12,23 @@ from rich.console import Console
 from rich.table import Table
 
 CPU_INFO = Path("/proc/cpuinfo")
-Side, Result = TypeVar("Side"), TypeVar("Result")
+Side = TypeVar("Side")
+Result = TypeVar("Result")
 
 
 def in_turns(sides: Mapping[Side, Callable[[], Result]], rounds: int) -> dict[Side, list[Result]]:
     """What each side returns in each round. The order of sides is reversed in every second round, so that
     what else the machine does slows all of them alike."""
-    found: dict[Side, list[Result]] = {side: [] for side in sides}
+    results: dict[Side, list[Result]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in list(sides)[:: -1 if number % 2 else 1]:
-            found[side].append(sides[side]())
-    return found
+            results[side].append(sides[side]())
+    return results
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     """Median over rounds of one side's figure over another's."""
-    return round(median(one / other for one, other in zip(over, under, strict=True)), 3)
+    return round(median(first / second for first, second in zip(over, under, strict=True)), 3)
 
 
 def print_table(title: str, columns: str, rows: Sequence[Sequence[object]], note: str = "") -> None:

@@ -48,16 +48,17 @@ def call_of_trl(delays_s: Sequence[float], slots: int, model: str) -> Callable[[
         return await asyncio.gather(*map(score, completions, delay_s))
 
     rows = [{"prompt": "2+2=", "delay_s": delay_s} for delay_s in delays_s]
-    folder = tempfile.mkdtemp()
-    arguments = GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=8,
-        num_generations=8,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-    )
-    trainer = GRPOTrainer(model, judge, args=arguments, train_dataset=Dataset.from_list(rows))
+    # The trainer makes the folder that it would write checkpoints to; none is written here.
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=8,
+            num_generations=8,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+        )
+        trainer = GRPOTrainer(model, judge, args=arguments, train_dataset=Dataset.from_list(rows))
     prompts = [row["prompt"] for row in rows]
     completions = ["a completion " * 64 for _ in rows]
     ids = [list(range(TOKENS)) for _ in rows]

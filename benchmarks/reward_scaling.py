@@ -29,6 +29,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.report import in_turns, machine, print_result, print_table
+from benchmarks.reward_side import GROUP_SIZE
 
 REPO = Path(__file__).resolve().parents[1]
 SIDE = Path(__file__).with_name("reward_side.py")
@@ -55,6 +57,11 @@ SETTINGS = ((1, 64), (2, 64), (4, 64), (8, 64), (1, 1280))
 """Consumers, and rewards in flight in each."""
 PEER_SLOTS = 512
 TODAY = "today"
+START_LIMIT_S = 600.0
+"""For all that one measurement does besides the delays."""
+NUM_AT_LEAST = 8
+"""Delays that are slept at the same time, far below what each setting has: a bound for the time of all."""
+STOP_LIMIT_S = 60.0
 PARTS = ("worker", "child", "redis", "benchmark")
 
 
@@ -141,29 +148,57 @@ def run_for_json(
     """The last line of a program that gets the delays.
 
     Raises:
-        SystemExit: it failed; the message has the end of what it said.
+        SystemExit: it failed or took too long; the message has the end of what it said.
     """
-    done = subprocess.run(
-        command, cwd=folder, env=dict(environment), input=json.dumps(delays_s), capture_output=True, text=True
-    )
-    if done.returncode:
-        said = (done.stdout + done.stderr)[-4000:]
-        raise SystemExit(f"{said}\n{' '.join(command)} in {folder}: exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    limit_s = START_LIMIT_S + sum(delays_s) / NUM_AT_LEAST
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(json.dumps(delays_s), timeout=limit_s)
+            end = f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            # As Ctrl-C: it stops its workers and its Redis.
+            process.send_signal(signal.SIGINT)
+            output, errors = _output_of(process)
+            end = f"no result within {limit_s:.0f} s"
+    if end != "exit code 0":
+        raise SystemExit(f"{(output + errors)[-4000:]}\n{' '.join(command)} in {folder}: {end}")
+    return json.loads(output.splitlines()[-1])
+
+
+def _output_of(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What a program printed that has been asked to end."""
+    try:
+        return process.communicate(timeout=STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "", "it did not end when asked to, and was killed"
 
 
 @contextmanager
-def worktree(ref: str) -> Iterator[Path]:
-    """A folder with the files of a commit, and with today's measurement of one setting."""
+def files_of(ref: str) -> Iterator[Path]:
+    """A folder with the files of a commit, and with today's measurement of one setting.
+
+    Raises:
+        SystemExit: git does not give them; the message is git's.
+    """
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "beside"
-        git = ["git", "-C", str(REPO), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), ref], check=True)
-        try:
-            shutil.copy(SIDE, folder / "benchmarks" / SIDE.name)
-            yield folder
-        finally:
-            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+        folder.mkdir()
+        # Not `git worktree`, which the clone would still list after a run that was killed.
+        archived = subprocess.run(["git", "archive", ref], cwd=REPO, capture_output=True)
+        if archived.returncode:
+            raise SystemExit(f"--beside {ref}: {archived.stderr.decode(errors='replace').strip()}")
+        subprocess.run(["tar", "-x", "-C", str(folder)], input=archived.stdout, check=True)
+        shutil.copy(SIDE, folder / "benchmarks" / SIDE.name)
+        yield folder
 
 
 def measure_builds(
@@ -239,11 +274,11 @@ def main(
 ) -> None:
     """Measure how scoring scales with consumers and slots, and what a score costs."""
     chance = random.Random(0)
-    delays_s = [chance.uniform(*DELAY_S) / SCALE for _ in range(groups * 5)]
+    delays_s = [chance.uniform(*DELAY_S) / SCALE for _ in range(groups * GROUP_SIZE)]
     pythons = ({"trl": sys.executable} if trl else {}) | ({"verl": verl} if verl else {})
     peers = measure_peers(pythons, delays_s) if pythons else {}
     if beside:
-        with worktree(beside) as folder:
+        with files_of(beside) as folder:
             figures = measure_builds({TODAY: REPO, beside: folder}, delays_s, kills, rounds)
     else:
         figures = measure_builds({TODAY: REPO}, delays_s, kills, rounds)

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.services import redis_time_s, time_of_entry
+from benchmarks.services import redis_time_s
 from tests.support.runs import ServiceRun
 from tests.support.trajectories import make_config, make_trajectory
 from tests.support.waiting import wait_until
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.programs import run_main
-from tidemill.common.streams import OffsetReader, append, length
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import OffsetReader, append, id_order, length
 from tidemill.common.streams.entries import Entry
 from tidemill.common.wire.messages import Score, Trajectory
 
@@ -37,10 +38,11 @@ TOKENS = 256
 APPEND_BATCH = 512
 READY_S = 300.0
 READ_COUNT = 1000
-BLOCK_S = 0.1
-LONGEST_S = 3600.0
-PAUSE_S = 0.5
-"""Between two looks at how many scores there are. When the last one came, its id says."""
+POLL_S = 0.5
+"""Between two looks at how many scores there are: with more, asking would be much of what is measured."""
+PATIENCE_S = 60.0
+"""A sample is lost where no score has come for so long: twice the lease after which the samples of a dead
+worker are scored by another one, and far longer than a reward takes."""
 LEASE_S = 3.0
 """Of runs whose workers are killed: what they held is taken over after it."""
 REWARD = """
@@ -101,6 +103,56 @@ def cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
+class ScoreCount:
+    """Counts the scores of a run."""
+
+    def __init__(self, broker: Broker, key: str) -> None:
+        self._broker = broker
+        self._key = key
+        self._reader = OffsetReader(broker, key, Score, "0-0")
+        self._samples: dict[str, tuple[int, int]] = {}
+        """By id of the entry: after a reconnect some entries are read again."""
+        self._scored: set[tuple[int, int]] = set()
+        self.ended_s = 0.0
+        """When the last sample got its first score, by Redis's clock."""
+
+    async def wait_for(self, num_samples: int) -> bool:
+        """Wait until so many samples have a score; False where no score has come for `PATIENCE_S`."""
+        deadline = time.monotonic() + PATIENCE_S
+        num_before = len(self._samples)
+        while len(self._scored) < num_samples:
+            num_entries = await length(self._broker, self._key)
+            # Reading each score at once would cost Redis and this process much of their time.
+            if num_entries - len(self._samples) >= num_samples - len(self._scored):
+                await self.read()
+            if num_entries > num_before:
+                num_before = num_entries
+                deadline = time.monotonic() + PATIENCE_S
+            elif time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    async def read(self) -> None:
+        """Take what the stream has."""
+        while entries := await self._reader.read(READ_COUNT):
+            for entry in entries:
+                if isinstance(entry, Entry):
+                    self._take(entry)
+
+    def _take(self, entry: Entry[Score]) -> None:
+        sample = entry.message.key
+        self._samples[entry.entry_id] = sample
+        if sample not in self._scored:
+            self._scored.add(sample)
+            self.ended_s = id_order(entry.entry_id)[0] / 1000
+
+    def against(self, num_samples: int) -> dict[str, int]:
+        """How many of so many samples have no score (`lost`), and scores beyond one of a sample (`twice`)."""
+        num_scored = len(self._scored)
+        return {"lost": num_samples - num_scored, "twice": len(self._samples) - num_scored}
+
+
 async def measure(consumers: int, slots: int, kills: int, delays_s: Sequence[float]) -> dict[str, Any]:
     """Score the whole batch once."""
     with tempfile.TemporaryDirectory() as folder:
@@ -114,26 +166,17 @@ async def measure(consumers: int, slots: int, kills: int, delays_s: Sequence[flo
             await wait_until(lambda: are_ready(run, consumers), READY_S)
             batch = trajectories(delays_s)
             parts = PartsOfCpu(run)
+            scores = ScoreCount(run.broker, run.keys.scores())
             started_s = await redis_time_s(run)
             for start in range(0, len(batch), APPEND_BATCH):
                 await append(run.broker, run.keys.trajectories(), *batch[start : start + APPEND_BATCH])
-            await kill_in_turn(run, parts, consumers, kills, len(batch))
-            # Rarely, or most of what this process and Redis do would be the asking.
-            await wait_rarely(run, len(batch))
-            ended_s = await time_of_entry(run, run.keys.scores(), len(batch))
+            num_killed = await kill_in_turn(run, parts, scores, consumers, kills, len(batch))
+            await scores.wait_for(len(batch))
             spent_s = parts.seconds()
-            counts = await count_scores(run, len(batch))
-            return {"wall_s": ended_s - started_s, "cpu_s": spent_s, "killed": kills, **counts}
-
-
-async def wait_rarely(run: ServiceRun, num_scores: int) -> None:
-    """Wait until there are so many scores, with pauses between two looks."""
-
-    async def looked() -> bool:
-        await asyncio.sleep(PAUSE_S)
-        return await length(run.broker, run.keys.scores()) >= num_scores
-
-    await wait_until(looked, LONGEST_S)
+            await stop_all(run)
+            await scores.read()
+            wall_s = scores.ended_s - started_s
+            return {"wall_s": wall_s, "cpu_s": spent_s, "killed": num_killed, **scores.against(len(batch))}
 
 
 async def are_ready(run: ServiceRun, consumers: int) -> bool:
@@ -142,40 +185,27 @@ async def are_ready(run: ServiceRun, consumers: int) -> bool:
     return sum("in_flight" in beat.counts for beat in beats) == consumers
 
 
-async def kill_in_turn(run: ServiceRun, parts: PartsOfCpu, consumers: int, kills: int, samples: int) -> None:
-    """Kill a worker after each of `kills` shares of the work, the oldest first, and start another."""
-    reader = OffsetReader(run.broker, run.keys.scores(), Score, "0-0")
-    num_scores = 0
+async def kill_in_turn(
+    run: ServiceRun, parts: PartsOfCpu, scores: ScoreCount, consumers: int, kills: int, num_samples: int
+) -> int:
+    """Kill a worker after each of `kills` shares of the work, the oldest first, and start another.
+
+    Returns how many were killed: fewer where scores have stopped coming.
+    """
     for kill in range(kills):
-        while num_scores < samples * (kill + 1) // (kills + 1):
-            num_scores += len(await reader.read(READ_COUNT, BLOCK_S))
+        if not await scores.wait_for(num_samples * (kill + 1) // (kills + 1)):
+            return kill
         parts.keep(f"reward-{kill}")
         run.kill(f"reward-{kill}")
         run.start("reward", f"reward-{kill + consumers}")
+    return kills
 
 
-async def count_scores(run: ServiceRun, samples: int) -> dict[str, int]:
-    """Stop the workers once every sample has a score; count samples without one, and scores beyond."""
-    reader = OffsetReader(run.broker, run.keys.scores(), Score, "0-0")
-    keys: dict[str, tuple[int, int]] = {}
-    """By id of the entry: after a reconnect some entries are read again."""
-
-    async def have_all() -> bool:
-        for entry in await reader.read(READ_COUNT, BLOCK_S):
-            if isinstance(entry, Entry):
-                keys[entry.entry_id] = entry.message.key
-        return len(set(keys.values())) >= samples
-
-    # What a killed worker held is taken over after its lease: more than that, and nothing will come.
-    deadline = time.monotonic() + 20 * LEASE_S
-    while not await have_all() and time.monotonic() < deadline:
-        pass
+async def stop_all(run: ServiceRun) -> None:
+    """Stop the workers that still run: a score beyond one may come until then."""
     for name, process in run.processes.items():
         if process.poll() is None:
             await run.stop(name)
-    await have_all()
-    num_scored = len(set(keys.values()))
-    return {"lost": samples - num_scored, "twice": len(keys) - num_scored}
 
 
 def trajectories(delays_s: Sequence[float]) -> list[Trajectory]:

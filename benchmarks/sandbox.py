@@ -34,7 +34,7 @@ SETTINGS = {
 }
 PROCESSES = ("worker", "reward", "redis")
 SIDE = '''
-import asyncio, json, os, sys, tempfile, time
+import asyncio, contextlib, json, os, sys, tempfile, time
 from pathlib import Path
 
 import psutil
@@ -49,6 +49,8 @@ form = sys.argv[1]
 tests = range(int(sys.argv[2]))
 completions = int(sys.argv[3])
 IN_FLIGHT = 4
+# Earlier checkouts have it in another folder.
+SERVICE = "reward.sandbox" if Path("services/reward/sandbox").exists() else "jobs.sandbox"
 CONFIG = SandboxConfig(time_s=30.0, total_s=300.0)
 WORK = "import time\\nbegan = time.process_time()\\nwhile time.process_time() - began < 0.001: pass\\n"
 FUNCTION = "def f(x): return x + 1"
@@ -62,14 +64,18 @@ TESTS = {
 
 def used_s(root):
     """CPU of a process, its descendants, and those of them that were reaped."""
-    return sum(sum(process.cpu_times()[:4]) for process in [root, *root.children(recursive=True)])
+    seconds = 0.0
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, and its parent has its time
+            seconds += sum(process.cpu_times()[:4])
+    return seconds
 
 
 async def main(folder):
     config = make_config(reward={"rewards": {"code": {"sandbox": CONFIG.model_dump()}}})
     async with ServiceRun(folder, config, is_forked=False) as run:
         os.environ[URL_VARIABLE] = run.url
-        worker = psutil.Process(run.start("jobs.sandbox", "sandbox").pid)
+        worker = psutil.Process(run.start(SERVICE, "sandbox").pid)
         reward = code_reward(run.broker, run.keys, CONFIG)
         places = asyncio.Semaphore(IN_FLIGHT)
 

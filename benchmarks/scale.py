@@ -35,16 +35,25 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import read_state
 from tidemill.common.streams import Entry, OffsetReader, memory_bytes
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.status.report import CommitTotals, RunSummary
+from tidemill.services.console.look.report import CommitTotals, RunSummary
 
-SIGMA, CUT = 0.99, 16.0
-MEDIAN_TOKENS, GROUP_SIZE, SLOTS, GROUPS_HELD = 64, 2, 1, 2
-STALENESS, WARM_STEPS = 8, 1
+SIGMA = 0.99
+CUT = 16.0
+MEDIAN_TOKENS = 64
+GROUP_SIZE = 2
+SLOTS = 1
+GROUPS_HELD = 2
+STALENESS = 8
+WARM_STEPS = 1
 """A step lasts two mean completions, the longest completion ten: this staleness keeps the trainer going."""
-REWARD_SLOTS, WORKERS_PER_REWARD_WORKER = 4, 5
-TRAINER_SHARE, REWARD_SHARES = 0.7, (0.01, 0.4)
-LEASE_S, DRAIN_S = 6.0, 1.0
-POLL_S, END_S = 0.2, 300.0
+REWARD_SLOTS = 4
+WORKERS_PER_REWARD_WORKER = 5
+TRAINER_SHARE = 0.7
+REWARD_SHARES = (0.01, 0.4)
+LEASE_S = 6.0
+DRAIN_S = 1.0
+POLL_S = 0.2
+END_S = 300.0
 CORES_PER_WORKER = 0.0075
 """What a worker, and its share of everything else, takes of the cores at stretch 1, over the share of them
 that may be busy; the rest is for bursts."""
@@ -68,7 +77,8 @@ class Size:
         return max(1, self.workers // WORKERS_PER_REWARD_WORKER)
 
     def config(self, folder: Path, steps: int) -> RunConfig:
-        mean_s, groups = self.mean_s * self.stretch, max(4, self.workers)
+        mean_s = self.mean_s * self.stretch
+        groups = max(4, self.workers)
         step_s = groups * GROUP_SIZE * mean_s / (self.workers * SLOTS)
         return simulated_config(
             folder,
@@ -127,7 +137,9 @@ class Outcome:
 
 async def measure(folder: Path, size: Size, steps: int = 4) -> Outcome:
     """Measure `steps` steps but for the first, which warms up."""
-    run, commits, mb_by_step = ServiceRun(folder, size.config(folder, steps), "scale"), list[Commit](), []
+    run = ServiceRun(folder, size.config(folder, steps), "scale")
+    commits = list[Commit]()
+    mb_by_step = []
 
     async def until_step(step: int) -> None:
         """Read the commits up to that of a step."""
@@ -155,10 +167,12 @@ async def measure(folder: Path, size: Size, steps: int = 4) -> Outcome:
         await until_step(run.config.trainer.steps - 1)
         if await run.wait("trainer", END_S):
             raise RuntimeError(f"the trainer failed:\n{run.log_of('trainer')[-3000:]}")
-        totals, state = CommitTotals(keys.run_id, GROUP_SIZE), await read_state(run.broker, keys)
+        totals = CommitTotals(keys.run_id, GROUP_SIZE)
+        state = await read_state(run.broker, keys)
     for commit in commits:
         totals.add(commit)
-    seconds, *numbers = (later - earlier for later, earlier in zip(after, before, strict=True))
+    differences = [later - earlier for later, earlier in zip(after, before, strict=True)]
+    seconds, *numbers = differences
     samples = sum(len(set(commit.trained_keys)) for commit in commits[WARM_STEPS:steps])
     rates = (size.stretch * each / seconds for each in (samples, *numbers))
     busy_s = sum(
@@ -171,7 +185,8 @@ async def measure(folder: Path, size: Size, steps: int = 4) -> Outcome:
 
 async def used(run: ServiceRun) -> tuple[float, float, float]:
     """Now; CPU seconds of Redis since its start, and its commands."""
-    cpu, stats = await run.broker.info("cpu"), await run.broker.info("stats")
+    cpu = await run.broker.info("cpu")
+    stats = await run.broker.info("stats")
     seconds = float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
     return time.time(), seconds, float(stats["total_commands_processed"])
 
@@ -182,7 +197,8 @@ def mean_of_lengths(sigma: float, cut: float) -> float:
     >>> round(mean_of_lengths(0.99, 16.0), 2)
     1.61
     """
-    normal, edge = NormalDist(), math.log(cut) / sigma
+    normal = NormalDist()
+    edge = math.log(cut) / sigma
     return math.exp(sigma**2 / 2) * normal.cdf(edge - sigma) + cut * (1.0 - normal.cdf(edge))
 
 

@@ -80,8 +80,10 @@ async def work(role: str, name: str, keys: Keys, config: RunConfig, folder: Path
 async def serve(run_id: str, role: str, count: int, stretch: float, folder: Path) -> None:
     for module, name in INTERVALS:
         setattr(module, name, getattr(module, name) * stretch)
-    frame.LAG_PROBE_S, rollout.SAMPLE_S = LOCAL_S * stretch, LOCAL_S * stretch
-    keys, redis = Keys(run_id), await Broker.connect()
+    frame.LAG_PROBE_S = LOCAL_S * stretch
+    rollout.SAMPLE_S = LOCAL_S * stretch
+    keys = Keys(run_id)
+    redis = await Broker.connect()
     config = await read_config(redis, keys)
     await redis.close()
     rollout.build_engine = lambda config, _: MeasuredEngine(config)  # type: ignore[attr-defined]

@@ -75,20 +75,31 @@ class Shape(NamedTuple):
         """Seconds that the environment takes for each turn of each group."""
         chance = random.Random(seed)
         turns = [chance.randint(*self.turns) for _ in range(self.groups)]
-        return [[chance.uniform(*self.delay_s) for _ in range(number)] for number in turns]
+        delays_s = []
+        for num_turns in turns:
+            delays_s.append([chance.uniform(*self.delay_s) for _ in range(num_turns)])
+        return delays_s
 
 
-HELD_DELAY_S, HELD_TURNS, ENGINE_S = (0.05, 2.0), 4, 0.1
-FIXED, ROUNDS, MANY = (16, 24, 32), 2, 64
+HELD_DELAY_S = (0.05, 2.0)
+HELD_TURNS = 4
+ENGINE_S = 0.1
+FIXED = (16, 24, 32)
+ROUNDS = 2
+MANY = 64
 """Numbers of groups in flight, how often each is measured, and one at which the cache overflows."""
 SHAPES = {
     "long": Shape(groups=96, size=1, turns=(6, 14), delay_s=(0.02, 0.2), words=96),
     "short": Shape(groups=96, size=8, turns=(1, 4), delay_s=(0.02, 0.2)),
 }
-CACHE_BYTES, TOKEN_BYTES, BLOCK_TOKENS = 16 << 20, 1024, 32
+CACHE_BYTES = 16 << 20
+TOKEN_BYTES = 1024
+BLOCK_TOKENS = 32
 """A token has keys and values of two layers with two heads of 32 float32 numbers."""
 MODEL_TOKENS = 4096
-GATEWAY_SESSIONS, GATEWAY_TURNS, WARM_UP = 40, 8, 5
+GATEWAY_SESSIONS = 40
+GATEWAY_TURNS = 8
+WARM_UP = 5
 TEMPLATE = (
     "{% for m in messages %}w1 {{ m.role }} {{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}w1 assistant {% endif %}"
@@ -103,14 +114,16 @@ def config_of(folder: Path, kind: str, **rollout: Any) -> RunConfig:
     sizes = {"max_position_embeddings": MODEL_TOKENS, "hidden_size": 128, "initializer_range": 0.02}
     model = {"path": str(tiny_model(folder / "model", **sizes)), "max_model_len": MODEL_TOKENS}
     environment = {"use": f"{folder}/scripted.py:Scripted", "max_turns": 16}
-    reward, data = {"function": "exact_match"}, {"train": "unused", "max_prompt_tokens": 64}
+    reward = {"function": "exact_match"}
+    data = {"train": "unused", "max_prompt_tokens": 64}
     return make_config(model=model, data=data, reward=reward, rollout={"environment": environment} | rollout)
 
 
 def ticket_of(number: int, shape: Shape, delays_s: Sequence[float], max_tokens: int) -> Ticket:
     """A group of sessions that have as many turns as there are delays."""
     row = {"delays_s": list(delays_s), "turns": len(delays_s), "words": shape.words}
-    ids, sampling = np.arange(3, 19, dtype=np.int32), SamplingParams(max_tokens=max_tokens)
+    ids = np.arange(3, 19, dtype=np.int32)
+    sampling = SamplingParams(max_tokens=max_tokens)
     group = {"step": 0, "group_size": shape.size, "sampling": sampling}
     return make_ticket(number, prompt_ids=ids, prompt_text="w1 w2", extra=row, **group)
 
@@ -136,9 +149,11 @@ async def measure_held(folder: Path, kind: str, sessions: int) -> tuple[float, f
 
 async def play(run: ServiceRun, shape: Shape) -> float:
     """Seconds by Redis's clock from the tickets to the last trajectory."""
-    prompts, trajectories = run.keys.prompts(), run.keys.trajectories()
+    prompts = run.keys.prompts()
+    trajectories = run.keys.trajectories()
     wanted = await length(run.broker, trajectories) + shape.groups * shape.size
-    max_tokens, first = run.config.rollout.sampling.max_tokens, await length(run.broker, prompts)
+    max_tokens = run.config.rollout.sampling.max_tokens
+    first = await length(run.broker, prompts)
     tickets = {n: ticket_of(n, shape, each, max_tokens) for n, each in enumerate(shape.delays(), first)}
     begun_s = await redis_time_s(run)
     await append_missing(run.broker, prompts, list(tickets), tickets.__getitem__)
@@ -169,7 +184,7 @@ async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
             "extra": {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": num_blocks},
         },
     )
-    found = {}
+    figures = {}
     async with ServiceRun(folder, config, "slots", is_forked=False) as run:
         run.start("rollout")
         await play(run, SHAPES["long"]._replace(groups=1))
@@ -178,10 +193,12 @@ async def measure_slots(folder: Path, slots: int | str) -> dict[str, Measured]:
             wall_s = await play(run, shape)
             num_preempted = await _num_preempted(run) - before
             samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
-            turns = [turn for one in samples[-shape.groups * shape.size :] for turn in one.session.turns]
+            turns = [
+                turn for sample in samples[-shape.groups * shape.size :] for turn in sample.session.turns
+            ]
             tokens = sum(turn.num_tokens for turn in turns)
-            found[name] = Measured(tokens / wall_s, 1000 * num_preempted / len(turns))
-    return found
+            figures[name] = Measured(tokens / wall_s, 1000 * num_preempted / len(turns))
+    return figures
 
 
 async def _num_preempted(run: ServiceRun) -> float:
@@ -197,33 +214,37 @@ async def measure_gateway(folder: Path) -> tuple[float, float]:
     """What the gateway adds to a call: median and 99th percentile in milliseconds."""
     config = config_of(folder, "async", engine="transformers", sampling={"max_tokens": 64})
     write_tokenizer(folder / "model", TEMPLATE)
-    chat, decode = open_chat(config), open_model(config.model).reader.text_of
-    sampling, limits = SamplingParams(max_tokens=64), config.rollout.environment
-    gateway, times = Gateway("policy"), []
+    chat = open_chat(config)
+    decode = open_model(config.model).reader.text_of
+    sampling = SamplingParams(max_tokens=64)
+    limits = config.rollout.environment
+    gateway = Gateway("policy")
+    times = []
     await gateway.start()
     async with httpx.AsyncClient(timeout=60.0) as client:
         for number in range(GATEWAY_SESSIONS):
             session = GatewaySession(chat, decode, _answer, sampling, limits, 16_384)
             with gateway.serving(session) as root:
-                found = await _converse(client, root, session.key)
+                conversation = await _converse(client, root, session.key)
             await session.close()
-            times += found if number >= WARM_UP else []
+            times += conversation if number >= WARM_UP else []
     await gateway.close()
-    p50, p99 = (float(np.percentile(times, share)) for share in (50, 99))
-    return p50, p99
+    return float(np.percentile(times, 50)), float(np.percentile(times, 99))
 
 
 async def _answer(ids: Sequence[int], sampling: SamplingParams) -> Generation:
     """An engine that takes no time: the last token ends the turn."""
-    tokens = [3 + (len(ids) + place) % 29 for place in range(63)] + [1]
+    tokens = [3 + (len(ids) + number) % 29 for number in range(63)] + [1]
     return Generation(tokens, [-1.0] * len(tokens), ((0, 0),), "stop")
 
 
 async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[float]:
     """The time of each call of one session, in milliseconds. The history grows as an agent's does."""
-    url, headers = f"{root}/v1/chat/completions", {"Authorization": f"Bearer {key}"}
-    asked = {"role": "user", "content": " ".join(f"w{place % 29}" for place in range(100))}
-    history, times = [asked], []
+    url = f"{root}/v1/chat/completions"
+    headers = {"Authorization": f"Bearer {key}"}
+    asked = {"role": "user", "content": " ".join(f"w{number % 29}" for number in range(100))}
+    history = [asked]
+    times = []
     for _ in range(GATEWAY_TURNS):
         begun = time.perf_counter()
         response = await client.post(url, json={"model": "policy", "messages": history}, headers=headers)
@@ -234,26 +255,36 @@ async def _converse(client: httpx.AsyncClient, root: str, key: str) -> list[floa
     return times
 
 
-def in_folder(measure: Any, *rest: Any) -> Any:
+def in_folder(measure: Any, *arguments: Any) -> Any:
     """Run a measurement in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_main(measure(Path(folder), *rest))
+        return run_main(measure(Path(folder), *arguments))
 
 
 def report_slots() -> dict[str, float]:
     """The sweep of fixed numbers, and how `auto` compares with 64 and with the fastest of them."""
     play = {slots: partial(in_folder, measure_slots, slots) for slots in (*FIXED, MANY, "auto")}
     # In turns with each: a machine's speed drifts by more than they differ.
-    played = {slots: in_turns({one: play[one] for one in (slots, "auto")}, ROUNDS) for slots in FIXED}
-    many, result = play[MANY](), {}
+    played = {}
+    for slots in FIXED:
+        played[slots] = in_turns({slots: play[slots], "auto": play["auto"]}, ROUNDS)
+    many = play[MANY]()
+    result = {}
     for name in SHAPES:
-        rows, ratios, autos = [], [], []
+        rows = []
+        ratios = []
+        autos = []
         for slots in FIXED:
-            fixed, auto = ([found[name] for found in plays] for plays in played[slots].values())
-            ratios.append(mean(one.speed / other.speed for one, other in zip(auto, fixed, strict=True)))
-            autos += [one.preempted for one in auto]
-            speeds = (f"{mean(one.speed for one in plays):,.0f}" for plays in (fixed, auto))
-            rows.append((slots, *speeds, f"{mean(one.preempted for one in fixed):.1f}"))
+            plays_of_fixed, plays_of_auto = played[slots].values()
+            fixed = [plays[name] for plays in plays_of_fixed]
+            auto = [plays[name] for plays in plays_of_auto]
+            pairs = zip(auto, fixed, strict=True)
+            ratios.append(mean(of_auto.speed / of_fixed.speed for of_auto, of_fixed in pairs))
+            autos += [of_auto.preempted for of_auto in auto]
+            fixed_speed = mean(of_fixed.speed for of_fixed in fixed)
+            auto_speed = mean(of_auto.speed for of_auto in auto)
+            preempted = mean(of_fixed.preempted for of_fixed in fixed)
+            rows.append((slots, f"{fixed_speed:,.0f}", f"{auto_speed:,.0f}", f"{preempted:.1f}"))
         rows.append((MANY, f"{many[name].speed:,.0f}", "", f"{many[name].preempted:.1f}"))
         rows.append(("auto", "", "", f"{mean(autos):.1f}"))
         columns = "groups in flight,tokens/s,tokens/s of auto beside it,preemptions per 1000 turns"
@@ -271,7 +302,8 @@ def main(only: Literal["", "held", "gateway", "slots"] = "", sessions: int = 512
     if only == "slots":
         print_result(report_slots())
         return
-    rows, result = [], dict[str, float]()
+    rows = []
+    result = dict[str, float]()
     for kind in KINDS if only != "gateway" else ():
         wall_s, ideal_s = in_folder(measure_held, kind, sessions)
         rows.append((f"{sessions} sessions, {kind}", f"{wall_s:.2f} s", f"ideal: {ideal_s:.2f} s"))

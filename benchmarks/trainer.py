@@ -37,7 +37,9 @@ import typer
 from benchmarks.report import in_turns, machine, print_result, print_table
 from benchmarks.trainer_sides import CASES, SHARED
 
-BUDGET, STEPS, ROUNDS = 4096, 2, 2
+BUDGET = 4096
+STEPS = 2
+ROUNDS = 2
 LARGER = {"4096": 4}
 """Factor of a case's budget: in a budget that has no room for a group, nothing is shared."""
 
@@ -60,14 +62,19 @@ def measure(side: str, case: str, steps: int, threads: int) -> dict[str, Any]:
 
 def compare_with_trl(threads: int, note: str) -> dict[str, float]:
     """The step beside TRL's."""
-    rows, speed, memory = [], dict[str, float](), []
+    rows = []
+    speed = dict[str, float]()
+    memory = []
     for case in CASES:
         sides = {side: partial(measure, side, case, STEPS, threads) for side in ("tidemill", "trl")}
-        tokens_s, peak = dict[str, float](), dict[str, int]()
-        for side, found in in_turns(sides, ROUNDS).items():
-            tokens_s[side] = found[0]["tokens"] / min(step_s for one in found for step_s in one["step_s"])
-            peak[side] = max(one["peak_bytes"] for one in found)
-            cells = f"{tokens_s[side]:,.0f}", f"{peak[side] >> 20:,}", f"{found[0]['grad_norm']:.5f}"
+        tokens_s = dict[str, float]()
+        peak = dict[str, int]()
+        for side, results in in_turns(sides, ROUNDS).items():
+            tokens_s[side] = results[0]["tokens"] / min(
+                step_s for result in results for step_s in result["step_s"]
+            )
+            peak[side] = max(result["peak_bytes"] for result in results)
+            cells = f"{tokens_s[side]:,.0f}", f"{peak[side] >> 20:,}", f"{results[0]['grad_norm']:.5f}"
             rows.append((case, side, *cells))
         speed[case] = tokens_s["tidemill"] / tokens_s["trl"]
         memory.append(peak["tidemill"] / peak["trl"])
@@ -82,17 +89,17 @@ def main(pairs: int = 7, trl: bool = True, threads: int = 0) -> None:
     threads = threads or len(os.sched_getaffinity(0))
     note = f"{machine()}, {threads} thread(s), micro-batches of {BUDGET} tokens, sides in turns."
     result = compare_with_trl(threads, note) if trl else {}
-    found = {case: measure("bare", case, pairs, threads) for case in (*CASES, *SHARED)}
-    rows = {
-        case: (case, *(f"{one['tokens'] / step_s:,.0f}" for step_s in one["step_s"]), f"{one['ratio']:.3f}")
-        for case, one in found.items()
-    }
+    results = {case: measure("bare", case, pairs, threads) for case in (*CASES, *SHARED)}
+    rows = {}
+    for case, result in results.items():
+        speeds = [f"{result['tokens'] / step_s:,.0f}" for step_s in result["step_s"]]
+        rows[case] = (case, *speeds, f"{result['ratio']:.3f}")
     columns = "case,bare: tokens/s,tidemill: tokens/s,ratio"
     print_table("The same step, beside a bare loop of torch", columns, [rows[case] for case in CASES], note)
     title = "Samples that begin alike; the bare loop has a row for each"
     print_table(title, columns, [rows[case] for case in SHARED], note)
-    result["ratio_to_bare"] = min(found[case]["ratio"] for case in CASES)
-    print_result(result | {f"tree_{case}": found[case]["ratio"] for case in SHARED})
+    result["ratio_to_bare"] = min(results[case]["ratio"] for case in CASES)
+    print_result(result | {f"tree_{case}": results[case]["ratio"] for case in SHARED})
 
 
 if __name__ == "__main__":

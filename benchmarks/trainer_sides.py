@@ -29,10 +29,12 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.sample import Sample
-from tidemill.services.trainer.policy.packing import Layout, make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.packing import Layout, lay_out, make_rows, plan_tiles
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
-LR, MAX_GRAD_NORM, GROUP_SIZE = 1e-6, 1.0, 8
+LR = 1e-6
+MAX_GRAD_NORM = 1.0
+GROUP_SIZE = 8
 GPU_SCALE = 8
 """Completions, prompts and micro-batches are this many times longer on a GPU."""
 CHUNK_ELEMENTS = 1 << 26
@@ -82,7 +84,9 @@ def make_model() -> LlamaForCausalLM:
 def make_batch(case: Case, vocab_size: int, scale: int) -> list[Sample]:
     """Samples of a case in random order, with advantages of mean 0."""
     rng = np.random.default_rng(0)
-    low, high = (length * scale for length in case.completion_tokens)
+    shortest, longest = case.completion_tokens
+    low = shortest * scale
+    high = longest * scale
     if case.is_spread:
         lengths = np.exp(rng.uniform(np.log(low), np.log(high + 1), case.sequences)).astype(int)
     else:
@@ -129,7 +133,8 @@ def train_step(policy: TransformersPolicy, samples: Sequence[Sample], budget_tok
 def run_tidemill(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: int) -> dict[str, Any]:
     """Train `steps` steps after one to warm up."""
     policy = make_policy(model, samples, budget_tokens)
-    peak, norm = Peak(), train_step(policy, samples, budget_tokens)
+    peak = Peak()
+    norm = train_step(policy, samples, budget_tokens)
     times = [time_of(partial(train_step, policy, samples, budget_tokens)) for _ in range(steps)]
     return {"step_s": times, "peak_bytes": peak.above_base(), "grad_norm": norm}
 
@@ -151,7 +156,7 @@ def packed(policy: TransformersPolicy, samples: Sequence[Sample], budget_tokens:
     to_device = partial(torch.as_tensor, device=policy._model.device)
     for batch in form_micro_batches(samples, budget_tokens):
         rows = make_rows(batch.samples, [sample.mask for sample in batch.samples])
-        for tile in map(make_tile, plan_tiles(rows, rows_alone, policy._tile_tokens)):
+        for tile in map(lay_out, plan_tiles(rows, rows_alone, policy._tile_tokens)):
             advantages = [
                 float(batch.samples[row.sample].advantage) for row in tile.rows for _ in row.targets
             ]
@@ -169,7 +174,8 @@ class BareLoop:
     AdamW. It gets packed tokens ready made, plans nothing, clips nothing, and measures nothing."""
 
     def __init__(self, model: Any, rectangles: Sequence[Rectangle]) -> None:
-        self._model, self._rectangles = model, rectangles
+        self._model = model
+        self._rectangles = rectangles
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
     def step(self) -> None:
@@ -226,10 +232,10 @@ def run_bare(model: Any, samples: Sequence[Sample], budget_tokens: int, steps: i
         raise RuntimeError(
             f"the gradient's norm is {norms[0]} in the bare loop and {norms[1]} in the trainer"
         )
-    own = partial(train_step, policy, samples, budget_tokens)
+    policy_step = partial(train_step, policy, samples, budget_tokens)
     # Over pairs of steps: what else the machine does slows both steps of a pair.
     times = in_turns(
-        {side: partial(time_of, work) for side, work in (("bare", bare.step), ("own", own))}, steps
+        {side: partial(time_of, work) for side, work in (("bare", bare.step), ("own", policy_step))}, steps
     )
     ratio = paired_ratio(times["bare"], times["own"])
     return {"step_s": [median(each) for each in times.values()], "ratio": ratio}
@@ -246,7 +252,8 @@ def main(side: str, case_name: str, budget_tokens: int, steps: int, threads: int
     """Measure one side on one case."""
     if not is_gpu():
         torch.set_num_threads(threads)
-    scale, model = GPU_SCALE if is_gpu() else 1, make_model()
+    scale = GPU_SCALE if is_gpu() else 1
+    model = make_model()
     samples = make_batch((CASES | SHARED)[case_name], model.config.vocab_size, scale)
     run = {"tidemill": run_tidemill, "bare": run_bare}.get(side)
     if run is None:

@@ -32,7 +32,8 @@ class GivenCompletions(GRPOTrainer):  # type: ignore[misc]
 
     def __init__(self, samples: Sequence[Sample], **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.samples, self.given_s = samples, 0.0
+        self.samples = samples
+        self.given_s = 0.0
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         started = now_s()
@@ -59,7 +60,8 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.trainer: GivenCompletions
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.started, self.given_s = now_s(), self.trainer.given_s
+        self.started = now_s()
+        self.given_s = self.trainer.given_s
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         # What stands in for generation is no part of the step.

@@ -46,12 +46,17 @@ from tidemill.common.wire.codec import PAYLOAD_FIELD, SCHEMA, VERSION_FIELD, enc
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import Message, Score, ScoreStatus, Trajectory, TrajectoryKey
 
-PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE, VOCABULARY = 256, 1024, 8, 151_936
-LEASE_S, BLOCK_S = 60.0, 1.0
+PROMPT_TOKENS = 256
+COMPLETION_TOKENS = 1024
+GROUP_SIZE = 8
+VOCABULARY = 151_936
+LEASE_S = 60.0
+BLOCK_S = 1.0
 IN_FLIGHT = 2
 """One call travels while the next one is encoded, or the last one decoded."""
 KEYS = Keys("transport")
-PEER_MAXLEN, PEER_BLOCK_MS = 1_000_000, 100
+PEER_MAXLEN = 1_000_000
+PEER_BLOCK_MS = 100
 Steps = AsyncIterator[None]
 """One end of a way to send: what is before its first `yield` prepares, and its work ends with the second."""
 common_start: Barrier
@@ -60,7 +65,8 @@ common_start: Barrier
 
 def trajectories(count: int) -> list[Trajectory]:
     """Records as a rollout worker makes them, every one different."""
-    rng, now = np.random.default_rng(0), time.time()
+    rng = np.random.default_rng(0)
+    now = time.time()
     return [
         Trajectory(
             ticket=number // GROUP_SIZE,
@@ -81,8 +87,8 @@ def trajectories(count: int) -> list[Trajectory]:
 
 def score_of(trajectory: Trajectory) -> Score:
     """A score as a reward worker publishes it."""
-    own = {"ticket": trajectory.ticket, "index": trajectory.index, "components": {"correct": 0.5}}
-    return Score(status=ScoreStatus.OK, value=0.5, worker="reward-0", **own)
+    score = {"ticket": trajectory.ticket, "index": trajectory.index, "components": {"correct": 0.5}}
+    return Score(status=ScoreStatus.OK, value=0.5, worker="reward-0", **score)
 
 
 async def send_plainly(broker: Broker, key: str, *messages: Message) -> None:
@@ -93,7 +99,8 @@ async def send_plainly(broker: Broker, key: str, *messages: Message) -> None:
 
 async def _write_with(send: Callable[..., Awaitable[Any]], url: str, records: int, per_call: int) -> Steps:
     """Send all records, `per_call` at a time, from a few tasks at once as a worker does."""
-    broker, batch = await Broker.connect(url), trajectories(records)
+    broker = await Broker.connect(url)
+    batch = trajectories(records)
     calls = iter(range(0, records, per_call))
 
     async def write() -> None:
@@ -110,16 +117,22 @@ async def _read_with(
     result_of: Callable[[Delivery[Trajectory]], Score | None], url: str, records: int, per_call: int
 ) -> Steps:
     """Fetch, decode, validate and acknowledge until every record was seen."""
-    broker, key = await Broker.connect(url), KEYS.trajectories()
+    broker = await Broker.connect(url)
+    key = KEYS.trajectories()
     consumer = Consumer(broker, key, REWARD_GROUP, "reader", Trajectory, lease_s=LEASE_S, dead_key=KEYS.dead)
     seen: set[TrajectoryKey] = set()
-    finished, acknowledged = asyncio.Event(), 0
+    finished = asyncio.Event()
+    acknowledged = 0
 
     async def read() -> None:
         nonlocal acknowledged
         while acknowledged < records:
             deliveries = await consumer.fetch(per_call, BLOCK_S)
-            done = [(one, result_of(one)) for one in deliveries if not isinstance(one, Garbled)]
+            done = [
+                (delivery, result_of(delivery))
+                for delivery in deliveries
+                if not isinstance(delivery, Garbled)
+            ]
             if done:
                 completed = await consumer.complete(done, KEYS.scores(), ahead=len(done))
                 acknowledged += sum(completed)  # after the await: other readers add to it meanwhile
@@ -144,7 +157,8 @@ async def read_forgotten(url: str, records: int, per_call: int) -> Steps:
     A batch is decoded and answered while the next one travels, so that this end is no slower by design.
     """
     broker = await Broker.connect(url)
-    reader, num_read = OffsetReader(broker, KEYS.trajectories(), Trajectory), 0
+    reader = OffsetReader(broker, KEYS.trajectories(), Trajectory)
+    num_read = 0
     sending: set[asyncio.Task[None]] = set()
     yield
     while num_read < records:
@@ -161,7 +175,8 @@ async def read_forgotten(url: str, records: int, per_call: int) -> Steps:
 
 async def write_raw(url: str, records: int, per_call: int) -> Steps:
     """Arrays as bytes, a pipeline of plain XADDs."""
-    client, batch = redis.Redis.from_url(url), trajectories(records)
+    client = redis.Redis.from_url(url)
+    batch = trajectories(records)
     yield
     for first in range(0, records, per_call):
         pipe = client.pipeline(transaction=False)
@@ -174,12 +189,14 @@ async def write_raw(url: str, records: int, per_call: int) -> Steps:
 
 async def read_raw(url: str, records: int, per_call: int) -> Steps:
     """XREADGROUP and XACK, the arrays cut out of the bytes."""
-    client, key, acknowledged = redis.Redis.from_url(url), KEYS.trajectories(), 0
+    client = redis.Redis.from_url(url)
+    key = KEYS.trajectories()
+    acknowledged = 0
     client.xgroup_create(key, REWARD_GROUP, "0", mkstream=True)
     yield
     while acknowledged < records:
-        place: Any = {key: ">"}
-        reply: Any = client.xreadgroup(REWARD_GROUP, "reader", place, per_call, int(BLOCK_S * 1000))
+        position: Any = {key: ">"}
+        reply: Any = client.xreadgroup(REWARD_GROUP, "reader", position, per_call, int(BLOCK_S * 1000))
         for _, entries in reply:
             for _, fields in entries:
                 assert len(np.frombuffer(fields[b"p"], np.int32)) == PROMPT_TOKENS + 2 * COMPLETION_TOKENS
@@ -190,7 +207,8 @@ async def read_raw(url: str, records: int, per_call: int) -> Steps:
 
 async def write_peer(url: str, records: int, per_call: int) -> Steps:
     """Write as PipelineRL does: lists of numbers, pickled, one XADD a record, approximately trimmed."""
-    client, batch = redis.Redis.from_url(url), [peer_record(record) for record in trajectories(records)]
+    client = redis.Redis.from_url(url)
+    batch = [peer_record(record) for record in trajectories(records)]
     yield
     for index, record in enumerate(batch):
         fields: Any = {"index": index, "data": pickle.dumps(record)}
@@ -210,7 +228,9 @@ def peer_record(record: Trajectory) -> dict[str, Any]:
 
 async def read_peer(url: str, records: int, per_call: int) -> Steps:
     """Read as PipelineRL does: XREAD of one record from its own position, unpickled; no acknowledgement."""
-    client, key, num_read = redis.Redis.from_url(url), KEYS.trajectories(), 0
+    client = redis.Redis.from_url(url)
+    key = KEYS.trajectories()
+    num_read = 0
     last_id: Any = 0
     yield
     while num_read < records:
@@ -224,10 +244,14 @@ async def read_peer(url: str, records: int, per_call: int) -> Steps:
 
 
 NO_AOF = "no-aof"
-SINGLE, BATCHED = "one record a call", "64 records a call"
-RAW, PEER = "raw arrays, 64 a call", "PipelineRL's way, one a call"
-SCORED, FORGOTTEN = "with scores, 64 a call", "fire-and-forget, 64 a call"
-WRITE, READ = partial(_write_with, append), partial(_read_with, lambda delivery: None)
+SINGLE = "one record a call"
+BATCHED = "64 records a call"
+RAW = "raw arrays, 64 a call"
+PEER = "PipelineRL's way, one a call"
+SCORED = "with scores, 64 a call"
+FORGOTTEN = "fire-and-forget, 64 a call"
+WRITE = partial(_write_with, append)
+READ = partial(_read_with, lambda delivery: None)
 # As in a reward worker, each score and the acknowledgement of its trajectory are one unit.
 READ_SCORED = partial(_read_with, lambda delivery: score_of(delivery.message))
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
@@ -286,15 +310,22 @@ def main(
 ) -> None:
     """Measure records a second over one hop through a stream."""
     sides = {(way, aof): partial(hop, way, records, aof) for way in WAYS for aof in (NO_AOF, appendfsync)}
-    found = {side: list(zip(*hops, strict=True)) for side, hops in in_turns(sides, repeats).items()}
-    rates = {aof: {way: found[way, aof][0] for way in WAYS} for aof in (NO_AOF, appendfsync)}
-    medians = {aof: {way: round(median(each)) for way, each in rates[aof].items()} for aof in rates}
-    num_bytes = {way: round(median(found[way, NO_AOF][1])) for way in WAYS}
-    rows = [(way, *(f"{each[way]:,}" for each in (num_bytes, *medians.values()))) for way in WAYS]
+    results = {side: list(zip(*hops, strict=True)) for side, hops in in_turns(sides, repeats).items()}
+    rates = {}
+    medians = {}
+    for aof in (NO_AOF, appendfsync):
+        rates[aof] = {way: results[way, aof][0] for way in WAYS}
+        medians[aof] = {way: round(median(rates[aof][way])) for way in WAYS}
+    num_bytes = {way: round(median(results[way, NO_AOF][1])) for way in WAYS}
+    rows = []
+    for way in WAYS:
+        cells = [f"{figures[way]:,}" for figures in (num_bytes, *medians.values())]
+        rows.append((way, *cells))
     note = f"{machine()}; Redis on a unix socket; {records:,} records, medians of {repeats}"
     columns = f"records/s,bytes a record,no AOF,AOF {appendfsync}"
     print_table("One hop through a stream", columns, rows, note)
-    plain, flushed = rates[NO_AOF], rates[appendfsync]
+    plain = rates[NO_AOF]
+    flushed = rates[appendfsync]
     print_result(
         {
             "ratio_to_raw": paired_ratio(flushed[BATCHED], flushed[RAW]),

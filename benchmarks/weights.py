@@ -38,7 +38,8 @@ from tidemill.services.trainer.weights.peers import Alone
 from tidemill.services.trainer.weights.shard_writer import ShardWriter
 from tidemill.services.trainer.weights.store import WeightState, WeightStore
 
-WIDTH, SHARES = 4096, (1.0, 0.001, 0.01, 0.1, 0.5)
+WIDTH = 4096
+SHARES = (1.0, 0.001, 0.01, 0.1, 0.5)
 
 
 class MadeUpModel:
@@ -61,9 +62,15 @@ class MadeUpModel:
                 rows[torch.rand(rows.shape, generator=generator) < share] *= 1.02
 
     def compare_weights(self) -> WeightState:
-        found = self.writer.compare(self.tensors)
-        before = str(found.before) if found.before else ""
-        return WeightState(str(found.digest), str(found.digest), before, found.share_changed, found.num_bytes)
+        comparison = self.writer.compare(self.tensors)
+        before = str(comparison.before) if comparison.before else ""
+        return WeightState(
+            str(comparison.digest),
+            str(comparison.digest),
+            before,
+            comparison.share_changed,
+            comparison.num_bytes,
+        )
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         return self.writer.begin(lambda: self.tensors, folder, version, parent)
@@ -75,7 +82,7 @@ def hold(files: list[Path]) -> HeldWeights:
         info.name: as_tensor(info, bits.copy()) for path in files for info, bits in read_safetensors(path)
     }
     infos = [info for path in files for info, _ in read_safetensors(path)]
-    return trace(lambda given: [weights[name].copy_(one) for name, one in given], infos)[0]
+    return trace(lambda tensors: [weights[name].copy_(tensor) for name, tensor in tensors], infos)[0]
 
 
 def take(run: Path, manifest: WeightManifest, held: HeldWeights) -> tuple[float, float]:
@@ -98,18 +105,24 @@ def take(run: Path, manifest: WeightManifest, held: HeldWeights) -> tuple[float,
 
 def main(parameters: float = 2.5e8) -> None:
     """A full version, then one for each share, each a delta where the store finds that one pays."""
-    rows, result, held = [], dict[str, float](), HeldWeights(())
+    rows = []
+    result = dict[str, float]()
+    held = HeldWeights(())
     with tempfile.TemporaryDirectory() as folder:
-        model, store = MadeUpModel(int(parameters)), WeightStore(Path(folder))
+        model = MadeUpModel(int(parameters))
+        store = WeightStore(Path(folder))
         store.max_chain_share = 10.0
         for version, share in enumerate(SHARES):
             if version:
                 model.change(share, version)
-            peak, started = Peak(), time.process_time()
+            peak = Peak()
+            started = time.process_time()
             state = model.compare_weights()
-            compare_s, compared = time.process_time() - started, time.perf_counter()
+            compare_s = time.process_time() - started
+            compared = time.perf_counter()
             manifest = store.finish(store.begin(version, model, state))
-            write_s, host_bytes = time.perf_counter() - compared, peak.above_base()
+            write_s = time.perf_counter() - compared
+            host_bytes = peak.above_base()
             if version == 0:
                 held = hold(verified_files(store.run_dir, manifest))
             apply_s, pause_s = take(store.run_dir, manifest, held)

@@ -118,13 +118,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every test the marker of its folder, and `long`; what takes longest comes first."""
-    order = {name: place for place, name in enumerate(LONGEST)}
+    order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).as_posix(), len(order)))
     for item in items:
-        place = item.path.relative_to(TESTS)
-        if (folder := place.parts[0]) in ("unit", "contract", "integration", "chaos", "gpu"):
+        path = item.path.relative_to(TESTS)
+        if (folder := path.parts[0]) in ("unit", "contract", "integration", "chaos", "gpu"):
             item.add_marker(folder)
-        if place.as_posix().startswith(LONG) or _server_of(item) not in ("", FIRST_SERVER, MEMORY):
+        if path.as_posix().startswith(LONG) or _server_of(item) not in ("", FIRST_SERVER, MEMORY):
             item.add_marker("long")
 
 
@@ -189,8 +189,8 @@ def own_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _servers() -> dict[str, str]:
     """All that are there, or those of TIDEMILL_TEST_SERVERS: kinds, or paths, with commas between."""
     chosen = os.environ.get("TIDEMILL_TEST_SERVERS", "")
-    known = available_servers()
-    return {Path(name).name: known.get(name, name) for name in chosen.split(",")} if chosen else known
+    servers = available_servers()
+    return {Path(name).name: servers.get(name, name) for name in chosen.split(",")} if chosen else servers
 
 
 SERVERS = _servers()

@@ -104,8 +104,8 @@ class Row:
 
 def names() -> list[str]:
     """All families of the table; those whose vision part is beside a text model stand as that."""
-    known = {*FAMILIES, *RECURRENT, *STATELESS_BATCHES, *FIELDS, *PLAIN}
-    return sorted(known, key=str.lower)
+    listed = {*FAMILIES, *RECURRENT, *STATELESS_BATCHES, *FIELDS, *PLAIN}
+    return sorted(listed, key=str.lower)
 
 
 def build(family: str) -> Any:
@@ -167,7 +167,7 @@ def try_engine(family: str) -> str:
 
 
 def _prompt(length: int) -> list[int]:
-    return [2 + (7 * place + length) % 29 for place in range(length)]
+    return [2 + (7 * position + length) % 29 for position in range(length)]
 
 
 def _in_short(error: ConfigError) -> str:

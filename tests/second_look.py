@@ -23,7 +23,8 @@ class FirstLook:
 
     def __init__(self) -> None:
         self.failed: dict[str, None] = {}
-        self.is_parallel = self.is_whole = False
+        self.is_parallel = False
+        self.is_whole = False
         self.is_collected = True
 
     def pytest_configure(self, config: pytest.Config) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, le
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,9 +29,15 @@ from benchmarks.report import print_result, print_table
 NOT_TRIED: Record = {"state": "not tried"}
 
 
-def main(part: str = "", out: str = "", fresh: bool = False, dry: bool = False, minutes: float = 0.0) -> None:
+def main(
+    selection: Annotated[str, typer.Option("--part")] = "",
+    out: str = "",
+    fresh: bool = False,
+    dry: bool = False,
+    minutes: float = 0.0,
+) -> None:
     """Run the parts."""
-    names = [name.strip() for name in part.split(",") if name.strip()]
+    names = [name.strip() for name in selection.split(",") if name.strip()]
     try:
         parts = chosen(names)
     except ValueError as error:
@@ -66,20 +72,22 @@ def main(part: str = "", out: str = "", fresh: bool = False, dry: bool = False, 
 
 def figures(parts: Sequence[Part], records: Mapping[str, Record]) -> Iterator[tuple[str, ...]]:
     """Rows: what every part that is done has measured, beside its goals; a dry run has none."""
-    for part in parts:
-        record = records.get(part.name, NOT_TRIED)
+    for piece in parts:
+        record = records.get(piece.name, NOT_TRIED)
         if record["state"] != DONE:
-            yield part.name, record["state"], "", "", ""
+            yield piece.name, record["state"], "", "", ""
             continue
-        goals = {} if record["dry"] else {name: (sign, bound) for name, sign, bound in part.goals}
+        goals = {} if record["dry"] else {name: (sign, bound) for name, sign, bound in piece.goals}
         for name, value in record["result"].items():
-            goal, met = "", ""
+            goal = ""
+            met = ""
             if name in goals:
                 sign, bound = goals[name]
                 is_met = isinstance(value, int | float) and (ge if sign == ">=" else le)(value, bound)
-                goal, met = f"{sign} {bound:g}", "yes" if is_met else "no"
+                goal = f"{sign} {bound:g}"
+                met = "yes" if is_met else "no"
             text = f"{value:,.4g}" if isinstance(value, float) else json.dumps(value)
-            yield part.name, name, text, goal, met
+            yield piece.name, name, text, goal, met
 
 
 def exit_code(records: Sequence[Record]) -> int:

@@ -44,7 +44,8 @@ from tidemill.services.trainer.weights.store import WeightStore
 GB = 1e9
 DELTA_SHARE = 0.01
 CHUNK = 1 << 24
-FULL, DELTA = 1, 2
+FULL = 1
+DELTA = 2
 """Numbers of the two versions."""
 
 
@@ -86,13 +87,16 @@ def change(policy: TransformersPolicy, share: float, seed: int) -> None:
             values *= torch.where(drawn[0] < share, 0.5 + drawn[1], 1.0)
 
 
-NAMES, CHANGES = {FULL: "full", DELTA: "delta"}, {FULL: (1.0, 1), DELTA: (DELTA_SHARE, 2)}
+NAMES = {FULL: "full", DELTA: "delta"}
+CHANGES = {FULL: (1.0, 1), DELTA: (DELTA_SHARE, 2)}
 
 
 def write_versions(config: RunConfig, run_dir: Path) -> tuple[dict[int, WeightManifest], dict[str, Any]]:
     """Both versions on the disk, and what they cost the trainer."""
-    policy, store = load_policy(config), WeightStore(run_dir, WeightsConfig())
-    manifests, figures = {}, {}
+    policy = load_policy(config)
+    store = WeightStore(run_dir, WeightsConfig())
+    manifests = {}
+    figures = {}
     for version, name in NAMES.items():
         change(policy, *CHANGES[version])
         started = now_s()
@@ -111,7 +115,9 @@ class Served:
     """An engine under load, and the figures measured on it."""
 
     def __init__(self, engine: Engine, load: Load, vocab_size: int) -> None:
-        self.engine, self.load, self.vocab_size = engine, load, vocab_size
+        self.engine = engine
+        self.load = load
+        self.vocab_size = vocab_size
         self.figures: dict[str, Any] = {}
 
     def requests(self, name: str, count: int) -> list[GenerationRequest]:
@@ -128,19 +134,21 @@ class Served:
         await self.generate(self.requests("warm", self.load.requests // 4))
         started = now_s()
         results = await self.generate(self.requests("speed", self.load.requests))
-        self.figures["tokens_per_s"] = sum(len(one.token_ids) for one in results) / (now_s() - started)
+        self.figures["tokens_per_s"] = sum(len(result.token_ids) for result in results) / (now_s() - started)
 
     async def update(self, name: str, version: int, files: list[Path], digest: str) -> None:
         """Load a version while requests run; its pause, and how many requests have tokens of both."""
         running = asyncio.create_task(self.generate(self.requests(name, self.load.requests)))
         first = self.requests("first", 1)[0]
         await self.engine.generate(GenerationRequest(name, first.prompt_ids, SamplingParams(max_tokens=1)))
-        whole, deltas = (files, []) if version == FULL else ([], [files])
+        is_full = version == FULL
+        whole = files if is_full else []
+        deltas = [] if is_full else [files]
         done = await self.engine.load(version, whole, deltas, digest)
         self.figures[f"{name}_load_s"] = done.load_s
         self.figures[f"{name}_pause_ms"] = done.paused_s * 1e3
         results = await running
-        self.figures[f"{name}_requests_with_both_versions"] = sum(len(one.spans) > 1 for one in results)
+        self.figures[f"{name}_requests_with_both_versions"] = sum(len(result.spans) > 1 for result in results)
 
 
 async def serve(
@@ -151,7 +159,8 @@ async def serve(
     Raises:
         ConfigError: the engine refuses this model or these options.
     """
-    engine, started = build_engine(config, "proof"), now_s()
+    engine = build_engine(config, "proof")
+    started = now_s()
     await engine.start()
     served = Served(engine, load, vocab_size)
     try:
@@ -176,7 +185,8 @@ def compare(
     """|engine - trainer| of the tokens, with the weights of version 2 and with those of version 1."""
     policy = load_policy(config)
     samples = [
-        sample_of((0, 0), request.prompt_ids, made.token_ids, made.logprobs) for request, made in pairs
+        sample_of((0, 0), request.prompt_ids, generation.token_ids, generation.logprobs)
+        for request, generation in pairs
     ]
     gaps = {}
     for version in (FULL, DELTA):
@@ -185,14 +195,19 @@ def compare(
             raise RuntimeError(f"the weights of version {version} cannot be made again: other random numbers")
         scored = zip(logprobs_of(policy, samples), samples, strict=True)
         gaps[version] = np.concatenate([np.abs(mine - sample.rollout_logprobs) for mine, sample in scored])
-    found = {"gap": gaps[DELTA].mean(), "gap_max": gaps[DELTA].max(), "gap_other_version": gaps[FULL].mean()}
-    return {name: float(value) for name, value in found.items()}
+    gap_figures = {
+        "gap": gaps[DELTA].mean(),
+        "gap_max": gaps[DELTA].max(),
+        "gap_other_version": gaps[FULL].mean(),
+    }
+    return {name: float(value) for name, value in gap_figures.items()}
 
 
 def copy_gb_per_s(num_bytes: int) -> float:
     """Speed of copies from host memory, page-locked where there is a GPU, to the device."""
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu())
-    target, times = torch.empty_like(source, device="cuda" if is_gpu() else "cpu"), [now_s()]
+    target = torch.empty_like(source, device="cuda" if is_gpu() else "cpu")
+    times = [now_s()]
     for _ in range(5):
         target.copy_(source)
         times.append(now_s())
@@ -201,9 +216,11 @@ def copy_gb_per_s(num_bytes: int) -> float:
 
 async def measure(name: str, dry: bool, vllm: dict[str, Any], may_refuse: bool) -> dict[str, Any]:
     """All figures of a model; with `may_refuse` the engine's refusal is one too."""
-    load, shape = TINY_LOAD if dry else Load(), shape_of(name, dry)
+    load = TINY_LOAD if dry else Load()
+    shape = shape_of(name, dry)
     with tempfile.TemporaryDirectory() as folder:
-        model, run_dir = Path(folder) / "model", Path(folder) / "run"
+        model = Path(folder) / "model"
+        run_dir = Path(folder) / "run"
         make_model(shape, model)
         config = config_of(model, load, vllm)
         manifests, figures = write_versions(config, run_dir)
@@ -232,7 +249,10 @@ def main(
     dry: bool = False,
 ) -> None:
     """Measure a model: 0.6b, 4b, 8b or moe, or with --dry a tiny one of its kind."""
-    extra = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in option or [])}
+    extra = {}
+    for text in option or []:
+        setting, _, value = text.partition("=")
+        extra[setting] = yaml.safe_load(value)
     vllm = {"tensor_parallel_size": tensor_parallel, "enforce_eager": dry, "extra": extra}
     print_figures(f"vLLM, {name}", run_main(measure(name, dry, vllm, may_refuse)))
 

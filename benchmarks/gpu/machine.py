@@ -21,18 +21,18 @@ from tidemill.services.trainer.machine import compiler_problem, driver_list, gpu
 def read_facts() -> dict[str, Any]:
     """What is here. `gpu_problem` says why torch sees no GPU, `vllm_problem` why vLLM would not start,
     `compiler` what Triton lacks; each is empty where nothing is wrong."""
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     driver = driver_list()
     return {
         "machine": machine(),
         "packages": {name: version(name) for name in ("torch", "transformers", "triton") if is_here(name)},
         "driver": driver,
-        "gpus": [gpu.name for gpu in found],
-        "gpu_gib": min((gpu.total_memory / 2**30 for gpu in found), default=0.0),
-        "gpu_problem": "" if found else gpu_problem(driver),
-        "vllm_problem": vllm_problem(bool(found)),
+        "gpus": [gpu.name for gpu in devices],
+        "gpu_gib": min((gpu.total_memory / 2**30 for gpu in devices), default=0.0),
+        "gpu_problem": "" if devices else gpu_problem(driver),
+        "vllm_problem": vllm_problem(bool(devices)),
         "compiler": compiler_problem(),
-        "bfloat16_problem": "" if found else problem_of(check_bfloat16, "bfloat16"),
+        "bfloat16_problem": "" if devices else problem_of(check_bfloat16, "bfloat16"),
     }
 
 
@@ -48,9 +48,9 @@ def vllm_problem(has_gpu: bool) -> str:
     return problem_of(check_machine, "this machine")
 
 
-def problem_of(check: Callable[[str], object], what: str) -> str:
+def problem_of(check: Callable[[str], object], tried: str) -> str:
     try:
-        check(what)
+        check(tried)
     except ConfigError as error:
         return str(error)
     return ""

@@ -50,13 +50,17 @@ _WORDS = {
 }
 KINDS = {kind: tuple(words.split()) for kind, words in _WORDS.items()}
 """Kinds, and parts of their kernels' names; the first that fits counts. On CPUs it is operators."""
-OTHER, NONE = "other kernels", "no kernel running"
+OTHER = "other kernels"
+NONE = "no kernel running"
 
 
 def kind_of(name: str) -> str:
     """The kind of a kernel, or of a CPU's operator."""
     name = name.lower()
-    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), OTHER)
+    for kind, words in KINDS.items():
+        if any(word in name for word in words):
+            return kind
+    return OTHER
 
 
 def kernel_shares(events: Iterable[Any], wall_s: float, device: DeviceType) -> dict[str, float]:
@@ -125,8 +129,10 @@ def _fitting(
         "rollout": {"workers": 0, "sampling": {"max_tokens": work.sequence - work.prompt}},
         "trainer": trainer | {"num_ranks": ranks},
     }
-    config, shape = run_config(folder, **sections), shape_of(name, dry)
-    published, figures = shape.num_hidden_layers, {"ranks": ranks}
+    config = run_config(folder, **sections)
+    shape = shape_of(name, dry)
+    published = shape.num_hidden_layers
+    figures = {"ranks": ranks}
     if is_gpu():
         gpu_bytes = float(torch.cuda.get_device_properties(0).total_memory)
         for layers in range(published, 0, -2):
@@ -145,14 +151,17 @@ def _fitting(
 
 
 def _measured(policy: Policy, work: Work, vocab_size: int, ranks: int) -> dict[str, Any]:
-    sizes, batches = (vocab_size, work.prompt, work.sequence - work.prompt), []
+    sizes = (vocab_size, work.prompt, work.sequence - work.prompt)
+    batches = []
     for number in range(work.micro_batches):
-        rng, rows = np.random.default_rng(number), range(work.packed // work.sequence)
+        rng = np.random.default_rng(number)
+        rows = range(work.packed // work.sequence)
         batches.append(MicroBatch(tuple(random_sample(rng, (number, row), *sizes) for row in rows)))
     _, sums, norm = _step(policy, batches)
     _step(policy, batches)
     policy.usage()  # from here on its peak is measured
-    step_s, usage = median(_step(policy, batches)[0] for _ in range(work.steps)), policy.usage()
+    step_s = median(_step(policy, batches)[0] for _ in range(work.steps))
+    usage = policy.usage()
     with profile() as profiler:
         profiled_s = _step(policy, batches)[0]
     flops = usage.flops.of(sums) / step_s

@@ -39,7 +39,9 @@ class Part:
 
 
 TESTS = "pytest -q -rs -p no:xdist -p no:cacheprovider tests/gpu"
-MFU, ENGINE, RUN = (f"benchmarks.gpu.{name}" for name in ("mfu", "engine", "whole_run"))
+MFU = "benchmarks.gpu.mfu"
+ENGINE = "benchmarks.gpu.engine"
+RUN = "benchmarks.gpu.whole_run"
 MFU_GOAL = (("mfu", ">=", 0.45),)
 GAPS = (("gap", "<=", 0.1),)
 PAUSES = (("full_pause_over_copy_ms", "<=", 100.0), ("delta_pause_over_copy_ms", "<=", 100.0), *GAPS)
@@ -75,20 +77,21 @@ PARTS = (
 )
 
 
-def missing(part: Part, facts: Mapping[str, Any], dry: bool) -> tuple[list[str], list[str]]:
+def missing(piece: Part, facts: Mapping[str, Any], dry: bool) -> tuple[list[str], list[str]]:
     """What this machine lacks for a part: what can be set right, and what it has too little of."""
-    num_gpus, too_little = len(facts["gpus"]), []
-    wrong = [facts["vllm_problem"]] if part.vllm else []
+    num_gpus = len(facts["gpus"])
+    too_little = []
+    wrong = [facts["vllm_problem"]] if piece.vllm else []
     if not dry and facts["gpu_problem"]:
         return [text for text in (facts["gpu_problem"], *wrong) if text], []
-    if num_gpus < part.gpus and (num_gpus or not dry):
-        too_little.append(f"{part.gpus} GPUs, here {'is' if num_gpus == 1 else 'are'} {num_gpus}")
+    if num_gpus < piece.gpus and (num_gpus or not dry):
+        too_little.append(f"{piece.gpus} GPUs, here {'is' if num_gpus == 1 else 'are'} {num_gpus}")
     if dry:  # tiny models, on GPUs where there are some
-        wrong.append(facts["bfloat16_problem"] if part.vllm else "")
+        wrong.append(facts["bfloat16_problem"] if piece.vllm else "")
     else:
-        wrong.append(facts["compiler"] if part.compiles else "")
-        if facts["gpu_gib"] < part.gpu_gib:
-            too_little.append(f"{part.gpu_gib:g} GiB of GPU memory, here are {facts['gpu_gib']:.0f}")
+        wrong.append(facts["compiler"] if piece.compiles else "")
+        if facts["gpu_gib"] < piece.gpu_gib:
+            too_little.append(f"{piece.gpu_gib:g} GiB of GPU memory, here are {facts['gpu_gib']:.0f}")
     return [text for text in wrong if text], too_little
 
 
@@ -99,6 +102,14 @@ def chosen(names: Sequence[str]) -> list[Part]:
         ValueError: a name fits no part.
     """
     for name in names:
-        if not any(fnmatch(part.name, name) for part in PARTS):
-            raise ValueError(f"there is no part {name!r}; parts are {', '.join(part.name for part in PARTS)}")
-    return [part for part in PARTS if not names or any(fnmatch(part.name, name) for name in names)]
+        if not any(fnmatch(piece.name, name) for piece in PARTS):
+            raise ValueError(
+                f"there is no part {name!r}; parts are {', '.join(piece.name for piece in PARTS)}"
+            )
+    if not names:
+        return list(PARTS)
+    pieces = []
+    for piece in PARTS:
+        if any(fnmatch(piece.name, name) for name in names):
+            pieces.append(piece)
+    return pieces

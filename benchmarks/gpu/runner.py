@@ -22,8 +22,12 @@ from tidemill.common.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 JSON_FILE = "proof.json"
-DONE, MISSING, FAILED, LATE = "done", "missing", "failed", "late"
-TAIL_LINES, TAIL_CHARACTERS = 40, 4000
+DONE = "done"
+MISSING = "missing"
+FAILED = "failed"
+LATE = "late"
+TAIL_LINES = 40
+TAIL_CHARACTERS = 4000
 GRACE_S = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 DRY_VARIABLE = "TIDEMILL_GPU_TESTS_DRY"
@@ -42,7 +46,10 @@ class Proof:
     """One folder of results, of this machine."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], dry: bool, limit_s: float = LIMIT_S) -> None:
-        self.folder, self.facts, self.dry, self.limit_s = folder, facts, dry, limit_s
+        self.folder = folder
+        self.facts = facts
+        self.dry = dry
+        self.limit_s = limit_s
         self.records: dict[str, Record] = {}
         """Results of the parts that were tried, by name."""
         with suppress(OSError, ValueError):
@@ -50,24 +57,25 @@ class Proof:
 
     def left(self, parts: Sequence[Part]) -> list[Part]:
         """Parts that are not done: those not tried yet, then those without a result."""
-        left = [part for part in parts if self.records.get(part.name, {}).get("state") != DONE]
-        return sorted(left, key=lambda part: part.name in self.records)
+        unfinished = [piece for piece in parts if self.records.get(piece.name, {}).get("state") != DONE]
+        return sorted(unfinished, key=lambda piece: piece.name in self.records)
 
-    def run(self, part: Part) -> Record:
+    def run(self, piece: Part) -> Record:
         """Run a part, or say what is missing for it; the record is kept."""
-        wrong, too_little = missing(part, self.facts, self.dry)
+        wrong, too_little = missing(piece, self.facts, self.dry)
         if wrong or too_little:
             record = {"state": MISSING, "missing": [*wrong, *too_little], "can_be_set_right": bool(wrong)}
         else:
-            record = self._execute(part)
-        self.records[part.name] = {"dry": self.dry, "commit": _commit(), **record}
+            record = self._execute(piece)
+        self.records[piece.name] = {"dry": self.dry, "commit": _commit(), **record}
         tree = {"dry": self.dry, "facts": dict(self.facts), "parts": self.records}
         write_atomically(self.folder / JSON_FILE, json.dumps(tree, indent=1) + "\n")
-        return self.records[part.name]
+        return self.records[piece.name]
 
-    def _execute(self, part: Part) -> Record:
+    def _execute(self, piece: Part) -> Record:
         self.folder.mkdir(parents=True, exist_ok=True)
-        log, command = self.folder / f"{part.name}.log", [sys.executable, *part.words(self.dry)]
+        log = self.folder / f"{piece.name}.log"
+        command = [sys.executable, *piece.words(self.dry)]
         variables = os.environ | OWN_VARIABLES | ({DRY_VARIABLE: "1"} if self.dry else {})
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         started = time.monotonic()
@@ -79,16 +87,19 @@ class Proof:
                 is_late = not _ends_within(process, self.limit_s)
             finally:
                 end_all(process)
-        found: Record = {"command": " ".join(["python", *command[1:]]), "seconds": time.monotonic() - started}
+        record: Record = {
+            "command": " ".join(["python", *command[1:]]),
+            "seconds": time.monotonic() - started,
+        }
         result = None
         if not is_late and process.returncode == 0:
-            result = tests_passed(log) if part.is_tests else last_json(log)
+            result = tests_passed(log) if piece.is_tests else last_json(log)
         if result is None:
             state = LATE if is_late else FAILED
-            return found | {"state": state, "exit": process.returncode, "tail": tail_of(log)}
+            return record | {"state": state, "exit": process.returncode, "tail": tail_of(log)}
         # The reason why an engine did not start is in the output of vLLM's processes.
         tail = {"tail": tail_of(log, "Error")} if DID_NOT_START in result else {}
-        return found | {"state": DONE, "result": result} | tail
+        return record | {"state": DONE, "result": result} | tail
 
 
 def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
@@ -104,9 +115,9 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
         started = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         _ends_within(process, GRACE_S)
-    for one in started:
+    for descendant in started:
         with suppress(psutil.NoSuchProcess):
-            one.kill()  # unless its number is another process's by now
+            descendant.kill()  # unless its number is another process's by now
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -122,8 +133,8 @@ def last_json(log: Path) -> Any:
     """The map in the last line that holds one; None where there is none."""
     for line in reversed(log.read_text(errors="replace").splitlines()):
         with suppress(ValueError):
-            if isinstance(found := json.loads(line), dict):
-                return found
+            if isinstance(tree := json.loads(line), dict):
+                return tree
     return None
 
 

@@ -21,7 +21,8 @@ from benchmarks.gpu.shapes import is_gpu, make_model, shape_of
 from benchmarks.report import print_figures
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-PROMPTS, PROMPT_WORDS = 64, 16
+PROMPTS = 64
+PROMPT_WORDS = 16
 OF_THE_RUN = """steps wall_s tokens_per_s trainer_idle_share rollout_idle_share max_staleness_seen
 trajectories_trained lost duplicated_in_training"""
 OF_THE_LAST_STEP = ("logprob_gap/mean", "logprob_gap/max")
@@ -36,11 +37,14 @@ def compute_score(solution_str, **_):
 def make_config(folder: Path, dry: bool, one_gpu: bool) -> dict[str, Any]:
     """Write model and prompts; returns the run's config."""
     make_model(shape_of("0.6b", dry), folder / "model")
-    words = [[f"w{3 + (row * 7 + word * 5) % 500}" for word in range(PROMPT_WORDS)] for row in range(PROMPTS)]
-    rows = ({"prompt": " ".join(prompt), "reward_model": {"ground_truth": ""}} for prompt in words)
+    rows = []
+    for row in range(PROMPTS):
+        words = [f"w{3 + (row * 7 + word * 5) % 500}" for word in range(PROMPT_WORDS)]
+        rows.append({"prompt": " ".join(words), "reward_model": {"ground_truth": ""}})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
-    tokens, vllm = 24 if dry else 512, {"enforce_eager": dry}
+    tokens = 24 if dry else 512
+    vllm = {"enforce_eager": dry}
     if one_gpu and not dry:
         vllm["gpu_memory_utilization"] = 0.4  # the rest is the trainer's
     model = {"path": str(folder / "model"), "dtype": "bfloat16", "max_model_len": tokens + 2 * PROMPT_WORDS}

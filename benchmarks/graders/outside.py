@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.graders.table import Answer
-from tidemill.services.jobs.sandbox.errors import TestsError
-from tidemill.services.jobs.sandbox.forms import CallTest, OutputTest, read_tests
+from tidemill.services.reward.sandbox.errors import TestsError
+from tidemill.services.reward.sandbox.forms import CallTest, OutputTest, read_tests
 
 SIDE = Path(__file__).with_name("outside_side.py")
 NOT_INSTALLED = "not installed"

@@ -1,20 +1,18 @@
 """The `trainer.algorithm` section: advantages, loss, and what corrects and regularises them.
 
-Every combination of options that would not do what it says is refused here, with the reason. The papers
-and equations stand beside the functions, in services/trainer/algorithm/advantages and
-services/trainer/algorithm/losses; docs/algorithms.md says which to choose.
+Every combination of options that would not do what it says is refused here, with the reason. An advantage
+and a loss are a file each, in `algorithms/advantages` and `algorithms/losses`, with equation, paper, traits
+and the settings that they add to this section; docs/algorithms.md says which to choose.
 """
 
 import difflib
 import re
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
 
 from tidemill.common.config.algorithm_sections import (
-    CovarianceConfig,
-    DppoConfig,
     EntropyControlConfig,
     ImportanceConfig,
     KlConfig,
@@ -26,16 +24,22 @@ from tidemill.common.config.algorithm_sections import (
     RouterConfig,
     TeacherTermConfig,
     ValueConfig,
-    VespoConfig,
 )
-from tidemill.common.config.algorithm_table import (
+from tidemill.common.config.algorithms.advantage import AdvantageTraits
+from tidemill.common.config.algorithms.loss import LossTraits
+from tidemill.common.config.algorithms.moved import (
+    ADVANTAGES_MOVED,
+    PRESETS_MOVED,
+    advantage_error,
+    preset_error,
+)
+from tidemill.common.config.algorithms.table import (
     ADVANTAGES,
     CORRECTIONS,
     LOSSES,
     PRESETS,
-    AdvantageTraits,
+    SETTINGS,
     Correction,
-    LossTraits,
     Preset,
 )
 from tidemill.common.config.section import PathText, Rules, Section, filled_in
@@ -51,12 +55,15 @@ def is_users_own(name: str) -> bool:
     return bool(re.match(r"^.+:[A-Za-z_][A-Za-z0-9_.]*$", name))
 
 
-def _known(names: Collection[str]) -> AfterValidator:
-    """Validator of a field that holds one of `names`, or names a function of the user's own."""
+def _known(names: Collection[str], moved: Collection[str] = ()) -> AfterValidator:
+    """Validator of a field that holds one of `names`, or names a function of the user's own. Those that have
+    `moved` out of `names` are functions in examples/ now."""
 
     def check(name: str) -> str:
         if name in names or is_users_own(name):
             return name
+        if name in moved:
+            raise ValueError(advantage_error(name))
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"take one of {', '.join(names)}, or path.py:name"
         raise ValueError(f"no such algorithm {name!r}; {hint}")
@@ -64,13 +71,13 @@ def _known(names: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-class AlgorithmConfig(Section):
+class CoreAlgorithmConfig(Section):
     """Advantages and loss; docs/algorithms.md says what to choose. Defaults: GRPO, normalised by token
     (DAPO), truncated importance weights."""
 
     preset: Preset | None = None
     """Defaults of a published algorithm; fields given beside it win."""
-    advantage: Annotated[PathText, _known(ADVANTAGES)] = "grpo"
+    advantage: Annotated[PathText, _known(ADVANTAGES, ADVANTAGES_MOVED)] = "grpo"
     """The advantage: a built-in name, or `path.py:name`."""
     loss: Annotated[PathText, _known(LOSSES)] = "ppo"
     """Objective of each token: a built-in name, or `path.py:name`."""
@@ -93,9 +100,6 @@ class AlgorithmConfig(Section):
     off_policy_threshold: float | None = Field(None, gt=0.0, le=1e6)
     """Leaves out tokens with a negative advantage in sequences whose mean of log(rollout / current) exceeds
     it (DeepSeek-V3.2, arXiv 2512.02556)."""
-    dppo: DppoConfig = DppoConfig()
-    covariance: CovarianceConfig = CovarianceConfig()
-    vespo: VespoConfig = VespoConfig()
     top_entropy_quantile: float = Field(1.0, gt=0.0, le=1.0)
     """Share of a mini-batch's tokens, of highest entropy, in the policy's term (arXiv 2506.01939: 0.2)."""
     rollout_penalty: float = Field(0.0, ge=0.0, le=100.0)
@@ -113,10 +117,6 @@ class AlgorithmConfig(Section):
     """Discount of later rewards; for `gae` and `reinforce_plus_plus`."""
     gamma_per: Literal["token", "turn"] = "token"
     """`gamma` discounts every later token, or every later turn."""
-    gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
-    """Lambda of GAE. 1: later rewards count alone; 0: the next value in their place."""
-    pass_k: int = Field(4, ge=1, le=4096)
-    """k of `pass_at_k`."""
     success_threshold: float = Field(0.5, ge=-1e6, le=1e6)
     """A reward of at least this solves its prompt."""
     overlong: OverlongConfig = OverlongConfig()
@@ -132,6 +132,8 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
+        if isinstance(values, dict) and str(values.get("preset")) in PRESETS_MOVED:
+            raise ValueError(preset_error(str(values["preset"])))
         # The correction first: its fields win over those of the preset.
         for field, table in (("correction", CORRECTIONS), ("preset", PRESETS)):
             values = (
@@ -197,7 +199,7 @@ class AlgorithmConfig(Section):
     @property
     def needs_start_logprobs(self) -> bool:
         """Whether statistics over a mini-batch need logprobs from the start of the step."""
-        return self.importance.normalise or self.loss_traits.has_covariance
+        return self.importance.normalise or self.loss_traits.choose is not None
 
     @property
     def needs_start_entropies(self) -> bool:
@@ -352,3 +354,17 @@ class AlgorithmConfig(Section):
                 "overlong.penalty punishes completions at the length limit, mask_truncated leaves them out "
                 "of the loss; choose one"
             )
+
+
+if TYPE_CHECKING:
+
+    class AlgorithmConfig(CoreAlgorithmConfig):
+        """The section, with the settings of all algorithms."""
+
+else:
+    AlgorithmConfig = create_model(
+        "AlgorithmConfig",
+        __base__=(*SETTINGS, CoreAlgorithmConfig),
+        __module__=__name__,
+        __doc__=CoreAlgorithmConfig.__doc__,
+    )

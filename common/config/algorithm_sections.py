@@ -1,5 +1,5 @@
-"""The sections of `trainer.algorithm`: corrections of the ratio, options of losses, further terms, and what
-shapes rewards."""
+"""The sections of `trainer.algorithm` that all algorithms read: corrections of the ratio, further terms,
+and what shapes rewards. Those of single losses are in their files (`algorithms/losses/`)."""
 
 from typing import Annotated, Any, Literal
 
@@ -84,45 +84,6 @@ class RejectionConfig(Section):
     @property
     def is_on(self) -> bool:
         return bool(self.bounds) or self.veto is not None
-
-
-class DppoConfig(Section):
-    """DPPO (arXiv 2602.04879), beside the bounds of the clip."""
-
-    max_ratio: float | None = Field(None, gt=1.0, le=1e6)
-    """Largest weight of a token (verl's `clip_ratio_c`); null has no bound."""
-
-
-class CovarianceConfig(Section):
-    """clip-cov and kl-cov (arXiv 2505.22617)."""
-
-    share: float = Field(2e-4, gt=0.0, le=1.0)
-    """Share of a mini-batch's tokens, at least one (verl's `clip_cov_ratio`, `kl_cov_ratio`)."""
-    low: float = Field(1.0, ge=-1e9, le=1e9)
-    """Lowest covariance of tokens that `clip_cov` chooses."""
-    high: float = Field(5.0, ge=-1e9, le=1e9)
-    """Highest covariance."""
-    coefficient: float = Field(1.0, gt=0.0, le=1e6)
-    """Weight of |log r| on the tokens of `kl_cov` (`ppo_kl_coef`)."""
-
-    def rules(self) -> Rules:
-        if self.low >= self.high:
-            yield f"low ({self.low}) must be below high ({self.high})"
-
-
-Exponents = tuple[
-    Annotated[float, Field(gt=0.0, le=100.0)],
-    Annotated[float, Field(gt=0.0, le=100.0)],
-]
-
-
-class VespoConfig(Section):
-    """The weight W^k exp(lambda (1 - W)) of a sequence with the ratio W (arXiv 2602.10693)."""
-
-    positive: Exponents = (2.0, 3.0)
-    """k and lambda where the advantage is not negative."""
-    negative: Exponents = (3.0, 2.0)
-    """The same where it is negative."""
 
 
 class KlConfig(Section):

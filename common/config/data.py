@@ -1,10 +1,11 @@
 """The `data` section: what is trained on, in which proportions, and which prompts come up again."""
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from tidemill.common.config.section import PathText, Rules, Section
+from tidemill.common.wire.sampling import FILTERS
 
 SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
@@ -13,6 +14,11 @@ Columns = dict[
     Literal["prompt", "ground_truth", "data_source", "extra_info", "completion"],
     Annotated[str, Field(min_length=1)],
 ]
+
+if TYPE_CHECKING:
+    SamplingField = str
+else:
+    SamplingField = Literal[("max_tokens", *FILTERS)]
 
 
 class SourceConfig(Section):
@@ -36,7 +42,7 @@ class SourceConfig(Section):
     """The `environment` of rows without one, where `rollout.environment.use` offers several."""
     group_size: int | None = Field(None, ge=1, le=4096)
     """Completions of a group; null takes `trainer.group_size`."""
-    sampling: dict[Literal["max_tokens", "top_p", "top_k", "min_p"], float] = Field(default_factory=dict)
+    sampling: dict[SamplingField, float] = Field(default_factory=dict)
     """Fields of `rollout.sampling` that differ; not the temperature."""
     imitation: float = Field(1.0, gt=0.0, le=1e6)
     """For demonstrations: weight of each token in the loss."""

@@ -30,6 +30,9 @@ class EnvironmentConfig(Section):
     structured_output: Literal["sample", "refuse"] = "sample"
     """An agent that asks for a form of the answer (`response_format`, a forced call) gets a free sample, or a
     refusal."""
+    repeated_requests: Literal["retry", "sample"] = "retry"
+    """A request that an agent repeats is a retry, of whose answers one is trained; or, for agents that sample
+    several answers on purpose, a sample of its own."""
     on_program_error: Literal["fault", "truncated"] | float = "fault"
     """An exception of the agent's program: a fault, a truncated session, or this number as its reward."""
     options: dict[str, Any] = Field(default_factory=dict)

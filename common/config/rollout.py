@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.section import Section
+from tidemill.common.wire.sampling import TokenFilters
 
 
 class EngineTraits(NamedTuple):
@@ -37,24 +38,18 @@ def _known(name: str) -> str:
     return name
 
 
-class SamplingConfig(Section):
-    """Sampling of training tickets."""
+class SamplingConfig(TokenFilters, Section):
+    """Sampling of training tickets. What leaves ids out needs `sampling_masks`, or importance weights."""
 
     max_tokens: int = Field(512, ge=1, le=1 << 20)
     """Longest completion, in tokens; with an environment, longest turn."""
     temperature: float = Field(1.0, ge=0.01, le=10.0)
     """The trainer divides its logits by it, too."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling; `top_p`, `top_k` and `min_p` need `sampling_masks`, or importance weights."""
-    top_k: int = Field(0, ge=0, le=1 << 20)
-    """Sample among the k likeliest tokens; 0: all."""
-    min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """Least probability, as a share of the likeliest token's; 0 is off."""
 
     @property
     def is_filtered(self) -> bool:
         """Whether tokens are sampled from some ids only."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return bool(self.filters_on)
 
 
 class VllmConfig(Section):
@@ -112,8 +107,8 @@ class RolloutConfig(Section):
     """CPU threads of the engine; 0 divides the cores, less one, among the workers."""
     sampling: SamplingConfig = SamplingConfig()
     sampling_masks: bool = True
-    """With top_p, top_k or min_p, record which ids they leave; the trainer takes logprobs over these. Off,
-    importance weights have to correct."""
+    """Where sampling leaves ids out (`top_p` and its like), record which it keeps; the trainer takes logprobs
+    over these. Off, importance weights have to correct."""
     record_routes: bool = True
     """Record which experts each token went to; the trainer sends it there again."""
     environment: EnvironmentConfig = EnvironmentConfig()

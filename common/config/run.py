@@ -13,6 +13,7 @@ from tidemill.common.config.section import PathText, Rules, Section
 from tidemill.common.config.servers import ServersConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.config.weights import WeightsConfig
+from tidemill.common.wire.sampling import FILTER_NAMES
 
 
 def is_path(model: str) -> bool:
@@ -108,7 +109,7 @@ class ExpectConfig(Section):
     """Least gain from the first to the last evaluation."""
 
 
-FILTERED = "rollout.sampling (top_p, top_k, min_p) filters, so that rollout logprobs lie above the policy's"
+FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -258,11 +259,13 @@ class RunConfig(Section):
                     f"trainer.algorithm.advantage: {algorithm.advantage} compares completions of a group, "
                     f"and {field} is {size}: every advantage would be 0. Take at least 2, or gae"
                 )
-            if traits.is_binary and algorithm.pass_k > size:
-                yield (
-                    f"trainer.algorithm.pass_k ({algorithm.pass_k}) exceeds {field} ({size}): a group holds "
-                    "no set of that many completions"
-                )
+            if traits.set_size is not None:
+                setting, set_size = traits.set_size(algorithm)
+                if set_size > size:
+                    yield (
+                        f"trainer.algorithm.{setting} ({set_size}) exceeds {field} ({size}): a group holds "
+                        "no set of that many completions"
+                    )
 
     def _source_rules(self) -> Rules:
         sources = self.data.prompt_sources
@@ -422,7 +425,9 @@ class RunConfig(Section):
         sampling = {source.name: self.sampling_of(source) for source in self.data.sources}
         by_source = sampling or {"": self.rollout.sampling}
         return frozenset(
-            n for n, sampling in by_source.items() if self.rollout.sampling_masks and sampling.is_filtered
+            name
+            for name, of_source in by_source.items()
+            if self.rollout.sampling_masks and of_source.is_filtered
         )
 
     def _filter_rules(self) -> Rules:

@@ -7,6 +7,7 @@ from pydantic import Field
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.diagnostics import Ranges
 from tidemill.common.config.section import Rules, Section
+from tidemill.common.wire.sampling import TokenFilters
 
 
 class LoraConfig(Section):
@@ -46,7 +47,7 @@ class OptimizerConfig(Section):
     """How the rate falls after warm-up."""
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(TokenFilters, Section):
     """Held-out prompts, on a lane of their own."""
 
     every: int = Field(0, ge=0)
@@ -57,12 +58,6 @@ class EvaluationConfig(Section):
     """Completions for each prompt: avg@k, and pass@k for smaller k."""
     temperature: float = Field(0.0, ge=0.0, le=10.0)
     """0 is greedy."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Like `rollout.sampling.top_p`, for evaluation alone."""
-    top_k: int = Field(0, ge=0, le=1 << 20)
-    """Like `rollout.sampling.top_k`."""
-    min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """Like `rollout.sampling.min_p`."""
     max_prompts: int | None = Field(None, ge=1)
     """Number of rows to use, from the beginning of each set."""
     keep_best: str = Field("score", pattern=rf"^$|^(.+/)?({'|'.join(BEST_METRICS)}|pass_at_[0-9]+)$")

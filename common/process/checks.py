@@ -10,9 +10,9 @@ from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
+from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
-from tidemill.common.run.dataset import Row
 from tidemill.common.waiting import said_while_waiting
 
 TIMEOUT_S = 300.0

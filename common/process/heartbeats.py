@@ -26,7 +26,7 @@ from tidemill.common.wire.keys import Keys
 
 log = structlog.get_logger(__name__)
 
-ROLES = ("trainer", "rollout", "reward", "replica", "jobs.sandbox")
+ROLES = ("trainer", "rollout", "reward", "replica", "sandbox")
 """All roles with heartbeats."""
 HEARTBEAT_S = 2.0
 GONE_AFTER_S = 10.0

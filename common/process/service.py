@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import structlog
 
 from tidemill.common.config import RunConfig, load_config, load_recorded, override_config
+from tidemill.common.data.prompt_lengths import with_steps
 from tidemill.common.errors import OutageError, TidemillError, first_cause
 from tidemill.common.process.activity import LOAD, WAIT_START, Activity
 from tidemill.common.process.heartbeats import (
@@ -45,7 +46,6 @@ from tidemill.common.process.shortage import Shortage
 from tidemill.common.process.shutdown import TRAINER, RunWatch, Shutdown, unless_set
 from tidemill.common.redis.broker import Broker, redis_url
 from tidemill.common.redis.client import make_client
-from tidemill.common.run.prompt_lengths import with_steps
 from tidemill.common.run.state import (
     CONFIG_FILE,
     UnknownRunError,

@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tidemill.common.errors import ConfigError
+from tidemill.common.wire.sampling import FILTER_NAMES
 
 LIBNUMA = "libnuma.so.1"
 OWN_LIBRARIES = Path(sys.prefix) / "libnuma"
@@ -59,16 +60,15 @@ def check_machine(whose: str) -> None:
 
 NO_MASKS = (
     "rollout.sampling_masks: false leaves masks out, and trainer.algorithm.importance weights correct for "
-    "top_p, top_k and min_p instead"
+    f"{FILTER_NAMES} instead"
 )
 NO_ROUTES = "rollout.record_routes: false lets the trainer choose experts by itself"
 
 
 def check_records(masks: bool = False, routes: bool = False) -> None:
-    """Raises ConfigError: the installed vLLM cannot record sampling masks (of top_p, top_k and min_p), or
-    which experts tokens went to."""
+    """Raises ConfigError: the installed vLLM cannot record sampling masks, or the experts of tokens."""
     for is_wanted, why, quantity, instead in (
-        (masks, "rollout.sampling has top_p, top_k or min_p", "which ids these leave", NO_MASKS),
+        (masks, f"rollout.sampling leaves ids out (by {FILTER_NAMES})", "which ids these leave", NO_MASKS),
         (routes, "model.path is a mixture of experts", "where tokens go", NO_ROUTES),
     ):
         if is_wanted and is_cpu_build():

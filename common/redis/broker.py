@@ -44,7 +44,8 @@ WAIT_VARIABLE = "TIDEMILL_REDIS_WAIT_S"
 
 MIN_SERVER = (6, 2)
 MAX_BLOCK_S = 5.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 3.0
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 3.0
 STOP_PATIENCE_S = 5.0
 NO_EVICTION = "noeviction"
 REFUSING_SHARE = 0.99
@@ -275,7 +276,8 @@ class Broker:
             OutageError: the service must stop, and Redis does not come back.
             BrokerError: the Redis user lacks a permission.
         """
-        num_failures, since = 0, 0.0
+        num_failures = 0
+        since = 0.0
         while True:
             try:
                 return await send()
@@ -290,7 +292,8 @@ class Broker:
                 self.redis.disconnect()
             num_failures += 1
             if num_failures == 1:  # repeated at once: one lost connection is no outage
-                self.num_interruptions, since = self.num_interruptions + 1, time.monotonic()
+                self.num_interruptions = self.num_interruptions + 1
+                since = time.monotonic()
                 continue
             away_s = time.monotonic() - since
             if self.is_stopping and away_s > STOP_PATIENCE_S:
@@ -371,7 +374,7 @@ def _parse_info(reply: bytes | str) -> dict[str, str]:
 
 
 def _check_server(info: dict[str, str], url: str) -> None:
-    version = tuple(int(part) for part in info["redis_version"].split(".")[:2])
+    version = tuple(int(number) for number in info["redis_version"].split(".")[:2])
     where = f"Redis at {public_address(url)}"
     if version < MIN_SERVER:
         raise BrokerError(f"{where} is {info['redis_version']}; 6.2 or newer is needed")
@@ -390,7 +393,8 @@ def _check_server(info: dict[str, str], url: str) -> None:
 
 def _explain(error: Exception, url: str) -> BrokerError:
     """The error of a failed `connect`, with a message for people."""
-    text, where = str(error).rstrip(".") or "it does not answer", public_address(url)
+    text = str(error).rstrip(".") or "it does not answer"
+    where = public_address(url)
     if _is_out_of_files(error):
         return BrokerError(f"no connection to Redis at {where} can be opened: {_files()}.")
     if isinstance(error.__cause__, _FINAL):

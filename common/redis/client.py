@@ -117,7 +117,8 @@ class _Server:
     """Finds the current server's address; the last one found is shared by all connections of a client."""
 
     def __init__(self, find: Callable[[], Awaitable[Address]]) -> None:
-        self.find, self.address = find, ("", 0)
+        self.find = find
+        self.address = ("", 0)
 
 
 class _ToServer:
@@ -136,7 +137,9 @@ class _ToServer:
         return bool((self.host, self.port) == self._server.address)
 
     async def connect(self: Any) -> None:
-        self.host, self.port = self._server.address = await self._server.find()
+        address = await self._server.find()
+        self._server.address = address
+        self.host, self.port = address
         await super().connect()  # type: ignore[misc]
 
 
@@ -195,13 +198,13 @@ def _addresses(url: str) -> tuple[list[Address], dict[str, Any], re.Match[str]]:
 
 def _sentinel_client(url: str, options: dict[str, Any]) -> Client:
     """A client of the master that Sentinels name. Raises ValueError: as `_addresses`."""
-    addresses, known, match = _addresses(url)
+    addresses, url_options, match = _addresses(url)
     asking = _credentials(SENTINEL_USERNAME_VARIABLE, SENTINEL_PASSWORD_VARIABLE)
     timeouts = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
     asking |= {**_connection_options(url), **timeouts, "ssl": _has_tls(url), "retry": Retry(NoBackoff(), 0)}
     sentinel = Sentinel(addresses, sentinel_kwargs=asking)
     server = _Server(lambda: sentinel.discover_master(unquote(match["name"])))
-    return _client_of(url, server, {**known, **options, "db": int(match["db"] or 0)})
+    return _client_of(url, server, {**url_options, **options, "db": int(match["db"] or 0)})
 
 
 def _cluster_client(url: str, options: dict[str, Any]) -> Client:
@@ -217,9 +220,9 @@ def _cluster_client(url: str, options: dict[str, Any]) -> Client:
 
 
 def _nodes(url: str, options: dict[str, Any]) -> Nodes:
-    seeds, known, _ = _addresses(url)
+    seeds, url_options, _ = _addresses(url)
     return Nodes(
-        seeds, BlockingSSLConnection if _has_tls(url) else BlockingConnection, **{**known, **options}
+        seeds, BlockingSSLConnection if _has_tls(url) else BlockingConnection, **{**url_options, **options}
     )
 
 

@@ -54,8 +54,10 @@ class Nodes:
         self, seeds: Sequence[Address], kind: type[Any] = BlockingConnection, **options: Any
     ) -> None:
         """`kind` is the class of blocking connections, `options` are theirs."""
-        self._seeds = self.addresses = list(seeds)
-        self.kind, self.options = kind, options
+        self._seeds = list(seeds)
+        self.addresses = self._seeds
+        self.kind = kind
+        self.options = options
 
     def find(self, slot: int) -> Address:
         """The primary of a slot, by asking one node after another. Raises: the error of the last one."""
@@ -143,14 +145,14 @@ class ClusterClient(Client):
 
 def _key_of(command: Command) -> str:
     """The first key of a command, one of ours or of RQ; empty where it has none."""
-    ours = (part for part in command[1:] if isinstance(part, str) and part.startswith((PREFIX + ":", "rq:")))
+    ours = (word for word in command[1:] if isinstance(word, str) and word.startswith((PREFIX + ":", "rq:")))
     return next(ours, "")
 
 
 def _as_tagged(command: Command) -> Command:
     """The command with the key that a queue of RQ has in a cluster; others unchanged."""
     match = _OF_RQ.fullmatch(_key_of(command))
-    return [tagged(part, match[1]) if part == match[0] else part for part in command] if match else command
+    return [tagged(word, match[1]) if word == match[0] else word for word in command] if match else command
 
 
 class _Packer:
@@ -160,23 +162,26 @@ class _Packer:
         self._run_id = run_id
 
     def pack(self, *command: Any) -> list[bytes]:
-        name, *rest = command
-        words = (*name.split(), *rest) if isinstance(name, str) else command
+        name, *arguments = command
+        words = (*name.split(), *arguments) if isinstance(name, str) else command
         kind = str(words[0]).upper()
-        first, end = 1, 2
+        first = 1
+        end = 2
         if kind in _ALL_ARE_KEYS:
             end = len(words)
         elif kind in ("EVAL", "EVALSHA"):
-            first, end = 3, 3 + int(words[2])
+            first = 3
+            end = 3 + int(words[2])
         elif kind in ("PUBLISH", "SUBSCRIBE", "UNSUBSCRIBE"):
             end = 1
         elif kind == "XINFO":
-            first, end = 2, 3
+            first = 2
+            end = 3
         return [hiredis.pack_command((*words[:first], *map(self._tagged, words[first:end]), *words[end:]))]
 
-    def _tagged(self, part: Any) -> Any:
-        text = part.decode(errors="replace") if isinstance(part, bytes) else part
-        return tagged(text, self._run_id) if isinstance(text, str) and text.startswith("rq:") else part
+    def _tagged(self, word: Any) -> Any:
+        text = word.decode(errors="replace") if isinstance(word, bytes) else word
+        return tagged(text, self._run_id) if isinstance(text, str) and text.startswith("rq:") else word
 
 
 def make_blocking_cluster_client(nodes: Nodes, run_id: str) -> BlockingRedis:

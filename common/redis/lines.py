@@ -29,7 +29,8 @@ Command = Sequence[Any]
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
-_MULTI, _EXEC = hiredis.pack_command(("MULTI",)), hiredis.pack_command(("EXEC",))
+_MULTI = hiredis.pack_command(("MULTI",))
+_EXEC = hiredis.pack_command(("EXEC",))
 _MORE = object()
 
 
@@ -50,9 +51,9 @@ def _packed(command: Command) -> bytes:
 def _widen(transport: asyncio.BaseTransport) -> None:
     """Enlarge the send buffer of a Unix socket (200 kB by default), so that a call of many records is sent at
     once. Those of TCP grow by themselves."""
-    own = transport.get_extra_info("socket")
-    if own is not None and own.family == socket.AF_UNIX:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    server_socket = transport.get_extra_info("socket")
+    if server_socket is not None and server_socket.family == socket.AF_UNIX:
+        server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 class _Call:
@@ -61,7 +62,8 @@ class _Call:
     __slots__ = ("begun", "future", "is_atomic", "num_missing", "replies")
 
     def __init__(self, num_replies: int, is_atomic: bool, loop: asyncio.AbstractEventLoop) -> None:
-        self.num_missing, self.is_atomic = num_replies, is_atomic
+        self.num_missing = num_replies
+        self.is_atomic = is_atomic
         self.replies: list[Any] = []
         self.future: asyncio.Future[list[Any]] = loop.create_future()
         self.begun = loop.time()
@@ -80,8 +82,8 @@ def _outcome(replies: list[Any], is_atomic: bool) -> list[Any]:
     outcome = replies[-1] if is_atomic else replies
     if isinstance(outcome, Exception):  # the error of the first refused command is the reason
         raise next((reply for reply in replies if isinstance(reply, Exception)), outcome)
-    found: list[Any] = outcome
-    return found
+    answers: list[Any] = outcome
+    return answers
 
 
 class Line(asyncio.Protocol):
@@ -180,7 +182,8 @@ class Line(asyncio.Protocol):
             self._watch.cancel()
         self._transport.abort()
         # Or redis-py would warn that the connection was never closed.
-        self._connection._writer = self._connection._reader = None
+        self._connection._writer = None
+        self._connection._reader = None
 
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
@@ -190,7 +193,9 @@ class Line(asyncio.Protocol):
     def _flush(self) -> None:
         self._is_flush_due = False
         if self._unsent:
-            unsent, self._unsent, self._num_unsent = self._unsent, [], 0
+            unsent = self._unsent
+            self._unsent = []
+            self._num_unsent = 0
             self._transport.write(b"".join(unsent) if len(unsent) > 1 else unsent[0])
 
     def _look(self) -> None:
@@ -212,7 +217,8 @@ class PlainLine:
     """Always false: only a call finds that the connection was lost."""
 
     def __init__(self, connection: Any) -> None:
-        self._connection, self._lock = connection, asyncio.Lock()
+        self._connection = connection
+        self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.error: redis_errors.RedisError | None = None
         self.client_id: Any = None
@@ -245,7 +251,9 @@ class PlainLine:
                 raise type(self.error)(*self.error.args)
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    await self._connection.send_packed_command([_packed(one) for one in commands], False)
+                    await self._connection.send_packed_command(
+                        [_packed(command) for command in commands], False
+                    )
                     replies = [await self._reply() for _ in commands]
             except (redis_errors.RedisError, OSError, TimeoutError) as error:
                 # Answers may still be under way, and the next call would get them.
@@ -314,7 +322,8 @@ class Client:
     def disconnect(self) -> None:
         """Close all connections without a blocking command; calls under way fail, to be repeated."""
         self._drop(filter(None, (self._shared, *self._idle)))
-        self._shared, self._idle = None, []
+        self._shared = None
+        self._idle = []
 
     async def aclose(self) -> None:
         if self._opening is not None:
@@ -365,7 +374,8 @@ class Client:
             self._shared = opening.result()
 
     async def _open(self) -> Line | PlainLine:
-        connection, task = self._make_connection(), asyncio.current_task()
+        connection = self._make_connection()
+        task = asyncio.current_task()
         before = task.cancelling() if task else 0
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await connection.connect()

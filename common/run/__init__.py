@@ -1,1 +1,1 @@
-"""What belongs to a run: state, records, weight files, prompts."""
+"""What belongs to a run: state, records, weight files; its model's configuration, tokens, chat template."""

@@ -53,7 +53,7 @@ def overridden(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
         if name in ROPE:
             name = "rope_parameters" if "rope_parameters" in tree else "rope_scaling"
             before = tree.get(name) or {}
-            base = {name: before[name] for name in ROPE_BASE if name in before}
+            base = {field: before[field] for field in ROPE_BASE if field in before}
             merged[name] = {**base, **(value or {"rope_type": "default"})}
         elif isinstance(value, Mapping) and isinstance(tree.get(name), Mapping):
             merged[name] = overridden(tree[name], value)

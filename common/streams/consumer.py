@@ -62,9 +62,15 @@ class Consumer(Generic[M]):
         label: str = "",
         lease_keeper: LeaseKeeper | None = None,
     ) -> None:
-        self.broker, self.key, self.group, self.name = broker, key, group, name
-        self.message_type, self.lease_s, self.dead_key = message_type, lease_s, dead_key
-        self.label, self.max_bytes = label or key.rpartition(":")[2], broker.max_bytes
+        self.broker = broker
+        self.key = key
+        self.group = group
+        self.name = name
+        self.message_type = message_type
+        self.lease_s = lease_s
+        self.dead_key = dead_key
+        self.label = label or key.rpartition(":")[2]
+        self.max_bytes = broker.max_bytes
         self.held: dict[str, Delivery[M]] = {}
         self._in_call: Counter[str] = Counter()
         """Held messages with a call under way: not to find them pending is no lost lease."""
@@ -112,8 +118,8 @@ class Consumer(Generic[M]):
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
             # Abandoned messages first: their groups wait for them, and no worker renews them.
-            if taken := await self._reclaim(count) or self._take_ahead(count):
-                return taken
+            if deliveries := await self._reclaim(count) or self._take_ahead(count):
+                return deliveries
             command = (*self._read, count, *block_for(block_s), "STREAMS", self.key, ">")
             reply = await self.broker.execute(*command)
         except redis_errors.ResponseError as error:
@@ -139,10 +145,10 @@ class Consumer(Generic[M]):
             if (asked := self.broker.redis.ask(command)) is not None:
                 asked.add_done_callback(self._receive_ahead)
         done: list[bool] = []
-        for part in _in_parts(results):
+        for chunk in _in_parts(results):
             payloads = [
                 (delivery, codec.encode_payload(result) if result is not None else b"")
-                for delivery, result in part
+                for delivery, result in chunk
             ]
             done += await self._complete(payloads, out_key)
         return done
@@ -189,7 +195,7 @@ class Consumer(Generic[M]):
         return reply is SampleReply.GROUP_COMPLETE
 
     async def append_part(
-        self, delivery: Delivery[Ticket], progress_key: str, index: int, number: int, part: bytes
+        self, delivery: Delivery[Ticket], progress_key: str, index: int, number: int, payload: bytes
     ) -> bool:
         """Keep part `number` of a sample of the held ticket, until the sample is published. The first 16
         bytes identify the play. Returns whether it is kept: not if the part before is lost, or the sample
@@ -209,7 +215,7 @@ class Consumer(Generic[M]):
             index=index,
             field=f"{index}:{number}",
             field_before=f"{index}:{number - 1}" if number else "",
-            payload=part,
+            payload=payload,
             check=partial(self._check_current, [delivery]),
         )
         reply = await self._under_lease(delivery, call, PartReply.LEASE_LOST)
@@ -308,10 +314,10 @@ class Consumer(Generic[M]):
     async def renew(self) -> None:
         """Renew every held lease now, and mark those that are lost; a background task calls it, too."""
         # A copy: messages come and go while Redis is awaited.
-        for part in _in_parts(list(self.held)):
-            all_lost = [entry_id.encode() for entry_id in part]
+        for chunk in _in_parts(list(self.held)):
+            all_lost = [entry_id.encode() for entry_id in chunk]
             call = scripts.renew(
-                self.broker, stream=self.key, group=self.group, consumer=self.name, entry_ids=part
+                self.broker, stream=self.key, group=self.group, consumer=self.name, entry_ids=chunk
             )
             for entry_id in await self._unless_without_group(call, all_lost):
                 if not self._in_call[entry_id.decode()]:  # that call finds out for itself
@@ -324,10 +330,10 @@ class Consumer(Generic[M]):
         Lost leases are noticed by `renew`, once this consumer's own loop runs again.
         """
         # Copied in one step: the loop of `fetch` changes the dict meanwhile, in its own thread.
-        for part in _in_parts(list(self.held)):
+        for chunk in _in_parts(list(self.held)):
             with contextlib.suppress(redis_errors.ResponseError):  # without its group all is lost anyway
                 await scripts.renew(
-                    broker, stream=self.key, group=self.group, consumer=self.name, entry_ids=part
+                    broker, stream=self.key, group=self.group, consumer=self.name, entry_ids=chunk
                 )
 
     async def hand_back(self, deliveries: Sequence[Delivery[M]], is_counted: bool = False) -> None:
@@ -483,12 +489,12 @@ class Consumer(Generic[M]):
 
     def _take_ahead(self, count: int) -> list[Delivery[M] | Garbled]:
         """Up to `count` messages of `_ahead`, without those that were lost since."""
-        taken: list[Delivery[M] | Garbled] = []
-        while self._ahead and len(taken) < count:
+        deliveries: list[Delivery[M] | Garbled] = []
+        while self._ahead and len(deliveries) < count:
             entry = self._ahead.popleft()
             if isinstance(entry, Garbled) or not entry.is_lost:
-                taken.append(entry)
-        return taken
+                deliveries.append(entry)
+        return deliveries
 
     def _is_current(self, delivery: Delivery[Any] | Garbled) -> bool:
         """Whether it was not lost, and no other delivery of the same entry has come since.
@@ -519,7 +525,7 @@ class Consumer(Generic[M]):
     async def _reclaim(self, count: int) -> list[Delivery[M] | Garbled]:
         """Messages that were delivered here in a lost answer, or that other consumers have abandoned."""
         if self.takeover.notice_interruption():
-            unanswered = [self._hold(*found) for found in await self._read_unanswered(count)]
+            unanswered = [self._hold(*row) for row in await self._read_unanswered(count)]
             # At once: after an outage the others wait little more than a lease (`Takeover.be_patient`). It
             # also finds what another consumer has taken since the listing.
             await self.renew()
@@ -552,15 +558,17 @@ class Consumer(Generic[M]):
         while True:
             pending = ("XPENDING", self.key, self.group, "-", "+", most, self.name)
             rows = await self.broker.execute(*pending)
-            known = {entry_id.encode() for entry_id in self.held} | unanswered.keys()
-            attempts = {row[0]: int(row[3]) for row in rows if row[0] not in known}
+            known_ids = {entry_id.encode() for entry_id in self.held} | unanswered.keys()
+            attempts = {row[0]: int(row[3]) for row in rows if row[0] not in known_ids}
             asked = list(attempts)[: count - len(unanswered)]
             # Not by XREADGROUP: with each lost answer, Redis would count one more delivery of messages that
             # no worker has begun.
             reads = [("XRANGE", self.key, entry_id, entry_id) for entry_id in asked]
             replies = await self.broker.pipeline(reads)
-            found = dict(reply[0] for reply in replies if isinstance(reply, list) and reply)
-            unanswered |= {i: (i, fields_of(found[i]), attempts[i]) for i in asked if i in found}
+            fields_by_id = dict(reply[0] for reply in replies if isinstance(reply, list) and reply)
+            unanswered |= {
+                i: (i, fields_of(fields_by_id[i]), attempts[i]) for i in asked if i in fields_by_id
+            }
             trimmed = [i for i, reply in zip(asked, replies, strict=True) if reply == []]
             if not trimmed:
                 return list(unanswered.values())

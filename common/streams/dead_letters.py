@@ -56,7 +56,9 @@ class DeadLetterWriter:
     """Appends dead letters about one stream's entries, one for each entry; reads existing ones only once."""
 
     def __init__(self, broker: Broker, keys: Keys, key: str) -> None:
-        self._broker, self._dead_key, self._origin = broker, keys.dead, keys.name_of(key)
+        self._broker = broker
+        self._dead_key = keys.dead
+        self._origin = keys.name_of(key)
         self._known: set[str] = set()
         self._first = "-"
 

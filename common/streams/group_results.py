@@ -1,7 +1,7 @@
 """Results of groups that are scored as a whole, between the first sample of a group and the last.
 
 A result refers to its trajectory, which stays in its stream: it was acknowledged, and nothing is trimmed that
-a group without all of its scores needs (`trimming.py` for our own trainer, `serving/gateway.py` for others).
+a group without all of its scores needs (`trimming.py` for our own trainer, `serve/gateway.py` for others).
 """
 
 from collections.abc import Container, Sequence

@@ -22,7 +22,8 @@ from tidemill.common.wire.messages import Lane, Message
 
 log = structlog.get_logger(__name__)
 
-BLOCK_S, LONGEST_BLOCK_S = 0.5, 2.0
+BLOCK_S = 0.5
+LONGEST_BLOCK_S = 2.0
 """Wait for new messages; a stop is noticed no later than this. While nothing comes, the wait grows: a
 thousand workers whose evaluation lane is idle must not keep Redis busy."""
 BLOCKS_PER_LEASE = 8
@@ -38,7 +39,8 @@ class LaneWorker(ABC, Generic[M]):
     def __init__(
         self, context: ServiceContext, lane: Lane, key: str, group: str, message_type: type[M]
     ) -> None:
-        self.context, self.lane = context, lane
+        self.context = context
+        self.lane = lane
         streams = context.config.streams
         self.consumer = Consumer(
             context.broker,
@@ -203,7 +205,8 @@ class LaneWorker(ABC, Generic[M]):
     async def dead_letter(self, entry: Delivery[M] | Garbled, error: str, attempts: int = 1) -> bool:
         """Move a message that cannot be processed to the dead letters; returns whether it was still held."""
         message = None if isinstance(entry, Garbled) else entry.message
-        origin, worker = self.consumer.label, self.context.name
+        origin = self.consumer.label
+        worker = self.context.name
         dead = dead_letter(
             origin, entry.entry_id, entry.fields, error, worker, message=message, attempts=attempts
         )

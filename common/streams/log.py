@@ -76,7 +76,8 @@ async def append_encoded(broker: Broker, key: str, entries: Sequence[tuple[bytes
 
 def _first_unit(entries: Iterable[tuple[T, bytes]]) -> list[tuple[T, bytes]]:
     """As many entries as one transaction takes, at least one; the second of each pair is its payload."""
-    unit, num_bytes = [], 0
+    unit = []
+    num_bytes = 0
     for entry in entries:
         unit.append(entry)
         num_bytes += len(entry[1]) + ENTRY_OVERHEAD_BYTES
@@ -209,8 +210,11 @@ async def read_raw(
 async def entries_of(broker: Broker, reply: Any, message_type: type[M]) -> list[Entry[M] | Garbled]:
     """The decoded entries of an answer; payloads that they claim are read on threads."""
     entries = [decoded(i, fields_of(raw), message_type, broker.max_bytes) for i, raw in reply]
-    claims, is_patient = broker.claims, broker.waits_for_claims
-    if claims is None or all(isinstance(one, Garbled) or claims.is_whole(one.message) for one in entries):
+    claims = broker.claims
+    is_patient = broker.waits_for_claims
+    if claims is None or all(
+        isinstance(entry, Garbled) or claims.is_whole(entry.message) for entry in entries
+    ):
         return entries
 
     async def whole(entry: Entry[M] | Garbled) -> Entry[M] | Garbled:
@@ -273,9 +277,9 @@ async def memory_bytes(broker: Broker, key: str) -> int:
 
 async def last_id(broker: Broker, key: str) -> str:
     """The greatest id the stream has given out, or `START` where there is no stream."""
-    found = await _info(broker, "STREAM", key)
+    info = await _info(broker, "STREAM", key)
     # Not the id of the last entry: an empty stream still refuses ids that it has used.
-    return str(_by_name(found)[b"last-generated-id"].decode()) if found else START
+    return str(_by_name(info)[b"last-generated-id"].decode()) if info else START
 
 
 async def _info(broker: Broker, *about: str) -> list[Any]:
@@ -343,8 +347,8 @@ async def backlog(broker: Broker, key: str, group: str, message_type: type[M]) -
     """The group's backlog; for a group that does not exist yet, all entries wait."""
 
     async def first_of(first: str, last: str = "+") -> Entry[M] | Garbled | None:
-        found = await read_range(broker, key, message_type, first, last, 1)
-        return found[0] if found else None
+        entries = await read_range(broker, key, message_type, first, last, 1)
+        return entries[0] if entries else None
 
     status = await group_status(broker, key, group)
     if status is None:
@@ -356,7 +360,8 @@ async def backlog(broker: Broker, key: str, group: str, message_type: type[M]) -
             held = await first_of(oldest.decode(), oldest.decode())
     if id_order(status.last_delivered) >= id_order(await last_id(broker, key)):
         return Backlog(0, status.pending, status.consumers, None, held)
-    undelivered, lag = f"({status.last_delivered}", status.lag
+    undelivered = f"({status.last_delivered}"
+    lag = status.lag
     # Redis 6.2 never says, and Redis 7 does not while deleted entries lie ahead of the group.
     if lag is None:
         lag = len(await read_raw(broker, key, undelivered, count=MAX_COUNTED))
@@ -366,8 +371,8 @@ async def backlog(broker: Broker, key: str, group: str, message_type: type[M]) -
 async def forget_consumers(broker: Broker, key: str, group: str, after_s: float) -> int:
     """Remove consumers that hold nothing and have not asked for so long; returns how many. One that asks
     again is a consumer again."""
-    found = map(_by_name, await _info(broker, "CONSUMERS", key, group))
-    silent = [info[b"name"] for info in found if not info[b"pending"] and info[b"idle"] > 1000 * after_s]
+    consumers = map(_by_name, await _info(broker, "CONSUMERS", key, group))
+    silent = [info[b"name"] for info in consumers if not info[b"pending"] and info[b"idle"] > 1000 * after_s]
     num_removed = 0
     try:
         for name in silent:

@@ -31,7 +31,8 @@ class Trail:
     def __init__(self, rungs: list[Rung] | None = None) -> None:
         self.rungs: list[Rung] = [(entry_id, mark) for entry_id, mark in rungs or []]
         self._sure_to = self.rungs[-1][0] if self.rungs else START
-        self._stride, self._num_passed = 1, 0
+        self._stride = 1
+        self._num_passed = 0
 
     @property
     def sure(self) -> list[Rung]:
@@ -58,8 +59,8 @@ class Trail:
         """
         while self.rungs:
             newest = self.rungs[-LOOKED_AT_ONCE:]
-            found = await broker.pipeline([("XRANGE", key, entry_id, entry_id) for entry_id, _ in newest])
-            for (entry_id, mark), entries in zip(reversed(newest), reversed(found), strict=True):
+            replies = await broker.pipeline([("XRANGE", key, entry_id, entry_id) for entry_id, _ in newest])
+            for (entry_id, mark), entries in zip(reversed(newest), reversed(replies), strict=True):
                 if entries and not isinstance(entries, Exception) and _hash(entries[0][1]) == mark:
                     self._sure_to = entry_id
                     return entry_id
@@ -84,10 +85,13 @@ class OffsetReader(Generic[M]):
         trail: Trail | None = None,
     ) -> None:
         """With a `trail` of earlier reads, `position` is checked against the stream before the first read."""
-        self.broker, self.key, self.message_type = broker, key, message_type
+        self.broker = broker
+        self.key = key
+        self.message_type = message_type
         self.position = position
         self.trail = Trail() if trail is None else trail
-        self._is_sure, self._size = trail is None, ReadSize(broker.max_bytes)
+        self._is_sure = trail is None
+        self._size = ReadSize(broker.max_bytes)
 
     @property
     def safe_position(self) -> str:

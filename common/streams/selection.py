@@ -57,7 +57,10 @@ class Selection:
             (self.rewards, [getattr(message, "value", None)]),
             (self.versions, versions_of(message) if self.versions else []),
         )
-        return all(wanted is None or any(overlap(wanted, v, v) for v in values) for wanted, values in ranges)
+        for wanted, values in ranges:
+            if wanted is not None and not any(overlap(wanted, value, value) for value in values):
+                return False
+        return True
 
 
 ALL = Selection()
@@ -76,8 +79,8 @@ def overlap(wanted: Range | None, least: float | None, greatest: float | None) -
 def time_of(message: Message) -> float | None:
     """When the message was made, in seconds since 1970; None where it has no time."""
     for name in ("finished_at", "scored_at", "issued_at", "announced_at", "died_at"):
-        if found := getattr(message, name, None):
-            return float(found)
+        if time := getattr(message, name, None):
+            return float(time)
     return None
 
 
@@ -93,7 +96,8 @@ def numbered(stream: StreamName, selection: Selection) -> Selection:
     if wanted is None:
         return selection
     low, high = wanted
-    first, last = selection.first_id, selection.last_id
+    first = selection.first_id
+    last = selection.last_id
     if low is not None and math.isfinite(low):
         first = max(entry_id_of(max(math.ceil(low), 0)), first, key=id_order)
     if high is not None and math.isfinite(high):
@@ -119,8 +123,8 @@ def leaves_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         for name, item in value.items():
             yield from leaves_in(f"{path}.{name}", item)
     elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from leaves_in(f"{path}.{place}", item)
+        for number, item in enumerate(value):
+            yield from leaves_in(f"{path}.{number}", item)
     else:
         yield path, value
 

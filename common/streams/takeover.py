@@ -40,10 +40,13 @@ class Takeover:
         self._key = key
         self._group = group
         self._name = name
-        self._lease_s, self._label, self._place = lease_s, label, EVERYWHERE
+        self._lease_s = lease_s
+        self._label = label
+        self._place = EVERYWHERE
         self._clock: tuple[int, float] | None = None
         """The server's time in milliseconds at the last look, and our monotonic time then."""
-        self._waited_s, self._num_interruptions = broker.waited_s, broker.num_interruptions
+        self._waited_s = broker.waited_s
+        self._num_interruptions = broker.num_interruptions
         self.patient_until = 0.0
         """Monotonic time from which on silent holders lose their messages."""
         self.next_at = 0.0

@@ -85,6 +85,11 @@ AGENT_WISHES = counter(
     "Requests of agents for a form of the answer or a forced call, by field",
     ["field"],
 )
+UNREAD_TOKENS = counter(
+    "agent_unread_tokens_total",
+    "Tokens of answers that no agent's program has read, which are not trained, by why",
+    ["why"],
+)
 ENVIRONMENT_FAULTS = counter("environment_faults_total", "Plays of a session that a fault ended", ["kind"])
 WEIGHT_LOAD_SECONDS = latency("weight_load_seconds", "Time of one weight update in the engine")
 WEIGHT_PAUSE_SECONDS = latency("weight_pause_seconds", "Time generation stood still for one weight update")

@@ -13,10 +13,18 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
 from tidemill.common.wire.choices import WireRows, check_rows
+from tidemill.common.wire.sampling import FILTERS, TokenFilters
 from tidemill.common.wire.segments import Finish, Segment, Session, VersionSpan, check_tokens, check_turns
 
 TrajectoryKey = tuple[int, int]
@@ -73,7 +81,12 @@ class PromptFields(Message):
     source: str = Field("", description="the source of `data.train`, or the evaluation set, it is of")
 
 
-class SamplingParams(BaseModel):
+FIRST_FILTERS = ("top_p", "top_k")
+"""Filters that are in every ticket. Older workers do not know the others, which are left out where they are
+off."""
+
+
+class SamplingParams(TokenFilters):
     """How completions are sampled. Logprobs are those of the distribution sampled from.
 
     Example: `max_tokens` 256, `temperature` 1.0, `top_p` 0.9: of the likeliest ids that have 90 % together.
@@ -82,10 +95,6 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
     max_tokens: int = Field(ge=1)
     temperature: float = Field(1.0, ge=0.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0)
-    # Left out where it is off: older workers do not know it.
-    min_p: float = Field(0.0, ge=0.0, lt=1.0, exclude_if=lambda share: share == 0.0)
     # Only for turns, never in a ticket: texts that an agent's client gives.
     stop: tuple[str, ...] = Field((), exclude_if=lambda texts: not texts)
     # Only for turns, too: number of rows of `routes` that are known, from the prompt's beginning.
@@ -94,7 +103,15 @@ class SamplingParams(BaseModel):
     @property
     def is_filtered(self) -> bool:
         """Whether tokens are sampled from some ids only."""
-        return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+        return self.temperature > 0.0 and bool(self.filters_on)
+
+    @model_serializer(mode="wrap")
+    def _without_later_filters(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        for name, off in FILTERS.items():
+            if name not in FIRST_FILTERS and fields.get(name) == off:
+                del fields[name]
+        return fields
 
 
 Outcome = tuple[str, int, int, int]

@@ -25,6 +25,10 @@ Late = Literal["", "session", "call", "reward", "program"]
 """What was late where `timeout` ended a session: the whole session (`session_timeout_s`), a call, the call
 for its reward, or an agent's program that was silent (`call_timeout_s`)."""
 
+Unread = Literal["not_delivered", "cut", "asked_again"]
+"""Why an answer counts as unread: its response broke before its end; the client went on with a beginning of
+its stream; the same was asked again, and another answer counts."""
+
 
 class Turn(BaseModel):
     """One generation by the engine: tokens `first` to `first + num_tokens` of its segment's completion.
@@ -97,6 +101,22 @@ class Segment(BaseModel):
         return self
 
 
+class UnreadAnswer(BaseModel):
+    """An answer of the model that no program has read, as far as the gateway knows; it is not trained.
+
+    Example: an agent's connection breaks before the answer, and it asks again: `why` "asked_again", `message`
+    {"role": "assistant", "content": "4"}, `num_tokens` 2.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    why: Unread
+    message: dict[str, Any] = Field(
+        default_factory=dict, description="what the model said, as a chat message"
+    )
+    num_tokens: int = Field(0, ge=0)
+    engine_s: float = Field(0.0, ge=0.0)
+
+
 class Session(BaseModel):
     """Fields of a trajectory of several turns, besides its first segment.
 
@@ -121,6 +141,9 @@ class Session(BaseModel):
     histories: dict[str, int] = Field(
         default_factory=dict,
         description="how often a client's history was `clean`, `realigned`, `forked`; empty without a client",
+    )
+    unread: tuple[UnreadAnswer, ...] = Field(
+        (), description="answers that no program has read; they are in no segment and not in `messages`"
     )
     num_faults: int = Field(0, ge=0, description="tries before this one that ended in an environment's fault")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import tidemill
 from benchmarks.report import machine, print_result, print_table
+from tidemill.services.console.look.plots import plot_evaluations
 from tidemill.services.console.run.folder import folder_of_runs
-from tidemill.services.console.status.plots import plot_evaluations
 
 CONFIG = Path(__file__).with_name("config.yaml")
 LIMITS = "reward.rewards.tests"

@@ -32,5 +32,6 @@ done
 mkdir -p "$folder"
 for file in "$@"; do
     # Unquoted, for its wildcards; -L, because libraries are links to files with longer names.
-    cp -L "$aside"/unpacked/$file "$folder"
+    # A program that runs cannot be written to; its file can be replaced.
+    cp -L --remove-destination "$aside"/unpacked/$file "$folder"
 done

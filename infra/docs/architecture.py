@@ -41,7 +41,6 @@ TASKS = {
     "rollout": "ticket → trajectories",
     "reward": "trajectory → score",
     "console": "the tidemill command: start, watch, look at, replay",
-    "jobs": "sandboxed code",
     "common": "shared by all services; imports neither torch nor vLLM",
 }
 
@@ -164,15 +163,8 @@ def draw() -> str:
     parts += [box(MARGIN, redis, WIDTH - 2 * MARGIN, redis_end - redis, "redis")]
     parts += [text(MARGIN + 14, redis + 22, "Redis Streams", "title"), *flows(end, bus), *_legend(end)]
     below = redis_end + GAP
-    bottoms = []
-    for name, left_edge, width in (("console", 20, 680), ("jobs", 720, 300)):
-        content, bottom = service(name, f"services/{name}", left_edge, below, width)
-        bottoms.append((left_edge, width, bottom))
-        parts += content
-    below_end = max(bottom for _, _, bottom in bottoms)
-    parts = [
-        box(left_edge, below, width, below_end - below, "box") for left_edge, width, _ in bottoms
-    ] + parts
+    console, below_end = service("console", "services/console", MARGIN, below, WIDTH - 2 * MARGIN)
+    parts += [box(MARGIN, below, WIDTH - 2 * MARGIN, below_end - below, "box"), *console]
     shared, shared_end = service("common", "common", MARGIN, below_end + GAP, WIDTH - 2 * MARGIN)
     parts += [box(MARGIN, below_end + GAP, WIDTH - 2 * MARGIN, shared_end - below_end - GAP, "box"), *shared]
     height = round(shared_end + MARGIN)

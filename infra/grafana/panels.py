@@ -80,8 +80,10 @@ def _panel(board: dict[str, Any], tree: dict[str, Any]) -> Panel:
 def _read(path: Path) -> tuple[Board, ...]:
     boards = yaml.safe_load(path.read_text(encoding="utf-8"))
     for board in boards.values():
+        rows = {}
         for title, panels in board["rows"].items():
-            board["rows"][title] = [_panel(board, tree) for tree in panels]
+            rows[title] = [_panel(board, tree) for tree in panels]
+        board["rows"] = rows
     return tuple(Board(name, **board) for name, board in boards.items())
 
 

@@ -1,4 +1,4 @@
-"""The `tidemill` command: runs a command of options.py; an error of the user ends with a message alone."""
+"""The `tidemill` command: runs a command of commands.py; an error of the user ends with a message alone."""
 
 import gc
 import sys
@@ -8,7 +8,7 @@ import typer
 
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.privacy import hide_memory
-from tidemill.services.console.options import app
+from tidemill.services.console.commands import app
 
 
 def print_version(is_asked: bool) -> None:

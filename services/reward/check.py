@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RewardConfig, RunConfig
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.reward.functions.reward_function import TrlLog, load_group_function, trl_arguments
 from tidemill.services.reward.functions.signature import Style

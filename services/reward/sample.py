@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tidemill.common.run.dataset import PROMPT
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.wire.messages import Lane, Trajectory, TrajectoryKey
 from tidemill.common.wire.segments import Segment
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from tidemill.common.config import RunConfig
 from tidemill.common.config.environment import AGENT
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
-from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments.environment import chat_of

@@ -85,11 +85,13 @@ class Evaluator:
     def __init__(
         self, context: ServiceContext, datasets: Mapping[str, Sequence[Prompt]], trimmer: Trimmer
     ) -> None:
-        self.context, self.config = context, context.config.trainer.evaluation
+        self.context = context
+        self.config = context.config.trainer.evaluation
         self.prompts = [(name, prompt) for name, rows in datasets.items() for prompt in rows]
         limit = context.config.rollout.sampling.max_tokens
-        own = self.config.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-        self.sampling = SamplingParams(max_tokens=limit, **own)
+        self.sampling = SamplingParams(
+            max_tokens=limit, temperature=self.config.temperature, **self.config.filters()
+        )
         self.trimmer = trimmer
         self._letters_read = START
         """Id of the last dead letter that earlier evaluations have read: later ones have newer letters."""
@@ -153,7 +155,9 @@ class Evaluator:
         if not self.context.config.streams.trim:
             return
         # The epoch before the ids: ids of another server must not be taken for ids of this one.
-        broker, keys, epoch = self.context.broker, self.context.keys, self.trimmer.epoch
+        broker = self.context.broker
+        keys = self.context.keys
+        epoch = self.trimmer.epoch
         below = {
             stream: id_after(await last_id(broker, stream.key(keys)))
             for stream in (StreamName.TRAJECTORIES_EVAL, StreamName.SCORES_EVAL)
@@ -167,9 +171,12 @@ class Evaluator:
         Redis has lost the commits that led to them. The stream takes no lower tickets behind theirs, and
         their samples are of weights that are not in the run's history.
         """
-        broker, keys, key = self.context.broker, self.context.keys, self.context.keys.prompts(Lane.EVAL)
+        broker = self.context.broker
+        keys = self.context.keys
+        key = self.context.keys.prompts(Lane.EVAL)
         first = version * len(self.prompts)
-        floor, next_version = entry_id_of(first - 1), entry_id_of(first + len(self.prompts))
+        floor = entry_id_of(first - 1)
+        next_version = entry_id_of(first + len(self.prompts))
 
         async def is_ahead() -> bool:
             return id_order(await last_id(broker, key)) >= id_order(next_version)
@@ -201,7 +208,8 @@ class Evaluator:
 
     async def _issue(self, tickets: Sequence[Ticket]) -> bool:
         """Append the tickets that the stream does not have; False where it had them and they were trimmed."""
-        broker, key = self.context.broker, self.context.keys.prompts(Lane.EVAL)
+        broker = self.context.broker
+        key = self.context.keys.prompts(Lane.EVAL)
         by_number = {ticket.ticket: ticket for ticket in tickets}
         if len(await append_missing(broker, key, list(by_number), by_number.__getitem__)) == len(tickets):
             return True
@@ -209,17 +217,20 @@ class Evaluator:
         if await remove_unexpected(broker, self.context.keys, key, Ticket, floor):
             await append_missing(broker, key, list(by_number), by_number.__getitem__)
         # Fewer than all are appended also where a trainer before this one had issued some of them.
-        first, last = entry_id_of(tickets[0].ticket), entry_id_of(tickets[-1].ticket)
+        first = entry_id_of(tickets[0].ticket)
+        last = entry_id_of(tickets[-1].ticket)
         return len(await read_range(broker, key, Ticket, first, last)) == len(tickets)
 
     async def _collect(self, tickets: Sequence[Ticket], code_errors: CodeErrors) -> list[Group]:
         """Read the lane until every sample of every ticket is scored or dead, or no more can come. Raises
         ConfigError: see `evaluate`."""
-        broker, keys = self.context.broker, self.context.keys
+        broker = self.context.broker
+        keys = self.context.keys
         groups = {ticket.ticket: Group.of(ticket) for ticket in tickets}
         dead: dict[str, set[TrajectoryKey]] = {}
         dead_letters = DeadLetterWriter(broker, keys, keys.scores(Lane.EVAL))
-        readers, is_exhausted = self._readers(self._letters_read), False
+        readers = self._readers(self._letters_read)
+        is_exhausted = False
         while (missing := _missing(groups)) - set().union(*dead.values()) and not is_exhausted:
             if is_exhausted := await self._is_exhausted(tickets):
                 # Read once more from the start: a server that took over may have given lower ids since.
@@ -265,7 +276,8 @@ class Evaluator:
     def _readers(
         self, letters_read: str
     ) -> tuple[OffsetReader[Score], OffsetReader[Trajectory], OffsetReader[DeadLetter]]:
-        broker, keys = self.context.broker, self.context.keys
+        broker = self.context.broker
+        keys = self.context.keys
         return (
             # From the start: an evaluation that a crash interrupted has samples there already.
             OffsetReader(broker, keys.scores(Lane.EVAL), Score),
@@ -279,8 +291,10 @@ class Evaluator:
         Issues tickets again that Redis has lost. Without this check, one sample whose bytes were damaged on
         the way would keep the run waiting for ever.
         """
-        broker, keys = self.context.broker, self.context.keys
-        prompts, trajectories = keys.prompts(Lane.EVAL), keys.trajectories(Lane.EVAL)
+        broker = self.context.broker
+        keys = self.context.keys
+        prompts = keys.prompts(Lane.EVAL)
+        trajectories = keys.trajectories(Lane.EVAL)
         newest = entry_id_of(tickets[-1].ticket)
         if await last_id(broker, prompts) != newest:  # lost, or with an unexpected entry behind it
             await self._issue(tickets)
@@ -299,9 +313,9 @@ class Evaluator:
         scored: defaultdict[str, list[list[Score]]] = defaultdict(list)
         samples: defaultdict[str, list[Trajectory]] = defaultdict(list)
         for (dataset, _), group in zip(self.prompts, groups, strict=True):
-            made = sorted(group.trajectories)
-            scored[dataset].append([group.scores[index] for index in made if index in group.scores])
-            samples[dataset] += [group.trajectories[index] for index in made]
+            indices = sorted(group.trajectories)
+            scored[dataset].append([group.scores[index] for index in indices if index in group.scores])
+            samples[dataset] += [group.trajectories[index] for index in indices]
         return {name: self._numbers(rows, samples[name]) for name, rows in scored.items()}
 
     def _reasons(self, groups: Sequence[Group]) -> dict[str, str]:
@@ -319,9 +333,20 @@ class Evaluator:
     def _numbers(self, scores: list[list[Score]], samples: list[Trajectory]) -> dict[str, float]:
         """`scores` by prompt; those without a value are failed samples."""
         threshold = self.context.config.trainer.algorithm.success_threshold
-        by_prompt = [[score.value for score in row if score.value is not None] for row in scores]
-        flat = [value for row in by_prompt for value in row]
-        solved = [[value >= threshold for value in row] for row in by_prompt if row]
+        flat: list[float] = []
+        solved: list[list[bool]] = []
+        """By prompt, without those that have no value."""
+        for row in scores:
+            values = [score.value for score in row if score.value is not None]
+            flat += values
+            if values:
+                solved.append([value >= threshold for value in values])
+        pass_at = {}
+        for k in self.config.pass_k:
+            # Prompts with fewer than k scored samples are left out.
+            pass_at[f"pass_at_{k}"] = _mean(
+                [pass_at_k(len(row), sum(row), k) for row in solved if len(row) >= k]
+            )
         components = component_values(s for row in scores for s in row if s.value is not None)
         return {
             "score": _mean(flat),
@@ -330,12 +355,8 @@ class Evaluator:
             "mean_length": _mean([num_sampled(sample) for sample in samples]),
             "clipped_ratio": _mean([sample.finish == "length" for sample in samples]),
             "num_samples": len(flat),
-            "num_failed": len(by_prompt) * self.config.samples - len(flat),
-            **{
-                # Prompts with fewer than k scored samples are left out.
-                f"pass_at_{k}": _mean([pass_at_k(len(row), sum(row), k) for row in solved if len(row) >= k])
-                for k in self.config.pass_k
-            },
+            "num_failed": len(scores) * self.config.samples - len(flat),
+            **pass_at,
             **{f"rewards/{name}/mean": _mean(values) for name, values in sorted(components.items())},
         }
 
@@ -352,9 +373,11 @@ class Evaluator:
 
 async def _read_all(reader: OffsetReader[Any], block_s: float = 0.0) -> list[Any]:
     """All new entries, read in parts: at once they could be more than Redis sends to one client."""
-    entries = batch = await reader.read(READ_COUNT, block_s)
-    while batch:
-        entries += (batch := await reader.read(READ_COUNT))
+    entries = await reader.read(READ_COUNT, block_s)
+    if not entries:
+        return entries
+    while batch := await reader.read(READ_COUNT):
+        entries += batch
     return entries
 
 
@@ -372,7 +395,8 @@ def _keys_of(letter: Entry[DeadLetter] | Garbled, wanted: set[tuple[int, int]]) 
     """The wanted samples that a dead letter of the evaluation lane says will not come."""
     if isinstance(letter, Garbled) or not letter.message.origin.endswith(":eval"):
         return set()
-    ticket, index = letter.message.ticket, letter.message.index
+    ticket = letter.message.ticket
+    index = letter.message.index
     return {key for key in wanted if key[0] == ticket and index in (-1, key[1])}
 
 

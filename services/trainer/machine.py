@@ -32,13 +32,19 @@ from tidemill.common.process.children import end_with_parent
 from tidemill.common.process.gpus import ask_driver
 from tidemill.common.process.programs import Program, run_own
 
-GIB, MIB, GB = 1 << 30, 1 << 20, 1e9
+GIB = 1 << 30
+MIB = 1 << 20
+GB = 1e9
 RANKS_DEADLINE_S = 40.0
-SHM, LEAST_SHM = "/dev/shm", GIB
+SHM = "/dev/shm"
+LEAST_SHM = GIB
 """NCCL and vLLM share memory there; containers give 64 MiB by default."""
 LEAST_FREE = 0.9
 """Share of a GPU's memory that has to be free."""
-SLOW_COPY, SLOW_SUM, SLOW_DISK, SLOW_FSYNC_S = 8 * GB, 5 * GB, 0.2 * GB, 0.05
+SLOW_COPY = 8 * GB
+SLOW_SUM = 5 * GB
+SLOW_DISK = 0.2 * GB
+SLOW_FSYNC_S = 0.05
 DISK_BYTES = 256 * MIB
 """Written to see how fast the disk is."""
 BYTES_OF_A_MASTER = 12
@@ -66,7 +72,7 @@ def examine(request: dict[str, Any]) -> Answer:
         _look_at_shared_memory,
         partial(_look_at_disk, config, Path(request["runs"]), size),
     ]
-    return {"facts": [asdict(fact) for part in parts for fact in part()]}
+    return {"facts": [asdict(fact) for checks in parts for fact in checks()]}
 
 
 def _has_gpu() -> bool:
@@ -166,8 +172,8 @@ def _look_at_copies() -> Iterator[Fact]:
     count = torch.cuda.device_count()
     host = torch.ones(GIB if count else GIB // 8, dtype=torch.uint8)
     if not count:
-        other = torch.empty_like(host)
-        yield Fact("host copies", f"{len(host) / _seconds(lambda: other.copy_(host)) / GB:.1f} GB/s")
+        copied = torch.empty_like(host)
+        yield Fact("host copies", f"{len(host) / _seconds(lambda: copied.copy_(host)) / GB:.1f} GB/s")
         return
     try:
         host = host.pin_memory()
@@ -178,10 +184,8 @@ def _look_at_copies() -> Iterator[Fact]:
     for gpu in range(count):
         with torch.cuda.device(gpu):
             device = torch.empty_like(host, device="cuda")
-            to, back = (
-                len(host) / _seconds(copy)
-                for copy in (lambda: device.copy_(host), lambda: host.copy_(device))  # noqa: B023
-            )
+            to = len(host) / _seconds(partial(device.copy_, host))
+            back = len(host) / _seconds(partial(host.copy_, device))
         slow = "fewer PCIe lanes than it has, or a process on another NUMA node: see nvidia-smi topo -m"
         text = f"{to / GB:.1f} GB/s from pinned memory, {back / GB:.1f} back"
         yield Fact(f"copies, GPU {gpu}", text, slow if min(to, back) < SLOW_COPY else "")
@@ -191,8 +195,10 @@ def _look_at_ranks(config: RunConfig, size: int) -> Iterator[Fact]:
     """How fast ranks sum gradients, with as many of them as this machine has room for."""
     from tidemill.services.trainer.policy.fsdp.ranks import variables_of_ranks
 
-    asked, gpus = config.trainer.num_ranks, torch.cuda.device_count()
-    num_ranks, backend = min(asked, gpus or asked), "NCCL" if gpus else "gloo"
+    asked = config.trainer.num_ranks
+    gpus = torch.cuda.device_count()
+    num_ranks = min(asked, gpus or asked)
+    backend = "NCCL" if gpus else "gloo"
     if num_ranks < 2:
         yield Fact("ranks", f"{num_ranks} of {asked} here: nothing is summed over ranks")
         return
@@ -210,27 +216,30 @@ def _look_at_ranks(config: RunConfig, size: int) -> Iterator[Fact]:
         )
         for rank, variables in enumerate(variables_of_ranks(num_ranks))
     ]
-    what = f"{backend} over {num_ranks} ranks"
+    ranks_text = f"{backend} over {num_ranks} ranks"
     remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%p tells why" if gpus else "look at the host's load"
     try:
         said, _ = ranks[0].communicate(timeout=RANKS_DEADLINE_S)
     except subprocess.TimeoutExpired:
-        yield Fact(what, f"no answer in {RANKS_DEADLINE_S:g} s", remedy, is_problem=True)
+        yield Fact(ranks_text, f"no answer in {RANKS_DEADLINE_S:g} s", remedy, is_problem=True)
         return
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     if not (rates := [line for line in said.splitlines() if line.startswith(RATE)]):
-        yield Fact(what, f"failed: {said.strip()[-300:]}", remedy, is_problem=True)
+        yield Fact(ranks_text, f"failed: {said.strip()[-300:]}", remedy, is_problem=True)
         return
     rate = float(rates[0].removeprefix(RATE))
     took = f"; the gradients of this model take {4 * size / rate:.2g} s" if size else ""
     is_slow = gpus > 0 and rate < SLOW_SUM
-    yield Fact(what, f"{rate / GB:.1f} GB/s of bus in a sum{took}", f"slow: {remedy}" if is_slow else "")
+    yield Fact(
+        ranks_text, f"{rate / GB:.1f} GB/s of bus in a sum{took}", f"slow: {remedy}" if is_slow else ""
+    )
 
 
-RANK, RATE = "--rank", "rate "
+RANK = "--rank"
+RATE = "rate "
 
 
 def serve_rank(parent: int) -> None:

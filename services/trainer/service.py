@@ -36,8 +36,7 @@ from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
-from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.loading import closer_of, open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.step import StepRunner
 from tidemill.services.trainer.trainer import Trainer
@@ -71,7 +70,8 @@ async def _train(context: ServiceContext) -> None:
         log.warning(warning)
     context.activity.enter(LOAD, "model and data")
     prompts, evaluation = await asyncio.to_thread(_load_data, context)
-    broker, keys = context.broker, context.keys
+    broker = context.broker
+    keys = context.keys
     join = StreamJoin(broker, keys)
     scheduler = Scheduler(broker, keys, context.config, prompts, join.expect)
     streams = RunStreams(scheduler, join, Reconciler(broker, keys, scheduler))
@@ -81,26 +81,31 @@ async def _train(context: ServiceContext) -> None:
     async with AsyncExitStack() as sharing:
         if context.config.rollout.trainer_gpus == "turns":
             await sharing.enter_async_context(thread.taking_turns(GpuLock(lock_files()), context.activity))
-        policy = thread.policy = await thread.call(open_policy, context.config, context.run_dir)
+        policy = await thread.call(open_policy, context.config, context.run_dir)
+        thread.policy = policy
         try:
             runner = StepRunner(context.config, policy, thread, context.activity, context.stopping)
             await _train_policy(context, runner, streams, evaluator, trimmer)
         finally:
-            if isinstance(policy, ShardedPolicy):
-                await thread.call_anywhere(policy.close)
+            close = closer_of(policy)
+            if close is not None:
+                await thread.call_anywhere(close)
 
 
 async def _train_policy(
     context: ServiceContext, runner: StepRunner, streams: RunStreams, evaluator: Evaluator, trimmer: Trimmer
 ) -> None:
     """Recover, in the order that `recovery.py` gives, and train."""
-    join, reconciler, config = streams.join, streams.reconciler, context.config.trainer
+    join = streams.join
+    reconciler = streams.reconciler
+    config = context.config.trainer
     store = await on_disk(context, CheckpointStore, context.run_dir, config.keep_checkpoints)
     journal = await on_disk(context, CommitJournal, context.run_dir)
     await until_stored(context, lambda: reconciler.begin(context))
     replayer = Replayer(context, runner, streams, journal)
     commits = await replayer.take_over(store)
-    version = join.version = replayer.version
+    version = replayer.version
+    join.version = version
     evaluations = (await read_state(context.broker, context.keys)).get("evaluations") or []
     # Before trackers open: they first send records that were not sent yet.
     recorder = await on_disk(context, Recorder, context.run_dir, version, journal.find, evaluations)
@@ -156,7 +161,8 @@ def _attach_loggers(context: ServiceContext, recorder: Recorder) -> None:
 
 def _resume_outputs(context: ServiceContext) -> tuple[WeightStore, BestVersion, Diagnostics]:
     """The parts whose state follows from the records of earlier steps and evaluations."""
-    trainer, records = context.config.trainer, read_records(context.run_dir / METRICS_FILE)
+    trainer = context.config.trainer
+    records = read_records(context.run_dir / METRICS_FILE)
     ranges = trainer.diagnostics
     if trainer.policy == "simulated":
         ranges = ranges | {"entropy": HealthyRange()}  # a simulated policy has none
@@ -186,5 +192,5 @@ def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prom
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_training_prompts(config.data, tokenizer, config.seed)
     evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
-    shown = load_demonstrations(config.data, tokenizer, config.seed, config.model)
-    return PromptPlan(prompts, config, shown), evaluation
+    demonstrations = load_demonstrations(config.data, tokenizer, config.seed, config.model)
+    return PromptPlan(prompts, config, demonstrations), evaluation

@@ -99,15 +99,24 @@ def make_commit(
 ) -> Commit:
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
-    keys = [key for mini in result.mini_batches for batch in mini.micro_batches for key in batch.keys]
+    compositions = []
+    keys: list[tuple[int, int]] = []
+    for mini in result.mini_batches:
+        composition = tuple(batch.keys for batch in mini.micro_batches)
+        compositions.append(composition)
+        for members in composition:
+            keys.extend(members)
+    advantages = {}
+    for group in result.groups:
+        advantages[str(group.ticket)] = [sample.mean_advantage for sample in group.samples]
     return Commit(
         step=step,
         version=step + 1,
-        mini_batches=tuple(tuple(batch.keys for batch in mini.micro_batches) for mini in result.mini_batches),
+        mini_batches=tuple(compositions),
         passes=result.passes,
         groups=tuple(group.ticket for group in result.groups),
         dropped=(*dropped, *left_out),
-        advantages={str(g.ticket): [sample.mean_advantage for sample in g.samples] for g in result.groups},
+        advantages=advantages,
         outcomes=outcomes,
         sizes=sizes or {},
         metrics=metrics,
@@ -151,8 +160,12 @@ class StepRunner:
         activity: the process's activity, which shows where the time goes.
         stopping: set when the process must stop; None: it never must.
         """
-        self.trainer, self.activity, self.stopping = config.trainer, activity, stopping or asyncio.Event()
-        self.policy, self.thread, self.group_filter = policy, thread, GroupFilter(config)
+        self.trainer = config.trainer
+        self.activity = activity
+        self.stopping = stopping or asyncio.Event()
+        self.policy = policy
+        self.thread = thread
+        self.group_filter = GroupFilter(config)
         self.group_filter.routing = policy.routing
         self.precompute = Precompute(self.trainer, policy, thread)
         self.advantages = Advantages(config)
@@ -192,7 +205,9 @@ class StepRunner:
         later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
         if commit.passes > 1:
             later = set(commit.groups)
-        all_groups = [self._filtered(groups[ticket], commit.step) for ticket in commit.groups]
+        all_groups = [groups[ticket] for ticket in commit.groups]
+        for group in all_groups:
+            self._select(group, commit.step)
         # All of it before the first update, as above.
         needed = [g for g in all_groups if g.ticket in later or self.precompute.is_needed_always]
         await self._precompute(needed, commit.step)
@@ -220,14 +235,14 @@ class StepRunner:
             await self._accumulate(rebuild([batch.keys for batch in first.micro_batches], samples), mini)
             await self._update(mini)
 
-    def _filtered(self, group: Group, step: int) -> Group:
-        outcome = self.group_filter.select(group)
-        if isinstance(outcome, Group):
-            return outcome
-        raise TidemillError(
-            f"ticket {group.ticket} was trained at step {step}, but cannot be trained again: "
-            f"{outcome.reason} ({outcome.detail}). Resume with the config the step was trained with."
-        )
+    def _select(self, group: Group, step: int) -> None:
+        """Fill in the samples of a group that `step` was trained on."""
+        refusal = self.group_filter.select(group)
+        if refusal is not None:
+            raise TidemillError(
+                f"ticket {group.ticket} was trained at step {step}, but cannot be trained again: "
+                f"{refusal.reason} ({refusal.detail}). Resume with the config the step was trained with."
+            )
 
     async def _collect(
         self,

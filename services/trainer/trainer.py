@@ -88,7 +88,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.config = self.context.config.trainer
-        self.scheduler, self.join = self.assembler.scheduler, self.assembler.join
+        self.scheduler = self.assembler.scheduler
+        self.join = self.assembler.join
         self.reconciler = self.assembler.reconciler
         self.trained_version = self.version
         """Version of the policy's weights: ahead of `version` between a step's update and its commit."""
@@ -176,11 +177,13 @@ class Trainer:
         # a restart has one to write again, from the weights that it has in any case.
         await self.weights_work.finish()
         with self.context.activity.during(WRITING):
-            compared_s, state = -time.monotonic(), await self._compare_weights()
+            compared_s = -time.monotonic()
+            state = await self._compare_weights()
             compared_s += time.monotonic()
             usage = await self.runner.thread.call(self.runner.policy.usage)
         dropped = self.assembler.drain_dropped()
-        numbers, prompts = self._metrics(step, result, len(dropped)), self.scheduler.prompts
+        numbers = self._metrics(step, result, len(dropped))
+        prompts = self.scheduler.prompts
         numbers |= usage_metrics(numbers, result, usage, self.config) | {"weights/compare_s": compared_s}
         if self.weights.last is not None:
             numbers["weights/encode_s"] = self.weights.last.encode_s  # of the version before
@@ -214,7 +217,8 @@ class Trainer:
         await on_disk(self.context, self.journal.append, commit)
         # 2 comes before 4: a checkpoint of the new version must not hold its groups as outstanding, or they
         # would be trained twice.
-        self.version = self.join.version = commit.version
+        self.version = commit.version
+        self.join.version = self.version
         self.assembler.settle(result.groups)
         self.scheduler.prompts.take_commit(commit)
         # 3 comes before the check which server answers: if Redis restarts after the check, the new server
@@ -244,7 +248,9 @@ class Trainer:
                 mark = await self.reconciler.mark()
 
     async def _restore_commits(self, below: int | None = None) -> None:
-        broker, keys, streams = self.context.broker, self.context.keys, self.context.config.streams
+        broker = self.context.broker
+        keys = self.context.keys
+        streams = self.context.config.streams
         await restore_commits(broker, keys, self.journal, below, is_trimmed=streams.trims_commits)
 
     async def _save(self) -> None:
@@ -254,13 +260,15 @@ class Trainer:
 
     def _metrics(self, step: int, result: StepResult, num_dropped: int) -> dict[str, float]:
         now = time.monotonic()
-        step_time_s, self._committed_at = now - self._committed_at, now
+        step_time_s = now - self._committed_at
+        self._committed_at = now
         threshold = self.config.algorithm.success_threshold
         numbers = step_metrics(step, result, num_dropped, step_time_s, threshold)
         numbers |= self.scheduler.prompts.metrics()
         numbers["trainer_idle_share"] = self.context.activity.idle_share()
         # Seconds in each state since the commit before: where the time of the step went.
-        before, self._totals = self._totals, self.context.activity.totals()
+        before = self._totals
+        self._totals = self.context.activity.totals()
         spent = {state: seconds - before.get(state, 0.0) for state, seconds in self._totals.items()}
         total_s = sum(spent.values())
         waited_s = sum(s for state, s in spent.items() if state.startswith(WAIT))
@@ -275,7 +283,8 @@ class Trainer:
     @contextlib.asynccontextmanager
     async def _profiled(self, step: int) -> AsyncIterator[None]:
         """Profile the step's calls of the policy, where its folder of profiles exists."""
-        folder, thread = self.context.run_dir / PROFILES / f"step-{step}", self.runner.thread
+        folder = self.context.run_dir / PROFILES / f"step-{step}"
+        thread = self.runner.thread
         if not await self.context.outside.run(os.path.isdir, folder):
             yield
             return
@@ -304,7 +313,8 @@ class Trainer:
             manifest = await self._written(begin, during)
         metrics.WEIGHTS_BYTES.set(manifest.num_bytes)
         metrics.WEIGHTS_SHARE_CHANGED.set(manifest.share_changed)
-        keep, in_use = self.config.keep_weights, self.best.in_use
+        keep = self.config.keep_weights
+        in_use = self.best.in_use
         await self.context.outside.run(self.weights.prune, keep, in_use, manifest.version)
         return manifest
 
@@ -340,14 +350,17 @@ class Trainer:
             manifest = self.reconciler.manifest
             if manifest is not None and manifest.version > self._repaired:
                 beats = await read_heartbeats(self.context.broker, self.context.keys, ("rollout",))
-                workers = [one.name for one in beats if one.counts.get(DAMAGED_VERSION) == manifest.version]
+                workers = [
+                    beat.name for beat in beats if beat.counts.get(DAMAGED_VERSION) == manifest.version
+                ]
                 if workers:
                     self._repair(manifest, workers[0])
 
     def _repair(self, manifest: WeightManifest, worker: str) -> None:
         """Begin the repair, where the trainer still is at that version. Nothing is awaited here: the step
         could go on between these checks."""
-        version, has_moved = manifest.version, self.runner.has_begun
+        version = manifest.version
+        has_moved = self.runner.has_begun
         is_current = self.trained_version == self.version == version
         if not (is_current and self.reconciler.manifest is manifest and self.weights_work.is_done):
             return

@@ -50,8 +50,8 @@ class WeightApp:
     async def _file(self, request: Request) -> Response:
         if not is_shown(request.headers.get("authorization", ""), self._token):
             return PlainTextResponse(f"the token is wrong: see {TOKEN_VARIABLE}\n", 401)
-        found = await run_in_threadpool(self._find, **request.path_params)
-        return found or PlainTextResponse("no such version, or no such file in it\n", 404)
+        response = await run_in_threadpool(self._find, **request.path_params)
+        return response or PlainTextResponse("no such version, or no such file in it\n", 404)
 
     def _find(self, run_id: str, folder: str, name: str) -> Response | None:
         """The file, if run, version and manifest have it; not of a version that is being pruned."""

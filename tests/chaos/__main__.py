@@ -70,7 +70,8 @@ def main(
     """Kill the processes of a whole run at random, and prove that its history is whole."""
     console = Console(stderr=True, highlight=False, markup=False)
     folder = keep or Path(tempfile.mkdtemp(prefix="tidemill-chaos-"))
-    outcomes, kills = [], len(PARTS) if in_turn else kills
+    outcomes = []
+    kills = len(PARTS) if in_turn else kills
     try:
         for number in range(seed, seed + seeds):
             name = f"chaos-{number}"

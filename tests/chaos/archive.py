@@ -48,8 +48,8 @@ class StreamCopy(Generic[M]):
         return list(self.entries.values())
 
     async def follow(self, broker: Broker) -> None:
-        while found := await self._read_on(broker):
-            self._take(found)
+        while entries := await self._read_on(broker):
+            self._take(entries)
 
     async def _read_on(self, broker: Broker) -> list[Entry[M] | Garbled]:
         return await read_range(broker, self.key, self.message_type, f"({self.position}", count=READ_COUNT)
@@ -57,13 +57,13 @@ class StreamCopy(Generic[M]):
     async def compare(self, broker: Broker) -> None:
         """After Redis died: find what is gone from the end; what is gone from the beginning was trimmed."""
         last = id_order(await last_id(broker, self.key))
-        found = await read_range(broker, self.key, self.message_type)
-        present = {entry.entry_id for entry in found}
-        first = id_order(found[0].entry_id) if found else last
+        entries = await read_range(broker, self.key, self.message_type)
+        present = {entry.entry_id for entry in entries}
+        first = id_order(entries[0].entry_id) if entries else last
         for entry_id in list(self.entries):
             if id_order(entry_id) > last or (id_order(entry_id) >= first and entry_id not in present):
                 self.lost[entry_id] = self.entries.pop(entry_id)
-        self._take(found)
+        self._take(entries)
         for entry_id, message in list(self.lost.items()):
             if self.entries.get(entry_id) == message:  # nobody had copied it yet, and it was not lost
                 del self.lost[entry_id]
@@ -75,11 +75,12 @@ class StreamCopy(Generic[M]):
                 self.lost[entry.entry_id] = entry.message
 
     def take_news(self) -> list[tuple[str, M]]:
-        news, self.news = self.news, []
+        news = self.news
+        self.news = []
         return news
 
-    def _take(self, found: list[Entry[M] | Garbled]) -> None:
-        for entry in found:
+    def _take(self, entries: list[Entry[M] | Garbled]) -> None:
+        for entry in entries:
             if isinstance(entry, Entry):
                 before = self.entries.get(entry.entry_id)
                 if before is not None and before != entry.message:
@@ -89,8 +90,8 @@ class StreamCopy(Generic[M]):
                 self.entries[entry.entry_id] = entry.message
             elif entry.entry_id not in self.garbled:
                 self.garbled.append(entry.entry_id)
-        if found:
-            self.position = found[-1].entry_id
+        if entries:
+            self.position = entries[-1].entry_id
 
 
 class Archive:

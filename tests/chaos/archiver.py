@@ -28,7 +28,8 @@ class ArchiverKiller:
     """Kills every other archiver that the trainer starts, half-way."""
 
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
-        self.fleet, self.rng = fleet, rng
+        self.fleet = fleet
+        self.rng = rng
         self.num_kills = 0
         """Of those that were at work."""
         self._longest_delay_s = LONGEST_DELAY_S
@@ -77,28 +78,28 @@ async def disagreements(fleet: Fleet, copies: Archive) -> list[str]:
         return []
     await archive_run(fleet.broker, fleet.keys, fleet.run_dir, config, is_last=True)
     history = History(fleet.keys.run_id, fleet.run_dir, None)
-    found: list[str] = []
+    differences: list[str] = []
     for stream in StreamName:
         copy = copies.by_key().get(stream.key(fleet.keys))
         if copy is not None:
-            found += await _differences(history, stream, copy, copies.whole)
-    return found
+            differences += await _differences(history, stream, copy, copies.whole)
+    return differences
 
 
 async def _differences(
     history: History, stream: StreamName, copy: StreamCopy[Any], whole: Callable[[Any], Any]
 ) -> list[str]:
     archived: dict[str, Any] = {}
-    found = []
+    differences = []
     async for record in history.scan(stream):
         if record.entry_id in archived:
-            found.append(f"{stream} {record.entry_id}: archived twice")
+            differences.append(f"{stream} {record.entry_id}: archived twice")
         archived[record.entry_id] = record.message if isinstance(record, Entry) else None
     for entry_id, message in copy.entries.items():
         if entry_id not in archived:
-            found.append(f"{stream} {entry_id}: not archived")
+            differences.append(f"{stream} {entry_id}: not archived")
         elif archived[entry_id] not in (whole(message), whole(copy.lost.get(entry_id))):
-            found.append(f"{stream} {entry_id}: archived with another message")
+            differences.append(f"{stream} {entry_id}: archived with another message")
     # What Redis has lost with its tail may have been archived before: it is history all the same.
     unknown = archived.keys() - copy.entries.keys() - copy.lost.keys() - set(copy.garbled)
-    return found + [f"{stream} {entry_id}: no stream had it" for entry_id in sorted(unknown)]
+    return differences + [f"{stream} {entry_id}: no stream had it" for entry_id in sorted(unknown)]

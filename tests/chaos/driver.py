@@ -70,7 +70,9 @@ class Driver:
     """Does a plan of faults to one fleet."""
 
     def __init__(self, fleet: Fleet, faults: Sequence[Fault], seed: int, tell: Tell) -> None:
-        self.fleet, self.faults, self.tell = fleet, faults, tell
+        self.fleet = fleet
+        self.faults = faults
+        self.tell = tell
         self.rng = random.Random(seed)
         self.archive = Archive(fleet.broker, fleet.keys)
         self.watch = RecoveryWatch(self.archive, fleet.keys)
@@ -88,14 +90,16 @@ class Driver:
             asyncio.create_task(self.archiver.run(), name="tormentor of archivers"),
         ]
         try:
-            version, since = 0, time.monotonic()
+            version = 0
+            since = time.monotonic()
             while not self.fleet.is_finished:
                 self.fleet.check()
                 for task in background:
                     if task.done():
                         task.result()
                 if self.archive.version != version:
-                    version, since = self.archive.version, time.monotonic()
+                    version = self.archive.version
+                    since = time.monotonic()
                 if time.monotonic() - since > STUCK_S:
                     raise StuckError(f"no commit after version {version} for {STUCK_S:g} s")
                 await asyncio.sleep(POLL_S)
@@ -128,7 +132,8 @@ class Driver:
             # Noted when it happened: the first results come before the server is known to be back.
             event = self._note(fault.kind, "redis", time.time())
             event.died_at = await self.fleet.kill_redis()
-            event.loaded_s = event.recovered_s = time.time() - event.died_at
+            event.loaded_s = time.time() - event.died_at
+            event.recovered_s = event.loaded_s
             await self.archive.compare()
         elif fault.kind in LOSSES:
             await self._lose(fault.kind)
@@ -165,7 +170,8 @@ class Driver:
             event.died_at, num_bytes = await lose(self.rng)
             event.note = f"{num_bytes:,} bytes of Redis's file gone"
         if kind is not Kind.POWER:  # then the next commit tells
-            event.loaded_s = event.recovered_s = time.time() - event.died_at
+            event.loaded_s = time.time() - event.died_at
+            event.recovered_s = event.loaded_s
         async with self.fleet.redis.before_the_loss() as dead:
             await self.archive.look_into(dead)
         await self.archive.compare()

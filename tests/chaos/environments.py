@@ -29,17 +29,19 @@ class EnvironmentProcesses:
         """Those that live below a worker now, with its name."""
         names = [*self._fleet.running("rollout"), *self._fleet.running("rollout", False)]
         workers = {name: self._fleet.members[name].process.pid for name in names}
-        found = {child: name for name, pid in workers.items() for child in _children(pid) if _is_one(child)}
-        self._seen |= found.keys()
-        return found
+        children = {
+            child: name for name, pid in workers.items() for child in _children(pid) if _is_one(child)
+        }
+        self._seen |= children.keys()
+        return children
 
     async def kill(self, rng: random.Random, timeout_s: float) -> tuple[str, float]:
         """SIGKILL of one; returns its worker and the time of death."""
-        found = await wait_until(self.look, timeout_s)
-        pid = rng.choice(sorted(found))
+        children = await wait_until(self.look, timeout_s)
+        pid = rng.choice(sorted(children))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        return found[pid], time.time()
+        return children[pid], time.time()
 
     async def left_over(self) -> list[int]:
         """Those that have outlived their workers, after what a process may take to end."""
@@ -71,19 +73,19 @@ def misjudged(archive: Archive, config: RunConfig) -> list[str]:
     if config.rollout.environment.is_single_turn:
         return []
     records = known_trajectories(archive)
-    found = []
+    problems = []
     for score in (*archive.scores.messages, *archive.scores.lost.values()):
         if score.status is not ScoreStatus.OK:
             continue
-        given = [made.session.reward for made in records.get(score.key, []) if made.session]
-        if not score.value or score.value not in given:
-            found.append(
-                f"{score.key} has the score {score.value}; its environment gave {given or 'nothing'}"
+        rewards = [record.session.reward for record in records.get(score.key, []) if record.session]
+        if not score.value or score.value not in rewards:
+            problems.append(
+                f"{score.key} has the score {score.value}; its environment gave {rewards or 'nothing'}"
             )
-    return found
+    return problems
 
 
 def num_faults(archive: Archive) -> int:
     """Plays that ended in a fault, of all sessions that were played to their end."""
-    made = (*archive.trajectories.messages, *archive.trajectories.lost.values())
-    return sum(one.session.num_faults for one in made if one.session)
+    trajectories = (*archive.trajectories.messages, *archive.trajectories.lost.values())
+    return sum(trajectory.session.num_faults for trajectory in trajectories if trajectory.session)

@@ -42,7 +42,8 @@ PARTS = (Kind.ROLLOUT, Kind.REWARD, Kind.TRAINER, Kind.REDIS, Kind.POWER)
 """What dies in turn."""
 SESSION_KILLS = (*KILLS, Kind.ENVIRONMENT, Kind.SERVER)
 """Of a run that plays sessions."""
-LONGEST_DELAY_S, MIDDLE_S = 3.0, 0.7
+LONGEST_DELAY_S = 3.0
+MIDDLE_S = 0.7
 STEPS_PER_MOVE = 12
 LONGEST_LAG_S = 1.0
 """Of a replica that takes over."""
@@ -89,7 +90,7 @@ def each_in_turn(steps: int) -> list[Fault]:
     [4, 8, 12, 16, 20]
     """
     gap = (steps - QUIET_STEPS) // (len(PARTS) + 1)
-    return [Fault(kind, place * gap, MIDDLE_S) for place, kind in enumerate(PARTS, 1)]
+    return [Fault(kind, number * gap, MIDDLE_S) for number, kind in enumerate(PARTS, 1)]
 
 
 def _at(kind: Kind, version: float, delay_s: float, role: str = "", is_term: bool = False) -> Fault:

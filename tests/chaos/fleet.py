@@ -21,9 +21,9 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.store import ClaimStore
 from tidemill.common.wire.keys import Keys
-from tidemill.services.console.processes.specs import ServiceSpec, service_environment, service_specs
-from tidemill.services.console.processes.supervisor import FIRST_PAUSE_S
 from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.up.specs import ServiceSpec, service_environment, service_specs
+from tidemill.services.console.up.supervisor import FIRST_PAUSE_S
 
 POLL_S = 0.05
 LEAVES = "leaving: the run is finished"
@@ -66,7 +66,9 @@ class Fleet:
 
     def __init__(self, folder: Path, config: RunConfig, is_forked: bool = False) -> None:
         """`is_forked` spares processes their imports."""
-        self.folder, self.config, self.keys = folder, config, Keys(config.run_id)
+        self.folder = folder
+        self.config = config
+        self.keys = Keys(config.run_id)
         self.is_forked = is_forked
         self.redis = MortalRedis(folder / "redis")
         self.members: dict[str, Member] = {}
@@ -133,7 +135,8 @@ class Fleet:
     async def lose_tail(self, rng: random.Random) -> tuple[float, int]:
         """Redis dies and comes back without its last writes; returns when, and the bytes that are gone."""
         self.redis.kill()
-        died_at, num_bytes = time.time(), self.redis.lose_tail(rng)
+        died_at = time.time()
+        num_bytes = self.redis.lose_tail(rng)
         await asyncio.sleep(FIRST_PAUSE_S)
         await self.redis.restart()
         return died_at, num_bytes

@@ -22,7 +22,9 @@ LOG = "generated.log"
 
 def noted(folder: Path) -> tuple[Counter[TrajectoryKey], Counter[TrajectoryKey], int]:
     """By sample: requests, and tokens of those that came to an end; and how many did."""
-    asked, generated, num_ended = Counter[TrajectoryKey](), Counter[TrajectoryKey](), 0
+    asked = Counter[TrajectoryKey]()
+    generated = Counter[TrajectoryKey]()
+    num_ended = 0
     for line in (folder / LOG).read_text().splitlines():
         name, _, num_tokens = line.partition(" ")
         ticket, index = map(int, name.split("-")[1:3])
@@ -44,7 +46,8 @@ def regenerated_share(folder: Path, archive: Archive) -> float:
 
 
 def _noting(kind: type[Engine]) -> None:
-    generate, path = kind.generate, Path(os.environ[RUNS_DIR_VARIABLE]) / LOG
+    generate = kind.generate
+    path = Path(os.environ[RUNS_DIR_VARIABLE]) / LOG
 
     async def noting(engine: Any, request: GenerationRequest) -> Generation:
         if not request.request_id.startswith("train"):
@@ -61,6 +64,6 @@ def _noting(kind: type[Engine]) -> None:
 
 
 if __name__ == "__main__":
-    for found in (SimulatedEngine, TransformersEngine):
-        _noting(found)
+    for engine in (SimulatedEngine, TransformersEngine):
+        _noting(engine)
     runpy.run_module("tidemill.services.rollout", run_name="__main__", alter_sys=True)

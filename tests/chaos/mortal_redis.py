@@ -91,7 +91,7 @@ class MortalRedis:
         shutil.copytree(self.server.data_dir, self._before)
         path = append_only_file(self.server.data_dir)
         size = path.stat().st_size
-        durable = next((known for _, of, known in self._sizes if of == path), size)
+        durable = next((known_size for _, of, known_size in self._sizes if of == path), size)
         kept = rng.randint(durable, size) if durable < size else size
         os.truncate(path, kept)
         self._sizes.clear()
@@ -107,7 +107,9 @@ class MortalRedis:
         replica.options = network_of(port)  # when it comes back, it follows nobody
         client.close()
         await asyncio.sleep(lag_s)
-        master, self.server, self.port = self.server, replica, port
+        master = self.server
+        self.server = replica
+        self.port = port
         master.kill()
         died_at = time.time()
         self._take_charge()
@@ -149,9 +151,9 @@ class MortalRedis:
 
     def _follows(self, replica: redis.Redis) -> bool:
         """Whether the replica has about all that the master has, and a file of its own to come back from."""
-        found = replica.info()
-        is_rewriting = found["aof_rewrite_in_progress"] or found["aof_rewrite_scheduled"]
-        return found.get("master_link_status") == "up" and not is_rewriting
+        info = replica.info()
+        is_rewriting = info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"]
+        return info.get("master_link_status") == "up" and not is_rewriting
 
     async def _sample(self) -> None:
         while True:

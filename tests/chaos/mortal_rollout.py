@@ -9,13 +9,14 @@ from tidemill.common.store import ClaimStore
 
 
 def arrange_death(num_payloads: int = 2) -> None:
-    write, left = ClaimStore._write, num_payloads
+    write = ClaimStore._write
+    num_left = num_payloads
 
     def write_and_die(*args: Any) -> None:
-        nonlocal left
+        nonlocal num_left
         write(*args)
-        left -= 1
-        if not left:
+        num_left -= 1
+        if not num_left:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ClaimStore._write = write_and_die  # type: ignore[method-assign]

@@ -78,12 +78,12 @@ async def _serve(url: str, keys: Keys, folder: Path, config: RunConfig) -> None:
 def _arrange(death: Death) -> None:
     owner, name, is_after = POINTS[death.point]
     function: Callable[..., Any] = getattr(owner, name)
-    left = death.count
+    num_left = death.count
 
     def count_down() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     @wraps(function)

@@ -103,19 +103,19 @@ class RecoveryWatch:
 
 def summary(watches: Sequence[RecoveryWatch]) -> dict[str, Any]:
     """Median and maximum of every kind, in seconds; for workers also of what is left without the loading."""
-    found: dict[str, Any] = {}
+    seconds_of: dict[str, Any] = {}
     for kind in SESSION_KILLS:
         events = [event for watch in watches for event in watch.recovered(kind)]
         if times := [event.recovered_s for event in events if event.recovered_s is not None]:
-            found[kind.value] = _median_and_max(times)
+            seconds_of[kind.value] = _median_and_max(times)
         beyond = [
             event.recovered_s - event.loaded_s
             for event in events
             if event.recovered_s is not None and event.loaded_s is not None
         ]
         if beyond and kind in (Kind.ROLLOUT, Kind.REWARD):
-            found[f"{kind.value}_after_load"] = _median_and_max([max(0.0, time_s) for time_s in beyond])
-    return found
+            seconds_of[f"{kind.value}_after_load"] = _median_and_max([max(0.0, time_s) for time_s in beyond])
+    return seconds_of
 
 
 def _median_and_max(times: Sequence[float]) -> dict[str, float]:

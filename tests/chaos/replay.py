@@ -37,7 +37,8 @@ class CheckpointCopies:
     """Hard links to the run's checkpoints, taken while it runs, to go on from behind a step that is gone."""
 
     def __init__(self, run_dir: Path, folder: Path) -> None:
-        self.source, self.folder = run_dir / "checkpoints", folder
+        self.source = run_dir / "checkpoints"
+        self.folder = folder
 
     def follow(self) -> None:
         """Link what is new. A checkpoint's bytes never change under their name."""
@@ -52,8 +53,8 @@ class CheckpointCopies:
 
     def after(self, version: int) -> tuple[int, Path] | None:
         """The first one at `version` or later."""
-        found = [(int(path.name[1:]), path) for path in sorted(self.folder.glob("v*"))]
-        return next(((number, path) for number, path in found if number >= version), None)
+        folders = [(int(path.name[1:]), path) for path in sorted(self.folder.glob("v*"))]
+        return next(((number, path) for number, path in folders if number >= version), None)
 
 
 async def replay(
@@ -66,18 +67,20 @@ async def replay(
     torch.set_num_threads(config.trainer.num_threads or torch.get_num_threads())
     policy = await asyncio.to_thread(load, config)
     samples = [archive.whole(sample) for sample in archive.trajectories.messages]
-    thread, groups = PolicyThread(), pending_groups(samples, archive.scores.messages)
+    thread = PolicyThread()
+    groups = pending_groups(samples, archive.scores.messages)
     runner = StepRunner(config, policy, thread, Activity("replay"))
     doubtful = _doubtful_tickets(archive)
-    result, at = ReplayResult(0, [], []), 0
+    result = ReplayResult(0, [], [])
+    at = 0
     for commit in sorted(archive.commits.messages, key=lambda commit: commit.step):
         if commit.step < at:
             continue
         if commit.step > at or not _stands(commit, groups, doubtful, config.trainer.group_size):
             result.not_standing.append(commit.step)
-            if (found := checkpoints.after(commit.version)) is None:
+            if (checkpoint := checkpoints.after(commit.version)) is None:
                 break
-            at, folder = found
+            at, folder = checkpoint
             await thread.call(policy.load_state, folder)
             continue
         await runner.replay(commit, groups)

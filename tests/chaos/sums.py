@@ -23,7 +23,8 @@ class Sums:
     resumable = True
 
     def __init__(self, address: str) -> None:
-        self._address, self._session = address, ""
+        self._address = address
+        self._session = ""
 
     def reset(self, row: dict[str, Any]) -> None:
         self.restore({"prompt": str(row["prompt"]), "answer": str(row["ground_truth"]), "tries": 0})
@@ -34,7 +35,9 @@ class Sums:
 
     def restore(self, mark: dict[str, Any]) -> None:
         """Another session on the server, which is as far."""
-        self._mark, self._session = dict(mark), self._ask("", **mark)
+        session = self._ask("", **mark)
+        self._mark = dict(mark)
+        self._session = session
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """What the server says to it; in the middle of that this may be killed."""

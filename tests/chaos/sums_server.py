@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-RIGHT, WRONG = 1.0, 0.125
+RIGHT = 1.0
+WRONG = 0.125
 """No reward is 0, so a score of 0 can only come from somebody who made it up."""
 
 

@@ -21,7 +21,8 @@ from tidemill.common.wire.choices import KEPT
 from tidemill.common.wire.messages import Trajectory
 from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
-STEPS, SEED = 16, 5
+STEPS = 16
+SEED = 5
 MASKED = {"max_tokens": 16, "top_k": 2}
 """What it leaves of each token is claimed, archived and trained."""
 SESSIONS = {
@@ -69,7 +70,9 @@ async def test_a_run_whose_processes_are_killed_loses_nothing_and_trains_nothing
     assert Kind.REDIS.value in summary([outcome.watch])
 
 
-FEW_STEPS, GROUPS, SIZE = 6, 4, 4
+FEW_STEPS = 6
+GROUPS = 4
+SIZE = 4
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -85,7 +88,8 @@ async def test_choices_are_neither_lost_nor_twice(tmp_path: Path, keeps: bool) -
         streams__archive={"enabled": True, "segment_mb": 0.004, "keep_choices": keeps},
     )
     async with ServiceRun(tmp_path, config) as run:
-        store, orphans = run.run_dir / CLAIMS_FOLDER, set[str]()
+        store = run.run_dir / CLAIMS_FOLDER
+        orphans = set[str]()
         run.start("trainer")
         run.start("reward")
         for life in range(2):
@@ -107,13 +111,13 @@ async def test_choices_are_neither_lost_nor_twice(tmp_path: Path, keeps: bool) -
 
         commits = await commits_of(run.broker, run.keys)
         assert_full_steps(commits, GROUPS)
-        assert len(commits) == FEW_STEPS and not [one for commit in commits for one in commit.dropped]
-        left = {path.name for path in store.iterdir()}
-        assert not left & orphans, "they went with the tickets that nobody needs any more"
+        assert len(commits) == FEW_STEPS and not [drop for commit in commits for drop in commit.dropped]
+        names = {path.name for path in store.iterdir()}
+        assert not names & orphans, "they went with the tickets that nobody needs any more"
         await archive_run(run.broker, run.keys, run.run_dir, config.streams.archive, is_last=True)
         shutil.rmtree(store)
         archived = History(run.keys.run_id, run.run_dir, None)
-        samples = [one async for one in archived.messages(StreamName.TRAJECTORIES, Trajectory)]
+        samples = [sample async for sample in archived.messages(StreamName.TRAJECTORIES, Trajectory)]
         trained = {key for commit in commits for key in commit.trained_keys}
         assert not check(run.run_dir) and {sample.key for sample in samples} >= trained
         assert len({sample.key for sample in samples}) == len(samples), "one is published twice"
@@ -122,4 +126,5 @@ async def test_choices_are_neither_lost_nor_twice(tmp_path: Path, keeps: bool) -
             assert bool(sample.choices.rows) == keeps
             if keeps:  # the engine keeps each token, and the one after it
                 kept = sample.choices.rows[KEPT].values.reshape(-1, 2).T
-                assert kept.tolist() == [(ids := sample.completion_ids).tolist(), ((ids + 1) % 32).tolist()]
+                ids = sample.completion_ids
+                assert kept.tolist() == [ids.tolist(), ((ids + 1) % 32).tolist()]

@@ -25,7 +25,9 @@ from tidemill.common.wire.messages import WeightManifest
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 from tidemill.services.trainer.policy.transformers_policy import load_policy
 
-STEPS, GROUPS, SIZE = 44, 2, 4
+STEPS = 44
+GROUPS = 2
+SIZE = 4
 LIFE_S = 90.0
 
 
@@ -89,7 +91,8 @@ async def test_at_any_point_of_a_step(tmp_path: Path, one_thread: None, seed: in
 def assert_leads_to_its_digest(run: Path, version: int, folder: Path) -> None:
     manifest = read_manifest(run, version)
     assert manifest is not None
-    base, *deltas = [verified_files(run, part) for part in read_chain(run, manifest)]
+    files = [verified_files(run, link) for link in read_chain(run, manifest)]
+    base, *deltas = files
     folder.mkdir()
     check_whole(write_whole(base, deltas, folder), manifest)
 

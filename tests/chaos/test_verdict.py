@@ -16,7 +16,8 @@ from tidemill.common.streams import append
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, Trajectory
 
-SIZE, MAX_STALENESS = 2, 1
+SIZE = 2
+MAX_STALENESS = 1
 
 
 def commit_of(step: int, *tickets: int, **fields: Any) -> Commit:

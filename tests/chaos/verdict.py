@@ -57,7 +57,7 @@ def judge(archive: Archive, group_size: int, max_staleness: int) -> Verdict:
     for commit in commits:
         for key in commit.trained_keys:
             staleness = [_staleness(record, commit.step) for record in records.get(key, [])]
-            if not any(0 <= found <= max_staleness for found in staleness):
+            if not any(0 <= steps <= max_staleness for steps in staleness):
                 verdict.violations += 1
                 spans = [record.spans for record in records.get(key, [])]
                 verdict.violating.append(

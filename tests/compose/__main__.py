@@ -58,14 +58,10 @@ def _print(results: list[Result]) -> None:
         facts = ", ".join(f"{name} {value}" for name, value in result.facts.items())
         table.add_row(result.scenario, *numbers, evaluation, f"{report['wall_s']:.0f}", facts)
     Console().print(table)
-    summary = {
-        result.scenario: {
-            "ok": result.is_ok,
-            **{name: result.report[name] for name in ("steps", "lost", "duplicated_in_training", "wall_s")},
-            **result.facts,
-        }
-        for result in results
-    }
+    summary = {}
+    for result in results:
+        counts = {name: result.report[name] for name in ("steps", "lost", "duplicated_in_training", "wall_s")}
+        summary[result.scenario] = {"ok": result.is_ok, **counts, **result.facts}
     print(json.dumps(summary))
 
 

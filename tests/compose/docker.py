@@ -53,8 +53,8 @@ class Docker:
     def compose_command(self) -> list[str]:
         if self.succeeds("compose", "version"):
             return ["docker", "compose"]
-        if found := shutil.which("docker-compose"):
-            return [found]
+        if executable := shutil.which("docker-compose"):
+            return [executable]
         raise MissingError("no Compose: install the plugin of Docker, or docker-compose 1.29 or newer")
 
     def _start_engine(self) -> None:

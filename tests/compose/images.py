@@ -15,7 +15,9 @@ from tests.compose.docker import Docker, MissingError
 from tests.support.preloaded import REPO
 
 TAG = "compose-test"
-CPU, PYTHON, DEBIAN = f"tidemill-cpu:{TAG}", f"tidemill-python:{TAG}", f"tidemill-debian:{TAG}"
+CPU = f"tidemill-cpu:{TAG}"
+PYTHON = f"tidemill-python:{TAG}"
+DEBIAN = f"tidemill-debian:{TAG}"
 PACKAGES = (
     "python3,python3-pip,ca-certificates,redis-server,prometheus,prometheus-redis-exporter,libgomp1,"
     "bubblewrap,libseccomp2"
@@ -67,8 +69,17 @@ def make_images(docker: Docker, work: Path) -> Images:
 
 def build(docker: Docker, tag: str, dockerfile: str, argument: str, base: str, options: list[str]) -> None:
     print(f"building {tag}", flush=True)
-    given = ["-q", "-t", tag, "-f", str(REPO / dockerfile), "--build-arg", f"{argument}={base}", *options]
-    docker("build", *given, str(REPO))
+    options_of_build = [
+        "-q",
+        "-t",
+        tag,
+        "-f",
+        str(REPO / dockerfile),
+        "--build-arg",
+        f"{argument}={base}",
+        *options,
+    ]
+    docker("build", *options_of_build, str(REPO))
 
 
 def _can_pull(docker: Docker) -> bool:

@@ -21,11 +21,13 @@ class Project:
     """Compose commands for one node; `settings` go into its .env."""
 
     def __init__(self, docker: Docker, name: str, env_file: Path, images: Images, *profiles: str) -> None:
-        self.docker, self.name, self.env_file = docker, name, env_file
+        self.docker = docker
+        self.name = name
+        self.env_file = env_file
         self._left_out = images.left_out
         self._command = [*docker.compose_command(), "-p", name, "--env-file", str(env_file)]
         self._command += ["-f", str(REPO / "docker-compose.yml")]
-        self._profiles = [part for profile in profiles for part in ("--profile", profile)]
+        self._profiles = [word for profile in profiles for word in ("--profile", profile)]
         self.set(**images.settings)
 
     def set(self, **settings: str) -> None:
@@ -47,12 +49,12 @@ class Project:
             f"label=com.docker.compose.project={self.name}",
             f"label=com.docker.compose.service={service}",
         ]
-        filters = [part for label in labels for part in ("--filter", label)]
+        filters = [word for label in labels for word in ("--filter", label)]
         return self.docker("ps", "-q", *filters).split()
 
     def inspect(self, container: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.docker("inspect", container))[0]
-        return found
+        facts: dict[str, Any] = json.loads(self.docker("inspect", container))[0]
+        return facts
 
     def kill(self, service: str) -> str:
         """SIGKILL a container's processes without asking Docker, which must find out; returns its id."""
@@ -66,10 +68,10 @@ class Project:
 
     def status(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(self.console("status", "--json"))
+            status: dict[str, Any] = json.loads(self.console("status", "--json"))
         except (RuntimeError, ValueError):
             return {}
-        return found
+        return status
 
     def console(self, *arguments: str) -> str:
         return self.compose("run", "--rm", "-T", "console", *arguments, timeout_s=180)
@@ -81,16 +83,16 @@ class Project:
         self.compose("down", "-v", "-t", "5", "--remove-orphans")
 
 
-def wait_for(what: str, check: Callable[[], T], timeout_s: float) -> T:
+def wait_for(awaited: str, check: Callable[[], T], timeout_s: float) -> T:
     """The first true answer of `check`.
 
     Raises:
         RuntimeError: it does not come in time.
     """
     deadline = time.monotonic() + timeout_s
-    while not (found := check()):
+    while not (value := check()):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {timeout_s:g} s: {what}")
+            raise RuntimeError(f"not within {timeout_s:g} s: {awaited}")
         time.sleep(POLL_S)
-    print(f"  {what}", flush=True)
-    return found
+    print(f"  {awaited}", flush=True)
+    return value

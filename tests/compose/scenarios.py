@@ -90,7 +90,8 @@ def one_machine(docker: Docker, images: Images, work: Path, steps: int) -> Resul
 
 def _stop_and_go_on(node: Project) -> None:
     """As docs/operations/deploy.md has it: the services first, which need Redis for an orderly end."""
-    services, version = ("trainer", "rollout", "reward"), _reach(node, 1)
+    services = ("trainer", "rollout", "reward")
+    version = _reach(node, 1)
     ended = [container for name in services for container in node.containers(name)]
     node.compose("stop", *services)
     codes = [node.inspect(container)["State"]["ExitCode"] for container in ended]
@@ -179,9 +180,9 @@ def _data(folder: Path, steps: int) -> Path:
     tree["streams"] = {"lease_s": 5.0, "drain_s": 5.0}
     tree["expect"] = {"eval_gain": 0.1}
     path.write_text(yaml.safe_dump(tree))
-    for found in (folder, *folder.rglob("*")):  # containers are another user
-        if "secrets" not in found.parts and found.name != ".env":
-            found.chmod(0o755 if found.is_dir() else 0o644)
+    for path in (folder, *folder.rglob("*")):  # containers are another user
+        if "secrets" not in path.parts and path.name != ".env":
+            path.chmod(0o755 if path.is_dir() else 0o644)
     return data
 
 
@@ -214,8 +215,8 @@ def _scraped(node: Project) -> int:
     def up() -> int:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/targets", timeout=30) as answer:
             targets = json.load(answer)["data"]["activeTargets"]
-        found = [target for target in targets if target["labels"]["job"] == "tidemill"]
-        return len(found) if found and all(target["health"] == "up" for target in found) else 0
+        scraped = [target for target in targets if target["labels"]["job"] == "tidemill"]
+        return len(scraped) if scraped and all(target["health"] == "up" for target in scraped) else 0
 
     return wait_for("Prometheus reads every process of the run", up, PATIENCE_S)
 

@@ -32,7 +32,9 @@ def make(broker: Broker, keys: Keys, tmp_path: Path, model: Path) -> Callable[..
     def make(
         steps: int = 6, has_eval: bool = False, trims: bool = False, archives: bool = False, **trainer: Any
     ) -> ServiceContext:
-        reward, sampling, archive = (trainer.pop(name, {}) for name in ("reward", "sampling", "archive"))
+        reward = trainer.pop("reward", {})
+        sampling = trainer.pop("sampling", {})
+        archive = trainer.pop("archive", {})
         held = {"eval": {"held": str(held_out)}} if has_eval else {}
         return trainer_context(
             broker, keys, run_dir, model,

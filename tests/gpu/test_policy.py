@@ -42,28 +42,31 @@ def deterministic() -> Iterator[None]:
 
 def gaps(mine: TransformersPolicy, theirs: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
     pairs = zip(logprobs_of(mine, samples), logprobs_of(theirs, samples), strict=True)
-    return np.concatenate([np.abs(left - right) for left, right in pairs])
+    return np.concatenate([np.abs(first - right) for first, right in pairs])
 
 
-def similarity(left: torch.Tensor, right: torch.Tensor) -> float:
-    return torch.nn.functional.cosine_similarity(left.cpu().double(), right.cpu().double(), dim=0).item()
+def similarity(first: torch.Tensor, right: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(first.cpu().double(), right.cpu().double(), dim=0).item()
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": False}, {"gradient_checkpointing": True}])
 def test_float32_on_the_gpu_equals_the_cpu(folder: Path, options: dict[str, Any]) -> None:
     samples = make_relatives(SAMPLES)
-    gpu, cpu = make_gpu_policy(folder, **options), make_gpu_policy(folder, "cpu", **options)
+    gpu = make_gpu_policy(folder, **options)
+    cpu = make_gpu_policy(folder, "cpu", **options)
     assert gpu.layout == ("padded" if "packing" in options else LAYOUT)
     assert gaps(gpu, cpu, samples).max() < 1e-4
     results = [accumulate_all(policy, [one_batch(samples)]) for policy in (gpu, cpu)]
     assert results[0].loss_sum == pytest.approx(results[1].loss_sum, rel=1e-3, abs=1e-3)
-    mine, theirs = gradients_of(gpu).cpu(), gradients_of(cpu)
+    mine = gradients_of(gpu).cpu()
+    theirs = gradients_of(cpu)
     assert ((mine - theirs).norm() / theirs.norm()).item() < 1e-3
 
 
 def test_bfloat16_on_the_gpu_stays_near_float32(folder: Path) -> None:
     samples = make_relatives(SAMPLES)
-    half, full = make_gpu_policy(folder, dtype="bfloat16"), make_gpu_policy(folder)
+    half = make_gpu_policy(folder, dtype="bfloat16")
+    full = make_gpu_policy(folder)
     assert gaps(half, full, samples).mean() < 0.05
     for policy in (half, full):
         accumulate_all(policy, [one_batch(samples)])
@@ -75,7 +78,8 @@ def test_bfloat16_on_the_gpu_stays_near_float32(folder: Path) -> None:
 def test_trees_of_the_varlen_kernel_equal_row_by_row(folder: Path) -> None:
     """The kernel is the same for both; a leak of one sequence into the next is more than 1."""
     samples = make_relatives(SAMPLES)
-    packed, single = (make_gpu_policy(folder, dtype="bfloat16") for _ in range(2))
+    packed = make_gpu_policy(folder, dtype="bfloat16")
+    single = make_gpu_policy(folder, dtype="bfloat16")
     assert packed.layout == "tree"
     alone = np.concatenate([logprobs for sample in samples for logprobs in logprobs_of(single, [sample])])
     together = np.concatenate(logprobs_of(packed, samples))
@@ -103,7 +107,8 @@ def test_replay_from_a_checkpoint_is_bit_identical(
     samples = make_relatives(SAMPLES)
     options: dict[str, Any] = {"dtype": dtype, "lora": lora, "deterministic": True}
     batches = form_micro_batches(samples, 100)
-    live, replayed = make_gpu_policy(folder, **options), make_gpu_policy(folder, **options)
+    live = make_gpu_policy(folder, **options)
+    replayed = make_gpu_policy(folder, **options)
     train(live, batches[:2])
     save_state(live, tmp_path)
     replayed.load_state(tmp_path)

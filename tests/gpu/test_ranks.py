@@ -63,18 +63,18 @@ def step(policy: Policy, seed: int = 0) -> UpdateResult:
 
 def start_logprobs(policy: Policy) -> np.ndarray[Any, Any]:
     """Of some samples, as two mini-batches want them."""
-    return np.concatenate([found["proximal_logprobs"] for found in policy.precompute(make_samples(12))])
+    return np.concatenate([columns["proximal_logprobs"] for columns in policy.precompute(make_samples(12))])
 
 
 @pytest.mark.parametrize("trainer", [{}, {"sum_gradients": "micro_batch"}])
 def test_two_ranks_have_the_numbers_of_one(folder: Path, trainer: dict[str, Any]) -> None:
-    found = []
+    digests = []
     for num_ranks in (1, 2):
         with opened(config_of(folder, num_ranks, mini_batches=2, **trainer)) as policy:
             before = start_logprobs(policy)
             norms = [step(policy, seed).grad_norm for seed in range(2)]
-            found.append((before, norms, start_logprobs(policy)))
-    (before, norms, after), (sharded_before, sharded_norms, sharded_after) = found
+            digests.append((before, norms, start_logprobs(policy)))
+    (before, norms, after), (sharded_before, sharded_norms, sharded_after) = digests
     np.testing.assert_allclose(sharded_before, before, atol=1e-4)
     assert sharded_norms == pytest.approx(norms, rel=1e-3)
     np.testing.assert_allclose(sharded_after, after, atol=5e-3)
@@ -108,10 +108,10 @@ def test_ranks_leave_the_gpu_and_come_back_with_the_same_bits(folder: Path) -> N
         step(policy)
         policy.leave()
         policy.enter()
-        left = policy.digest(), step(policy, 1), policy.digest()
+        digests = policy.digest(), step(policy, 1), policy.digest()
     with opened(config_of(folder)) as policy:
         step(policy)
-        assert left == (policy.digest(), step(policy, 1), policy.digest())
+        assert digests == (policy.digest(), step(policy, 1), policy.digest())
 
 
 @needs_kernels

@@ -29,7 +29,8 @@ def test_ligers_kernels_change_no_gradient(monkeypatch):
     for name in ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"):
         # Liger replaces these in the module too: models that are made later would have them.
         monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
-    plain, fused = policy_on_gpu(), policy_on_gpu(liger="on")
+    plain = policy_on_gpu()
+    fused = policy_on_gpu(liger="on")
     for policy in (plain, fused):
         accumulate_all(policy, [one_batch(make_samples(12))])
     torch.testing.assert_close(gradients_of(fused), gradients_of(plain), atol=1e-4, rtol=1e-3)
@@ -37,14 +38,15 @@ def test_ligers_kernels_change_no_gradient(monkeypatch):
 
 @needs_kernels  # on CPUs tests/integration/trainer/test_compiled_model.py does it
 def test_a_compiled_model_has_the_same_gradients():
-    plain, compiled = policy_on_gpu(), policy_on_gpu(compile=True)
+    plain = policy_on_gpu()
+    compiled = policy_on_gpu(compile=True)
     for policy in (plain, compiled):
         accumulate_all(policy, [one_batch(make_samples(count)) for count in (3, 12)])
     torch.testing.assert_close(gradients_of(compiled), gradients_of(plain), atol=1e-4, rtol=1e-3)
 
 
 def test_mfu_is_measured_and_the_profile_adds_up():
-    found = measure("0.6b", dry=True)
-    assert min(found["step_s"], found["tflops"], found["tokens_per_s"]) > 0
-    assert found["profile"]["matrix products"] > 0
-    assert sum(found["profile"].values()) == pytest.approx(1.0, abs=0.1)
+    figures = measure("0.6b", dry=True)
+    assert min(figures["step_s"], figures["tflops"], figures["tokens_per_s"]) > 0
+    assert figures["profile"]["matrix products"] > 0
+    assert sum(figures["profile"].values()) == pytest.approx(1.0, abs=0.1)

@@ -26,7 +26,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; install the extra vll
 
 pytestmark = [needs_gpu, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
-MEAN_GAP, MAX_GAP = 0.1, 0.5
+MEAN_GAP = 0.1
+MAX_GAP = 0.5
 """Of bfloat16, engine against trainer; another version's weights differ by far more on average."""
 
 
@@ -66,10 +67,11 @@ async def engine(folders: list[Path]) -> AsyncIterator[VllmEngine]:
 
 def make_requests(name: str, count: int, max_tokens: int = 24) -> list[GenerationRequest]:
     params = SamplingParams(max_tokens=max_tokens)
-    return [
-        GenerationRequest(f"{name}{i}", [3 + (i * 7 + j * 5) % (len(PIECES) - 3) for j in range(9)], params)
-        for i in range(count)
-    ]
+    requests = []
+    for i in range(count):
+        prompt_ids = [3 + (i * 7 + j * 5) % (len(PIECES) - 3) for j in range(9)]
+        requests.append(GenerationRequest(f"{name}{i}", prompt_ids, params))
+    return requests
 
 
 async def generate_all(engine: VllmEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
@@ -82,8 +84,8 @@ def gaps(policy: TransformersPolicy, request: GenerationRequest, result: Generat
     return np.abs(logprobs_of(policy, [sample])[0] - sample.rollout_logprobs)
 
 
-def assert_near(found: Sequence[np.ndarray]) -> None:
-    values = np.concatenate(found)
+def assert_near(logprobs: Sequence[np.ndarray]) -> None:
+    values = np.concatenate(logprobs)
     assert values.mean() < MEAN_GAP and values.max() < MAX_GAP, (values.mean(), values.max())
 
 

@@ -31,8 +31,8 @@ def forked_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 def isolated() -> None:
     """A jail can be set up here; where a user may not make namespaces, the test is skipped."""
     # Not above: every process of a parallel run reads this file, and few tests need a jail.
-    from tidemill.services.jobs.sandbox.bubblewrap import SandboxError
-    from tidemill.services.jobs.sandbox.job import probe
+    from tidemill.services.reward.sandbox.bubblewrap import SandboxError
+    from tidemill.services.reward.sandbox.job import probe
 
     try:
         probe(SandboxConfig(memory_mb=256, file_mb=4))

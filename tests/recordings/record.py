@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
@@ -130,17 +130,26 @@ class Recordings:
         return replay
 
     def table(self) -> dict[str, Made]:
-        """What has been made so far, by name."""
+        """What has been made so far, by name. Raises RecordingError: the table cannot be read."""
         path = self.folder / TABLE
         if not path.is_file():
             return {}
-        rows = json.loads(path.read_text())["recordings"]
+        try:
+            rows = json.loads(path.read_text())["recordings"]
+        except json.JSONDecodeError as error:
+            raise RecordingError(
+                f"{path} is no JSON ({error}): remove it, and make the recordings again"
+            ) from None
         return {name: Made(**row) for name, row in rows.items()}
 
     def _write_table(self, table: dict[str, Made]) -> None:
         rows = {name: asdict(recorded) for name, recorded in sorted(table.items())}
         text = json.dumps({"commit": self.commit, "recordings": rows}, indent=2)
-        (self.folder / TABLE).write_text(text + "\n")
+        # A process that is killed in the middle leaves the table that was there.
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self.folder / f"{TABLE}.unfinished"
+        unfinished.write_text(text + "\n")
+        unfinished.replace(self.folder / TABLE)
 
     def _made_by(self, recording: Recording) -> str:
         parts = [
@@ -157,12 +166,11 @@ class Recordings:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder) as temporary:
-            files = subprocess.run(
-                ["git", "archive", self.commit], cwd=REPO, capture_output=True, check=True
-            ).stdout
+            archive = Path(temporary) / "source.tar"
+            _finished(["git", "archive", "--output", str(archive), self.commit], REPO)
             target = Path(temporary) / "source"
             target.mkdir()
-            subprocess.run(["tar", "-x", "-C", target], input=files, check=True)
+            _finished(["tar", "-x", "-f", str(archive), "-C", str(target)], REPO)
             # All files or none: the folder is complete where it exists.
             target.rename(self.source)
 
@@ -176,6 +184,7 @@ class Recordings:
                 continue
             self.say(f"{recording.name}: making the model {name}")
             unfinished = self.models / f"{name}.unfinished"
+            shutil.rmtree(unfinished, ignore_errors=True)
             self._run([sys.executable, script, *options, "--out", str(unfinished)], self.source, recording)
             unfinished.rename(folder)
 
@@ -193,10 +202,15 @@ class Recordings:
     def _results(self, recording: Recording, checkout: Path) -> list[dict[str, Any]]:
         """What `tidemill replay` says of all steps."""
         steps = f"0..{STEPS - 1}"
-        done = self._run(
-            [*TIDEMILL, "replay", steps, recording.name, "--json"], checkout, recording, may_differ=True
-        )
-        results: list[dict[str, Any]] = json.loads(done.stdout)
+        command = [*TIDEMILL, "replay", steps, recording.name, "--json"]
+        done = self._run(command, checkout, recording, may_differ=True)
+        try:
+            results: list[dict[str, Any]] = json.loads(done.stdout)
+        except json.JSONDecodeError as error:
+            raise RecordingError(
+                f"{recording.name}: no JSON ({error}) in {checkout} from {' '.join(command)}\n"
+                f"{_tail_of(done.stdout, done.stderr)}"
+            ) from None
         return results
 
     def _run(
@@ -211,20 +225,48 @@ class Recordings:
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        done = subprocess.run(
-            command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
-        is_answer = done.returncode == 0 or (may_differ and done.returncode == 1 and done.stdout)
-        if not is_answer:
-            output = (done.stdout + done.stderr)[-NUM_LAST_CHARACTERS:]
-            raise RecordingError(
-                f"{recording.name}: exit code {done.returncode} in {checkout} of {' '.join(command)}\n"
-                f"{output}"
-            )
-        return done
+        try:
+            return _finished(command, checkout, environment, may_differ)
+        except RecordingError as error:
+            raise RecordingError(f"{recording.name}: {error}") from None
 
 
 TIDEMILL = (sys.executable, "-m", "tidemill")
+
+
+def _finished(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    may_differ: bool = False,
+) -> "subprocess.CompletedProcess[str]":
+    """A command at its end. With `may_differ`, exit code 1 with output is an answer.
+
+    Raises:
+        RecordingError: it failed, or took longer than `LIMIT_S`.
+    """
+    words = f"in {folder} of {' '.join(command)}"
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RecordingError(
+            f"no end within {LIMIT_S:g} s {words}\n{_tail_of(error.stdout, error.stderr)}"
+        ) from None
+    except FileNotFoundError as error:
+        raise RecordingError(f"{error.filename} is not there, {words}") from None
+    if done.returncode == 0 or (may_differ and done.returncode == 1 and done.stdout):
+        return done
+    raise RecordingError(f"exit code {done.returncode} {words}\n{_tail_of(done.stdout, done.stderr)}")
+
+
+def _tail_of(*outputs: str | bytes | None) -> str:
+    """The end of what a command has printed. That of one that took too long comes as bytes."""
+    texts = []
+    for output in outputs:
+        texts.append(output.decode(errors="replace") if isinstance(output, bytes) else output or "")
+    return "".join(texts)[-NUM_LAST_CHARACTERS:]
 
 
 def full_hash(commit: str) -> str:

@@ -33,7 +33,7 @@ def missing_ids(world: World) -> list[str]:
             continue
         archived = [entry_id for segment in manifest.segments for entry_id in _ids(segment.path)]
         # What a stranger has written is moved aside.
-        put_back = world.history.put_back if name == "dead" else ()
+        put_back = world.history.put_back if name == "dead" else {}
         own = [
             record
             for record in world.history.of(name)

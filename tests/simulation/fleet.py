@@ -18,7 +18,7 @@ from tidemill.common.errors import ConfigError, TidemillError, first_cause
 from tidemill.common.process import service
 from tidemill.common.process.programs import SERVES, Program
 from tidemill.common.run.state import FINISHED
-from tidemill.services.console.processes.supervisor import (
+from tidemill.services.console.up.supervisor import (
     FIRST_PAUSE_S,
     HEALTHY_AFTER_S,
     LONGEST_PAUSE_S,

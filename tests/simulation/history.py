@@ -33,8 +33,8 @@ class History:
     keys: Keys
     records: list[Record] = field(default_factory=list)
     is_foreign_now: bool = False
-    put_back: set[str] = field(default_factory=set)
-    """Ids of dead letters that an operator has put back: their stream no longer has them."""
+    put_back: dict[str, int] = field(default_factory=dict)
+    """Id of a dead letter that an operator has put back: its stream no longer has it -> that write."""
 
     def note(self, key: bytes, entry_id: EntryId, fields: Fields, unit: int, at_s: float) -> Record:
         """Record an entry that was appended."""
@@ -52,6 +52,8 @@ class History:
         lost = [record for record in self.records if record.unit >= num_units and not record.is_lost]
         for record in lost:
             record.is_lost = True
+        # On that server they have not been put back.
+        self.put_back = {entry_id: unit for entry_id, unit in self.put_back.items() if unit < num_units}
         return len(lost)
 
     def flush(self, unit: int) -> int:

@@ -12,8 +12,8 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import FINISHED, read_config
 from tidemill.common.streams import Entry, read_range
 from tidemill.common.wire.messages import DeadLetter
-from tidemill.services.console.dead_letters import Requeuer, decode_dead
-from tidemill.services.console.status.snapshot import SnapshotReader
+from tidemill.services.console.look.dead_letters import Requeuer, decode_dead
+from tidemill.services.console.look.snapshot import SnapshotReader
 
 
 class Status(SnapshotReader):

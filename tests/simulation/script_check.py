@@ -124,7 +124,8 @@ class ScriptCheck:
         (reply,) = replies
         if reply != 1:
             return
-        self.world.history.put_back.add(fields[6].decode())
+        # What a server does not have that takes over before this write, has not been put back there.
+        self.world.history.put_back[fields[6].decode()] = len(server.log) - 1
         pending = held_in(server, fields[4]).get(parse_id(fields[8]))
         if pending is not None and pending.num_deliveries:
             self.broken.append(

@@ -79,6 +79,19 @@ def test_a_start_of_a_group_that_another_one_holds(server, consumer, is_right):
     assert (check.broken == []) is is_right
 
 
+def test_what_a_server_without_that_write_holds_is_not_put_back(server):
+    check = make_check()
+    fields = call("requeue", 3, b"dead", STREAM, b"progress", b"9-0", b"g", b"1-0", b"9", b"", b"nobody")
+    hear = check.arrives(server, PROCESS, fields)
+    assert hear is not None
+    hear([1])
+    num_units = len(server.log)
+    check.world.history.forget_after(num_units)
+    assert set(check.world.history.put_back) == {"9-0"}
+    check.world.history.forget_after(num_units - 1)
+    assert not check.world.history.put_back
+
+
 @pytest.mark.parametrize(("deliveries", "is_right"), [(0, True), (5, False)])
 def test_what_is_put_back_with_the_deliveries_that_it_had(server, deliveries, is_right):
     check = make_check()

@@ -35,10 +35,36 @@ def for_ever() -> None:
     """Goes on until an error ends it; its clients read the variables."""
     import openai
 
-    client, messages = openai.OpenAI(), [{"role": "user", "content": "Go."}]
+    client = openai.OpenAI()
+    messages = [{"role": "user", "content": "Go."}]
     while True:
         said = client.chat.completions.create(model="m", messages=messages)  # type: ignore[arg-type]
         messages += [said.choices[0].message, {"role": "user", "content": "On."}]  # type: ignore[list-item]
+
+
+def asking_and_working() -> None:
+    """Works on the first answer for longer than a session lasts."""
+    _ask_once()
+    time.sleep(3600)
+
+
+def impatient() -> float:
+    """Asks twice, and scores what it has where the second answer does not come."""
+    import openai
+
+    client = openai.OpenAI(timeout=8.0, max_retries=0)
+    client.completions.create(model="m", prompt="x")
+    try:
+        client.completions.create(model="m", prompt="y")
+    except openai.APITimeoutError:
+        return 0.0
+    return 1.0
+
+
+def late_by_itself() -> dict[str, Any]:
+    """Has a limit of time of its own."""
+    _ask_once()
+    return {"reward": 0.25, "timeout": True}
 
 
 def branching() -> None:

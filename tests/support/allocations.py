@@ -10,7 +10,8 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     """The most that torch has allocated at once beside what was there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
-    held = peak = 0
+    held = 0
+    peak = 0
     for event in recorded.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()

@@ -26,10 +26,10 @@ PATIENCE_MS = 60_000.0
 
 def chromium() -> str:
     """The system's browser; nothing is ever downloaded."""
-    found = next(filter(None, map(shutil.which, EXECUTABLES)), None)
-    if found is None:
+    executable = next(filter(None, map(shutil.which, EXECUTABLES)), None)
+    if executable is None:
         pytest.skip(f"no browser on this machine: none of {', '.join(EXECUTABLES)} is on the path")
-    return found
+    return executable
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,8 @@ Objects = dict[tuple[str, str], Any]
 
 def value_of(expression: str, values: dict[str, Any]) -> str:
     """What helm puts in place of one expression."""
-    source, *functions = [part.strip() for part in expression.split("|")]
+    words = [word.strip() for word in expression.split("|")]
+    source, *functions = words
     scope = {"Values": values, "Release": {"Namespace": "tidemill"}}
 
     def lookup(word: str) -> Any:
@@ -27,19 +28,19 @@ def value_of(expression: str, values: dict[str, Any]) -> str:
         )
 
     words = source.split()
-    found = "".join(lookup(word) for word in words[1:]) if words[0] == "print" else lookup(words[0])
+    value = "".join(lookup(word) for word in words[1:]) if words[0] == "print" else lookup(words[0])
     for function in functions:
-        found = {"quote": lambda x: f'"{x}"', "toJson": json.dumps}[function](found)
-    return str(found)
+        value = {"quote": lambda x: f'"{x}"', "toJson": json.dumps}[function](value)
+    return str(value)
 
 
 def rendered(values: dict[str, Any]) -> str:
     parts = []
     for path in sorted((CHART / "templates").iterdir()):
         text = path.read_text()
-        if found := re.search(r"\{\{- if (\S+) \}\}\n(.*)\{\{- end \}\}", text, re.DOTALL):
-            text = found[2] if value_of(found[1], values) == "True" else ""
-        parts.append(re.sub(r"\{\{ (.+?) \}\}", lambda found: value_of(found[1], values), text))
+        if match := re.search(r"\{\{- if (\S+) \}\}\n(.*)\{\{- end \}\}", text, re.DOTALL):
+            text = match[2] if value_of(match[1], values) == "True" else ""
+        parts.append(re.sub(r"\{\{ (.+?) \}\}", lambda match: value_of(match[1], values), text))
     return "\n---\n".join(parts)
 
 

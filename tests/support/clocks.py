@@ -23,7 +23,8 @@ async def set_clock_back(broker: Broker, key: str, group: str, by_s: float) -> N
     """Change the stream as if the server's clock had been set back after the deliveries of just now."""
     now_ms = int(1000 * await broker.server_time_s())
     dump = await broker.execute("DUMP", key)
-    body, version = dump[:-10], dump[-10:-8]
+    body = dump[:-10]
+    version = dump[-10:-8]
     for delivered_ms in range(now_ms - JUST_NOW_MS, now_ms + 1):
         later = (delivered_ms + int(1000 * by_s)).to_bytes(8, "little")
         body = body.replace(delivered_ms.to_bytes(8, "little"), later)

@@ -34,8 +34,8 @@ class RepeatableGuess(Guess):
         self.says = says
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
-        observation, *rest = super().step(text)
-        return observation and self.says, *rest
+        observation, *others = super().step(text)
+        return observation and self.says, *others
 
 
 class ResumableGuess(Guess):
@@ -152,7 +152,8 @@ class Endless:
 
 class Counter:
     def reset(self, ground_truth: int, **row: Any) -> str:
-        self.goal, self.count = ground_truth, 0
+        self.goal = ground_truth
+        self.count = 0
         return " Count."
 
     def add(self, amount: int) -> str:

@@ -29,7 +29,7 @@ PRELOADED = (
     "tidemill.services.rollout.engines.transformers",
     "tidemill.services.rollout.engines.simulated",
     "tidemill.services.reward.worker",
-    "tidemill.services.console.exporter.exporter",
+    "tidemill.services.console.look.exporter",
     "tidemill.services.reward.model_server.app",
     "tidemill.common.archive.__main__",
     "tidemill.common.archive.archiver",
@@ -60,11 +60,12 @@ class ForkServer:
     """Answers requests until the process that has started it is gone."""
 
     def __init__(self, listener: socket.socket, owner: socket.socket | None = None) -> None:
-        self._listener, self._owner = listener, owner
+        self._listener = listener
+        self._owner = owner
         self._selector = selectors.DefaultSelector()
         self._clients = [owner] if owner else []
-        for one in (listener, *self._clients):
-            self._selector.register(one, selectors.EVENT_READ)
+        for channel in (listener, *self._clients):
+            self._selector.register(channel, selectors.EVENT_READ)
         self._children: dict[int, Child] = {}
 
     def serve(self) -> dict[str, Any] | None:
@@ -113,8 +114,8 @@ class ForkServer:
             os.close(descriptor)
             child.status.close()
         self._children.clear()
-        for place, descriptor in enumerate(standard):
-            os.dup2(descriptor, place)
+        for number, descriptor in enumerate(standard):
+            os.dup2(descriptor, number)
             os.close(descriptor)
 
     def _ended(self, descriptor: int) -> None:
@@ -147,7 +148,8 @@ def become(request: dict[str, Any]) -> NoReturn:
 
 def run(module: str, code: str) -> None:
     if code:
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
         exec(code, main.__dict__)
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -19,7 +19,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         socket.send_fds(server, [message], [its.fileno(), 0, 1, 2])
     for descriptor in (0, 1):  # only the forked process uses them
         os.close(descriptor)
-    told = b""
+    words = b""
     while news := status.recv(100):
-        told += news
-    sys.exit(int(told.split()[1]) & 0xFF)
+        words += news
+    sys.exit(int(words.split()[1]) & 0xFF)

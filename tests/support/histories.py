@@ -60,11 +60,11 @@ def tickets() -> list[Ticket]:
 
 def trajectories() -> list[Trajectory]:
     """What two rollout workers made of them: a second of waiting, then two or three of generation."""
-    found = []
+    entries = []
     for ticket in tickets():
         for index in (0, 1):
             begun = ticket.issued_at + 1.0
-            found.append(
+            entries.append(
                 make_trajectory(
                     ticket.ticket,
                     index,
@@ -80,26 +80,26 @@ def trajectories() -> list[Trajectory]:
                     finished_at=begun + 2.0 + index,
                 )
             )
-    return found
+    return entries
 
 
 def scores() -> list[Score]:
     """Their scores, half a second after each, of which the reward took 0.2 s."""
     return [
         Score(
-            ticket=made.ticket,
-            index=made.index,
-            status=ScoreStatus.OK if made.key in REWARDS else ScoreStatus.TIMEOUT,
-            value=REWARDS.get(made.key),
-            components={"format": 1.0, "style": None} if made.key in REWARDS else {},
-            detail={"judge": {"words": f"the judge read {made.ticket}.{made.index}"}},
-            error="" if made.key in REWARDS else "no answer within 5 s",
-            attempts=1 if made.key in REWARDS else 3,
+            ticket=trajectory.ticket,
+            index=trajectory.index,
+            status=ScoreStatus.OK if trajectory.key in REWARDS else ScoreStatus.TIMEOUT,
+            value=REWARDS.get(trajectory.key),
+            components={"format": 1.0, "style": None} if trajectory.key in REWARDS else {},
+            detail={"judge": {"words": f"the judge read {trajectory.ticket}.{trajectory.index}"}},
+            error="" if trajectory.key in REWARDS else "no answer within 5 s",
+            attempts=1 if trajectory.key in REWARDS else 3,
             worker="reward-0",
             latency_s=0.2,
-            scored_at=made.finished_at + 0.5,
+            scored_at=trajectory.finished_at + 0.5,
         )
-        for made in trajectories()
+        for trajectory in trajectories()
     ]
 
 
@@ -155,11 +155,11 @@ def letters(error: str = "it could not be read") -> list[DeadLetter]:
 
 async def write_small_run(broker: Broker, keys: Keys, *others: Message, has_sessions: bool = False) -> None:
     """The whole run, every sample a session if so wanted, and further trajectories or scores after it."""
-    made = [as_session(one) for one in trajectories()] if has_sessions else trajectories()
+    samples = [as_session(trajectory) for trajectory in trajectories()] if has_sessions else trajectories()
     await publish_config(broker, keys, small_config())
     await append_numbered(broker, keys.prompts(), ((item.ticket, item) for item in tickets()))
     more = [item for item in others if isinstance(item, Trajectory)]
-    await append(broker, keys.trajectories(), *made, *more)
+    await append(broker, keys.trajectories(), *samples, *more)
     await append(broker, keys.scores(), *scores(), *(item for item in others if isinstance(item, Score)))
     await append_numbered(broker, keys.commits, ((item.step, item) for item in commits()))
     await append_numbered(broker, keys.weights, ((item.version, item) for item in manifests()))

@@ -14,7 +14,7 @@ from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.sums import TileSums
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
-from tidemill.services.trainer.groups.columns import TRAINED_WITH
+from tidemill.services.trainer.groups.columns import trained_names
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample
 
@@ -33,7 +33,7 @@ def make_tokens(
     columns = {"rollout_logprobs": tensor(*rollout).log(), "advantages": tensor(*advantages)}
     if "old_values_N" in fields:
         columns["values"] = fields.pop("old_values_N")
-    for name in TRAINED_WITH:
+    for name in trained_names():
         if f"{name}_N" in fields and name != "values":  # those are the current ones
             columns[name] = fields.pop(f"{name}_N")
     values: dict[str, Any] = {
@@ -124,13 +124,17 @@ def with_statistics(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> li
 
 def probable_rectangle(seed: int) -> SimpleNamespace:
     """Like `rectangle`, with logprobs of probabilities from 0.02 to 0.98, all near the same ones."""
-    data, rng = rectangle(seed), np.random.default_rng(seed + 100)
+    data = rectangle(seed)
+    rng = np.random.default_rng(seed + 100)
 
     def near(logits: np.ndarray) -> np.ndarray:
         return (-np.log1p(np.exp(-(logits + rng.normal(0.0, 0.8, logits.shape))))).astype(np.float32)
 
     logits = rng.normal(0.0, 1.2, data.mask.shape)
-    data.current, data.rollout, data.proximal, data.reference = (near(logits) for _ in range(4))
+    data.current = near(logits)
+    data.rollout = near(logits)
+    data.proximal = near(logits)
+    data.reference = near(logits)
     return data
 
 
@@ -145,25 +149,24 @@ def written_out(
     """Loss and gradient of a formula, sequence by sequence in float64, for comparison with `our_loss`; and
     how many tokens it left out of `num_kept`."""
     now_BT = torch.tensor(data.current, dtype=torch.float64, requires_grad=True)
-    total, num_kept = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    num_kept = 0
     for b, advantage in enumerate(data.advantages):
-        own = np.flatnonzero(data.mask[b])
-        if not len(own):
+        positions = np.flatnonzero(data.mask[b])
+        if not len(positions):
             continue
         fields = {
-            name: tensor(*getattr(data, name)[b, own]) for name in ("rollout", "reference", "entropies")
+            name: tensor(*getattr(data, name)[b, positions]) for name in ("rollout", "reference", "entropies")
         }
-        now = now_BT[b, own]
-        proximal = tensor(*data.proximal[b, own]) if has_proximal else now.detach()
+        now = now_BT[b, positions]
+        proximal = tensor(*data.proximal[b, positions]) if has_proximal else now.detach()
         old = fields["rollout"] if algorithm.old_logprobs == "rollout" else proximal
         of = SimpleNamespace(now=now, old=old, proximal=proximal, advantage=float(advantage), **fields)
-        of.num_kept = len(own)
+        of.num_kept = len(positions)
         loss_T = loss_of_sequence(of)
         is_mean = algorithm.normalisation == "sequence"
-        total, num_kept = (
-            total + loss_T.sum() / (max(of.num_kept, 1) if is_mean else 1),
-            num_kept + of.num_kept,
-        )
+        total = total + loss_T.sum() / (max(of.num_kept, 1) if is_mean else 1)
+        num_kept = num_kept + of.num_kept
     size = {"token": num_kept, "constant": len(data.mask) * MAX_COMPLETION}
     total = total / size.get(algorithm.normalisation, len(data.mask))
     total.backward()

@@ -75,9 +75,9 @@ def segments(draw: st.DrawFn, num_tokens: int | None = None) -> Segment:
     if num_tokens is None:
         num_tokens = draw(st.integers(0, 20))
     mask = st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)
-    made = draw(st.integers(0, num_tokens))
+    num_made = draw(st.integers(0, num_tokens))
     turn = st.builds(
-        Turn, first=st.just(num_tokens - made), num_tokens=st.just(made), reward=st.none() | floats,
+        Turn, first=st.just(num_tokens - num_made), num_tokens=st.just(num_made), reward=st.none() | floats,
         num_cached_tokens=st.integers(-1, 99), engine_s=st.floats(0, 1e9),
     )  # fmt: skip
     return Segment(

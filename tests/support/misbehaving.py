@@ -54,12 +54,15 @@ class MisbehavingServer:
     """Serves on a loopback port. Requests take behaviours from `script`, then `default`."""
 
     def __init__(self, default: Behaviour | None = None, *script: Behaviour) -> None:
-        self.default, self.script = default or answers(), deque(script)
+        self.default = default or answers()
+        self.script = deque(script)
         self.health = 200
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
-        self.in_flight = self.peak = self.num_cancelled = 0
+        self.in_flight = 0
+        self.peak = 0
+        self.num_cancelled = 0
         self.port = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -105,7 +108,10 @@ class MisbehavingServer:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
+        headers = {}
+        for line in head[1:]:
+            name, _, value = line.partition(": ")
+            headers[name.lower()] = value
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = head[0].split()[1]
         if path == "/health":

@@ -121,11 +121,13 @@ def make_relatives(count: int, seed: int = 0, max_tokens: int = 24) -> list[Samp
     prompts.append(np.concatenate([prompts[0], prompts[1][:9]]))
     samples: list[Sample] = []
     for sample in make_samples(count, seed, max_completion=max_tokens):
-        ids, prompt_ids = sample.completion_ids.copy(), prompts[rng.integers(len(prompts))]
+        ids = sample.completion_ids.copy()
+        prompt_ids = prompts[rng.integers(len(prompts))]
         if samples and rng.random() < 0.5:
-            other = samples[rng.integers(len(samples))]
-            length = min(len(ids), len(other.completion_ids), int(rng.integers(1, max_tokens)))
-            ids[:length], prompt_ids = other.completion_ids[:length], other.prompt_ids
+            second = samples[rng.integers(len(samples))]
+            length = min(len(ids), len(second.completion_ids), int(rng.integers(1, max_tokens)))
+            ids[:length] = second.completion_ids[:length]
+            prompt_ids = second.prompt_ids
         samples.append(changed(sample, prompt_ids=prompt_ids, completion_ids=ids))
     return samples
 
@@ -171,8 +173,8 @@ def train(policy: Policy, batches: list[MicroBatch]) -> UpdateResult:
 
 def assert_all_close(mine: Iterable[Any], expected: Iterable[Any], atol: float = 1e-5) -> None:
     """Compare array by array; with an `atol` of 0 they are equal."""
-    for left, right in zip(mine, expected, strict=True):
-        np.testing.assert_allclose(left, right, atol=atol, rtol=0.0)
+    for first, right in zip(mine, expected, strict=True):
+        np.testing.assert_allclose(first, right, atol=atol, rtol=0.0)
 
 
 def with_masks(samples: list[Sample], seed: int = 0) -> list[Sample]:
@@ -183,10 +185,13 @@ def with_masks(samples: list[Sample], seed: int = 0) -> list[Sample]:
         others = rng.integers(0, len(PIECES), rng.integers(0, 7)).tolist()
         return sorted({token, *others}) if rng.random() < 0.8 else []
 
-    rows = [Rows.of_lists([mask_of(token) for token in sample.completion_ids.tolist()]) for sample in samples]
+    rows = []
+    for sample in samples:
+        masks = [mask_of(token) for token in sample.completion_ids.tolist()]
+        rows.append(Rows.of_lists(masks))
     return [
-        changed(one, kept=own) if i % 4 else one
-        for i, (one, own) in enumerate(zip(samples, rows, strict=True))
+        changed(sample, kept=sample_rows) if i % 4 else sample
+        for i, (sample, sample_rows) in enumerate(zip(samples, rows, strict=True))
     ]
 
 
@@ -228,16 +233,17 @@ def _varlen_attention(
     """What flash attention's varlen kernel does, in plain torch: sequences apart at `cu_seq_lens`."""
     assert attention_mask is None
     repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key = key.repeat_interleave(repeats, 1)
+    value = value.repeat_interleave(repeats, 1)
     boundaries = [0, query.shape[2]]
     if "cu_seq_lens_q" in kwargs:  # absent where one sequence is probed
         boundaries = kwargs["cu_seq_lens_q"].tolist()
         assert boundaries == kwargs["cu_seq_lens_k"].tolist() and boundaries[-1] == query.shape[2]
         assert max(b - a for a, b in pairwise(boundaries)) == kwargs["max_length_q"] == kwargs["max_length_k"]
-    parts = [
-        F.scaled_dot_product_attention(*(x[:, :, a:b] for x in (query, key, value)), is_causal=True)
-        for a, b in pairwise(boundaries)
-    ]
+    parts = []
+    for a, b in pairwise(boundaries):
+        pieces = [x[:, :, a:b] for x in (query, key, value)]
+        parts.append(F.scaled_dot_product_attention(*pieces, is_causal=True))
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 

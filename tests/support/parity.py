@@ -24,7 +24,9 @@ def expected_logprobs(
 ) -> list[float]:
     """The logprob that each token must have; each version goes on with the KV cache of those before."""
     ids = [*prompt_ids, *token_ids]
-    num_prompt, cache, logits = len(prompt_ids), DynamicCache(), []
+    num_prompt = len(prompt_ids)
+    cache = DynamicCache()
+    logits = []
     ends = [first for _, first in spans[1:]] + [len(token_ids)]
     done = 0
     for (version, _), end in zip(spans, ends, strict=True):

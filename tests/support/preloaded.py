@@ -36,7 +36,8 @@ AT_IMPORT = {
 
 ENVIRONMENT = dict(os.environ)
 """The environment of this process, before any test has changed it."""
-ADDRESS, WORKERS = "PYTEST_FORK_SERVER", "PYTEST_FORK_SERVER_OF_WORKERS"
+ADDRESS = "PYTEST_FORK_SERVER"
+WORKERS = "PYTEST_FORK_SERVER_OF_WORKERS"
 """Variables with the addresses of two servers: for services, and for the processes of a parallel test run."""
 
 
@@ -44,15 +45,16 @@ class Server:
     """The process to fork from, started at first use; it ends with this one. Workers share one."""
 
     def __init__(self) -> None:
-        self._lock, self.environment = threading.Lock(), ENVIRONMENT
+        self._lock = threading.Lock()
+        self.environment = ENVIRONMENT
         if address := ENVIRONMENT.get(ADDRESS):
             self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._control.connect(f"\0{address}")
             return
-        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address, listener = _listen()
-        with other, listener:
-            descriptors = listener.fileno(), other.fileno()
+        with child_end, listener:
+            descriptors = listener.fileno(), child_end.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.fork_server", "services", *map(str, descriptors)],
                 cwd=REPO,
@@ -73,10 +75,10 @@ class Server:
 
     def fork(self, request: Mapping[str, object], *standard: int) -> socket.socket:
         """Ask for a process; returns the socket from which its id comes, and at its end its exit code."""
-        own, other = socket.socketpair()
-        with self._lock, other:
-            socket.send_fds(self._control, [dumps(request).encode()], [other.fileno(), *standard])
-        return own
+        parent_end, child_end = socket.socketpair()
+        with self._lock, child_end:
+            socket.send_fds(self._control, [dumps(request).encode()], [child_end.fileno(), *standard])
+        return parent_end
 
 
 def _listen() -> tuple[str, socket.socket]:
@@ -108,7 +110,8 @@ class ForkedProcess:
         request |= {"folder": str(folder), "code": code}
         self.args = module
         self.returncode: int | None = None
-        self._pid, self._told = 0, b""
+        self._pid = 0
+        self._told = b""
         self._lock = threading.Lock()
         with open(os.devnull, "rb") as nothing:
             self._status = server().fork(request, nothing.fileno(), output, errors)

@@ -29,7 +29,8 @@ RULES = CONFIG.parent / "rules"
 FETCHED = Path(sys.prefix) / "prometheus"
 """Where `make test` puts Debian's programs, on machines that have none."""
 WHERE = os.pathsep.join((os.environ.get("PATH", os.defpath), str(FETCHED)))
-PROMETHEUS, PROMTOOL = shutil.which("prometheus", path=WHERE), shutil.which("promtool", path=WHERE)
+PROMETHEUS = shutil.which("prometheus", path=WHERE)
+PROMTOOL = shutil.which("promtool", path=WHERE)
 MISSING = "prometheus and promtool are not on PATH, and infra/prometheus/fetch.sh could not get Debian's"
 
 
@@ -45,7 +46,7 @@ class Rule:
 class Expression:
     """PromQL with the variables of Grafana, and where it stands."""
 
-    place: str
+    where: str
     name: str
     promql: str
 
@@ -96,26 +97,26 @@ def substituted(promql: str, window: str, run_id: str) -> str:
 
 def metric_names(promql: str) -> set[str]:
     """The series that an expression reads."""
-    return {str(found.name) for found in _selected(promql)}
+    return {str(selector.name) for selector in _selected(promql)}
 
 
 def selectors(promql: str) -> set[str]:
     """What an expression reads, each with its labels, as PromQL."""
-    return {re.sub(r" offset \w+$", "", str(found)) for found in _selected(promql)}
+    return {re.sub(r" offset \w+$", "", str(selector)) for selector in _selected(promql)}
 
 
 def _selected(promql: str) -> list[Any]:
-    found: list[Any] = []
+    selectors: list[Any] = []
 
     def visit(node: Any) -> bool:
         if isinstance(node, promql_parser.VectorSelector):
-            found.append(node)
+            selectors.append(node)
         elif isinstance(node, promql_parser.MatrixSelector):
-            found.append(node.vector_selector)
+            selectors.append(node.vector_selector)
         return True
 
     promql_parser.walk(promql_parser.parse(substituted(promql, "1m", "any")), visit)
-    return [selector for selector in found if selector.name]
+    return [selector for selector in selectors if selector.name]
 
 
 def start_exporter(run: ServiceRun) -> str:
@@ -133,7 +134,8 @@ class PrometheusServer:
 
     def __init__(self, folder: Path, exporter: str) -> None:
         """`exporter` is the address of a run's exporter."""
-        self.folder, self.exporter = folder, exporter
+        self.folder = folder
+        self.exporter = exporter
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -143,7 +145,7 @@ class PrometheusServer:
 
     async def __aenter__(self) -> "PrometheusServer":
         self._start()
-        await wait_until(self._is_ready, what="Prometheus is ready")
+        await wait_until(self._is_ready, awaited="Prometheus is ready")
         return self
 
     async def __aexit__(
@@ -173,8 +175,8 @@ class PrometheusServer:
         answer = await asyncio.to_thread(self._get, f"/api/v1/query?query={urllib.parse.quote(promql)}")
         assert answer["status"] == "success", (promql, answer)
         data = answer["data"]
-        found: list[dict[str, Any]] = data["result"] if data["resultType"] == "vector" else [data]
-        return [item for item in found if item.get("value", [0, "0"])[1] != "NaN"]
+        series: list[dict[str, Any]] = data["result"] if data["resultType"] == "vector" else [data]
+        return [item for item in series if item.get("value", [0, "0"])[1] != "NaN"]
 
     async def alerts(self) -> dict[str, dict[str, str]]:
         """Annotations of the alerts that fire, by name."""
@@ -192,10 +194,10 @@ class PrometheusServer:
     def _get(self, path: str) -> dict[str, Any]:
         try:
             with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-                found: dict[str, Any] = json.load(answer)
+                reply: dict[str, Any] = json.load(answer)
         except urllib.error.HTTPError as error:
-            found = json.load(error)
-        return found
+            reply = json.load(error)
+        return reply
 
     def _config(self) -> dict[str, Any]:
         """The config of infra/, but faster, and with the addresses of this test."""

@@ -66,12 +66,13 @@ def prepared(
     policy: Any, config: TrainerConfig, samples: list[Sample], proximal: bool = True
 ) -> list[Sample]:
     """The samples with what the policy precomputes; returns are the values plus 0.5."""
-    done, precomputed = [], policy.precompute(samples)
+    done = []
+    precomputed = policy.precompute(samples)
     if isinstance(policy, RankPolicy):  # rank 0 has it
         precomputed = unpack(policy._ranks.broadcast(pack(precomputed)))
-    for sample, found in zip(samples, precomputed, strict=True):
-        kept = {name: values for name, values in found.items() if proximal or name != "proximal_logprobs"}
-        returns = {"returns": found["values"] + 0.5} if "values" in found else {}
+    for sample, columns in zip(samples, precomputed, strict=True):
+        kept = {name: values for name, values in columns.items() if proximal or name != "proximal_logprobs"}
+        returns = {"returns": columns["values"] + 0.5} if "values" in columns else {}
         done.append(changed(sample, **kept, **returns))
     return with_statistics(done, config.algorithm)
 
@@ -87,13 +88,13 @@ def policy_on(
 ) -> TransformersPolicy:
     """One process's policy in float64, or that of one of these ranks, laid out as the config says; the model
     gets its adapters."""
-    given = {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION} | options
+    settings = {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION} | options
     if config.lora is not None:
-        given["adapters"] = Adapters(model, config.lora, torch.float64, seed=0)
+        settings["adapters"] = Adapters(model, config.lora, torch.float64, seed=0)
     if ranks is None:
-        return TransformersPolicy(model, config, **given)
+        return TransformersPolicy(model, config, **settings)
     ranks.lay_out(config.shard_ranks, config.context_size, config.expert_size)
-    return RankPolicy(model, config, ranks, **given)
+    return RankPolicy(model, config, ranks, **settings)
 
 
 def gradient_of(policy: TransformersPolicy, batches: Iterable[MicroBatch] = ()) -> Tensor:
@@ -124,9 +125,10 @@ def on_ranks(size: int, work: Callable[[Ranks], Any], folder: Path) -> Any:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context, result = multiprocessing.get_context("fork"), folder / f"rank-0-of-{size}-{port}.pt"
+    context = multiprocessing.get_context("fork")
+    result = folder / f"rank-0-of-{size}-{port}.pt"
     arguments = [(rank, size, port, work, result) for rank in range(size)]
-    processes = [context.Process(target=_run_rank, args=own) for own in arguments]
+    processes = [context.Process(target=_run_rank, args=rank_arguments) for rank_arguments in arguments]
     for process in processes:
         process.start()
     for process in processes:
@@ -161,7 +163,7 @@ def never_in_float32() -> Iterator[None]:
 
     def keeping(change: Any) -> Any:
         def changed(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            wanted = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+            wanted = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.dtype)]
             narrows = torch.float32 in wanted or change is before["float"]
             return self if self.dtype == torch.float64 and narrows else change(self, *args, **kwargs)
 
@@ -179,10 +181,12 @@ def never_in_float32() -> Iterator[None]:
 def assert_same_outcome(mine: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
     for (sums, result), (other_sums, other_result) in zip(mine["numbers"], expected["numbers"], strict=True):
         assert sums.expert_counts == other_sums.expert_counts
-        own = {name: value for name, value in sums.items() if not name.startswith(EXPERTS)}
-        other = {name: value for name, value in other_sums.items() if not name.startswith(EXPERTS)}
-        assert (own.pop("positions") > 0) == (other.pop("positions") > 0)  # what ranks share differs
-        assert own == pytest.approx(other, rel=tolerance, abs=tolerance)
+        rank_sums = {name: value for name, value in sums.items() if not name.startswith(EXPERTS)}
+        expected_sums = {name: value for name, value in other_sums.items() if not name.startswith(EXPERTS)}
+        assert (rank_sums.pop("positions") > 0) == (
+            expected_sums.pop("positions") > 0
+        )  # what ranks share differs
+        assert rank_sums == pytest.approx(expected_sums, rel=tolerance, abs=tolerance)
         assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=tolerance)
         assert (result.lr, result.skipped) == (other_result.lr, False)
     assert mine["digest"] == expected["digest"]

@@ -7,7 +7,10 @@ import numpy as np
 from tidemill.common.wire.messages import Trajectory
 from tidemill.common.wire.segments import Segment, Session, Turn
 
-QUESTION, RESULT, ANSWER, SECOND = "17 * 23", "391 exactly", "The product is 391.", "I said it before: 391."
+QUESTION = "17 * 23"
+RESULT = "391 exactly"
+ANSWER = "The product is 391."
+SECOND = "I said it before: 391."
 MESSAGES: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": "I ask the calculator.", "tool_calls": [{"id": "c0", "type": "function",
      "function": {"name": "calculator", "arguments": QUESTION}}]},
@@ -35,13 +38,13 @@ IS_MODELS = [1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
 """Mask of the first segment: a turn of four tokens, three of the environment's, a turn of three."""
 
 
-def as_session(made: Trajectory, **fields: Any) -> Trajectory:
+def as_session(trajectory: Trajectory, **fields: Any) -> Trajectory:
     """The same sample as a session of three turns, the last of them in a fork; truncated, after one fault."""
     session = {
         "environment": "tools", "turns": TURNS, "forks": (FORK,), "messages": MESSAGES, "end": "max_tokens",
         "reward": 0.75, "num_faults": 1, "metrics": {"right": 1.0}, "histories": {"clean": 2, "forked": 1},
     } | fields  # fmt: skip
-    return made.model_copy(
+    return trajectory.model_copy(
         update={
             "completion_ids": np.arange(10, 20, dtype=np.int32),
             "logprobs": np.array([-0.5] * 4 + [0.0] * 3 + [-0.25] * 3, dtype=np.float32),

@@ -63,5 +63,5 @@ def start_server(path: Path, log: Path, *arguments: str, **variables: str) -> Pr
 
 def server_url(log: Path) -> str:
     """Where a server listens; empty until it does."""
-    found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text(errors="replace"))
-    return found[0] if found else ""
+    match = re.search(r"http://127\.0\.0\.1:\d+", log.read_text(errors="replace"))
+    return match[0] if match else ""

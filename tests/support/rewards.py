@@ -127,12 +127,12 @@ async def scores(broker: Broker, keys: Keys, count: int, lane: Lane = Lane.TRAIN
 
     async def found() -> list[Score]:
         entries = await read_range(broker, keys.scores(lane), Score)
-        made = [entry.message for entry in entries if isinstance(entry, Entry)]
-        return made if len(made) >= count else []
+        scores = [entry.message for entry in entries if isinstance(entry, Entry)]
+        return scores if len(scores) >= count else []
 
-    made = await wait_until(found)
-    assert len(made) == count
-    return sorted(made, key=lambda score: score.key)
+    scores = await wait_until(found)
+    assert len(scores) == count
+    return sorted(scores, key=lambda score: score.key)
 
 
 async def num_pending(broker: Broker, keys: Keys, lane: Lane = Lane.TRAIN) -> int:
@@ -197,7 +197,8 @@ def peak(outcomes: Sequence[RewardOutcome | Score]) -> int:
     """How many of the calls ran at once, at most."""
     moments = [(float(outcome.components["started"] or 0), 1) for outcome in outcomes]
     moments += [(float(outcome.components["ended"] or 0), -1) for outcome in outcomes]
-    running = highest = 0
+    running = 0
+    highest = 0
     for _, change in sorted(moments):
         running += change
         highest = max(highest, running)

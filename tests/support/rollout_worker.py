@@ -108,8 +108,8 @@ async def issue(broker: Broker, keys: Keys, version: int = 0, **trainer: Any) ->
 
 
 async def samples_of(broker: Broker, keys: Keys, ticket: int = 0) -> list[Trajectory]:
-    found = await messages(broker, keys.trajectories(), Trajectory)
-    return [sample for sample in found if sample.ticket == ticket]
+    trajectories = await messages(broker, keys.trajectories(), Trajectory)
+    return [sample for sample in trajectories if sample.ticket == ticket]
 
 
 async def is_settled(broker: Broker, keys: Keys, ticket: int = 0) -> bool:
@@ -126,11 +126,11 @@ async def take_over(
     entry_id = delivery.entry_id
     await broker.execute("XCLAIM", keys.prompts(), ROLLOUT_GROUP, name, 0, entry_id)
     (row,) = await broker.execute("XPENDING", keys.prompts(), ROLLOUT_GROUP, entry_id, entry_id, 1)
-    taken = Delivery(entry_id, delivery.fields, delivery.message, row[3])
-    worker.consumer.held[delivery.entry_id] = taken
-    return taken
+    delivery_here = Delivery(entry_id, delivery.fields, delivery.message, row[3])
+    worker.consumer.held[delivery.entry_id] = delivery_here
+    return delivery_here
 
 
 async def has_samples(broker: Broker, keys: Keys, count: int, ticket: int | None = 0) -> bool:
-    found = await messages(broker, keys.trajectories(), Trajectory)
-    return sum(ticket is None or sample.ticket == ticket for sample in found) == count
+    trajectories = await messages(broker, keys.trajectories(), Trajectory)
+    return sum(ticket is None or sample.ticket == ticket for sample in trajectories) == count

@@ -57,9 +57,11 @@ def choice_of(model: PreTrainedModel, ids: Int32) -> NDArray[np.uint8]:
 
 
 def with_own(model: PreTrainedModel, samples: list[Sample]) -> list[Sample]:
-    return [
-        changed(s, routes=tuple(make_routes(choice_of(model, ids)) for ids in rows_of(s))) for s in samples
-    ]
+    routed = []
+    for sample in samples:
+        routes = tuple(make_routes(choice_of(model, ids)) for ids in rows_of(sample))
+        routed.append(changed(sample, routes=routes))
+    return routed
 
 
 def with_foreign(samples: list[Sample], layers: int = 2, experts: int = 4, chosen: int = 2) -> list[Sample]:
@@ -70,13 +72,14 @@ def with_foreign(samples: list[Sample], layers: int = 2, experts: int = 4, chose
         return np.stack([rng.permutation(experts)[:chosen] for _ in range(layers)]).astype(np.uint8)
 
     def of_row(ids: Int32, parity: int) -> NDArray[np.uint8]:
-        found = [of_token(ids[: end + 1], parity) for end in range(len(ids) - 1)]
-        return np.stack(found) if found else np.zeros((0, layers, chosen), dtype=np.uint8)
+        choices = [of_token(ids[: end + 1], parity) for end in range(len(ids) - 1)]
+        return np.stack(choices) if choices else np.zeros((0, layers, chosen), dtype=np.uint8)
 
-    return [
-        changed(s, routes=tuple(make_routes(of_row(ids, i % 2)) for ids in rows_of(s)))
-        for i, s in enumerate(samples)
-    ]
+    routed = []
+    for i, sample in enumerate(samples):
+        routes = tuple(make_routes(of_row(ids, i % 2)) for ids in rows_of(sample))
+        routed.append(changed(sample, routes=routes))
+    return routed
 
 
 def gradient_by_hand(
@@ -97,9 +100,9 @@ def gradient_by_hand(
     score = policy._scorer.score
 
     def of_row(tile: Any, *args: Any, **kwargs: Any) -> Any:
-        (one,) = tile.rows
-        by_ids = {ids.tobytes()[: one.ids.nbytes]: own.experts for ids, own in pairs}
-        row[:] = [by_ids[one.ids.tobytes()]]
+        (tile_row,) = tile.rows
+        by_ids = {ids.tobytes()[: tile_row.ids.nbytes]: routes.experts for ids, routes in pairs}
+        row[:] = [by_ids[tile_row.ids.tobytes()]]
         return score(tile, *args, **kwargs)
 
     monkeypatch.setattr(policy._scorer, "score", of_row)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill.common.config.data import DataConfig
-from tidemill.common.run.dataset import Row, read_rows
+from tidemill.common.data.dataset import Row, read_rows
 
 
 def read_dataset(

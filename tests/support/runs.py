@@ -45,9 +45,12 @@ class ServiceRun:
 
         `is_forked` spares processes their imports: without it, they start exactly as users start them.
         """
-        self.folder, self.config, self.keys = folder, config, Keys(run_id)
+        self.folder = folder
+        self.config = config
+        self.keys = Keys(run_id)
         self.redis = EmbeddedRedis(folder / "redis")
-        self._url, self._is_forked = url, is_forked
+        self._url = url
+        self._is_forked = is_forked
         self.processes: dict[str, Process] = {}
         self.variables: dict[str, dict[str, str]] = {}
         """Further environment variables of each role's processes."""
@@ -112,9 +115,10 @@ class ServiceRun:
         `role` may be a module of tests or benchmarks that does a role's work.
         """
         is_own = role.startswith(("tests.", "benchmarks."))
-        name, module = name or role, role if is_own else f"tidemill.services.{role}"
+        name = name or role
+        module = role if is_own else f"tidemill.services.{role}"
         words = ["--run", self.keys.run_id, "--name", name]
-        words += [part for override in overrides for part in ("--set", override)]
+        words += [word for override in overrides for word in ("--set", override)]
         words += arguments
         variables = {
             "TIDEMILL_REDIS_URL": self.url,
@@ -122,7 +126,8 @@ class ServiceRun:
             "OMP_NUM_THREADS": "1",
             **self.variables.get(role, {}),
         }
-        log, environment = self.folder / f"{name}.log", os.environ | variables
+        log = self.folder / f"{name}.log"
+        environment = os.environ | variables
         if self._is_forked and not within:
             self.processes[name] = start_module(module, words, log, environment)
         else:
@@ -135,7 +140,7 @@ class ServiceRun:
         self.processes[name].kill()
         self.processes[name].wait()
 
-    async def stop(self, name: str, timeout_s: float = PATIENCE_S) -> int:
+    async def stop(self, name: str, timeout_s: float = 30.0) -> int:
         """SIGTERM, and wait for the exit code."""
         self.processes[name].send_signal(signal.SIGTERM)
         return await self.wait(name, timeout_s)

@@ -22,7 +22,8 @@ def sample_of(
 ) -> Sample:
     """A sample of one segment whose completion is trained in full; without logprobs they are 0. `fields` as
     for `changed`."""
-    prompt, completion = (np.asarray(ids, np.int32) for ids in (prompt_ids, completion_ids))
+    prompt = np.asarray(prompt_ids, np.int32)
+    completion = np.asarray(completion_ids, np.int32)
     logprobs_T = np.zeros(len(completion)) if logprobs is None else logprobs
     columns = {"rollout_logprobs": np.asarray(logprobs_T, np.float32)}
     segments = (SegmentTokens(prompt, len(completion)),)

@@ -13,8 +13,10 @@ from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments.agent import AgentPlayer
 from tidemill.services.rollout.sessions.chat import Call, Parsed
 
-START, END = 256, 257
-CALL, CALLED = "<call>", "</call>"
+START = 256
+END = 257
+CALL = "<call>"
+CALLED = "</call>"
 
 
 class ByteChat:
@@ -93,10 +95,12 @@ CHAT = ByteChat()
 
 
 def make_ticket(prompt_text: str = "1 + 1?", max_tokens: int = 99, **fields: Any) -> Ticket:
-    known = {"ticket": 0, "step": 0, "min_version": 0, "group_size": 1, "ground_truth": "yes"}
+    defaults = {"ticket": 0, "step": 0, "min_version": 0, "group_size": 1, "ground_truth": "yes"}
     ids = np.arange(3, dtype=np.int32)
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Ticket(**{**known, "prompt_ids": ids, "prompt_text": prompt_text, "sampling": sampling, **fields})
+    return Ticket(
+        **{**defaults, "prompt_ids": ids, "prompt_text": prompt_text, "sampling": sampling, **fields}
+    )
 
 
 @contextlib.asynccontextmanager

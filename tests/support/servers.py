@@ -33,16 +33,18 @@ def newest_server() -> str:
 def server_version(executable: str) -> tuple[int, int]:
     """Major and minor version of an executable."""
     said = subprocess.run([executable, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"v=(\d+)\.(\d+)", said)
-    assert found is not None, said
-    return int(found[1]), int(found[2])
+    match = re.search(r"v=(\d+)\.(\d+)", said)
+    assert match is not None, said
+    return int(match[1]), int(match[2])
 
 
 class RedisServer:
     """A server on a loopback port of its own, with `infra/redis/redis.conf` and what a test adds to it."""
 
     def __init__(self, folder: Path, *options: str, sentinel: bool = False) -> None:
-        self.folder, self.options, self.is_sentinel = folder, list(options), sentinel
+        self.folder = folder
+        self.options = list(options)
+        self.is_sentinel = sentinel
         self.executable = newest_server()
         self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
@@ -124,7 +126,7 @@ class ServerWithUsers(RedisServer):
     def __init__(self, folder: Path, *options: str, runs: Iterable[str] = ()) -> None:
         self.users = folder / "users"
         command = [sys.executable, str(INFRA / "make_users.py"), str(self.users)]
-        command += [part for run in runs for part in ("--run", run)]
+        command += [word for run in runs for word in ("--run", run)]
         subprocess.run(command, check=True, cwd=REPO, stdout=subprocess.DEVNULL)
         super().__init__(folder / "redis", "--aclfile", str(self.users / "users.acl"), *options)
 
@@ -162,7 +164,8 @@ def free_port() -> int:
 @contextlib.contextmanager
 def listening(command: Sequence[Any], port: int, **options: Any) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that serves at a port, from when it answers there to the end of the block."""
-    process, deadline = subprocess.Popen(command, **options), time.monotonic() + PATIENCE_S
+    process = subprocess.Popen(command, **options)
+    deadline = time.monotonic() + PATIENCE_S
     try:
         while True:
             with socket.socket() as probe:
@@ -192,7 +195,8 @@ def has_tls() -> bool:
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1 that is its own authority, and its key."""
     folder.mkdir(parents=True, exist_ok=True)
-    certificate, key = folder / "redis.crt", folder / "redis.key"
+    certificate = folder / "redis.crt"
+    key = folder / "redis.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     command += ["-nodes", "-days", "2", "-subj", "/CN=tidemill-test"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
@@ -221,9 +225,9 @@ class SentinelPair:
     """A master, its replica, and one Sentinel that watches both."""
 
     def __init__(self, folder: Path, down_after_ms: int = 500) -> None:
-        self.master, self.replica = (
-            RedisServer(folder / name, "--repl-diskless-sync-delay", "0") for name in ("master", "replica")
-        )
+        without_delay = ("--repl-diskless-sync-delay", "0")
+        self.master = RedisServer(folder / "master", *without_delay)
+        self.replica = RedisServer(folder / "replica", *without_delay)
         self.sentinel = RedisServer(folder / "sentinel", sentinel=True)
         self.down_after_ms = down_after_ms
 
@@ -259,7 +263,8 @@ class SentinelPair:
 
     def is_replicated(self) -> bool:
         """Whether the replica has all that the master has."""
-        ours, theirs = self.master.client.info("replication"), self.replica.client.info("replication")
+        ours = self.master.client.info("replication")
+        theirs = self.replica.client.info("replication")
         is_up = theirs.get("master_link_status") == "up"
         return is_up and ours["master_repl_offset"] == theirs["slave_repl_offset"]
 

@@ -10,7 +10,7 @@ from tidemill.common.wire.messages import Trajectory
 from tidemill.common.wire.segments import Segment, Session
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.recorder import SegmentRecorder
-from tidemill.services.trainer.groups.sample import Sample, make_sample
+from tidemill.services.trainer.groups.sample import Sample, make_sample, turn_ends
 
 Ids = tuple[int, ...]
 
@@ -26,14 +26,14 @@ def make_segment(
 ) -> Segment:
     """Parts are the model's and the environment's in turn; `rewards` are those of the model's turns."""
     recorder = SegmentRecorder(prompt)
-    given = iter(rewards)
+    remaining = iter(rewards)
     for number, ids in enumerate(parts):
         if number % 2:
             recorder.add_context(ids)
             continue
-        logprobs = [logprob - 0.01 * place for place in range(len(ids))]
+        logprobs = [logprob - 0.01 * position for position in range(len(ids))]
         recorder.add_turn(Generation(list(ids), logprobs, ((version + number // 2, 0),), "stop"))
-        recorder.describe_last_turn(reward=next(given, None), num_calls=1, num_wrong_calls=number // 2)
+        recorder.describe_last_turn(reward=next(remaining, None), num_calls=1, num_wrong_calls=number // 2)
     return recorder.segment()
 
 
@@ -41,25 +41,27 @@ def make_session(
     ticket: int = 0, index: int = 0, *segments: Segment, finish: str = "stop", **fields: Any
 ) -> Trajectory:
     """A session of these segments; `fields` are those of the Trajectory, and others of its `Session`."""
-    first, *forks = segments or (make_segment((1, 2, 3), (4, 5), (7, 8), (9,)),)
-    own = {name: fields.pop(name) for name in tuple(fields) if name in Trajectory.model_fields}
+    if not segments:
+        segments = (make_segment((1, 2, 3), (4, 5), (7, 8), (9,)),)
+    first, *forks = segments
+    own_fields = {name: fields.pop(name) for name in tuple(fields) if name in Trajectory.model_fields}
     session = Session(
         environment="tools", turns=first.turns, forks=tuple(forks), **({"messages": MESSAGES} | fields)
     )
     names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "spans")
     values = {name: getattr(first, name) for name in names}
-    return make_trajectory(ticket, index, finish=finish, session=session, **(values | own))
+    return make_trajectory(ticket, index, finish=finish, session=session, **(values | own_fields))
 
 
 def rows_by_hand(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
     """The token ids of each row, and the places in it that are trained: straight from the wire."""
-    return [
-        (
-            [*map(int, segment.prompt_ids), *map(int, segment.completion_ids)],
-            [len(segment.prompt_ids) + int(place) for place in np.flatnonzero(segment.mask)],
-        )
-        for segment in trajectory.segments
-    ]
+    rows = []
+    for segment in trajectory.segments:
+        ids = [*map(int, segment.prompt_ids), *map(int, segment.completion_ids)]
+        num_prompt = len(segment.prompt_ids)
+        trained = [num_prompt + int(position) for position in np.flatnonzero(segment.mask)]
+        rows.append((ids, trained))
+    return rows
 
 
 def random_session(
@@ -75,22 +77,31 @@ def random_session(
     segments = []
     for _ in range(num_segments):
         rewards = tuple(rng.normal(size=2).round(3).tolist())
-        made = make_segment(ids(6), ids(5), ids(4), ids(5), rewards=rewards, logprob=-2.5)
-        segments.append(made.model_copy(update={"spans": ((0, 0),)}))
+        segment = make_segment(ids(6), ids(5), ids(4), ids(5), rewards=rewards, logprob=-2.5)
+        segments.append(segment.model_copy(update={"spans": ((0, 0),)}))
     return make_session(ticket, index, *segments, **fields)
 
 
 def session_samples(count: int, seed: int = 0) -> list[Sample]:
     """Samples of one to three segments with an advantage each."""
     rng = np.random.default_rng(seed)
-    made = [make_sample(random_session(i // 4 + 100, i % 4, i % 3 + 1, seed)) for i in range(count)]
-    return [changed(s, advantage=float(rng.normal()), reward=float(rng.random())) for s in made]
+    samples = []
+    for i in range(count):
+        trajectory = random_session(i // 4 + 100, i % 4, i % 3 + 1, seed)
+        turns = tuple(turn_ends(trajectory.segments, 0.0))
+        sample = make_sample(trajectory)
+        samples.append(
+            changed(sample, turns=turns, advantage=float(rng.normal()), reward=float(rng.random()))
+        )
+    return samples
 
 
 def played(single: Trajectory) -> Trajectory:
     """A session in place of a single turn, by the same version: an answer of the environment, another turn,
     and a second segment."""
-    ids, first, (version, _) = tuple(single.completion_ids.tolist()), (3, 4), single.spans[0]
+    ids = tuple(single.completion_ids.tolist())
+    first = (3, 4)
+    (version, _) = single.spans[0]
     segments = [
         make_segment(prompt, ids, first, (*ids, 5), rewards=(0.25, None), logprob=-1.0)
         for prompt in (tuple(single.prompt_ids.tolist()), (7, 8, 9))

@@ -11,7 +11,8 @@ class DistantRedis:
     """Forwards connections to a real server; each direction is `delay_s` late, as on a long line."""
 
     def __init__(self, port: int, delay_s: float) -> None:
-        self._port, self.delay_s = port, delay_s
+        self._port = port
+        self.delay_s = delay_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property

@@ -41,13 +41,14 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 
 def is_installed() -> bool:
     """Whether it is installed, and may be started: its daemons need root."""
-    found = [shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in PROGRAMS]
-    return all(found) and os.geteuid() == 0
+    paths = [shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in PROGRAMS]
+    return all(paths) and os.geteuid() == 0
 
 
 class Slurm:
     def __init__(self, folder: Path, num_nodes: int) -> None:
-        self.folder, self.nodes = folder, [f"n{number + 1}" for number in range(num_nodes)]
+        self.folder = folder
+        self.nodes = [f"n{number + 1}" for number in range(num_nodes)]
         host = socket.gethostname()
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2 State=UNKNOWN"

@@ -17,11 +17,11 @@ def problems_of(events: Iterable[Event]) -> list[str]:
 
 
 def slices_of(events: Iterable[Event]) -> dict[Place, list[Event]]:
-    found: dict[Place, list[Event]] = defaultdict(list)
+    events_of: dict[Place, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            found[event["pid"], event["tid"]].append(event)
-    return found
+            events_of[event["pid"], event["tid"]].append(event)
+    return events_of
 
 
 def _shape(events: list[Event]) -> Iterator[str]:
@@ -47,19 +47,20 @@ def _names(events: list[Event]) -> Iterator[str]:
 
 
 def _nesting(events: list[Event]) -> Iterator[str]:
-    for place, slices in slices_of(events).items():
+    for thread, slices in slices_of(events).items():
         open_until: list[int] = []
         for item in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
             while open_until and open_until[-1] <= item["ts"]:
                 open_until.pop()
             end = item["ts"] + item["dur"]
             if open_until and end > open_until[-1]:
-                yield f"slices of {place} overlap at {item['ts']}: {item['name']}"
+                yield f"slices of {thread} overlap at {item['ts']}: {item['name']}"
             open_until.append(end)
 
 
 def _flows(events: list[Event]) -> Iterator[str]:
-    slices, flows = slices_of(events), defaultdict(list)
+    slices = slices_of(events)
+    flows = defaultdict(list)
     for event in events:
         if event["ph"] in "stf":
             flows[event["id"]].append(event)

@@ -118,7 +118,7 @@ async def messages(broker: Broker, key: str, kind: type[Message]) -> list[Any]:
 
 async def append_at(broker: Broker, key: str, entry_id: str, message: Message) -> None:
     """Append under a given id."""
-    flat = [part for pair in codec.encode(message).items() for part in pair]
+    flat = [word for pair in codec.encode(message).items() for word in pair]
     await broker.execute("XADD", key, entry_id, *flat)
 
 
@@ -136,7 +136,7 @@ async def rewrite(
 async def lose_tail(broker: Broker, key: str, last: str) -> None:
     """Remove the entries above `last`, as a Redis does that comes back without its last second."""
     gone = await broker.execute("XRANGE", key, f"({last}", "+")
-    args = [SCHEMA, last, *(part for entry_id, _ in gone for part in (entry_id, b""))]
+    args = [SCHEMA, last, *(word for entry_id, _ in gone for word in (entry_id, b""))]
     await broker.script("move_aside", [key, f"{key}:none"], args)
 
 
@@ -220,10 +220,12 @@ async def _answer(
             for held in await samples.fetch(256, 0.01):
                 if isinstance(held, Delivery):
                     key = held.message.key
-                    given = value(held.message) if lane is Lane.TRAIN else 1.0
-                    is_split = isinstance(given, dict)
+                    reward = value(held.message) if lane is Lane.TRAIN else 1.0
+                    is_split = isinstance(reward, dict)
                     score = make_score(
-                        *key, sum(given.values()) if is_split else given, components=given if is_split else {}
+                        *key,
+                        sum(reward.values()) if is_split else reward,
+                        components=reward if is_split else {},
                     )
                     await samples.complete([(held, score)], keys.scores(lane))
 

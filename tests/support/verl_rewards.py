@@ -34,12 +34,12 @@ def batch_of(samples: list[dict[str, Any]], tokenizer: Any) -> DataProto:
 
 async def main(model: str, adapters: str, function: str) -> None:
     config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": model, "tokenizer_path": None}}})
-    own = Path(verl.__file__).parent / "trainer" / "config" / "reward" / "reward.yaml"
-    config.reward = OmegaConf.load(own)
+    config_file = Path(verl.__file__).parent / "trainer" / "config" / "reward" / "reward.yaml"
+    config.reward = OmegaConf.load(config_file)
     config.reward.custom_reward_function = {"path": adapters, "name": function}
     worker = RewardLoopWorker(config)
-    found = await worker.compute_score_batch(batch_of(json.load(sys.stdin), worker.input_tokenizer))
-    print(json.dumps([one["reward_score"] for one in found]))
+    results = await worker.compute_score_batch(batch_of(json.load(sys.stdin), worker.input_tokenizer))
+    print(json.dumps([result["reward_score"] for result in results]))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ class Chain:
     """The versions of one run; `tensors` are those of the newest one, flat."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.manifests = run_dir, dict[int, WeightManifest]()
+        self.run_dir = run_dir
+        self.manifests: dict[int, WeightManifest] = {}
         self.tensors: dict[str, tuple[TensorInfo, Bits]] = {}
         self.random = np.random.default_rng(0)
         self.term = 1
@@ -58,7 +59,8 @@ class Chain:
 
     def delta(self, version: int, share: float = 0.01) -> WeightManifest:
         """The next version: about `share` of all values get others."""
-        parent, folder = self.newest, self._folder(version)
+        parent = self.newest
+        folder = self._folder(version)
         writers = [DeltaWriter(folder / delta_name(rank, RANKS)) for rank in range(RANKS)]
         for number, (info, bits) in enumerate(self.tensors.values()):
             changed = np.flatnonzero(self.random.random(len(bits)) < share)

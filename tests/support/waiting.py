@@ -11,24 +11,23 @@ import psutil
 T = TypeVar("T")
 
 POLL_S = 0.01
-PATIENCE_S = 240.0
-"""Far longer than anything takes on a busy machine: it is spent only where a test fails. A run of
-two ranks had not trained its first step after 120 s where forty processes wanted two cores."""
+PATIENCE_S = 120.0
+"""Far longer than anything takes on a busy machine: it is spent only where a test fails."""
 
 
 async def wait_until(
-    predicate: Callable[[], T | Awaitable[T]], timeout_s: float = PATIENCE_S, what: str = ""
+    predicate: Callable[[], T | Awaitable[T]], timeout_s: float = PATIENCE_S, awaited: str = ""
 ) -> T:
     """Return the first true value of `predicate`, plain or async; fail the test when it stays false."""
     deadline = time.monotonic() + timeout_s
     while True:
-        found = predicate()
-        value: T = await found if inspect.isawaitable(found) else found
+        answer = predicate()
+        value: T = await answer if inspect.isawaitable(answer) else answer
         if value:
             return value
         if time.monotonic() > deadline:
             raise AssertionError(
-                f"not within {timeout_s:g} s: {what or inspect.getsource(predicate).strip()}"
+                f"not within {timeout_s:g} s: {awaited or inspect.getsource(predicate).strip()}"
             )
         await asyncio.sleep(POLL_S)
 
@@ -36,7 +35,7 @@ async def wait_until(
 def has_ended(process: psutil.Process | int) -> bool:
     """Whether a process is gone, or only waits for somebody to take note of its end."""
     try:
-        found = psutil.Process(process) if isinstance(process, int) else process
-        return not found.is_running() or found.status() == psutil.STATUS_ZOMBIE
+        watched = psutil.Process(process) if isinstance(process, int) else process
+        return not watched.is_running() or watched.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

@@ -23,7 +23,8 @@ CONTROLS = "\x00\x1b[31mred\x07\x7f\x85"
 LONG = "a very long completion " * 4348
 """100,004 characters."""
 HOSTILE = (SCRIPT, RIGHT_TO_LEFT, CONTROLS, LONG)
-GROUP_SIZE, NUM_GROUPS = 4, 6
+GROUP_SIZE = 4
+NUM_GROUPS = 6
 
 
 def write_folder(runs: Path, keys: Keys, model: Path | None = None) -> RunConfig:
@@ -43,8 +44,8 @@ async def write_run(broker: Broker, keys: Keys, config: RunConfig, texts: Sequen
     tickets = range(NUM_GROUPS)
     await append_numbered(broker, keys.prompts(), [(t, question(t)) for t in tickets])
     for ticket in tickets:
-        made = [completion(ticket, index, texts[index % len(texts)]) for index in range(GROUP_SIZE)]
-        await append(broker, keys.trajectories(), *made)
+        samples = [completion(ticket, index, texts[index % len(texts)]) for index in range(GROUP_SIZE)]
+        await append(broker, keys.trajectories(), *samples)
         await append(broker, keys.scores(), *(score_of(ticket, index) for index in range(GROUP_SIZE)))
     steps = range((NUM_GROUPS - 2) // 2)
     await append_numbered(broker, keys.commits, [(step, commit_of(step)) for step in steps])
@@ -58,10 +59,12 @@ async def write_run(broker: Broker, keys: Keys, config: RunConfig, texts: Sequen
 
 def session(ticket: int, index: int) -> Trajectory:
     """A session of three turns, the last in a fork, in which everything that was said attacks."""
-    made = as_session(completion(ticket, index, SCRIPT))
-    assert made.session is not None
-    attacks = [{name: _hostile(value) for name, value in said.items()} for said in made.session.messages]
-    return as_session(made, messages=tuple(attacks), environment=SCRIPT)
+    sample = as_session(completion(ticket, index, SCRIPT))
+    assert sample.session is not None
+    attacks = []
+    for message in sample.session.messages:
+        attacks.append({name: _hostile(value) for name, value in message.items()})
+    return as_session(sample, messages=tuple(attacks), environment=SCRIPT)
 
 
 def _hostile(value: object) -> object:
@@ -125,7 +128,9 @@ def score_of(ticket: int, index: int) -> Score:
 def commit_of(step: int) -> Commit:
     """Step s trains tickets 2s and 2s + 1 in two micro-batches; 1.3 is left out."""
     tickets = (2 * step, 2 * step + 1)
-    keys = [[(t, i) for i in range(GROUP_SIZE) if (t, i) != (1, 3)] for t in tickets]
+    keys = []
+    for ticket in tickets:
+        keys.append([(ticket, index) for index in range(GROUP_SIZE) if (ticket, index) != (1, 3)])
     return Commit(
         step=step,
         version=step + 1,

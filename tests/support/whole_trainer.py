@@ -19,7 +19,8 @@ from tidemill.services.trainer import trainer as trainer_module
 from tidemill.services.trainer.service import serve
 from tidemill.services.trainer.step import StepResult, StepRunner
 
-GROUPS, SIZE = 2, 2
+GROUPS = 2
+SIZE = 2
 """Groups of a step, and samples of a group, in the contexts that `make` makes."""
 
 
@@ -53,7 +54,9 @@ class _Mortal:
     """A broker whose process dies with its n-th command, before or after Redis has done it."""
 
     def __init__(self, broker: Broker, num_commands: int, is_done: bool) -> None:
-        self._broker, self._left, self._is_done = broker, num_commands, is_done
+        self._broker = broker
+        self._left = num_commands
+        self._is_done = is_done
         self.process: asyncio.Future[None] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +80,8 @@ async def run_killed(
     make: Callable[..., ServiceContext], broker: Broker, keys: Keys, steps: int, seed: int, **trainer: Any
 ) -> int:
     """Kill the trainer with its n-th command, again and again, until the run is over. Returns how often."""
-    rng, num_deaths = random.Random(seed), 0
+    rng = random.Random(seed)
+    num_deaths = 0
     while await num_commits(broker, keys) < steps:
         mortal = _Mortal(broker, rng.randrange(15, 120), rng.random() < 0.5)
         mortal.process = asyncio.ensure_future(serve(make(mortal, keys, **trainer)))
@@ -155,9 +159,9 @@ async def has_commits(broker: Broker, keys: Keys, count: int) -> bool:
 
 async def empty(broker: Broker, keys: Keys) -> None:
     """FLUSHALL, as far as it concerns this run."""
-    found = await broker.execute("KEYS", keys.config.replace(":config", ":*").replace("{", "[{]"))
-    if found:
-        await broker.execute("DEL", *found)
+    names = await broker.execute("KEYS", keys.config.replace(":config", ":*").replace("{", "[{]"))
+    if names:
+        await broker.execute("DEL", *names)
 
 
 async def is_answered(broker: Broker, keys: Keys) -> bool:

@@ -14,7 +14,7 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.run.state import METRICS_FILE, read_records
 from tidemill.common.streams.selection import Range, Selection, StreamName
 from tidemill.common.wire.messages import Commit, Lane
-from tidemill.services.console.records.joins import GroupRecord, SampleRecord, read_groups
+from tidemill.services.console.look.joins import GroupRecord, SampleRecord, read_groups
 from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.run.history import RunAccess, open_history
 

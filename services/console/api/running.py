@@ -16,12 +16,12 @@ from tidemill.common.config import load_config as load_file
 from tidemill.common.run.state import CONFIG_FILE, EVALUATION, STEP
 from tidemill.services.console.api.history import History, Records, metrics, wait_for
 from tidemill.services.console.check.preflight import Findings, examine
-from tidemill.services.console.launch.local_run import LocalRun
-from tidemill.services.console.launch.up import prepare
-from tidemill.services.console.launch.views import News, PlainView
-from tidemill.services.console.options import RescoreOptions, UpOptions
+from tidemill.services.console.commands import RescoreOptions, UpOptions
+from tidemill.services.console.look.report import read_report
 from tidemill.services.console.run.folder import folder_of_runs
-from tidemill.services.console.status.report import read_report
+from tidemill.services.console.up.local_run import LocalRun
+from tidemill.services.console.up.start import prepare
+from tidemill.services.console.up.views import News, PlainView
 
 Config = RunConfig | str | Path | Mapping[str, Any]
 """A config, the YAML file that holds it, or its tree; paths in a tree start at the working directory."""
@@ -149,7 +149,7 @@ def rescore(
     Raises:
         ConfigError: there is no such run or history, or the reward cannot be used.
     """
-    from tidemill.services.console.rescore.commands import rescore_report
+    from tidemill.services.console.compare.rescore import rescore_report
 
     options = RescoreOptions(
         run_id=run,

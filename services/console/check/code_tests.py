@@ -12,9 +12,9 @@ from typing import IO
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.config.reward_kinds import TEST_COLUMNS
+from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import Program, run_own
-from tidemill.common.run.dataset import Row
 
 LONGEST_S = 120.0
 PROGRESS_S = 10.0
@@ -60,7 +60,7 @@ def _count(name: str, reward: NamedRewardConfig, rows: Mapping[str, Sequence[Row
         return summary
     if not num_readable:
         raise ConfigError(
-            f"{summary}; the forms that can be read are in services/jobs/sandbox/README.md{reasons}"
+            f"{summary}; the forms that can be read are in services/reward/sandbox/README.md{reasons}"
         )
     return f"{summary}; the others fail, and are never a score. The first:{reasons}"
 

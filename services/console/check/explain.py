@@ -22,13 +22,13 @@ from rich.text import Text
 
 from tidemill.common.command_line import command_line
 from tidemill.common.config import AlgorithmConfig, RewardConfig, RunConfig
-from tidemill.common.config.algorithm_table import PRESETS
+from tidemill.common.config.algorithms.table import PRESETS
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.streams.log import KEPT_COMMITS
 from tidemill.services.console.check.memory import machine_named, print_machine, print_memory
 from tidemill.services.console.check.preflight import Findings, examine
-from tidemill.services.console.options import CheckOptions
+from tidemill.services.console.commands import CheckOptions
 from tidemill.services.console.text.formats import plural, printable_block, size
 from tidemill.services.console.text.tree import jsonable, name_table
 

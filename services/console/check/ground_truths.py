@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from tidemill.common.run.dataset import PROMPT, Row
+from tidemill.common.data.dataset import PROMPT, Row
 
 MAX_ROWS = 10_000
 """Rows of a data set that are looked at: those of a streamed one are read from disk for it."""

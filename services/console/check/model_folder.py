@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.common.config import DataConfig, ModelConfig, RunConfig, is_path
+from tidemill.common.data.dataset import Row
+from tidemill.common.data.prompt_lengths import TOKENIZER_FILE, Ruler, fate_of_overlong
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import did_you_mean
 from tidemill.common.run.chat_template import ChatTemplate, RenderError, read_json
-from tidemill.common.run.dataset import Row
 from tidemill.common.run.model_config import overridden
-from tidemill.common.run.prompt_lengths import TOKENIZER_FILE, Ruler, fate_of_overlong
 from tidemill.common.run.routers import EXPERT_COUNTS
 from tidemill.common.run.special_tokens import FileVocabulary, TokenReader, choose
 

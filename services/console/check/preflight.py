@@ -10,23 +10,26 @@ import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tidemill.common.archive.completions import opener_of
 from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig, load_config, override_config
-from tidemill.common.config.algorithm_table import LOSSES
+from tidemill.common.config.algorithms.table import LOSSES
 from tidemill.common.config.environment import AGENT, TOOLS
+from tidemill.common.config.section import Section
+from tidemill.common.data.dataset import Row, read_evaluation_rows, read_training_rows
+from tidemill.common.data.prompt_lengths import NotMeasuredError, with_steps
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
 from tidemill.common.process.vllm_machine import check_machine, check_records
 from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.common.run.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.run.model_config import check_sampling
-from tidemill.common.run.prompt_lengths import NotMeasuredError, with_steps
+from tidemill.common.wire.sampling import FILTERS
 from tidemill.services.console.check.code_tests import check_code_tests
 from tidemill.services.console.check.ground_truths import describe_arguments, find_odd_truths
 from tidemill.services.console.check.memory import Machine, check_memory
@@ -37,15 +40,29 @@ from tidemill.services.console.check.model_folder import (
     describe_reading,
     inspect_model,
 )
-from tidemill.services.console.processes.specs import find_overlaps, named_gpus
+from tidemill.services.console.check.placement import find_overlaps, named_gpus
 from tidemill.services.console.run.folder import connected
 
 
-def _losses_with(options: str) -> str:
-    return " or ".join(name for name, row in LOSSES.items() if row.options == options)
+def _settings_of_losses() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
+    """Rows of `IDLE`: the settings that a kind of loss adds, and which losses these are."""
+    losses_by_settings: dict[type[Section], list[str]] = {}
+    for name, loss in LOSSES.items():
+        if loss.settings is not None:
+            losses_by_settings.setdefault(loss.settings, []).append(name)
+    for settings, names in losses_by_settings.items():
+        fields = " ".join(settings.model_fields)
+        yield (
+            f"trainer.algorithm: {fields}",
+            partial(_has_loss_among, names),
+            f"loss is {' or '.join(names)}",
+        )
 
 
-_LOSS_OPTIONS = sorted({row.options for row in LOSSES.values()} - {""})
+def _has_loss_among(names: list[str], algorithm: Any) -> bool:
+    return algorithm.loss in names
+
+
 IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     (
         "streams: claim_check_url",
@@ -53,7 +70,7 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "claim_check_bytes is above 0, such as 65536",
     ),
     (
-        "trainer.evaluation: top_p top_k min_p samples",
+        f"trainer.evaluation: {' '.join(FILTERS)} samples",
         lambda s: s.temperature,
         "temperature is above 0: at 0 every sample is the likeliest one",
     ),
@@ -70,15 +87,7 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         lambda s: s.model == "policy",
         "model is policy: a model of its own never reaches it",
     ),
-    *(
-        (
-            f"trainer.algorithm: {options}",
-            # Bound as a default argument: a closure would see the loop's last value.
-            lambda s, options=options: s.loss_traits.options == options,
-            f"loss is {_losses_with(options)}",
-        )
-        for options in _LOSS_OPTIONS
-    ),
+    *_settings_of_losses(),
     ("rollout.environment: tools", lambda s: s.use == TOOLS, "use is tools"),
     ("rollout.environment: agent", lambda s: s.use == AGENT, "use is agent"),
     ("reward.rewards.*.judge: system", lambda s: s.api == "chat", "api is chat"),

@@ -1,1 +1,1 @@
-"""Two runs, or a step and its replay, side by side."""
+"""Two runs, a step and its replay, or the scores of two rewards, side by side."""

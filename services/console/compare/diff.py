@@ -36,7 +36,7 @@ from tidemill.common.history.groups import dropped_groups, micro_batches_of
 from tidemill.common.process.programs import run_main
 from tidemill.common.wire.messages import Commit, Score, Ticket, Trajectory
 from tidemill.common.wire.segments import Segment, Turn
-from tidemill.services.console.options import DiffOptions
+from tidemill.services.console.commands import DiffOptions
 from tidemill.services.console.run.folder import find_run
 from tidemill.services.console.run.history import RunAccess, open_history
 from tidemill.services.console.text.formats import sample_name

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.programs import Program, run_own
 from tidemill.common.redis.client import URL_VARIABLE
-from tidemill.services.console.options import ReplayOptions
-from tidemill.services.console.records.selection import parse_steps
+from tidemill.services.console.commands import ReplayOptions
+from tidemill.services.console.look.selection import parse_steps
 from tidemill.services.console.run.history import RunAccess, read_run
 from tidemill.services.console.text import tree
 from tidemill.services.console.text.tree import Node, note, part, show, table

@@ -11,6 +11,7 @@ from rich.text import Text
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
 from tidemill.common.files import StorageError, write_atomically
+from tidemill.services.console.commands import ConvertOptions
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.fit import fit
 from tidemill.services.console.convert.prime_rl import convert_prime_rl
@@ -18,7 +19,6 @@ from tidemill.services.console.convert.reading import read_options
 from tidemill.services.console.convert.table import OptionTable, Project, table_of
 from tidemill.services.console.convert.trl import convert_trl
 from tidemill.services.console.convert.verl import convert_verl
-from tidemill.services.console.options import ConvertOptions
 
 
 def convert_options(project: Project, options: Mapping[str, Any]) -> Draft:

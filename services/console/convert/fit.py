@@ -2,7 +2,9 @@
 
 import math
 
-from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES
+from tidemill.common.config.algorithms.advantage import AdvantageTraits
+from tidemill.common.config.algorithms.table import ADVANTAGES, LOSSES
+from tidemill.common.wire.sampling import FILTER_NAMES, FILTERS
 from tidemill.services.console.convert.draft import Draft
 
 F = "trainer.algorithm."
@@ -55,7 +57,7 @@ def fit(draft: Draft) -> None:
     if "data.eval" not in draft.fields:
         draft.drop(EVALUATION)
     if not draft.get(EVALUATION + "temperature"):
-        for name in ("top_p", "top_k", "min_p"):
+        for name in FILTERS:
             draft.drop(EVALUATION + name)
         if draft.get(EVALUATION + "samples", 1) > 1:
             draft.drop(EVALUATION + "samples", "lost", "greedy samples are all alike: one is enough")
@@ -65,10 +67,9 @@ def _fit_ratio(draft: Draft) -> None:
     """Make the loss agree with the logprobs that its ratio compares with."""
     traits = LOSSES[draft.get(LOSS)]
     option, _ = draft.origins[LOSS]
-    neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
-    is_filtered = any(draft.get(f"rollout.sampling.{name}", off) != off for name, off in neutral.items())
+    is_filtered = any(draft.get(f"rollout.sampling.{name}", off) != off for name, off in FILTERS.items())
     if is_filtered and OLD in draft.fields:
-        text = "with top_p, top_k or min_p the engine's logprobs are not the policy's: recomputed here"
+        text = f"with one of {FILTER_NAMES} the engine's logprobs are not the policy's: recomputed here"
         draft.drop(OLD, "lost", text)
     elif traits.weighs_by_rollout and OLD not in draft.fields:
         draft.put(OLD, "rollout", option)
@@ -78,8 +79,12 @@ def _fit_ratio(draft: Draft) -> None:
     if traits.is_idle_at_one and not _moves(draft):
         draft.say("automatic", option, "with one update a step the ratio is 1, and the loss is ppo")
         draft.put(LOSS, "ppo", option)
-    for options in sorted({row.options for row in LOSSES.values()} - {"", LOSSES[draft.get(LOSS)].options}):
-        draft.drop(f"{F}{options}.")
+    settings = LOSSES[draft.get(LOSS)].settings
+    for loss in LOSSES.values():
+        if loss.settings is None or loss.settings is settings:
+            continue
+        for section in loss.settings.model_fields:
+            draft.drop(f"{F}{section}.")
 
 
 def _moves(draft: Draft) -> bool:
@@ -109,18 +114,23 @@ def _fit_dual_clip(draft: Draft) -> None:
         draft.fields[DUAL] = None
 
 
+def _advantage_traits(draft: Draft) -> AdvantageTraits:
+    """Those of the advantage; one that is a function in a file of examples/algorithms compares siblings."""
+    return ADVANTAGES.get(draft.get(ADVANTAGE), AdvantageTraits())
+
+
 def _fit_advantage(draft: Draft) -> None:
     """Replace an advantage that compares siblings or rewards if there is only one; drop a KL of weight 0."""
     name = draft.get(ADVANTAGE)
     option, _ = draft.origins[ADVANTAGE]
-    if ADVANTAGES[name].compares_rewards and len(draft.get("reward.rewards", ())) < 2:
+    if _advantage_traits(draft).compares_rewards and len(draft.get("reward.rewards", ())) < 2:
         draft.say("approximated", option, f"{name} compares rewards: name several in reward.rewards")
         draft.put(ADVANTAGE, "grpo", option)
-    if ADVANTAGES[name].compares_siblings and draft.get("trainer.group_size", 2) < 2:
+    if _advantage_traits(draft).compares_siblings and draft.get("trainer.group_size", 2) < 2:
         text = f"{name} compares completions of a group: reinforce_plus_plus compares with the batch"
         draft.say("lost", draft.origins["trainer.group_size"][0], text)
         draft.put(ADVANTAGE, "reinforce_plus_plus", option)
-    if not ADVANTAGES[draft.get(ADVANTAGE)].has_discount:
+    if not _advantage_traits(draft).has_discount:
         draft.drop(F + "gamma")
     if "trainer.lora.rank" in draft.fields:
         draft.drop(F + "value.model", "approximated", "with lora the value head sits on the policy")

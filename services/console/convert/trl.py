@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tidemill.common.wire.sampling import FILTERS
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.fit import EVALUATION, put_warmup
 
@@ -171,7 +172,7 @@ def _convert_evaluation(draft: Draft, strategy: str, has_no_interval: set[str]) 
         draft.take("num_generations_eval") or draft.take("num_generations"),
         "num_generations_eval",
     )
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in ("temperature", *FILTERS):
         if value := draft.get(f"rollout.sampling.{name}"):
             draft.put(EVALUATION + name, value, name)
 

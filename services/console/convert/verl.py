@@ -152,5 +152,6 @@ def _convert_correction(draft: Draft) -> None:
 def _name(file: str, files: list[str]) -> str:
     path = Path(file)
     name = path.parent.name if path.stem in OF_TEST_SETS and path.parent.name else path.stem
-    unique = sum(Path(file).stem == path.stem for file in files) == 1 or path.parent.name
+    num_of_stem = sum(Path(listed).stem == path.stem for listed in files)
+    unique = num_of_stem == 1 or path.parent.name
     return name if unique else f"{name}-{files.index(file)}"

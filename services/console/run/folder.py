@@ -110,7 +110,7 @@ class RunFolder:
     def _keep_tokenizer(self, model: Path) -> None:
         """Copy the model's `tokenizer.json`: in a folder that was copied to another machine, tokens have
         texts only by it. The run itself does not need the copy."""
-        from tidemill.common.run.prompt_lengths import TOKENIZER_FILE
+        from tidemill.common.data.prompt_lengths import TOKENIZER_FILE
 
         with contextlib.suppress(OSError, StorageError):
             write_atomically(self.path / TOKENIZER_FILE, (model / TOKENIZER_FILE).read_bytes())

@@ -20,9 +20,9 @@ from tidemill.common.process.programs import run_main
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import run_exists
-from tidemill.services.console.options import OfRun
-from tidemill.services.console.processes.guard import Guard
+from tidemill.services.console.commands import OfRun
 from tidemill.services.console.run.folder import RunFolder, connected, find_run, log_nothing
+from tidemill.services.console.run.guard import Guard
 from tidemill.services.console.run.local_redis import LocalRedis
 
 if TYPE_CHECKING:

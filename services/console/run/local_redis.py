@@ -13,8 +13,8 @@ from pathlib import Path
 from tidemill.common.errors import TidemillError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.embedded import EmbeddedRedis
-from tidemill.services.console.processes.guard import Guard
 from tidemill.services.console.run.folder import RunFolder, connected
+from tidemill.services.console.run.guard import Guard
 
 LISTEN_VARIABLE = "TIDEMILL_REDIS_LISTEN"
 """HOST:PORT at which a run's own Redis is reached from other machines. `redis.url` in the run's folder has

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from tidemill.common.config.section import flatten
 from tidemill.common.run.state import CONFIG_FILE
 from tidemill.common.wire.keys import RUN_ID
-from tidemill.services.console.status.series import EVALUATION_PREFIX, Columns, Series
+from tidemill.services.console.look.series import EVALUATION_PREFIX, Columns, Series
 from tidemill.services.console.web.curves import columns_in, columns_of, line_of
 from tidemill.services.console.web.listing import ListedRun
 from tidemill.services.console.web.site import Site, csv_file

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.common.run.state import METRICS_FILE, read_records
-from tidemill.services.console.status.series import EVALUATION_PREFIX, Columns, Numbers, Series, smooth
-from tidemill.services.console.status.snapshot import StepPoint
+from tidemill.services.console.look.series import EVALUATION_PREFIX, Columns, Numbers, Series, smooth
+from tidemill.services.console.look.snapshot import StepPoint
 
 MAX_KEPT_FILES = 16
 MAX_POINTS = 500

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from tidemill.common.errors import TidemillError
 from tidemill.common.wire.messages import Lane, Trajectory, is_demonstration
 from tidemill.common.wire.segments import Segment
-from tidemill.services.console.records.joins import GroupRecord, read_group, read_trajectories
-from tidemill.services.console.records.sessions import num_completion_tokens
-from tidemill.services.console.records.trace import group_json, group_tree, message_lines, sample_parts
+from tidemill.services.console.look.joins import GroupRecord, read_group, read_trajectories
+from tidemill.services.console.look.sessions import num_completion_tokens
+from tidemill.services.console.look.trace import group_json, group_tree, message_lines, sample_parts
 from tidemill.services.console.text.formats import plural
 from tidemill.services.console.text.tree import part
 from tidemill.services.console.web.groups import (

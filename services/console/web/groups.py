@@ -27,10 +27,10 @@ from tidemill.common.wire.messages import (
     Trajectory,
     is_demonstration,
 )
-from tidemill.services.console.records.joins import KnownPlaces
-from tidemill.services.console.records.selection import parse_range
-from tidemill.services.console.records.sessions import num_completion_tokens
-from tidemill.services.console.status.snapshot import StepPoint
+from tidemill.services.console.look.joins import KnownPlaces
+from tidemill.services.console.look.selection import parse_range
+from tidemill.services.console.look.sessions import num_completion_tokens
+from tidemill.services.console.look.snapshot import StepPoint
 
 MAX_TEXT_CHARACTERS = 1200
 """Text of a group that can be searched: the beginnings of prompt, answer and completions."""

@@ -39,9 +39,9 @@ from tidemill.common.run.state import (
 from tidemill.common.streams import read_newest
 from tidemill.common.wire.keys import RUN_ID, Keys
 from tidemill.common.wire.messages import Commit
+from tidemill.services.console.look.report import mean_score, read_report
 from tidemill.services.console.run.end import LOST, RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder, connected
-from tidemill.services.console.status.report import mean_score, read_report
 
 UNEXPECTED = "ended"
 """All steps are done, and the run did not do what its config expects."""

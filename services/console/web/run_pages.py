@@ -25,19 +25,19 @@ from tidemill.common.history import Selection, StreamName
 from tidemill.common.history.groups import WHOLE_GROUP
 from tidemill.common.run.state import FINISHED, STOPPED
 from tidemill.common.wire.messages import Commit, Lane
-from tidemill.services.console.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
-from tidemill.services.console.options import DeadFilter
-from tidemill.services.console.records.joins import StepRecord
-from tidemill.services.console.records.step import batch_table, outcome_lines, time_table
-from tidemill.services.console.status.dashboard import (
+from tidemill.services.console.commands import DeadFilter
+from tidemill.services.console.look.dashboard import (
     flow_lines,
     learning_lines,
     pace,
     process_table,
     warning_line,
 )
-from tidemill.services.console.status.report import spell_lines, verdict_lines
-from tidemill.services.console.status.snapshot import RunSnapshot, StepPoint
+from tidemill.services.console.look.dead_letters import DeadEntry, dead_table, dead_tree, read_dead
+from tidemill.services.console.look.joins import StepRecord
+from tidemill.services.console.look.report import spell_lines, verdict_lines
+from tidemill.services.console.look.snapshot import RunSnapshot, StepPoint
+from tidemill.services.console.look.step import batch_table, outcome_lines, time_table
 from tidemill.services.console.text.formats import plural, sample_name
 from tidemill.services.console.text.tree import Node, note, part, table
 from tidemill.services.console.web.curves import chart_trees

@@ -19,10 +19,10 @@ from tidemill.common.errors import TidemillError
 from tidemill.common.history import History
 from tidemill.common.run.state import CONFIG_FILE, FINISHED, METRICS_FILE, RUNNING, read_records
 from tidemill.common.wire.keys import RUN_ID
+from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader, points_of, read_folder
 from tidemill.services.console.run.end import LOST, RunEnd, read_end
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.history import LIVE, MissingHistoryError, open_history
-from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader, points_of, read_folder
 from tidemill.services.console.web.groups import GroupIndex
 from tidemill.services.console.web.listing import (
     MAX_LISTED_RUNS,

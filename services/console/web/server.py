@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.http_server import host_of, is_loopback, listen, server_config
 from tidemill.common.process.programs import run_main
-from tidemill.services.console.options import WebOptions
+from tidemill.services.console.commands import WebOptions
 from tidemill.services.console.run.folder import find_run, folder_of_runs, log_nothing
 from tidemill.services.console.web import compare_pages, group_pages, run_pages
 from tidemill.services.console.web.runs import Catalog

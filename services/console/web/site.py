@@ -18,7 +18,7 @@ from starlette.routing import Route
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import BrokerError
 from tidemill.common.history import History
-from tidemill.services.console.records import sessions
+from tidemill.services.console.look import sessions
 from tidemill.services.console.text.formats import plural, share, size, took, when
 from tidemill.services.console.text.tree import MAX_CHARACTERS, Node, gathered, jsonable, shown
 from tidemill.services.console.web import texts

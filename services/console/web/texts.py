@@ -11,8 +11,8 @@ from markupsafe import Markup, escape
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from tidemill.common.run.dataset import PROMPT
-from tidemill.common.run.prompt_lengths import TOKENIZER_FILE
+from tidemill.common.data.dataset import PROMPT
+from tidemill.common.data.prompt_lengths import TOKENIZER_FILE
 from tidemill.common.wire.messages import PromptFields
 from tidemill.services.console.text.formats import NOTHING
 

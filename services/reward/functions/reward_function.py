@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import run_main
 from tidemill.common.process.users_code import defined_at, load_users
-from tidemill.common.run.dataset import PROMPT
 from tidemill.services.reward.builtin import BUILTINS
 from tidemill.services.reward.builtin.groups import GROUP_FUNCTIONS
 from tidemill.services.reward.functions.request import Callee, Request

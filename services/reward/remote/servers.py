@@ -26,6 +26,8 @@ from tidemill.common.process.replicas import LANE_HEADER
 from tidemill.common.process.shortage import fault_in, is_machine_fault
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
+from tidemill.services.reward.attempts import retried
+from tidemill.services.reward.outcome import AttemptError
 from tidemill.services.reward.remote.faults import (
     SHOWN_CHARS,
     FaultKind,
@@ -111,6 +113,69 @@ class Replica:
 
     def pause(self, pause_s: float) -> None:
         self._rests_until = max(self._rests_until, self._clock() + pause_s)
+
+
+class Failover:
+    """What became of one request so far: which replica it may go to next, and until when.
+
+    Example, with `MAX_FAILOVERS` 2: replicas a and b give no answer (`tried` {a, b}), c does.
+    """
+
+    def __init__(self, servers: "Servers") -> None:
+        self.tried: set[str] = set()
+        """URLs of the replicas that were asked."""
+        self.deadline: float | None = None
+        """Until when it waits for a replica that comes back, once one was away."""
+        self._servers = servers
+        self._num_failovers = 0
+        self._last: RemoteFault | None = None
+        """The last answer of a replica that was away."""
+
+    async def pause_after(self, failure: AttemptError) -> float:
+        """Let the next attempt go to another replica, at once.
+
+        Raises:
+            AttemptError: there is no other one, or it cannot help.
+        """
+        if not isinstance(failure, RemoteFault):
+            raise failure
+        if failure.kind == FaultKind.NO_REPLICA:
+            raise self._without_replica(failure)
+        servers = self._servers
+        has_another = any(
+            replica.state == "up" and replica.url not in self.tried for replica in servers.replicas
+        )
+        is_away = failure.asks_for_pause
+        if not is_away and failure.is_replicas:
+            is_away = await servers.is_down(failure.replica_url)
+        if is_away:
+            self._wait_for(failure, has_another)
+        else:
+            may_help = failure.is_replicas or failure.kind == FaultKind.RATE_LIMITED
+            if self._num_failovers == MAX_FAILOVERS or not may_help or not has_another:
+                raise failure
+            self._num_failovers += 1
+        servers.num_failovers += 1
+        metrics.REMOTE_FAILOVERS.labels(servers.name).inc()
+        return 0.0
+
+    def _wait_for(self, failure: RemoteFault, has_another: bool) -> None:
+        """A replica that is away costs no attempt, but `patience_s` limits the wait."""
+        patience_s = self._servers.config.patience_s
+        if failure.asks_for_pause and not has_another and not patience_s:
+            raise failure  # it says when to retry
+        self._last = failure
+        self.deadline = self.deadline or time.monotonic() + patience_s
+        if not has_another:
+            self.tried.clear()  # a server that comes back is as good as new
+
+    def _without_replica(self, failure: RemoteFault) -> RemoteFault:
+        """The failure of a request for which no replica came up, with the last answer, if there was one."""
+        if self._last is None:
+            return failure
+        fault = RemoteFault(FaultKind.NO_REPLICA, f"{failure}; the last answer: {self._last}")
+        fault.__cause__ = self._last
+        return fault
 
 
 class Servers:
@@ -201,34 +266,12 @@ class Servers:
         Raises:
             RemoteFault: none of those that were asked did, or asking another one cannot help.
         """
-        tried, num_failovers, deadline = set[str](), 0, None
-        last: RemoteFault | None = None
-        while True:
-            try:
-                return await self._once(send, lane, tokens, timeout_s, tried, deadline)
-            except RemoteFault as fault:
-                if fault.kind == FaultKind.NO_REPLICA:
-                    if last is None:
-                        raise
-                    said = f"{fault}; the last answer: {last}"
-                    raise RemoteFault(FaultKind.NO_REPLICA, said) from last
-                has_another = any(one.state == "up" and one.url not in tried for one in self.replicas)
-                is_away = fault.asks_for_pause or (
-                    fault.is_replicas and await self._is_down(fault.replica_url)
-                )
-                if is_away:  # costs no attempt, but is limited by `patience_s`
-                    if fault.asks_for_pause and not has_another and not self.config.patience_s:
-                        raise  # it says when to retry
-                    last, deadline = fault, deadline or time.monotonic() + self.config.patience_s
-                    if not has_another:
-                        tried.clear()  # a server that comes back is as good as new
-                else:
-                    may_help = fault.is_replicas or fault.kind == FaultKind.RATE_LIMITED
-                    if num_failovers == MAX_FAILOVERS or not may_help or not has_another:
-                        raise
-                    num_failovers += 1
-                self.num_failovers += 1
-                metrics.REMOTE_FAILOVERS.labels(self.name).inc()
+        failover = Failover(self)
+
+        async def once() -> T:
+            return await self._once(send, lane, tokens, timeout_s, failover.tried, failover.deadline)
+
+        return await retried(once, failover.pause_after)
 
     def count(self, fault: RemoteFault) -> None:
         """Count a request that failed, or whose answer could not be used."""
@@ -379,7 +422,7 @@ class Servers:
                 async with asyncio.timeout(min(left_s, *rests_s, self._health_interval_s)):
                     await self._changed.wait()
 
-    async def _is_down(self, url: str) -> bool:
+    async def is_down(self, url: str) -> bool:
         """Check the /health of a replica that just failed a request. Returns whether it is down."""
         replica = self._replicas.get(url)
         if replica is not None and replica.is_healthy:

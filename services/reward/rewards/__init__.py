@@ -1,1 +1,1 @@
-"""Kinds of rewards, and what all of them share: attempts, limits, cache, sums and groups."""
+"""Kinds of rewards, and what all of them share: limits, cache, sums and groups."""

@@ -24,12 +24,13 @@ from tidemill.common.streams.group_results import Reference, read_trajectories
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.codec import decode_payload
 from tidemill.common.wire.messages import Lane, Message, Score, ScoreStatus, Trajectory
+from tidemill.services.reward.attempts import attempt
 from tidemill.services.reward.functions.pool import Execution
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import load_group_function
 from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 from tidemill.services.reward.rewards.reward import FunctionReward
-from tidemill.services.reward.rewards.weighted_sum import Outcomes, WeightedSum, attempt, score_of
+from tidemill.services.reward.rewards.weighted_sum import Outcomes, WeightedSum, score_of
 from tidemill.services.reward.sample import RewardSample
 
 log = structlog.get_logger(__name__)

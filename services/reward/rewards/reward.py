@@ -2,7 +2,7 @@
 
 The kinds are functions, judges, reward models, sandboxes, environments and teachers (`kind_of`). A kind makes
 one attempt. Retries, backoff, concurrency, cache and failure policy are the same for all of them, in
-`weighted_sum.py`.
+`weighted_sum.py` and `attempts.py`.
 """
 
 import math

@@ -124,7 +124,7 @@ class SandboxReward(Reward):
         return RewardOutcome(value, {"passed": share, "wall_s": result["wall_s"]}, {"sandbox": detail})
 
     async def run(self, code: str, tests: Any, row: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The result of the code's tests, see `run_tests` in `services/jobs/sandbox/job.py`; `row` are
+        """The result of the code's tests, see `run_tests` in `services/reward/sandbox/job.py`; `row` are
         further columns, some of which say how the tests are meant.
 
         Raises:

@@ -1,4 +1,4 @@
-"""All rewards of a run: each with its limits, attempts and cache, and the weighted sum of them for a sample.
+"""All rewards of a run: each with its limits and cache, and the weighted sum of them for a sample.
 
 Invariant: `NamedReward.score` gives every sample an outcome, whatever the reward does; a failure is never a
 zero. `max_concurrent` holds for each lane by itself, so that evaluation never waits behind training.
@@ -10,84 +10,35 @@ otherwise the score fails, and says whether only the sample or its whole group i
 
 import asyncio
 import math
-import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from tidemill.common.config import NamedRewardConfig, RewardConfig, RewardLimits, ServersConfig
+from tidemill.common.config import NamedRewardConfig, RewardConfig, ServersConfig
 from tidemill.common.errors import MachineFaultError, first_cause
 from tidemill.common.process.failures import Failure, FailureLog
 from tidemill.common.telemetry import metrics
-from tidemill.common.wire.messages import Score, ScoreStatus, Try
+from tidemill.common.wire.messages import Score, ScoreStatus
+from tidemill.services.reward.attempts import attempt
 from tidemill.services.reward.outcome import (
-    MAX_TRY_CHARS,
     AttemptError,
     BreakOff,
     OnEnd,
     Reward,
     RewardOutcome,
-    contained,
 )
 from tidemill.services.reward.remote.dependencies import RewardDependencies
 from tidemill.services.reward.rewards.cache import RewardCache, version_of
 from tidemill.services.reward.rewards.reward import FunctionReward, make_reward
 from tidemill.services.reward.sample import RewardSample
 
-LONGEST_BACKOFF_S = 60.0
 NONE_APPLIES = "no reward applies to this sample: each of them returned None or is for other data sources"
 
 T = TypeVar("T")
 Outcomes = dict[str, RewardOutcome]
 """Name of the reward -> its outcome for one sample."""
-
-
-def ignore_failure(failure: AttemptError) -> None:
-    """For callers of `attempt` that count nothing."""
-
-
-async def attempt(
-    name: str,
-    limits: RewardLimits,
-    once: Callable[[], Awaitable[T]],
-    on_failure: Callable[[AttemptError], None] = ignore_failure,
-    began_at: float = 0.0,
-) -> tuple[T, list[Try]]:
-    """The first result of `once` under the limits of reward `name`, and all attempts if it took several.
-    `on_failure` hears of each attempt that fails, before the next one. The first attempt may have begun
-    before, `began_at` on the monotonic clock.
-
-    Raises:
-        AttemptError: the last attempt failed; its `tries` are all attempts, where there were several.
-        MachineFaultError: this machine is short of something: the sample is for another one.
-    """
-    tries: list[Try] = []
-    ended = began_at or time.monotonic()
-    while True:
-        started = time.monotonic() if tries or not began_at else began_at
-        failure: AttemptError | None = None
-        try:
-            with contained():
-                result = await once()
-        except AttemptError as error:
-            failure = error
-        ended, pause_s = time.monotonic(), started - ended
-        reason = str(failure)[:MAX_TRY_CHARS] if failure else ""
-        tries.append((name, round(ended - started, 6), round(pause_s, 6), reason))
-        if failure is None:
-            return result, tries if len(tries) > 1 else []
-        on_failure(failure)
-        if failure.is_final or len(tries) == limits.max_attempts:
-            failure.tries = tries if len(tries) > 1 else []
-            raise failure
-        metrics.SCORE_RETRIES.inc()
-        backoff_s = min(limits.backoff_s * 2 ** (len(tries) - 1), LONGEST_BACKOFF_S)
-        # Jitter of up to half the first pause: workers that failed together must not retry together.
-        backoff_s += random.uniform(0, limits.backoff_s / 2)
-        await asyncio.sleep(max(backoff_s, failure.retry_after_s))
 
 
 class NamedReward:

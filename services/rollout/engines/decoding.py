@@ -39,6 +39,9 @@ from tidemill.services.rollout.engines.engine import (
 )
 from tidemill.services.rollout.engines.states import has_keys, is_recurrent, join_rows, select_rows
 
+HANDLED = ("top_p", "top_k", "min_p")
+"""The filters that `processed_logprobs` applies."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -52,6 +55,13 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingBatch":
+        """Raises EngineError: a filter is on for which there is no arithmetic here."""
+        unknown = {name for row in rows for name in row.filters_on if name not in HANDLED}
+        if unknown:
+            raise EngineError(
+                f"rollout.engine transformers does not have {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(HANDLED)}: leave the others at their defaults, or take another engine"
+            )
         greedy = [row.temperature == 0.0 for row in rows]
         temperatures = [1.0 if row.temperature == 0.0 else row.temperature for row in rows]
         # A greedy row is not filtered, so that its logprob is that of the whole distribution.

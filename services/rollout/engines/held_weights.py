@@ -167,8 +167,8 @@ class _Staging:
     def _placed(self, tensor: Tensor) -> Tensor:
         return _to_host(tensor) if self._is_full else tensor
 
-    def _together(self, parts: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat([self._placed(piece) for piece in parts])
+    def _together(self, tensors: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat([self._placed(tensor) for tensor in tensors])
         is_far = self._is_full and self._piece.tensor.is_cuda
         return whole.pin_memory() if is_far else whole  # so that writing need not wait for its copy
 

@@ -249,7 +249,8 @@ class VllmEngine(ModelEngine):
         from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling
-        top_k = request.sampling.top_k
+        filters = sampling.filters()
+        top_k = sampling.top_k
         if self._config.masked_sources:
             # vLLM then requires top-k and refuses temperature 0: top-k 1 samples the same.
             top_k = (top_k or self.folder.vocab_size) if sampling.temperature else 1
@@ -258,9 +259,7 @@ class VllmEngine(ModelEngine):
             routed_experts_prompt_start=sampling.num_routed,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature or float(top_k == 1),
-            top_p=sampling.top_p,
-            top_k=top_k,
-            min_p=sampling.min_p,
+            **filters | {"top_k": top_k},
             # Given here: without a tokenizer vLLM knows no EOS.
             stop_token_ids=list(self.folder.eos_ids),
             # Of the sampled token only.

@@ -113,7 +113,7 @@ def engine_args(config: RunConfig, worker: str, records_routes: bool = False) ->
         "gpu_memory_utilization": options.gpu_memory_utilization,
         # vLLM's own default is before temperature and filters, which the trainer could not compare with.
         "logprobs_mode": "processed_logprobs",
-        # Which ids top-p, top-k and min-p leave; it wants `top_k` in all requests then, and no temperature 0.
+        # Which ids filters leave; it wants `top_k` in all requests then, and no temperature 0.
         "return_sampling_mask": bool(config.masked_sources),
         # Else requests come first in, first out, and evaluation queues behind training.
         "scheduling_policy": "priority",

@@ -27,10 +27,10 @@ from types import MethodType
 from typing import Any
 
 from tidemill.common.config.environment import TOOLS, EnvironmentConfig
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.shortage import find_shortage, is_machine_fault
 from tidemill.common.process.users_code import load_users
-from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.codec import pack, unpack
 from tidemill.services.rollout.environments.environment import (
     Act,

@@ -19,9 +19,9 @@ from pydantic import Field, ValidationError
 
 from tidemill.common.config.environment import OPENENV, EnvironmentConfig
 from tidemill.common.config.section import Section
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.shortage import fault_in
-from tidemill.common.run.dataset import PROMPT
 from tidemill.services.rollout.environments.environment import Act, Environment, Kind, Opening, Row
 from tidemill.services.rollout.environments.users_code import MAX_CHARS, number_of
 

@@ -18,8 +18,8 @@ import structlog
 
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.config.run import RunConfig
+from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import EnvironmentFaultError
-from tidemill.common.run.dataset import PROMPT
 from tidemill.common.wire.messages import Ticket
 from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
 from tidemill.services.rollout.engines.engine import Generation

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 from tidemill.common.wire.codec import sendable
 from tidemill.services.rollout.sessions.chat import call_of
@@ -72,6 +72,8 @@ class Question:
     """Text or ids in place of messages."""
     has_logprobs: bool = False
     """Whether the client wants the logprob of each token of the answer."""
+    is_streamed: bool = False
+    """Whether the client wants the answer as a stream, of which it may take a beginning as the whole."""
 
     @property
     def key(self) -> bytes:
@@ -79,6 +81,12 @@ class Question:
         within = (self.tool_choice, self.max_tokens, self.stop, self.has_logprobs)
         asked = repr((self.prompt, sorted(self.tool_keys), self.identities, within))
         return xxh3_128_digest(asked.encode())
+
+    @property
+    def request_key(self) -> bytes:
+        """Digest that is equal if the same is asked, within whatever limits: who did not get an answer may
+        ask again without a stream, or for fewer tokens."""
+        return xxh3_128_digest(repr((self.prompt, sorted(self.tool_keys), self.identities)).encode())
 
     @cached_property
     def tool_keys(self) -> frozenset[str]:
@@ -134,6 +142,16 @@ def identity(message: Mapping[str, Any]) -> Identity:
     calls = (call.get("function", {}) for call in message.get("tool_calls") or ())
     named = tuple((str(call.get("name")), _same_json(call.get("arguments"))) for call in calls)
     return str(message["role"]), str(message.get("content") or "").strip(), named
+
+
+def digests_of(identities: Iterable[Identity]) -> list[bytes]:
+    """A digest for each message: of a history that ends with it."""
+    history = xxh3_128()
+    digests = []
+    for message in identities:
+        history.update(repr(message).encode())
+        digests.append(history.digest())
+    return digests
 
 
 def _same_json(arguments: Any) -> str:

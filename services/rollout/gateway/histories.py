@@ -9,9 +9,9 @@ found again by the longest match. A history continues with any subset of the too
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from tidemill.common.wire.segments import SessionEnd
 from tidemill.services.rollout.engines.engine import Generation
@@ -34,11 +34,20 @@ MIN_SHARE_KEPT = 0.5
 Kind = Literal["new", "clean", "realigned", "forked"]
 
 
+class Answered(NamedTuple):
+    """When an answer of the model was there, and how the session would end with it."""
+
+    at: float
+    end: SessionEnd
+
+
 @dataclass(eq=False)
 class RecordedHistory:
     """One segment while it grows, and the messages that it holds."""
 
     recorder: SegmentRecorder
+    number: int = 0
+    """Counts the histories of the session in the order in which they began."""
     tools: frozenset[str] = frozenset()
     """The tools that its prompt describes."""
     text: str = ""
@@ -52,10 +61,19 @@ class RecordedHistory:
     """Whether the last answer ended by itself; else what follows has to close it."""
     is_busy: bool = False
     """Whether a turn of it is being generated: nothing else can continue it."""
-    answered_at: float = 0.0
-    end: SessionEnd = "done"
-    """How the session would end with its last answer: `max_tokens` if a limit of the run cut that."""
+    answered: list[Answered] = field(default_factory=list)
+    """Of each answer; how the session would end with it: `max_tokens` if a limit of the run cut it."""
+    num_messages_before: int = 0
+    """Number of its messages before the last question."""
     last_answer: Answer | None = None
+
+    @property
+    def answered_at(self) -> float:
+        return self.answered[-1].at if self.answered else 0.0
+
+    @property
+    def end(self) -> SessionEnd:
+        return self.answered[-1].end if self.answered else "done"
 
     @property
     def turn_ids(self) -> list[int]:
@@ -64,6 +82,7 @@ class RecordedHistory:
     def hold(self, question: Question, answer: Answer) -> None:
         """Set the history to the question and its answer."""
         self.last_answer = answer
+        self.num_messages_before = len(self.messages)
         if isinstance(question.prompt, str):
             self.text = question.prompt + answer.text
         if question.messages:
@@ -77,6 +96,34 @@ class RecordedHistory:
                 self.prefill = question.prefill or ""
             self.messages = [*before, message]
             self.identities = [*question.identities[: len(before)], identity(message)]
+
+    def without_last_answer(self) -> "RecordedHistory | None":
+        """A copy that ends with the answer before the last one; None where there is none before it."""
+        recorder = self.recorder.without_last_turn()
+        if recorder is None:
+            return None
+        num_messages = self.num_messages_before
+        return replace(
+            self,
+            recorder=recorder,
+            messages=self.messages[:num_messages],
+            identities=self.identities[:num_messages],
+            answered=self.answered[:-1],
+            last_answer=None,
+        )
+
+    def has_lost_end(self, asked: Sequence[Identity]) -> bool:
+        """Whether the client asks with a beginning of the last answer in its place: text without its end, or
+        the text without its calls."""
+        index = len(self.identities) - 1
+        if index < 0 or len(asked) <= index or not _begins(asked, self.identities[:index]):
+            return False
+        role, theirs, their_calls = asked[index]
+        _, ours, our_calls = self.identities[index]
+        # Calls are sent last: a client that has one has received all of the text.
+        if role != "assistant" or their_calls or not ours.startswith(theirs):
+            return False
+        return bool(our_calls) or len(theirs) < len(ours)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +168,7 @@ class Histories:
     @property
     def recorded(self) -> list[RecordedHistory]:
         """Histories with an answer of the model, in the order of their last answers."""
-        spoken = [history for history in self.all if history.recorder.turns]
-        return sorted(spoken, key=lambda history: history.answered_at)
+        return in_order(history for history in self.all if history.recorder.turns)
 
     def find(self, question: Question) -> Continuation:
         """Find the history that the question continues, or begin one.
@@ -137,8 +183,9 @@ class Histories:
         candidates = [
             h for h in list(self.all) if h.identities and not h.is_busy and question.tool_keys <= h.tools
         ]
-        # The longest first: by a shorter match the same question would fork a history again each time.
-        candidates.sort(key=lambda history: len(history.identities), reverse=True)
+        # The longest first: by a shorter match the same question would fork a history again each time. Of
+        # equal ones the newest: where the same was asked again, the client has the later answer.
+        candidates.sort(key=lambda history: (len(history.identities), history.answered_at), reverse=True)
         for history in candidates:
             num_known = len(history.identities)
             if len(asked) <= num_known or not _begins(asked, history.identities):
@@ -182,7 +229,7 @@ class Histories:
         if not prompt_ids:
             raise RequestError("the prompt is empty")
         kind: Kind = "forked" if self.all else "new"
-        return Continuation(kind, RecordedHistory(SegmentRecorder(prompt_ids), tools), 0, [])
+        return Continuation(kind, RecordedHistory(SegmentRecorder(prompt_ids), tools=tools), 0, [])
 
     def _realigned(self, history: RecordedHistory, question: Question) -> Continuation | None:
         """The continuation if only the text of the last answer differs, and begins as sampled; else None."""
@@ -230,6 +277,11 @@ class Histories:
         kept = num_within(turn_ids, start + num_common, self._decode) if start + num_common > 0 else 0
         num_kept_chars = len(self._decode(turn_ids[:kept])) - start
         return (kept, theirs[num_kept_chars:]) if num_kept_chars > 0 else (0, "")
+
+
+def in_order(histories: Iterable[RecordedHistory]) -> list[RecordedHistory]:
+    """Histories in the order of their last answers."""
+    return sorted(histories, key=lambda history: history.answered_at)
 
 
 def _begins(whole: Sequence[Identity], start: Sequence[Identity]) -> bool:

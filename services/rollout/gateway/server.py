@@ -15,7 +15,9 @@ import os
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import psutil
 import structlog
@@ -23,6 +25,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tidemill.common.process.http_server import ServerInService, listen, server_config
 from tidemill.common.telemetry import metrics
@@ -41,6 +44,8 @@ COUNT = "messages/count_tokens"
 """Path of the request that the model does not answer."""
 MAX_BODY_BYTES = 64 << 20
 """Largest request that is read: one program must not take the memory of all sessions of its worker."""
+PIECE_BYTES = 64 << 10
+"""Length of the pieces in which an answer is sent; uvicorn pauses where that much waits for its client."""
 MAX_NOTED = 256
 """Most fields that are named in the log: clients may send any names."""
 NO_RETRY = {"x-should-retry": "false"}
@@ -48,6 +53,34 @@ NO_RETRY = {"x-should-retry": "false"}
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
 
 Endpoint = Callable[[GatewaySession, Request], Awaitable[Response]]
+
+
+class WatchedResponse(Response):
+    """A response that is sent in pieces, and calls `on_lost` if its client has gone before the last one.
+
+    Its length is announced, so a client never takes a beginning of it for the whole.
+    """
+
+    def __init__(self, on_lost: Callable[[], None], content: str, **more: Any) -> None:
+        super().__init__(content, **more)
+        self._on_lost = on_lost
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = bytes(self.body)
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        is_lost = await request.is_disconnected()
+        await send(start)
+        for first in range(0, len(body), PIECE_BYTES):
+            # Waits until the client has taken most of the pieces before it: without them it cannot have left.
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+            is_lost = is_lost or await request.is_disconnected()
+            piece = body[first : first + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        # Not looked at after the last piece: a client may leave as soon as it has it.
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if is_lost:
+            self._on_lost()
 
 
 class Gateway:
@@ -176,21 +209,23 @@ class Gateway:
     async def _ask(self, api: Api, session: GatewaySession, request: Request) -> Response:
         # What is malformed is refused before anything is generated, so all of the request is read first.
         body = await _body(request, session)
-        question = api.question_of(body)
+        is_streamed = bool(body.get("stream"))
+        question = replace(api.question_of(body), is_streamed=is_streamed)
         has_usage(body)  # only for its error
         self._check_wishes(body)
         retry_count = request.headers.get(RETRY_COUNT)
         answer = await session.answer(question, None if retry_count is None else retry_count != "0")
-        if not body.get("stream"):
+        lose = partial(session.note_lost, answer)
+        if not is_streamed:
             # Not a JSONResponse: what is sent back of a request may have lone surrogates, NaN and infinities.
             payload = json.dumps(api.answer_of(answer, self.model, body))
-            return Response(payload, media_type="application/json")
+            return WatchedResponse(lose, payload, media_type="application/json")
         lines = []
         for event in api.events_of(answer, self.model, body):
             named = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
             lines.append(f"{named}data: {event if isinstance(event, str) else json.dumps(event)}\n\n")
         headers = {"cache-control": "no-cache"}
-        return Response("".join(lines), media_type="text/event-stream", headers=headers)
+        return WatchedResponse(lose, "".join(lines), media_type="text/event-stream", headers=headers)
 
     def _check_wishes(self, body: Body) -> None:
         """Count the request's wishes for a form of the answer, or refuse them."""

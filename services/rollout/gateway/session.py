@@ -1,11 +1,13 @@
 """One session behind an address of its own: questions in, answers out, ids kept.
 
-Invariants: a question that comes again while its answer is being made, or before anything followed it, gets
-the same answer, so a client's retry is no second turn; if the client says that it does not retry, each
-question gets an answer of its own. Segments are in the order of their last answers, so text and end of the
-session are those of the answer that was given last. A question beyond a limit gets an error, which is to end
-the agent's loop; the session counts as truncated from then on, unless a later question is answered. Once it
-is closed, nothing of it runs and nothing more is answered.
+Invariants: a question that comes again while its answer is being made, before that was delivered, or before
+anything followed it, gets the same answer, so a client's retry is no second turn; if the client says that it
+does not retry, a question whose answer was delivered gets another one. What no program has read, as far as
+the gateway knows (`Exchange.unread`), is in no segment: it stands in the record beside them. Segments are in
+the order of their last answers, so text and end of the session are those of the answer that was given last. A
+question beyond a limit gets an error, which is to end the agent's loop; the session counts as truncated from
+then on, unless a later question is answered. Once it is closed, nothing of it runs and nothing more is
+answered.
 """
 
 import asyncio
@@ -13,14 +15,14 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
 from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.messages import SamplingParams
-from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
+from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd, Unread, UnreadAnswer
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway.dialogue import (
     SESSION_LIMIT,
@@ -29,12 +31,23 @@ from tidemill.services.rollout.gateway.dialogue import (
     Message,
     Question,
     RequestError,
+    digests_of,
 )
-from tidemill.services.rollout.gateway.histories import Continuation, Histories, RecordedHistory, num_within
+from tidemill.services.rollout.gateway.histories import (
+    Answered,
+    Continuation,
+    Histories,
+    RecordedHistory,
+    in_order,
+    num_within,
+)
+from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played, Read
 from tidemill.services.rollout.sessions.recorder import choices_of
 
+BAD_REQUEST = 400
+NOT_FOUND = 404
 MAX_REPEATS = 8
 """How often one answer is given again. Clients retry twice; one that asks more often wants another answer."""
 LONG_CHARACTERS = 20_000
@@ -44,22 +57,57 @@ MIN_BODY_BYTES = 1 << 20
 """Least limit of a request's size: it also has tools, and what a template leaves out of a history."""
 
 
-@dataclass
-class _Given:
-    """An answer that is being made or was given."""
+@dataclass(eq=False)
+class Exchange:
+    """A question, and its answer, which is being made or was sent."""
 
-    task: "asyncio.Task[Answer]"
     history: RecordedHistory
+    repeats: "list[Exchange]"
+    """Exchanges of the same question, in the order in which they were asked, this one among them, of which
+    none was read before the next was asked: each may be the retry of those before it."""
+    task: "asyncio.Task[Answer]" = field(init=False)
+    asked_at: float = field(default_factory=time.monotonic)
+    max_tokens: int = 0
+    """Most tokens that its turn may have; 0 while it waits for the tokens of other turns."""
+    is_broken: bool = False
+    """Whether a response has broken before it had brought the answer."""
+    is_streamed: bool = False
     num_repeats: int = 0
+    num_delivered: int = 0
+    """How many responses have brought the answer to a client, as far as the gateway knows."""
+    is_read: bool = False
+    """Whether the client has gone on with the answer: it has the answer in a history."""
+    is_cut: bool = False
+    """Whether the client has gone on with a beginning of the answer."""
+
+    @property
+    def answer(self) -> Answer | None:
+        """None where it is still being made, or has failed."""
+        if not self.task.done() or self.task.cancelled() or self.task.exception() is not None:
+            return None
+        return self.task.result()
 
     @property
     def is_current(self) -> bool:
         """Whether the answer is still to come, or nothing has followed it: the client may have missed it."""
-        if not self.task.done():
-            return True
-        # `exception()` raises where the task was cancelled, so `cancelled()` is asked first.
-        failed = self.task.cancelled() or self.task.exception() is not None
-        return not failed and self.history.last_answer is self.task.result()
+        return not self.task.done() or (self.answer is not None and self.history.last_answer is self.answer)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another answer to the same question counts: one that was read, else the last one."""
+        is_other_read = any(exchange.is_read for exchange in self.repeats)
+        return not self.is_read and (is_other_read or self.repeats[-1] is not self)
+
+    @property
+    def unread(self) -> Unread | None:
+        """Why no program has read the answer; None where one has, as far as the gateway knows."""
+        if self.is_read or self.answer is None:
+            return None
+        if not self.num_delivered:
+            return "not_delivered"
+        if self.is_cut:
+            return "cut"
+        return "asked_again" if self.is_replaced else None
 
 
 class GatewaySession:
@@ -72,6 +120,7 @@ class GatewaySession:
         limits: EnvironmentConfig,
         max_model_len: int,
         read: Read | None = None,
+        pace: EnginePace | None = None,
     ) -> None:
         """`limits` hold for all segments together; `max_tokens` 0 is no limit but the model's length."""
         # Two secrets: the token is a part of the address, which programs log.
@@ -85,6 +134,9 @@ class GatewaySession:
         """Done once its program has asked a question."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with the engine's error: the session cannot go on after that."""
+        self._pace = pace or EnginePace()
+        self._last_asked: Exchange | None = None
+        self._delivered_at = 0.0
         self._chat = chat
         self._decode = decode
         self._ask = ask
@@ -92,13 +144,21 @@ class GatewaySession:
         self._sampling = sampling
         self._limits = limits
         self._max_model_len = max_model_len
-        self._given: dict[bytes, list[_Given]] = {}
+        self._exchanges: dict[bytes, list[Exchange]] = {}
+        """Key of a question -> its exchanges that are current."""
+        self._repeats: dict[bytes, list[Exchange]] = {}
+        """Request key of a question -> the last of its `Exchange.repeats`."""
+        self._by_answer: dict[str, Exchange] = {}
+        """Id of an answer -> its exchange."""
+        self._not_seen: dict[bytes, list[Exchange]] = {}
+        """Digest of a history that ends with an answer -> exchanges whose answer no client has sent back."""
         self._running: set[asyncio.Task[Answer]] = set()
         self._has_ended = asyncio.Event()
         """Set when a turn has ended and the tokens that it had reserved are free."""
         self._reserved_tokens = 0
         self._finding = asyncio.Lock()
         """Held while the history that a question continues is found, rendered and tokenized."""
+        self._num_histories = 0
         self._is_closed = False
         self.late: Late = ""
         """The limit of time that was exceeded; empty: none."""
@@ -106,11 +166,18 @@ class GatewaySession:
         """The limits that were reached, in order: by refused questions, or by the session as a whole."""
         self._num_passed = 0
         """Number of these that no longer count, because a question that was asked later was answered."""
+        self._refusals: set[tuple[SessionEnd, str]] = set()
+        """The limits that have refused a question since the last answer, and what they refuse."""
 
     @property
     def max_body_bytes(self) -> int:
         """Largest request that may hold a history that the model can read, however it is written as JSON."""
         return max(MIN_BODY_BYTES, self._max_model_len * BODY_BYTES_PER_TOKEN)
+
+    @property
+    def _is_sampling(self) -> bool:
+        """Whether the agent asks the same several times on purpose."""
+        return self._limits.repeated_requests == "sample"
 
     @property
     def num_running(self) -> int:
@@ -120,7 +187,7 @@ class GatewaySession:
     def end(self) -> SessionEnd:
         """The session's end: the last limit that it reached, if that still counts, else of its last
         answer."""
-        recorded = self.histories.recorded
+        recorded = self.read_histories
         if len(self.reached) > self._num_passed:
             return self.reached[-1]
         return recorded[-1].end if recorded else "done"
@@ -137,19 +204,84 @@ class GatewaySession:
         key = question.key
         # One at a time: two equal questions would each find no answer, and the model would be asked twice.
         async with self._finding:
-            current = [started for started in self._given.get(key, ()) if started.is_current]
-            repeatable = [
-                started for started in current if started.num_repeats < MAX_REPEATS and is_retry is not False
-            ]
+            self._note_read(question)
+            current = [exchange for exchange in self._exchanges.get(key, ()) if exchange.is_current]
+            repeatable = [exchange for exchange in current if self._is_repeated(exchange, is_retry)]
+            if not repeatable and self.num_turns >= self._limits.max_turns and not self._is_sampling:
+                # Better the answer again, which the client may have missed, than the end of the session.
+                repeatable = [exchange for exchange in current if exchange.num_repeats < MAX_REPEATS]
             # If several wait for the same, each retry takes an answer of its own, the newest first.
-            started = min(reversed(repeatable), key=lambda started: started.num_repeats, default=None)
-            if started is None:
-                started = await self._start(question)
-                self._given[key] = [*current, started]
+            exchange = min(reversed(repeatable), key=lambda exchange: exchange.num_repeats, default=None)
+            if exchange is None:
+                exchange = await self._start(question)
+                self._exchanges[key] = [*current, exchange]
             else:
-                started.num_repeats += 1
+                exchange.num_repeats += 1
+            exchange.is_streamed |= question.is_streamed
         # A client that gives up must not stop what its retry will ask for.
-        return await asyncio.shield(started.task)
+        answer = await asyncio.shield(exchange.task)
+        exchange.num_delivered += 1
+        self._delivered_at = time.monotonic()
+        return answer
+
+    def note_lost(self, answer: Answer) -> None:
+        """Note that a response broke before it had brought the answer to its client."""
+        exchange = self._by_answer[answer.id]
+        exchange.num_delivered -= 1
+        exchange.is_broken = True
+
+    def find_fault(self, is_late: bool) -> str:
+        """Why the program's result says nothing of the model, as a sentence; empty where it may.
+
+        `is_late` says that its time was over.
+        """
+        last = self._last_asked
+        if last is None or (last.task.done() and last.answer is None):
+            return ""
+        now = time.monotonic()
+        if last.answer is None and self._pace.is_slow(last.max_tokens, now - last.asked_at):
+            return f"the program ended while the engine was slow: no answer after {now - last.asked_at:.0f} s"
+        is_unread = last.is_broken and not last.num_delivered and self._delivered_at < last.asked_at
+        if is_unread and not is_late:
+            return (
+                "the program ended after its last request had failed: no answer of the model has reached it"
+            )
+        turns = [turn for history in self.histories.recorded for turn in history.recorder.turns]
+        num_tokens = sum(turn.num_tokens for turn in turns)
+        engine_s = sum(turn.engine_s for turn in turns)
+        if is_late and self._pace.is_slow(num_tokens, engine_s):
+            return f"the time was over, and the engine was slow: {engine_s:.0f} s for {num_tokens} tokens"
+        return ""
+
+    def _is_repeated(self, exchange: Exchange, is_retry: bool | None) -> bool:
+        """Whether a question that comes again gets this answer again."""
+        if self._is_sampling:
+            is_broken = exchange.task.done() and not exchange.num_delivered
+            return is_broken or (bool(is_retry) and exchange.num_repeats < MAX_REPEATS)
+        if not exchange.num_delivered:
+            return True
+        return is_retry is not False and exchange.num_repeats < MAX_REPEATS
+
+    def _note_read(self, question: Question) -> None:
+        """Note which answers the client has: those that its history holds."""
+        for digest in digests_of(question.identities) if self._not_seen else ():
+            exchanges = self._not_seen.get(digest)
+            if exchanges:
+                # Of equal answers the newest, whose history goes on (`Histories.find`).
+                exchanges.pop().is_read = True
+
+    def _note_continued(self, continuation: Continuation, question: Question) -> None:
+        """Note what the question shows of answers before it: whose history it extends, and which it has only
+        a beginning of."""
+        last = continuation.history.last_answer
+        if last is not None:
+            self._by_answer[last.id].is_read = True
+        elif continuation.kind == "forked":
+            for history in self.histories.all:
+                last = history.last_answer
+                if last is not None and history.has_lost_end(question.identities):
+                    exchange = self._by_answer[last.id]
+                    exchange.is_cut = exchange.is_streamed
 
     async def close(self) -> None:
         """Stop what is being generated; nothing more is answered."""
@@ -173,25 +305,30 @@ class GatewaySession:
 
     def too_long(self, content: str, is_asked: bool) -> RequestError:
         """The error for a history that the model cannot read; a limit of the session only if `is_asked`."""
-        problem = f"the history has {content}, and the model reads {self._max_model_len} tokens"
-        problem += " (model.max_model_len)"
-        return self._limit("max_tokens", problem) if is_asked else RequestError(problem, SESSION_LIMIT)
+        # By these words clients know that the history is to be made shorter.
+        problem = f"prompt is too long: the history has {content}, and this model's maximum context length "
+        problem += f"is {self._max_model_len} tokens (model.max_model_len)"
+        if not is_asked:
+            return RequestError(problem, SESSION_LIMIT)
+        return self._limit("max_tokens", problem, refused=content)
 
     def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
         """The session as it was played. Raises ValueError: the model never answered."""
-        recorders = [history.recorder for history in self.histories.recorded]
+        histories = self.read_histories
+        recorders = [history.recorder for history in histories]
         segments = [recorder.segment() for recorder in recorders]
         first, *forks = segments
         session = Session(
             environment=AGENT,
             turns=first.turns,
             forks=tuple(forks),
-            messages=tuple(self._said()),
+            messages=tuple(self._said(histories)),
             end=self.end,
             late=self.late if self.end == "timeout" else "",
             reward=reward,
             metrics=dict(metrics),
             histories=dict(self.counts),
+            unread=tuple(self._unread_answers()),
             num_faults=num_faults,
         )
         last = recorders[-1]
@@ -199,11 +336,33 @@ class GatewaySession:
         finish: Finish = "stop" if self.end == "done" else "length"
         return Played(first, reading.text, finish, session, choices_of(recorders), reading.thought)
 
-    def _said(self) -> list[Message]:
+    @property
+    def read_histories(self) -> list[RecordedHistory]:
+        """The histories that are trained, in the order of their last answers: without answers that no program
+        has read. Such an answer is the last one of its history, for nobody went on with it."""
+        histories = []
+        for history in self.histories.recorded:
+            last = history.last_answer
+            is_unread = last is not None and self._by_answer[last.id].unread is not None
+            read = history.without_last_answer() if is_unread else history
+            if read is not None:
+                histories.append(read)
+        return in_order(histories)
+
+    def _unread_answers(self) -> Iterator[UnreadAnswer]:
+        for exchange in self._by_answer.values():
+            answer = exchange.answer
+            why = exchange.unread
+            if answer is not None and why is not None:
+                turn = exchange.history.recorder.turns[-1]
+                yield UnreadAnswer(
+                    why=why, message=answer.message, num_tokens=turn.num_tokens, engine_s=turn.engine_s
+                )
+
+    def _said(self, recorded: Sequence[RecordedHistory]) -> list[Message]:
         """All messages after the first prompt, segment by segment, without those that an earlier one has."""
         said: list[Message] = []
-        recorded = self.histories.recorded
-        opening = next((history for history in self.histories.all if history in recorded), None)
+        opening = min(recorded, key=lambda history: history.number, default=None)
         for number, history in enumerate(recorded):
             start = history.num_prompt_messages if history is opening else 0
             shared = [num_shared(history.identities, earlier.identities) for earlier in recorded[:number]]
@@ -218,9 +377,17 @@ class GatewaySession:
         if self._is_closed:
             raise RequestError("the session is over", "session_over", 404)
 
-    def _limit(self, end: SessionEnd, problem: str) -> RequestError:
+    def _limit(self, end: SessionEnd, problem: str, refused: str = "") -> RequestError:
+        """The error for a question beyond a limit; `refused` says which questions it refuses, if not all.
+
+        Some programs ask again for minutes after a status of 400, and after one of 404 none does: the first
+        refusal lets a client go on with less, the same one again ends its loop.
+        """
         self.reached.append(end)
-        return RequestError(f"{problem}; it ends here", SESSION_LIMIT)
+        refusal = (end, refused)
+        status = NOT_FOUND if refusal in self._refusals else BAD_REQUEST
+        self._refusals.add(refusal)
+        return RequestError(f"{problem}; it ends here", SESSION_LIMIT, status)
 
     async def _find(self, question: Question) -> Continuation:
         """The history that the question continues; a long question is tokenized on a thread."""
@@ -234,7 +401,7 @@ class GatewaySession:
             # No thread can be started: the session must not fail for that.
             return self.histories.find(question)
 
-    async def _start(self, question: Question) -> _Given:
+    async def _start(self, question: Question) -> Exchange:
         limits = self._limits
         if self.num_turns >= limits.max_turns:
             raise self._limit("max_turns", f"the session has had its {limits.max_turns} turns (max_turns)")
@@ -243,15 +410,20 @@ class GatewaySession:
         continuation = await self._find(question)
         # Again: the session may have been closed while a long question was tokenised.
         self._check_open()
+        self._note_continued(continuation, question)
         history = continuation.history
         if continuation.kind in ("new", "forked"):
             if len(self.histories.all) >= (most := limits.max_segments):
                 raise self._limit("max_tokens", f"the session has {most} histories already (max_segments)")
+            self._num_histories += 1
+            history.number = self._num_histories
             self.histories.all.append(history)
         # Before the task runs: until its turn ends no other question may continue this history.
         history.is_busy = True
         self.num_turns += 1
-        task = asyncio.create_task(self._generate(continuation, question))
+        exchange = self._begin_exchange(history, question)
+        task = asyncio.create_task(self._generate(continuation, question, exchange))
+        exchange.task = task
         self._running.add(task)
 
         def ended(task: "asyncio.Task[Answer]") -> None:
@@ -271,13 +443,25 @@ class GatewaySession:
                 self.failed.set_exception(error)
 
         task.add_done_callback(ended)
-        return _Given(task, history)
+        return exchange
 
-    async def _generate(self, continuation: Continuation, question: Question) -> Answer:
+    def _begin_exchange(self, history: RecordedHistory, question: Question) -> Exchange:
+        request_key = question.request_key
+        repeats = self._repeats.get(request_key, [])
+        if self._is_sampling or any(exchange.is_read for exchange in repeats):
+            repeats = []
+        exchange = Exchange(history, repeats)
+        repeats.append(exchange)
+        self._repeats[request_key] = repeats
+        self._last_asked = exchange
+        return exchange
+
+    async def _generate(self, continuation: Continuation, question: Question, exchange: Exchange) -> Answer:
         # Before it waits: its answer passes the limits met before it was asked, not those met meanwhile.
         num_reached = len(self.reached)
         max_tokens = await self._room(continuation, question.max_tokens)
         # No await between `_room`'s last look and this: two turns would be given the same tokens.
+        exchange.max_tokens = max_tokens
         reserved = continuation.num_added + max_tokens
         self._reserved_tokens += reserved
         try:
@@ -285,6 +469,12 @@ class GatewaySession:
         finally:
             self._reserved_tokens -= reserved
         self._num_passed = max(self._num_passed, num_reached)
+        self._refusals.clear()
+        # No await since the history holds the answer: each last answer has its exchange.
+        self._by_answer[answer.id] = exchange
+        digests = digests_of(continuation.history.identities)
+        if digests:
+            self._not_seen.setdefault(digests[-1], []).append(exchange)
         return answer
 
     async def _room(self, continuation: Continuation, asked: int | None) -> int:
@@ -323,14 +513,15 @@ class GatewaySession:
         generation = _cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
-        continuation.record(generation, time.monotonic() - started)
-        history.answered_at = time.monotonic()
+        engine_s = time.monotonic() - started
+        self._pace.note(len(whole.token_ids), engine_s)
+        continuation.record(generation, engine_s)
         # If it was cut, the token that ends a turn is missing: what follows has to close it.
         history.is_closed = generation is whole and whole.finish == "stop"
         runs = min(self._sampling.max_tokens, self._max_model_len - len(ids))
         is_clients_limit = max_tokens == question.max_tokens and max_tokens < runs
         is_truncated = generation.finish == "length" and not is_clients_limit
-        history.end = "max_tokens" if is_truncated else "done"
+        history.answered.append(Answered(time.monotonic(), "max_tokens" if is_truncated else "done"))
         # A call is complete only if the model ended its turn, not a limit or a client's stop sequence.
         is_cut = not history.is_closed
         parsed = Parsed({})

@@ -187,6 +187,8 @@ def _observe(played: Played) -> None:
     metrics.SESSION_TOKENS.labels("environment").inc(num_tokens - of_model)
     metrics.SESSION_SECONDS.labels("engine").observe(sum(turn.engine_s for turn in turns))
     metrics.SESSION_SECONDS.labels("environment").observe(sum(turn.environment_s for turn in turns))
+    for answer in session.unread:
+        metrics.UNREAD_TOKENS.labels(answer.why).inc(answer.num_tokens)
     metrics.TOOL_CALLS.labels("made").inc(sum(turn.num_calls - turn.num_wrong_calls for turn in turns))
     metrics.TOOL_CALLS.labels("wrong").inc(sum(turn.num_wrong_calls for turn in turns))
     for turn in (turn for segment in segments for turn in segment.turns[1:]):

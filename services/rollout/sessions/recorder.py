@@ -4,6 +4,7 @@ A history only grows: the engine's tokens (mask 1, with their logprobs and versi
 (mask 0). A history that does not continue it becomes a segment of its own.
 """
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -78,12 +79,28 @@ class SegmentRecorder:
         """
         if not self.turns or num_tokens < self.turns[-1].first:
             raise ValueError(f"token {num_tokens} is before the last turn; begin a segment of its own")
+        self._cut(num_tokens)
+        last = self.turns[-1]
+        self.turns[-1] = last.model_copy(update={"num_tokens": min(last.num_tokens, num_tokens - last.first)})
+
+    def without_last_turn(self) -> "SegmentRecorder | None":
+        """A copy that ends with the turn before the last one; None where there is none before it."""
+        if len(self.turns) < 2:
+            return None
+        before = copy.copy(self)
+        before.completion_ids = list(self.completion_ids)
+        before._logprobs = list(self._logprobs)
+        before._mask = list(self._mask)
+        before.turns = self.turns[:-1]
+        before._cut(before.turns[-1].end)
+        return before
+
+    def _cut(self, num_tokens: int) -> None:
+        """Forget the tokens of the completion from `num_tokens` on; its turns stay."""
         del self.completion_ids[num_tokens:], self._logprobs[num_tokens:], self._mask[num_tokens:]
         self.kept = self.kept[:num_tokens]
         if self.routes:
             self.routes = [Rows.joined(self.routes)[: len(self.prompt_ids) + num_tokens]]
-        last = self.turns[-1]
-        self.turns[-1] = last.model_copy(update={"num_tokens": min(last.num_tokens, num_tokens - last.first)})
         # A completion begins with a span, also if all of its tokens are removed.
         self._spans = [span for span in self._spans if span[1] < num_tokens] or self._spans[:1]
 

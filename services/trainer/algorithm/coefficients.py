@@ -27,12 +27,12 @@ class Coefficients:
     def at_start(cls, algorithm: AlgorithmConfig, saved: Mapping[str, Any] | None = None) -> "Coefficients":
         """The config's coefficients, or a checkpoint's for those that are adaptive."""
         start = cls(algorithm.kl.coefficient, algorithm.entropy_coefficient)
-        found = dict(saved or {})
+        values = dict(saved or {})
         if algorithm.kl_control.target is None:
-            found.pop("kl", None)
+            values.pop("kl", None)
         if algorithm.entropy_control.target is None:
-            found = {name: value for name, value in found.items() if "entropy" not in name}
-        return replace(start, **found)
+            values = {name: value for name, value in values.items() if "entropy" not in name}
+        return replace(start, **values)
 
     def after(
         self, kl: float, entropy: float, num_samples: float, algorithm: AlgorithmConfig
@@ -46,7 +46,9 @@ class Coefficients:
         [low, high] (arXiv 2505.22312). 0.01 with an entropy of 0.1 where 0.2 is wanted and a delta of 0.005
         gives 0.015.
         """
-        kl_control, control, moved = algorithm.kl_control, algorithm.entropy_control, self
+        kl_control = algorithm.kl_control
+        control = algorithm.entropy_control
+        moved = self
         if kl_control.target is not None and math.isfinite(kl):
             error = min(LARGEST_ERROR, max(-LARGEST_ERROR, kl / kl_control.target - 1.0))
             scale = 1.0 + error * num_samples / kl_control.horizon
@@ -62,7 +64,8 @@ class Coefficients:
         a step whose entropy was at or below it."""
         if not algorithm.is_adaptive:
             return algorithm
-        target, entropy = algorithm.entropy_control.target, self.entropy
+        target = algorithm.entropy_control.target
+        entropy = self.entropy
         if target is not None and (self.last_entropy is None or self.last_entropy > target):
             entropy = 0.0
         kl = algorithm.kl.model_copy(update={"coefficient": self.kl})
@@ -81,7 +84,8 @@ class HasCoefficients:
         self._hold(Coefficients.at_start(algorithm, saved))
 
     def _hold(self, coefficients: Coefficients) -> None:
-        self._coefficients, self._algorithm = coefficients, coefficients.applied(self._given)
+        self._coefficients = coefficients
+        self._algorithm = coefficients.applied(self._given)
 
     def coefficients(self) -> Coefficients:
         return self._coefficients

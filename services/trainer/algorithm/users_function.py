@@ -28,9 +28,9 @@ def contained(field: str) -> Iterator[None]:
 
 
 def load_users_function(
-    field: str, reference: str, known: Collection[str]
+    field: str, reference: str, offered: Collection[str]
 ) -> tuple[Callable[..., Any], frozenset[str]]:
-    """The function that `reference` names, to be called by keyword, and those of the `known` arguments that
+    """The function that `reference` names, to be called by keyword, and those of the arguments `offered` that
     it takes and is given. `field` is the config's field, for messages.
 
     Raises:
@@ -40,25 +40,26 @@ def load_users_function(
     field = f"{field} {reference}"
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"{field} is no function, but {type(function).__name__}")
-    taken = _arguments(field, function, known)
+    names = _arguments(field, function, offered)
 
     def call(**arguments: Any) -> Any:
         with contained(field):
-            return function(**{key: value for key, value in arguments.items() if key in taken})
+            return function(**{key: value for key, value in arguments.items() if key in names})
 
-    return call, taken
+    return call, names
 
 
-def _arguments(field: str, function: Callable[..., Any], known: Collection[str]) -> frozenset[str]:
-    """Names among `known` that the function takes; the first of them is required."""
+def _arguments(field: str, function: Callable[..., Any], offered: Collection[str]) -> frozenset[str]:
+    """Names among `offered` that the function takes; the first of them is required."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return frozenset(known)
+        return frozenset(offered)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    unknown = [p.name for p in parameters if p.name not in known and p.default is p.empty]
-    if unknown or next(iter(known)) not in names:
+    unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
+    if unknown or next(iter(offered)) not in names:
         raise ConfigError(
             f"{field} takes ({', '.join(p.name for p in parameters)}); expected arguments among "
-            f"({', '.join(known)}), the first of them always. They are passed by keyword, so the names matter"
+            f"({', '.join(offered)}), the first of them always. They are passed by keyword, so the "
+            "names matter"
         )
-    return frozenset(names & set(known))
+    return frozenset(names & set(offered))

@@ -33,7 +33,8 @@ class ArchiveRequests:
     """Requests archiving; `on_progress` is called during and after it."""
 
     def __init__(self, context: ServiceContext, on_progress: Callable[[], Awaitable[object]]) -> None:
-        self.context, self.on_progress = context, on_progress
+        self.context = context
+        self.on_progress = on_progress
         self._until: dict[str, str] = {}
         self._is_urgent = False
         self._task: asyncio.Task[None] | None = None
@@ -65,28 +66,32 @@ class ArchiveRequests:
         """Whether some stream is large enough, by Redis's own estimate, or with the payloads beside it."""
         streams = self.context.config.streams
         wanted = streams.archive.segment_mb * MIB
-        broker, keys = self.context.broker, self.context.keys
+        broker = self.context.broker
+        keys = self.context.keys
         try:
             sizes = [await memory_bytes(broker, stream.key(keys)) for stream in until]
         except BrokerError:
             return True  # this user may not ask Redis; the archiver decides by itself
         may_claim = streams.claim_check_bytes > 0 and StreamName.TRAJECTORIES in until
         if max(sizes, default=0) < wanted and may_claim:  # last, because it reads all entries
-            last, key = until[StreamName.TRAJECTORIES], keys.trajectories()
+            last = until[StreamName.TRAJECTORIES]
+            key = keys.trajectories()
             sizes.append(sum([claim.num_bytes async for claim in claims_in(broker, key, last)]))
         return max(sizes, default=0) >= wanted
 
     async def _work(self) -> None:
         while self._until:
             # Taken before the work: requests that come meanwhile are for the next round.
-            until, self._until = self._until, {}
-            is_urgent, self._is_urgent = self._is_urgent, False
+            until = self._until
+            self._until = {}
+            is_urgent = self._is_urgent
+            self._is_urgent = False
             await self._archive(until, is_urgent)
             await self.on_progress()
 
     async def _archive(self, until: Mapping[str, str], is_urgent: bool) -> None:
         command = run_own(Program.ARCHIVE, self.context.keys.run_id, str(self.context.run_dir))
-        command += [part for item in until.items() for part in ("--until", "=".join(item))]
+        command += [word for item in until.items() for word in ("--until", "=".join(item))]
         command += ["--rest"] if is_urgent else []
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL
@@ -108,7 +113,8 @@ class ArchiveRequests:
 
 async def claims_in(broker: Broker, key: str, last: str = "+") -> AsyncIterator[Claim]:
     """The claims of a stream's entries up to an id. Entries without one are not decoded: they may be many."""
-    first, size = "-", ReadSize(broker.max_bytes)
+    first = "-"
+    size = ReadSize(broker.max_bytes)
     while entries := await read_raw(broker, key, first, last, size.limit(READ_COUNT)):
         size.saw(fields.values() for _, fields in entries)
         for entry_id, fields in entries:

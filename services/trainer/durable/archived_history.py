@@ -47,7 +47,9 @@ class ArchivedHistory:
     """The archive of a run, compared with its Redis."""
 
     def __init__(self, context: ServiceContext) -> None:
-        self.broker, self.keys, self.run_dir = context.broker, context.keys, context.run_dir
+        self.broker = context.broker
+        self.keys = context.keys
+        self.run_dir = context.run_dir
         self._threads = context.outside
         self.is_used = context.config.streams.archive.enabled or self.folder.is_dir()
 
@@ -89,13 +91,15 @@ class ArchivedHistory:
     async def _align(self, stream: StreamName, manifest: Manifest, settled: Positions | None) -> None:
         from tidemill.common.archive.archiver import cut_back
 
-        last, standing = manifest.last_id, await self._standing(stream, manifest)
+        last = manifest.last_id
+        standing = await self._standing(stream, manifest)
         if id_order(standing) >= id_order(last):
             return
         keep = last
         if settled is not None:
             keep = max(standing, min(last, settled.get(stream, START), key=id_order), key=id_order)
-        key, is_numbered = stream.key(self.keys), stream in NUMBERED
+        key = stream.key(self.keys)
+        is_numbered = stream in NUMBERED
         has_moved = await scripts.continue_after(
             self.broker,
             stream=key,
@@ -128,9 +132,9 @@ class ArchivedHistory:
         first_id = max(first[0][0], below, key=id_order)
         # Redis loses the newest first: below the first one that stands, all others stand.
         async for record in self._newest_first(manifest, stream, first_id):
-            found = await read_raw(self.broker, key, record.entry_id, record.entry_id, 1)
-            if found and _payload(
-                decoded(found[0][0].encode(), found[0][1], stream.message_type)
+            entries = await read_raw(self.broker, key, record.entry_id, record.entry_id, 1)
+            if entries and _payload(
+                decoded(entries[0][0].encode(), entries[0][1], stream.message_type)
             ) == _payload(record):
                 return record.entry_id
         return standing
@@ -169,22 +173,24 @@ class ArchivedHistory:
 
 
 def _missing(folder: Path, position: str, trimmed: str) -> list[str]:
-    manifest, found = Manifest.load(folder), []
+    manifest = Manifest.load(folder)
+    problems = []
     if id_order(manifest.removed.last_id) > id_order(position):
-        found.append(f"entries up to {manifest.removed.last_id} were removed by retention")
-    found += missing_after(manifest, position, trimmed)
+        problems.append(f"entries up to {manifest.removed.last_id} were removed by retention")
+    problems += missing_after(manifest, position, trimmed)
     needed = [segment for segment in manifest.segments if id_order(segment.last_id) > id_order(position)]
-    found += [problem for segment in needed if (problem := _damage(segment))]
-    return [f"{folder}: {problem}" for problem in found]
+    damages = map(_damage, needed)
+    problems += filter(None, damages)
+    return [f"{folder}: {problem}" for problem in problems]
 
 
 def _damage(segment: ArchiveSegment) -> str:
-    what = f"{segment.path.name}, with {segment.entries} entries,"
+    content = f"{segment.path.name}, with {segment.entries} entries,"
     try:
         is_whole = file_checksum(segment.path) == segment.checksum
     except OSError as error:
-        return f"{what} cannot be read: {error.strerror}"
-    return "" if is_whole else f"{what} is damaged: its checksum differs"
+        return f"{content} cannot be read: {error.strerror}"
+    return "" if is_whole else f"{content} is damaged: its checksum differs"
 
 
 def _payload(record: Entry[Any] | Garbled) -> Any:

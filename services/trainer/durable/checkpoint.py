@@ -153,7 +153,8 @@ class CheckpointStore:
                 release. Starting over silently would train on streams that were trimmed already.
         """
         versions = self.versions()
-        checkpoint, self.kept = _newest_whole(self.folder, versions), []
+        checkpoint = _newest_whole(self.folder, versions)
+        self.kept = []
         # Those above it are not whole; the next save removes them.
         for version in [v for v in versions if checkpoint and v <= checkpoint.state.version]:
             with contextlib.suppress(_TornError, CheckpointError):
@@ -171,9 +172,9 @@ class CheckpointStore:
         except _TornError as error:
             log.error("the newest checkpoint is not whole; keeping older ones", problem=str(error))
             return False
-        for other in self.versions():
-            if other != newest:
-                retire_folder(self.folder / version_name(other))
+        for version in self.versions():
+            if version != newest:
+                retire_folder(self.folder / version_name(version))
         return True
 
     def _prune(self, saved: TrainerState) -> None:
@@ -330,8 +331,8 @@ def _check_file(folder: Path, name: str, num_bytes: int, checksum: str) -> None:
     path = _path_inside(folder, name)
     try:
         # The size first: it costs nothing, and distinguishes a file that was cut off from a changed one.
-        if (found := path.stat().st_size) != num_bytes:
-            raise _TornError(f"{name} has {found:,} bytes instead of {num_bytes:,}")
+        if (num_found := path.stat().st_size) != num_bytes:
+            raise _TornError(f"{name} has {num_found:,} bytes instead of {num_bytes:,}")
         if file_checksum(path) != checksum:
             raise _TornError(f"{name} does not match its checksum")
     except FileNotFoundError:

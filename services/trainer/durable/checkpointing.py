@@ -51,8 +51,12 @@ class Checkpointer:
         recorder: Recorder,
         trimmer: Trimmer,
     ) -> None:
-        self.context, self.store, self.runner = context, store, runner
-        self.streams, self.recorder, self.trimmer = streams, recorder, trimmer
+        self.context = context
+        self.store = store
+        self.runner = runner
+        self.streams = streams
+        self.recorder = recorder
+        self.trimmer = trimmer
         self._epochs: dict[int, int] = {}
         """For each checkpoint of this process, by version, the epoch that its positions are valid in."""
         self._changing = asyncio.Lock()
@@ -100,7 +104,8 @@ class Checkpointer:
 
     def _state(self, version: int, dropped: Sequence[Dropped]) -> TrainerState:
         """The state of all parts at one moment; it does not change with them."""
-        scheduler, join = self.streams.scheduler, self.streams.join
+        scheduler = self.streams.scheduler
+        join = self.streams.join
         # No await in here: meanwhile a reader could move positions away from tickets and epoch.
         self._epochs[version] = join.epoch
         return TrainerState(
@@ -128,11 +133,13 @@ class Checkpointer:
 
     async def trim_settled(self, version: int) -> None:
         """Between two steps: trim what no outstanding group needs, as far as it is archived."""
-        join, epoch = self.streams.join, self.trimmer.epoch
+        join = self.streams.join
+        epoch = self.trimmer.epoch
         # Not while a checkpoint is due for what Redis has lost, and by positions of this epoch only.
         is_sure = join.epoch == epoch and not self.streams.reconciler.needs_checkpoint
         if self.context.config.streams.trim and self.trimmer.archives and is_sure:
-            positions, scheduler = join.positions(), self.streams.scheduler
+            positions = join.positions()
+            scheduler = self.streams.scheduler
             below = {
                 TRAJECTORIES: positions[TRAJECTORIES],
                 SCORES: positions[SCORES],
@@ -152,7 +159,8 @@ class Checkpointer:
 
     def _store(self, state: TrainerState) -> None:
         """Runs in a thread of its own; the policy's thread only begins to write."""
-        thread, policy = self.runner.thread, self.runner.policy
+        thread = self.runner.thread
+        policy = self.runner.policy
         # Before the checkpoint: a trainer that restores it does not train these steps again, nor record them.
         self.recorder.sync()
         self.store.save(state, lambda folder: thread.submit(policy.begin_saving, folder).result().result())
@@ -206,9 +214,11 @@ class Checkpointer:
         # Taken by this process, and no other server has answered since: ids stand for the same entries.
         if self._epochs.get(state.version) == epoch:
             return state.positions
-        positions, trails = dict(state.positions), state.intake["trails"]
+        positions = dict(state.positions)
+        trails = state.intake["trails"]
         for stream in STREAMS:
-            key, trail = stream.key(self.context.keys), Trail(trails.get(stream))
+            key = stream.key(self.context.keys)
+            trail = Trail(trails.get(stream))
             standing = await trail.last_standing(self.context.broker, key)
             positions[stream] = min(positions.get(stream, START), standing, key=id_order)
         return positions

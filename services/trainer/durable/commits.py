@@ -89,11 +89,11 @@ class CommitJournal:
 
     def read(self, step: int) -> Commit:
         """The commit of a step in `steps`."""
-        place = step - self._first
-        start = self._ends[place - 1] if place else 0
+        number = step - self._first
+        start = self._ends[number - 1] if number else 0
         with open(self.path, "rb") as file:
             file.seek(start)
-            line = file.read(self._ends[place] - start)
+            line = file.read(self._ends[number] - start)
         return commit_of(document_of(line))
 
     def cut(self, below: int) -> None:
@@ -110,7 +110,8 @@ class CommitJournal:
         have whole commits, which Redis may lose."""
         if not self.path.exists():
             return
-        end, problem = 0, ""
+        end = 0
+        problem = ""
         with open(self.path, "rb") as file:
             for line in file:
                 try:
@@ -138,9 +139,9 @@ class CommitJournal:
 
     def _keep_cut_off(self, start: int) -> None:
         """Copy what lies behind `start` to the file beside."""
-        if rest := self.path.read_bytes()[start:] if self.path.exists() else b"":
+        if cut_off := self.path.read_bytes()[start:] if self.path.exists() else b"":
             kept = self.path.with_name(CUT_OFF_FILE)
-            append_durably(kept, rest, "what is cut off the journal of commits")
+            append_durably(kept, cut_off, "what is cut off the journal of commits")
 
 
 async def restore_commits(
@@ -200,8 +201,8 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit, mark: Mark |
     # the append), or by another trainer.
     if await remove_unexpected(broker, keys, keys.commits, Commit):
         return await append_commit(broker, keys, commit, mark)
-    found = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
-    for entry in found:
+    entries = await read_range(broker, keys.commits, Commit, entry_id, entry_id)
+    for entry in entries:
         if isinstance(entry, Garbled):
             raise TidemillError(
                 f"step {commit.step} of run {keys.run_id} cannot be committed: entry {entry.entry_id} of "
@@ -211,7 +212,7 @@ async def append_commit(broker: Broker, keys: Keys, commit: Commit, mark: Mark |
             )
     # Compared as bytes: a metric that is not a number differs from itself.
     ours = codec.encode_payload(commit)
-    if not any(isinstance(entry, Entry) and codec.encode_payload(entry.message) == ours for entry in found):
+    if not any(isinstance(entry, Entry) and codec.encode_payload(entry.message) == ours for entry in entries):
         raise SecondTrainerError(
             f"step {commit.step} of run {keys.run_id} was committed by another trainer. "
             "One run has one trainer: stop the other one, or give this one a run id of its own."

@@ -50,8 +50,10 @@ class MemoryWatch:
     """Checks Redis's memory after each step, and every two seconds beside the steps."""
 
     def __init__(self, context: ServiceContext, checkpointer: Checkpointer) -> None:
-        self.context, self.checkpointer = context, checkpointer
-        self._said_at = self._said_eviction_at = float("-inf")
+        self.context = context
+        self.checkpointer = checkpointer
+        self._said_at = float("-inf")
+        self._said_eviction_at = self._said_at
         self._num_evicted: int | None = None
 
     async def after_step(self, save: Callable[[], Awaitable[None]]) -> bool:
@@ -78,7 +80,8 @@ class MemoryWatch:
     async def _watch_evictions(self, policy: str) -> None:
         """Log that Redis evicts keys, or may: the run's guarantees do not hold then."""
         total = int((await self.context.broker.info("stats")).get("evicted_keys", 0))
-        before, self._num_evicted = self._num_evicted, total
+        before = self._num_evicted
+        self._num_evicted = total
         # A new server counts from 0. Keys evicted before this process started are not reported.
         evicted = total if before is None or total < before else total - before
         metrics.REDIS_MAY_EVICT.set(policy != NO_EVICTION)

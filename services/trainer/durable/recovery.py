@@ -62,13 +62,17 @@ class Replayer:
     def __init__(
         self, context: ServiceContext, runner: StepRunner, streams: RunStreams, journal: CommitJournal
     ) -> None:
-        self.context, self.runner, self.journal = context, runner, journal
+        self.context = context
+        self.runner = runner
+        self.journal = journal
         self.version = 0
         """The run's version: that of the checkpoint, plus the commits after it."""
         self.archived = ArchivedHistory(context)
         self._positions: Mapping[StreamName, str] = {}
         """Where a replay begins to read: looked up before the readers move on."""
-        self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
+        self.scheduler = streams.scheduler
+        self.join = streams.join
+        self.reconciler = streams.reconciler
         self.pending_drops: list[Dropped] = []
         """Replacements that no commit has reported yet: the next one must."""
         self.skipped: list[int] = []
@@ -83,7 +87,8 @@ class Replayer:
         """
         can_start_over = await self.archived.begins_at_start()
         state = await self.runner.thread.call(self._restore_checkpoint, store, can_start_over)
-        version, needed = state.version if state else 0, settled_positions(state)
+        version = state.version if state else 0
+        needed = settled_positions(state)
         # Which server answers is noted before anything is read from it: a later restart is noticed then.
         await self.reconciler.take_restart()
         self.join.epoch = self.reconciler.epoch
@@ -154,14 +159,15 @@ class Replayer:
 
     async def _restore_commits(self, version: int) -> None:
         """Give Redis back the commits that the checkpoint of `version` covers."""
-        broker, keys = self.context.broker, self.context.keys
+        broker = self.context.broker
+        keys = self.context.keys
         if (first := self.journal.steps.stop) < version:  # it is damaged: Redis may have the missing ones
             try:
-                known = await read_commits(self.archived.read(), first)
+                missing = await read_commits(self.archived.read(), first)
             except TidemillError as error:
                 log.error("the run's history has a hole, which the journal cannot fill", problem=str(error))
-                known = []
-            for commit in known:
+                missing = []
+            for commit in missing:
                 if commit.step < version:
                     await on_disk(self.context, self.journal.append, commit)
         is_trimmed = self.context.config.streams.trims_commits
@@ -182,7 +188,8 @@ class Replayer:
         if not commits:
             return
         tickets = frozenset(ticket for commit in commits for ticket in commit.groups)
-        history, config = self.archived.read(), self.context.config
+        history = self.archived.read()
+        config = self.context.config
         async with open_cursor(history, config, self._positions, tickets.__contains__) as cursor:
             for commit in commits:
                 if self.context.stopping.is_set():
@@ -214,7 +221,8 @@ class Replayer:
 
     def _check_weights(self, commit: Commit, numbers: dict[str, float]) -> None:
         """Compare the policy's weights with the commit's digest; `numbers` are the metrics of the replay."""
-        policy, config = self.runner.policy, self.context.config.trainer
+        policy = self.runner.policy
+        config = self.context.config.trainer
         digest = policy.digest()
         if digest == commit.digest:
             log.info("step replayed, same weights", step=commit.step)
@@ -255,9 +263,9 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Group
         LostPayloadError: a sample has lost its tokens.
         OtherSamplesError: the tokens or rewards are not those that were trained.
     """
-    found = await cursor.groups(commit.groups)
+    recorded = await cursor.groups(commit.groups)
     was_left_out = {(ticket, index) for ticket, index, reason in commit.dropped if reason != GREEDY}
-    for group in found.values():
+    for group in recorded.values():
         for index, trajectory in group.trajectories.items():
             if (fault := fault_of(trajectory)) and (group.ticket, index) not in was_left_out:
                 raise LostPayloadError(
@@ -269,7 +277,7 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Group
     cursor.close(commit.groups)
     groups = {
         ticket: Group(ticket, commit.step, group.trajectories, group.scores)
-        for ticket, group in found.items()
+        for ticket, group in recorded.items()
     }
     if commit.samples_digest and commit.samples_digest != samples_digest(commit.trained_keys, groups):
         raise OtherSamplesError(
@@ -287,7 +295,9 @@ def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str
         # Behind the `+` is what is trained and not published, which the manifest's digest does not cover.
         if manifest is None or manifest.digest != commit.digest.partition("+")[0]:
             return None  # not written yet, or a replay with other weights has written this version since
-        base, *deltas = [verified_files(run_dir, part) for part in read_chain(run_dir, manifest)]
+        files = [verified_files(run_dir, link) for link in read_chain(run_dir, manifest)]
+        base = files[0]
+        deltas = files[1:]
         if not deltas:
             return _difference_to(policy, base[0])
         with aside_folder(run_dir / "replayed", "weights to compare with") as folder:
@@ -297,7 +307,9 @@ def weight_difference(policy: Policy, run_dir: Path, commit: Commit) -> dict[str
 
 
 def _difference_to(policy: Policy, path: Path) -> dict[str, Any]:
-    greatest, total, count = 0.0, 0.0, 0
+    greatest = 0.0
+    total = 0.0
+    count = 0
     unlike: list[str] = []
     with safe_open(path, framework="pt") as stored:
         names = set(stored.keys())
@@ -307,10 +319,12 @@ def _difference_to(policy: Policy, path: Path) -> dict[str, Any]:
                 unlike.append(name)
                 continue
             # In float64: bfloat16 would round the differences, and float32 sums of millions of them.
-            own, other = tensor.detach().to("cpu", torch.float64), stored.get_tensor(name)
-            apart = (own - other.to(torch.float64)).abs()
+            weights = tensor.detach().to("cpu", torch.float64)
+            published = stored.get_tensor(name)
+            apart = (weights - published.to(torch.float64)).abs()
             greatest = max(greatest, float(apart.max())) if apart.numel() else greatest
-            total, count = total + float(apart.sum()), count + apart.numel()
+            total += float(apart.sum())
+            count += apart.numel()
     if unlike:
         return {"size": f"not comparable: {path} has no {unlike[0]} of the same shape"}
     return {"max_abs_difference": greatest, "mean_abs_difference": total / max(count, 1)}

@@ -47,7 +47,8 @@ class Trimmer:
     """
 
     def __init__(self, context: ServiceContext, reconciler: Reconciler) -> None:
-        self.context, self.reconciler = context, reconciler
+        self.context = context
+        self.reconciler = reconciler
         self.archives = context.config.streams.archive.enabled
         self.archived = ArchivedHistory(context)
         self.requests = ArchiveRequests(context, self._trim_archived)
@@ -56,7 +57,8 @@ class Trimmer:
         """Tickets below it were settled at the oldest checkpoint that a trainer may restore."""
         self._below: dict[StreamName, str] = {}
         """Entries below these ids may be trimmed, and some are still there."""
-        self._decided_in = self._aligned_in = 0
+        self._decided_in = 0
+        self._aligned_in = 0
         self._changing = asyncio.Lock()
         self.departed = DepartedProcesses(context.broker, context.keys)
 
@@ -77,9 +79,9 @@ class Trimmer:
             self._below.clear()
             self._decided_in = epoch
         for stream, entry_id in below.items():
-            known = self._below.get(stream, START)
+            decided = self._below.get(stream, START)
             # A checkpoint's positions may come after those of later steps, which are greater.
-            self._below[stream] = max(entry_id, known, key=id_order)
+            self._below[stream] = max(entry_id, decided, key=id_order)
         await self.trim()
         if self._below:
             await self.requests.ask(
@@ -98,7 +100,8 @@ class Trimmer:
                 # Read again each time: the archiver is another process, and may have moved on since.
                 allowed = await self.context.outside.run(self._allowed, stream)
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
-                broker, key = self.context.broker, stream.key(self.context.keys)
+                broker = self.context.broker
+                key = stream.key(self.context.keys)
                 # Before the trim: what has left Redis and the archive lacks is a hole that a restart names.
                 if allowed is not None and first != START:
                     await on_disk(self.context, note_trim, stream_folder(self.context.run_dir, stream), first)

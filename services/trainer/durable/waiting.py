@@ -13,7 +13,8 @@ from tidemill.common.process.service import ServiceContext, StoppedError
 
 log = structlog.get_logger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
 LOOK_EVERY_S = 2.0
 """How often a step that waits for background work updates its activity to that of the work."""
 
@@ -60,7 +61,8 @@ class BackgroundWork:
 
     def __init__(self, context: ServiceContext, state: str) -> None:
         self.context = context
-        self._usual = self._now = (state, "")
+        self._usual = (state, "")
+        self._now = self._usual
         self._task: asyncio.Task[None] | None = None
         self._is_over = False
 

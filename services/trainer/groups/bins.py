@@ -8,6 +8,7 @@ get the same bins when a recorded micro-batch is trained again. A bin fits into 
 its layout, unless a sample alone is larger; the bins of a micro-batch have like costs.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,6 +41,9 @@ class Bin:
 
     `tokens` pass through the model, common beginnings once; `rows` have `row_tokens` together and at most
     `widest` each; `scores` are pairs of a token and one that it attends to.
+
+    Samples 3 and 5 with rows of 10 and 8 tokens, of which they share the first 6, have members (3, 5), 12
+    tokens, 18 row_tokens, 2 rows, widest 10 and scores 10²/2 + 8²/2 - 6²/2 = 64.
     """
 
     members: Sequence[int] = ()
@@ -159,34 +163,44 @@ class PrefixOrder:
         its own. Parts of 5, 4, 3, 2 tokens in bins of 7 give 5 + 2 and 4 + 3."""
         is_padded = self._layout == "padded"
         bins: list[Bin] = []
-        for part in sorted(parts, key=lambda p: (-(p.widest if is_padded else p.tokens), self.key_of(p))):
-            for number, one in enumerate(bins):
-                if one.takes(part, max_tokens, self._layout):
-                    bins[number] = one.joined(part)
+
+        def order(samples: Bin) -> tuple[int, TrajectoryKey]:
+            size = samples.widest if is_padded else samples.tokens
+            return -size, self.key_of(samples)
+
+        for samples in sorted(parts, key=order):
+            for number, partial_bin in enumerate(bins):
+                if partial_bin.takes(samples, max_tokens, self._layout):
+                    bins[number] = partial_bin.joined(samples)
                     break
             else:
-                bins.append(part)
+                bins.append(samples)
         return bins
 
     def level(self, parts: Iterable[Bin], size: int, max_tokens: int, scores_of_a_token: float) -> list[Bin]:
         """`size` bins of like cost: the most expensive part first, into the cheapest bin that has room for
         it, else into the cheapest one."""
         bins = [Bin()] * size
-        for part in sorted(parts, key=lambda part: (-cost(part, scores_of_a_token), self.key_of(part))):
-            least = min(
-                range(size),
-                key=lambda n: (
-                    bool(bins[n].members) and not bins[n].takes(part, max_tokens, self._layout),
-                    cost(bins[n], scores_of_a_token),
-                ),
-            )
-            bins[least] = bins[least].joined(part)
+
+        def order(samples: Bin) -> tuple[float, TrajectoryKey]:
+            return -cost(samples, scores_of_a_token), self.key_of(samples)
+
+        for samples in sorted(parts, key=order):
+            best = 0
+            best_rank = (True, math.inf)
+            for number, partial_bin in enumerate(bins):
+                has_room = not partial_bin.members or partial_bin.takes(samples, max_tokens, self._layout)
+                rank = (not has_room, cost(partial_bin, scores_of_a_token))
+                if rank < best_rank:
+                    best = number
+                    best_rank = rank
+            bins[best] = bins[best].joined(samples)
         return bins
 
 
-def cost(one: Bin, scores_of_a_token: float) -> float:
+def cost(samples: Bin, scores_of_a_token: float) -> float:
     """Cost of a bin, in tokens; `scores_of_a_token` attention scores cost as much as a token."""
-    return one.tokens + one.scores / scores_of_a_token
+    return samples.tokens + samples.scores / scores_of_a_token
 
 
 def fit_together(samples: Iterable[Sample], max_tokens: int, num_ranks: int, layout: Layout) -> bool:
@@ -209,15 +223,15 @@ def form_micro_batches(
     samples = list(samples)
     order = PrefixOrder(samples, layout)
     filled = [order.fill(order.cut(int(max_tokens / divisor)), max_tokens) for divisor in DIVISORS]
-    bins = min(filled, key=lambda found: (_time(found, num_ranks), len(found)))
+    bins = min(filled, key=lambda filling: (_time(filling, num_ranks), len(filling)))
     batches: list[MicroBatch] = []
     while bins:
         for num_bins in range(min(num_ranks, len(bins)), 0, -1):
-            own = tuple(samples[i] for one in bins[:num_bins] for i in one.members)
+            members = tuple(samples[i] for full_bin in bins[:num_bins] for i in full_bin.members)
             # `split_samples` sees these samples alone, and may cut them so that they do not fit; seldom.
-            if num_bins == 1 or _fillings(PrefixOrder(own, layout), num_ranks, max_tokens):
+            if num_bins == 1 or _fillings(PrefixOrder(members, layout), num_ranks, max_tokens):
                 break
-        batches.append(MicroBatch(own, is_at_start))
+        batches.append(MicroBatch(members, is_at_start))
         bins = bins[num_bins:]
     return batches
 
@@ -225,9 +239,12 @@ def form_micro_batches(
 def _time(bins: Sequence[Bin], num_ranks: int) -> float:
     """Time of all bins, in tokens: ranks wait for the fullest bin of each micro-batch. The last micro-batch
     may have fewer bins, and counts as divided evenly."""
-    whole = len(bins) - len(bins) % num_ranks
-    full = sum(max(one.tokens for one in bins[n : n + num_ranks]) for n in range(0, whole, num_ranks))
-    return full + sum(one.tokens for one in bins[whole:]) / num_ranks
+    sizes = [full_bin.tokens for full_bin in bins]
+    num_whole = len(sizes) - len(sizes) % num_ranks
+    time = 0
+    for first in range(0, num_whole, num_ranks):
+        time += max(sizes[first : first + num_ranks])
+    return time + sum(sizes[num_whole:]) / num_ranks
 
 
 def split_samples(
@@ -246,10 +263,14 @@ def split_samples(
     tried += _fillings(order, size, max_tokens)
 
     def badness(bins: Sequence[Bin]) -> tuple[int, float]:
-        too_large = sum(len(one.members) > 1 and not one.takes(Bin(), max_tokens, layout) for one in bins)
-        return too_large, max(cost(one, scores_of_a_token) for one in bins)
+        num_too_large = 0
+        for full_bin in bins:
+            is_several = len(full_bin.members) > 1
+            num_too_large += is_several and not full_bin.takes(Bin(), max_tokens, layout)
+        return num_too_large, max(cost(full_bin, scores_of_a_token) for full_bin in bins)
 
-    return [tuple(chosen.members) for chosen in min(tried, key=badness)]
+    best = min(tried, key=badness)
+    return [tuple(full_bin.members) for full_bin in best]
 
 
 def _cuts(order: PrefixOrder, num_bins: int, max_tokens: int) -> list[list[Bin]]:
@@ -273,17 +294,19 @@ def split_groups(
     by_group: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         by_group.setdefault(sample.key[0], []).append(i)
-    parts: list[tuple[int, tuple[int, ...]]] = []
-    for own in by_group.values():
-        order = PrefixOrder([samples[i] for i in own], layout)
-        for part in order.fill(order.cut(max_tokens), max_tokens):
-            parts.append((part.tokens, tuple(own[i] for i in part.members)))
+    parts: list[Bin] = []
+    for indices in by_group.values():
+        order = PrefixOrder([samples[i] for i in indices], layout)
+        for filled in order.fill(order.cut(max_tokens), max_tokens):
+            filled.members = tuple(indices[i] for i in filled.members)
+            parts.append(filled)
+    parts.sort(key=lambda filled: (-filled.tokens, samples[filled.members[0]].key))
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
     loads = [0] * size
-    for tokens, members in sorted(parts, key=lambda part: (-part[0], samples[part[1][0]].key)):
+    for filled in parts:
         least = loads.index(min(loads))
-        shares[least].append(members)
-        loads[least] += tokens
+        shares[least].append(tuple(filled.members))
+        loads[least] += filled.tokens
     return shares
 
 

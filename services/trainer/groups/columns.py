@@ -13,13 +13,10 @@ Values = NDArray[np.floating[Any]]
 SampleColumns = dict[str, Values]
 """Arrays [T] by name."""
 
-FilledBy = Literal["rollout", "reward", "policy", "advantage", "mini-batch"]
-
 
 class Column(NamedTuple):
     """What is known of a column, whichever sample has it."""
 
-    filled_by: FilledBy
     of_demonstration: float | Literal["current"] = 0.0
     """Value at a demonstration's tokens; `current`: the current policy's logprob, so that what compares
     policies finds no difference there."""
@@ -33,30 +30,31 @@ class Column(NamedTuple):
 
 
 COLUMNS: dict[str, Column] = {
-    # Of the engine, with sampling's temperature and over the ids that it kept.
-    "rollout_logprobs": Column("rollout", of_demonstration="current"),
-    # Under the weights at the start of the step.
-    "proximal_logprobs": Column("policy", of_demonstration="current", is_floored=True),
-    # Under the reference model, over all ids.
-    "reference_logprobs": Column("policy", of_demonstration="current", is_floored=True),
-    # The value head's estimates at the start of the step, before each token is chosen.
-    "values": Column("policy"),
-    # Logprobs and entropies under the weights at the start, for the statistics of a mini-batch alone.
-    "start_logprobs": Column("policy", is_trained_with=False),
-    "entropies": Column("policy", is_trained_with=False),
-    # A teacher's, over all ids; 0 at tokens that the model did not sample.
-    "teacher_logprobs": Column("reward", of_others=0.0),
-    # The weight of the teacher's term in the loss; 0 only measures it.
-    "teacher_weights": Column("reward", of_others=0.0),
-    "advantages": Column("advantage"),
-    # Targets of the value head.
-    "returns": Column("advantage"),
-    # Factor of the policy's term; 0 is a token that is left out of it.
-    "factors": Column("mini-batch", of_demonstration=1.0),
-    # 1 for tokens that the loss penalises.
-    "penalised": Column("mini-batch"),
+    # By the rollout: of the engine, with sampling's temperature and over the ids that it kept.
+    "rollout_logprobs": Column(of_demonstration="current"),
+    # By the policy, under the weights at the start of the step.
+    "proximal_logprobs": Column(of_demonstration="current", is_floored=True),
+    # By the policy, under the reference model, over all ids.
+    "reference_logprobs": Column(of_demonstration="current", is_floored=True),
+    # By the policy: the value head's estimates at the start of the step, before each token is chosen.
+    "values": Column(),
+    # By the policy, under the weights at the start: for the statistics of a mini-batch alone.
+    "start_logprobs": Column(is_trained_with=False),
+    "entropies": Column(is_trained_with=False),
+    # By the reward: a teacher's, over all ids; 0 at tokens that the model did not sample.
+    "teacher_logprobs": Column(of_others=0.0),
+    # By the estimator of advantages.
+    "advantages": Column(),
+    # By the estimator of advantages: targets of the value head.
+    "returns": Column(),
+    # By the mini-batch: factor of the policy's term; 0 is a token that is left out of it.
+    "factors": Column(of_demonstration=1.0),
+    # By the mini-batch: 1 for tokens that the loss penalises.
+    "penalised": Column(),
 }
-"""All columns by name."""
+"""All columns by name, and who fills them."""
 
-TRAINED_WITH = tuple(name for name, column in COLUMNS.items() if column.is_trained_with)
-"""Columns that a loss gets, where a micro-batch has them."""
+
+def trained_names() -> list[str]:
+    """Columns that a loss gets, where a micro-batch has them."""
+    return [name for name, column in COLUMNS.items() if column.is_trained_with]

@@ -54,7 +54,7 @@ class Group(RecordedGroup):
         """The sample of the trajectory at this index; it is made once.
 
         Raises:
-            ValueError: a logprob or a turn's reward is not finite, or a prompt is empty.
+            ValueError: a logprob is not finite, or a prompt is empty.
         """
         sample = self.arrived.get(index)
         if sample is None:

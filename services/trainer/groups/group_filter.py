@@ -11,6 +11,7 @@ import numpy as np
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Trajectory, fault_of
+from tidemill.common.wire.sampling import FILTER_NAMES
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import (
     Sample,
@@ -22,9 +23,15 @@ from tidemill.services.trainer.groups.sample import (
     turn_ends,
 )
 
-STALE, ZERO_VARIANCE, FEW_SCORES, FAILED_SCORE = "stale", "zero_variance", "too_few_scores", "failed_score"
-BAD_NUMBERS, MISSING_TEACHER = "bad_numbers", "no_teacher_logprobs"
-NO_PAYLOAD, ENVIRONMENT_FAULT, NO_CHOICES = "no_payload", "environment_fault", "no_choices"
+STALE = "stale"
+ZERO_VARIANCE = "zero_variance"
+FEW_SCORES = "too_few_scores"
+FAILED_SCORE = "failed_score"
+BAD_NUMBERS = "bad_numbers"
+MISSING_TEACHER = "no_teacher_logprobs"
+NO_PAYLOAD = "no_payload"
+ENVIRONMENT_FAULT = "environment_fault"
+NO_CHOICES = "no_choices"
 NO_BASELINE = "no_greedy_baseline"
 GREEDY = "greedy_baseline"
 """Reason for leaving out the greedy completion, which is compared with and not trained."""
@@ -35,7 +42,8 @@ MAX_REWARD = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a group cannot be trained; a fresh ticket takes its place."""
+    """Why a group cannot be trained; a fresh ticket takes its place: `zero_variance`, "every reward is 0.5",
+    (0.5, 0.5, 0.5)."""
 
     reason: str
     detail: str = ""
@@ -47,7 +55,9 @@ class GroupFilter:
     """Decides what becomes of complete groups: by group, config and, for staleness, the step in progress."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.reward, self.trainer = config, config.reward, config.trainer
+        self.config = config
+        self.reward = config.reward
+        self.trainer = config.trainer
         self.algorithm = config.trainer.algorithm
         self.imitation = {source.name: source.imitation for source in config.data.demonstrations}
         self.masked_sources = config.masked_sources
@@ -55,8 +65,8 @@ class GroupFilter:
         self.routing: Routing | None = None
         """The routers that the policy gives the samples' routes to, which depend on the model."""
 
-    def apply(self, group: Group, step: int) -> Group | Refusal:
-        """Check the staleness bound for `step`, then `select`: fill in the group, or say why it is
+    def apply(self, group: Group, step: int) -> Refusal | None:
+        """Check the staleness bound for `step`, then `select`: fill in the group, or return why it is
         replaced."""
         if group.is_demonstration:  # it has no version
             return self.select(group)
@@ -66,19 +76,21 @@ class GroupFilter:
         if group.is_ahead or group.max_version > step:
             detail = f"version {group.max_version} at step {step}, which did not exist yet when it was named"
             return Refusal(STALE, detail)
-        samples = group.trajectories.values()
+        trajectories = group.trajectories.values()
         # Here and not in `select`: a step that was trained kept the sampling of its time.
-        wants_masks = any(one.source in self.masked_sources for one in samples)
-        if wants_masks and not any(has_masks(one) or one.lacks_choices for one in samples):
-            detail = "its engine did not record which ids top_p, top_k or min_p left"
+        wants_masks = any(trajectory.source in self.masked_sources for trajectory in trajectories)
+        if wants_masks and not any(has_masks(t) or t.lacks_choices for t in trajectories):
+            detail = f"its engine did not record which ids {FILTER_NAMES} left"
             return Refusal(NO_CHOICES, detail)
         return self.select(group)
 
-    def select(self, group: Group) -> Group | Refusal:
-        """Apply the failure policy, and fill in the group's samples. Their advantages come later
-        (`Advantages.assign`). A replay begins here: a step that was trained kept the bound of its time."""
+    def select(self, group: Group) -> Refusal | None:
+        """Apply the failure policy, and fill in the group's samples, or return why it is replaced. Advantages
+        come later (`Advantages.assign`). A replay begins here: a step that was trained kept the bound of its
+        time."""
         if group.is_demonstration:
-            return self._demonstration(group)
+            self._fill_demonstration(group)
+            return None
         teacher = self._teacher(group)
         are_masked = any(map(has_masks, group.trajectories.values()))
         rewards: dict[int, float] = {}
@@ -127,16 +139,15 @@ class GroupFilter:
         group.samples = samples
         group.left_out = left_out
         group.baseline = baselines[0] if baselines else None
-        return group
+        return None
 
-    def _demonstration(self, group: Group) -> Group:
+    def _fill_demonstration(self, group: Group) -> None:
         """Fill in a demonstration, with its source's weight; it was checked when it was loaded."""
         (trajectory,) = group.trajectories.values()
         sample = group.sample_at(trajectory.index)
         sample.imitation = self.imitation[trajectory.source]
         sample.group_trained = sample.num_trained
         group.samples = [sample]
-        return group
 
     def _teacher(self, group: Group) -> tuple[str, NamedRewardConfig] | None:
         """The teacher of the group's data source, which is that of all its trajectories."""

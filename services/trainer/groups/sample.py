@@ -9,7 +9,6 @@ token predicts the first completion token). A sample that breaks this is never m
 look for NaN.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -85,13 +84,14 @@ class Sample:
     mask: Bits
     """[T]; `set_mask` changes it."""
     columns: SampleColumns
-    """[T] each, by the names of `columns.COLUMNS`; `fill` adds one."""
+    """[T] each, by the names of `columns.COLUMNS`; `fill` adds one, and `set_advantage` the advantages."""
     reward: float = 0.0
-    """The score of the reward service; it is filled in with what `GroupFilter` knows."""
+    """The score of the reward service; `GroupFilter` sets it, and refuses one that is not finite."""
     shaped_reward: float = 0.0
     """The reward less penalties, from which advantages are computed."""
     advantage: float | None = 0.0
-    """What all tokens have in the column `advantages`; None where each has its own."""
+    """The number that fills the column `advantages`; None where each token has its own. 0 while there is no
+    such column: before `set_advantage`, and for demonstrations."""
     turns: tuple[TurnEnd, ...] = ()
     """Turns of a session, in order; empty for a single turn."""
     routes: tuple[Routes, ...] = ()
@@ -137,10 +137,6 @@ class Sample:
             )
         if self.routes:
             self._check_routes()
-        if not math.isfinite(self.reward):
-            raise ValueError(f"trajectory {self.key}: reward {self.reward} must be finite")
-        if self.turns and not all(math.isfinite(turn.reward) for turn in self.turns):
-            raise ValueError(f"trajectory {self.key}: rewards of turns must be finite")
         if self.kept is not None and len(self.kept) != num_tokens:
             raise ValueError(f"trajectory {self.key}: {len(self.kept)} sampling masks, not {num_tokens}")
         if not np.isfinite(self.columns["rollout_logprobs"]).all():
@@ -177,12 +173,20 @@ class Sample:
         return self._rows
 
     def fill(self, name: str, values_T: Values) -> None:
-        """Add a column, or replace it. Raises ValueError: it does not have T numbers."""
+        """Add a column, or replace it; not the advantages, which `set_advantage` writes.
+
+        Raises:
+            ValueError: it does not have T numbers.
+        """
+        assert name != "advantages", "`set_advantage` keeps `advantage` and its column alike"
+        self._check_length(name, values_T)
+        self.columns[name] = values_T
+
+    def _check_length(self, name: str, values_T: Values) -> None:
         if values_T.shape != self.mask.shape:
             raise ValueError(
                 f"trajectory {self.key}: {name} of shape {values_T.shape}, not {self.mask.shape}"
             )
-        self.columns[name] = values_T
 
     def set_mask(self, mask: Bits) -> None:
         """Say which tokens carry loss."""
@@ -193,21 +197,19 @@ class Sample:
         """Fill the column `advantages` with one number for all tokens, or with one for each, [T].
 
         Raises:
-            ValueError: a number is not finite, or there are not T of them.
+            ValueError: a number is not finite, or there are not T of them; the sample is as it was.
         """
-        if isinstance(value, np.ndarray):
-            is_finite = bool(np.isfinite(value).all())
-            self.advantage = None
-            values_T: Values = value
-        else:
-            is_finite = math.isfinite(value)
-            self.advantage = value
-            values_T = np.full(len(self.mask), value)
-        if not is_finite:
+        if not np.isfinite(value).all():
             raise ValueError(
                 f"trajectory {self.key}: reward {self.reward} and advantage {value} must be finite"
             )
-        self.fill("advantages", values_T)
+        if isinstance(value, np.ndarray):
+            self._check_length("advantages", value)
+            self.columns["advantages"] = value
+            self.advantage = None
+        else:
+            self.columns["advantages"] = np.full(len(self.mask), value)
+            self.advantage = value
 
     @property
     def turn_A(self) -> NDArray[np.int64]:
@@ -234,11 +236,11 @@ class Sample:
         return float(self.columns["advantages"][self.mask].mean()) if self.num_trained else 0.0
 
 
-def make_sample(trajectory: Trajectory, turn_weight: float = 0.0) -> Sample:
-    """A trajectory as a sample, its reward still 0; rewards of its turns are multiplied by `turn_weight`.
+def make_sample(trajectory: Trajectory) -> Sample:
+    """A trajectory as a sample, still without its reward and its turns, which `GroupFilter` sets.
 
     Raises:
-        ValueError: a logprob or a turn's reward is not finite, or a prompt is empty.
+        ValueError: a logprob is not finite, or a prompt is empty.
     """
     segments = trajectory.segments
     choices = trajectory.choices
@@ -249,7 +251,6 @@ def make_sample(trajectory: Trajectory, turn_weight: float = 0.0) -> Sample:
         mask=_joined([segment.mask for segment in segments]),
         columns={"rollout_logprobs": _joined([segment.logprobs for segment in segments])},
         routes=tuple(_routes_of(trajectory)) if choices is not None else (),
-        turns=tuple(turn_ends(segments, turn_weight)) if trajectory.session is not None else (),
         kept=choices.rows.get(KEPT) if choices is not None else None,
     )
 
@@ -310,7 +311,6 @@ def fill_teacher(
     sample.teacher = teacher
     sample.teacher_weight = weight
     sample.fill("teacher_logprobs", logprobs_T)
-    sample.fill("teacher_weights", np.full(len(logprobs_T), weight))
 
 
 def num_sampled(trajectory: Trajectory) -> int:

@@ -179,12 +179,12 @@ def _common_to_neighbours(sequences: Sequence[Int32]) -> list[int]:
     return commons
 
 
-def num_common(left: Int32, right: Int32) -> int:
+def num_common(before: Int32, after: Int32) -> int:
     """How many tokens two sequences begin with alike."""
-    shorter = min(len(left), len(right)) if left.ndim == right.ndim else 0
+    shorter = min(len(before), len(after)) if before.ndim == after.ndim else 0
     if not shorter:
         return 0
-    differs = np.flatnonzero((left[:shorter] != right[:shorter]).reshape(shorter, -1).any(-1))
+    differs = np.flatnonzero((before[:shorter] != after[:shorter]).reshape(shorter, -1).any(-1))
     return int(differs[0]) if len(differs) else shorter
 
 

@@ -62,24 +62,30 @@ class _Watch:
 
     def judge(self, step: int, numbers: Mapping[str, Any]) -> Warned | None:
         """Returns the warning that begins or ends with this step."""
-        check, value = self.check, numbers[self.check.metric]
+        check = self.check
+        value = numbers[check.metric]
         number = math.nan if value is None else float(value)  # a record has null for what is not finite
         if check.healthy.holds(number):
-            self.num_inside, self.num_outside = self.num_inside + 1, 0
+            self.num_inside += 1
+            self.num_outside = 0
             ended = self.warning if self.num_inside >= self.patience_steps else None
             if ended is not None:
-                ended.until_step, self.warning = step - self.num_inside + 1, None
+                ended.until_step = step - self.num_inside + 1
+                self.warning = None
             return ended
         self.worst = _worse(check.healthy, self.worst, number) if self.num_outside else number
-        self.num_outside, self.num_inside = self.num_outside + 1, 0
+        self.num_outside += 1
+        self.num_inside = 0
         if self.warning is not None:
             self.warning.worst = _plain(_worse(check.healthy, self.warning.worst, number))
             return None
         if self.num_outside < self.patience_steps:
             return None
-        problem, advice = check.problem, check.advice
+        problem = check.problem
+        advice = check.advice
         if check.problem_low and check.healthy.low is not None and number < check.healthy.low:
-            problem, advice = check.problem_low, check.advice_low
+            problem = check.problem_low
+            advice = check.advice_low
         if check.name == "waiting":
             advice = time_advice(numbers)
         text = f"{problem}: {check.metric} is {number:.4g}, healthy is {_shown(check.healthy)}"
@@ -129,13 +135,13 @@ class Diagnostics:
         return changed
 
 
-def _worse(healthy: HealthyRange, one: float | None, other: float) -> float:
+def _worse(healthy: HealthyRange, worst: float | None, new: float) -> float:
     """The value farther outside of the range; NaN is the worst."""
-    if one is None or math.isnan(one) or math.isnan(other):
+    if worst is None or math.isnan(worst) or math.isnan(new):
         return math.nan
     low = -math.inf if healthy.low is None else healthy.low
     high = math.inf if healthy.high is None else healthy.high
-    return max(one, other, key=lambda value: max(low - value, value - high))
+    return max(worst, new, key=lambda value: max(low - value, value - high))
 
 
 def _plain(value: float) -> float | None:

@@ -133,8 +133,12 @@ def _restored(
     steps = {record["step"]: record for record in records if record["kind"] == STEP}
     by_set = {(r["version"], r["set"]): r for r in records if r["kind"] == EVALUATION}
     lost = [step for step in range(resume_at) if step not in steps]
-    commits = [commit for step in lost if (commit := commit_of(step)) is not None]
-    for commit in commits:
+    num_lost = len(lost)
+    for step in lost:
+        commit = commit_of(step)
+        if commit is None:
+            continue
+        num_lost -= 1
         head = {"kind": STEP, "step": commit.step}
         steps[commit.step] = record_of(head, commit.metrics, commit.finished_at)
     for record in evaluations:
@@ -144,7 +148,7 @@ def _restored(
     kept += [record for (version, _), record in by_set.items() if version <= resume_at]
     # An evaluation of version v comes before step v, as it is run.
     kept.sort(key=lambda r: (r["step"], 1) if r["kind"] == STEP else (r["version"], 0))
-    if num_lost := len(lost) - len(commits):
+    if num_lost:
         log.warning("metrics of some steps are lost: their commits are not there", count=num_lost)
     content = b"".join(map(_line, kept))
     if content != (path.read_bytes() if path.exists() else b""):

@@ -46,7 +46,8 @@ def step_metrics(
     lengths = np.array([num_sampled(trajectory) for trajectory in sampled])
     staleness = _staleness(step, groups)
     segments = [segment for t in (*trajectories, *demonstrations) for segment in t.segments]
-    sums, updates = result.sums, result.updates
+    sums = result.sums
+    updates = result.updates
     return {
         **(_reward_metrics(rewarded) | _length_metrics(sampled, lengths) if rewarded else {}),
         "completion_tokens": float(lengths.sum() + sum(map(num_sampled, demonstrations))),
@@ -117,7 +118,8 @@ def usage_metrics(
 ) -> dict[str, float]:
     """How much of its devices a step used, by its other numbers. FLOPs are over the time in forward, backward
     and update, tokens over the whole step; a micro-batch is full with a bin for each rank."""
-    sums, ranks = result.sums, len(usage.peak_bytes)
+    sums = result.sums
+    ranks = len(usage.peak_bytes)
     if not sums.positions or not ranks:
         return {}
     busy_s = numbers.get("time/train_s", 0.0) + numbers.get("time/update_s", 0.0)
@@ -143,7 +145,8 @@ def _record_bytes(trajectory: Trajectory) -> int:
 
 def _busy_s(intervals: Iterable[tuple[str, float, float]]) -> float:
     """Seconds in which each worker had at least one of its intervals going, summed over the workers."""
-    total_s, covered_until = 0.0, dict[str, float]()
+    total_s = 0.0
+    covered_until: dict[str, float] = {}
     for worker, begun, ended in sorted(intervals):
         covered = covered_until.get(worker, -np.inf)
         total_s += max(0.0, ended - max(begun, covered))
@@ -163,8 +166,8 @@ def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = [turn for segment in segments for turn in segment.turns]
     num_completion = sum(len(segment.completion_ids) for segment in segments)
     num_calls = sum(turn.num_calls for turn in turns)
-    known = [turn for turn in turns if turn.num_cached_tokens >= 0]
-    num_known = sum(turn.num_prompt_tokens for turn in known)
+    reporting = [turn for turn in turns if turn.num_cached_tokens >= 0]
+    num_known = sum(turn.num_prompt_tokens for turn in reporting)
     numbers = {
         "sessions/mean_turns": len(turns) / len(played),
         "sessions/mean_segments": len(segments) / len(played),
@@ -179,7 +182,9 @@ def session_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for end in get_args(SessionEnd):
         numbers[f"sessions/ended_{end}"] = float(np.mean([session.end == end for _, session in played]))
     if num_known:
-        numbers["sessions/cached_prompt_share"] = sum(turn.num_cached_tokens for turn in known) / num_known
+        numbers["sessions/cached_prompt_share"] = (
+            sum(turn.num_cached_tokens for turn in reporting) / num_known
+        )
     return numbers
 
 
@@ -312,11 +317,11 @@ def observe_step(commit: Commit, result: StepResult) -> None:
                     metrics.STAGE_SECONDS.labels("reward_queue").observe(queued_s[index])
     for staleness, count in tokens.items():
         metrics.TRAINED_TOKENS.labels(staleness).inc(count)
-    shown = {name: round(commit.metrics[name], 4) for name in ("reward", "loss") if name in commit.metrics}
+    numbers = {name: round(commit.metrics[name], 4) for name in ("reward", "loss") if name in commit.metrics}
     log.info(
         "step committed",
         step=commit.step,
-        **shown,
+        **numbers,
         staleness=commit.metrics["staleness/max"],
         seconds=round(commit.metrics["step_time_s"], 2),
     )

@@ -139,13 +139,16 @@ class Sender:
     `CLOSE_S`."""
 
     def __init__(self, name: str, open_tracker: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
-        self.name, self._open, self._run = name, open_tracker, run
+        self.name = name
+        self._open = open_tracker
+        self._run = run
         self._path = run.run_dir / f"logger-{name}.json"
         self._next: dict[str, int] = {}
         """By prefix (steps, or a set's evaluations), the first step or version that was not sent."""
         self._read_position()
         self._offset = 0
-        self._has_more, self._is_closing = threading.Event(), False
+        self._is_closing = False
+        self._has_more = threading.Event()
         self._has_more.set()  # what an earlier process has recorded and not sent
         # A daemon: a tracker that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
@@ -191,7 +194,12 @@ class Sender:
 
     def _send(self, tracker: Tracker, record: Record) -> None:
         is_step = record["kind"] == STEP
-        prefix, at = ("", record["step"]) if is_step else (f"eval/{record['set']}/", record["version"])
+        if is_step:
+            prefix = ""
+            at = record["step"]
+        else:
+            prefix = f"eval/{record['set']}/"
+            at = record["version"]
         if at < self._next.get(prefix, 0):
             return
         numbers = {

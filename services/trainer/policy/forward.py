@@ -10,30 +10,30 @@ Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
-from tidemill.services.trainer.algorithm.losses.tokens import Normalisation, Tokens, token_weight
 from tidemill.services.trainer.groups.bins import Layout
-from tidemill.services.trainer.groups.columns import COLUMNS, TRAINED_WITH, SampleColumns
-from tidemill.services.trainer.groups.micro_batch import MicroBatch
-from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.trie import SHORTEST
-from tidemill.services.trainer.policy.compiling import body_of
 from tidemill.services.trainer.policy.finite import refuse_broken_numbers
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
-from tidemill.services.trainer.policy.packing import Tile, TokenRow, choose_layout, kinds_of_layers, make_tile
+from tidemill.services.trainer.policy.layers import body_of
+from tidemill.services.trainer.policy.packing import choose_layout, kinds_of_layers
 from tidemill.services.trainer.policy.precision import round_alike
-from tidemill.services.trainer.policy.routers import Routers
+from tidemill.services.trainer.policy.tile import Row, Tile, lay_out
 from tidemill.services.trainer.policy.trees import TREE, Tree, no_mask, rows_at
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.routers import Routers
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,8 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
     Replaces the head's output by marked values for one pass. What the model gives back is held against what
     its configuration says.
     """
-    head, base = output_head(model), body_of(model)
+    head = output_head(model)
+    base = body_of(model)
     if head is None or base is model:
         return None
     marked: list[Tensor] = []
@@ -95,20 +96,7 @@ def configured_scaling(config: Any) -> Scaling:
     return Scaling(float(scale), getattr(config, "final_logit_softcapping", None))
 
 
-class TileScores(NamedTuple):
-    """Scores of a tile's N scored tokens (`head.Scored`). `hidden_NH`, if asked for, are the last hidden
-    states that predict them, `routing` the routers' outputs at those positions, and `changed_N` the share of
-    layers whose router would have chosen other experts than it was given."""
-
-    logprobs_N: Tensor
-    entropies_N: Tensor
-    log_mass_N: Tensor
-    hidden_NH: Tensor | None = None
-    routing: tuple[LayerRouting, ...] = ()
-    changed_N: Tensor | None = None
-
-
-def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[SampleColumns]) -> None:
+def fill_columns(name: str, values_N: Tensor, tile: Tile, results: Sequence[SampleColumns]) -> None:
     """Put a tile's values at the places of their tokens in their samples."""
     if not tile.rows:
         return
@@ -119,6 +107,17 @@ def place(name: str, values_N: Tensor, tile: Tile, results: Sequence[SampleColum
         results[row.sample][name][row.places] = piece.numpy()
 
 
+class _Scores(NamedTuple):
+    """A tile's scores, by the names of its fields. A tuple, in which the sharding finds the tensors."""
+
+    logprobs_N: Tensor
+    entropies_N: Tensor
+    log_mass_N: Tensor
+    hidden_NH: Tensor | None = None
+    routing: tuple[LayerRouting, ...] = ()
+    changed_N: Tensor | None = None
+
+
 class TokenScorer:
     """Scores the tokens of tiles with one model, whose weights may change between calls; within the root of
     its sharding, where it has one (`fsdp/rank_policy.py`)."""
@@ -127,10 +126,12 @@ class TokenScorer:
         self,
         model: PreTrainedModel,
         compute_dtype: torch.dtype,
-        routers: Routers | None = None,
+        routers: "Routers | None" = None,
         root: nn.Module | None = None,
     ) -> None:
-        self._model, self._routers, self._root = model, routers, root
+        self._model = model
+        self._routers = routers
+        self._root = root
         self.module = root or model
         self._device = model.device
         self._compute_dtype = compute_dtype
@@ -169,14 +170,15 @@ class TokenScorer:
 
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
-    ) -> TileScores:
-        """Logprobs and entropies in float32, with gradients of the logprobs, of the kept ids' mass and, if
-        asked, of the entropies; routing where there is a gradient and it is wanted. A tile with `columns`
-        gives scores of all its tokens, with gradients for this rank's; `hidden_NH` cover this rank's
-        alone."""
-        return self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
+    ) -> Tile:
+        """The tile with its scores: logprobs and entropies in float32, with gradients of the logprobs, of the
+        kept ids' mass and, if asked, of the entropies; routing where there is a gradient and it is wanted. A
+        tile with `columns` gives scores of all its tokens, with gradients for this rank's; `hidden_NH` cover
+        this rank's alone."""
+        scores = self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
+        return replace(tile, **scores._asdict())
 
-    def _score_routed(self, tile: Tile, *options: Any) -> TileScores:
+    def _score_routed(self, tile: Tile, *options: Any) -> _Scores:
         if self._routers is None:
             scores = _of_all(self._score(tile, *options), tile)
         else:
@@ -185,16 +187,18 @@ class TokenScorer:
                 scores = self._score(tile, *options)
                 if torch.is_grad_enabled():
                     sources_N = tile.sources_N.to(self._device)
-                    routing, changed_N = self._routers.at(sources_N), self._routers.changed_at(sources_N)
-                    scores = scores._replace(routing=routing, changed_N=changed_N)
+                    scores = scores._replace(
+                        routing=self._routers.at(sources_N), changed_N=self._routers.changed_at(sources_N)
+                    )
                 scores = _of_all(scores, tile)
         if self._root is None:
             return scores
         # The sharding hooks the gradients of tensors in a returned tuple; these must not be views.
         return scores._replace(logprobs_N=scores.logprobs_N.clone(), log_mass_N=scores.log_mass_N.clone())
 
-    def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> TileScores:
-        sources_N, targets_N = tile.sources_N.to(self._device), tile.targets_N.to(self._device)
+    def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> _Scores:
+        sources_N = tile.sources_N.to(self._device)
+        targets_N = tile.targets_N.to(self._device)
         kwargs = self._inputs(tile)
         hidden_NH: Tensor | None = None
         with self._autocast():
@@ -204,7 +208,7 @@ class TokenScorer:
                     hidden_NH = rows_at(output.hidden_states[-1].flatten(0, 1), sources_N)
                 logits_NV = rows_at(output.logits.flatten(0, 1), sources_N)
                 scores = score_logits(logits_NV, targets_N, temperature, entropy_gradient, tile.kept)
-                return TileScores(*scores, hidden_NH)
+                return _Scores(*scores, hidden_NH)
             hidden_BTH = body_of(self._model)(**kwargs).last_hidden_state
             hidden_NH = rows_at(hidden_BTH.flatten(0, 1), sources_N)
             head = output_head(self._model)
@@ -218,7 +222,7 @@ class TokenScorer:
                 scaling=self.scaling,
                 kept=tile.kept,
             )
-            return TileScores(*scores, hidden_NH if keep_hidden else None)
+            return _Scores(*scores, hidden_NH if keep_hidden else None)
 
     def hidden(self, tile: Tile) -> Tensor:
         """The last hidden states that predict the tile's scored tokens. Shape [N, H]."""
@@ -255,11 +259,11 @@ class TokenScorer:
         return self._compute_dtype not in (torch.float32, torch.float64)
 
 
-def _of_all(scores: TileScores, tile: Tile) -> TileScores:
+def _of_all(scores: _Scores, tile: Tile) -> _Scores:
     columns = tile.columns
     if columns is None:
         return scores
-    return TileScores(
+    return _Scores(
         columns.joined(scores.logprobs_N),
         columns.joined(scores.entropies_N),
         columns.joined(scores.log_mass_N),
@@ -267,73 +271,6 @@ def _of_all(scores: TileScores, tile: Tile) -> TileScores:
         tuple(LayerRouting(layer.affinity, *map(columns.joined, layer[1:])) for layer in scores.routing),
         None if scores.changed_N is None else columns.joined(scores.changed_N),
     )
-
-
-def trained_tokens(
-    tile: Tile,
-    batch: MicroBatch,
-    scores: TileScores,
-    values_N: Tensor | None,
-    normalisation: Normalisation,
-) -> Tokens:
-    """The trained tokens of a tile; its rows refer to the samples of `batch`, its micro-batch."""
-    rows = tile.rows
-    chosen = [batch.samples[row.sample] for row in rows]
-    counts = [len(row.targets) for row in rows]
-    weights = [token_weight(normalisation, sample.num_trained, sample.group_trained) for sample in chosen]
-    held: set[str] = set()
-    for sample in chosen:
-        held.update(sample.columns)
-    names = [name for name in TRAINED_WITH if name in held]
-    if "advantages" not in names:  # demonstrations alone have none
-        names.append("advantages")
-    if batch.is_at_start and "proximal_logprobs" in names:
-        names.remove("proximal_logprobs")
-    is_shown = any(sample.imitation for sample in chosen)
-    # Divisions are done by now, in float64 on the host; products with the loss follow in the dtype of the
-    # logprobs. Everything crosses to the device in one copy.
-    columns_CN = np.empty((len(names) + 1 + is_shown, sum(counts)))
-    for column_N, name in zip(columns_CN, names, strict=False):
-        _fill_column(column_N, name, rows, chosen)
-    columns_CN[len(names)] = np.repeat(weights, counts)
-    if is_shown:
-        columns_CN[-1] = np.repeat([sample.imitation for sample in chosen], counts)
-    on_device = torch.from_numpy(columns_CN).to(scores.logprobs_N.device, scores.logprobs_N.dtype)
-    # All segments of a session have one number: ratios and means of sequences go over all of them.
-    numbers = {sample: number for number, sample in enumerate(dict.fromkeys(tile.samples))}
-    sequence = np.repeat([numbers[sample] for sample in tile.samples], counts)
-    return Tokens(
-        logprobs_N=scores.logprobs_N,
-        entropies_N=scores.entropies_N,
-        log_mass_N=scores.log_mass_N,
-        values_N=values_N,
-        sequence_N=torch.from_numpy(sequence).to(scores.logprobs_N.device),
-        num_sequences=len(numbers),
-        routing=scores.routing,
-        weights_N=on_device[len(names)],
-        imitation_N=on_device[-1] if is_shown else None,
-        columns=dict(zip(names, on_device, strict=False)),
-    )
-
-
-def _fill_column(
-    column_N: NDArray[np.float64], name: str, rows: Sequence[TokenRow], samples: Sequence[Sample]
-) -> None:
-    """Write one column of each row's sample at the row's tokens; what a sample lacks is as `COLUMNS` says."""
-    column = COLUMNS[name]
-    start = 0
-    for row, sample in zip(rows, samples, strict=True):
-        end = start + len(row.places)
-        values_T = sample.columns.get(name)
-        if sample.imitation and column.of_demonstration != "current":
-            column_N[start:end] = column.of_demonstration
-        elif values_T is not None:
-            column_N[start:end] = values_T[row.places]
-        else:
-            filler = 0.0 if sample.imitation else column.of_others
-            assert filler is not None, f"a micro-batch has {name} as a whole or not at all"
-            column_N[start:end] = filler
-        start = end
 
 
 MAX_DIFFERENCE = 0.1
@@ -378,7 +315,7 @@ def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, long
 @torch.no_grad()
 def _check_numbers(scorer: TokenScorer, vocab_size: int) -> None:
     """Raises ConfigError: the model computes numbers that are not finite."""
-    tile = make_tile(("padded", [_made_up_row(0, SHORT, vocab_size)]))
+    tile = lay_out(Tile("padded", [_made_up_row(0, SHORT, vocab_size)]))
     scores = scorer.score(tile, 1.0, keep_hidden=True)
     assert scores.hidden_NH is not None, "they were asked for"
     refuse_broken_numbers(scores.hidden_NH, "hidden states", scorer.dtype)
@@ -391,15 +328,17 @@ def _find_leak(
 ) -> str:
     """What goes wrong with a short sequence beside one of `longest` tokens; empty where it comes out as it
     does alone. In trees it begins with the first half of the long one."""
-    long, short = (_made_up_row(i, length, vocab_size) for i, length in enumerate((longest, SHORT)))
+    long = _made_up_row(0, longest, vocab_size)
+    short = _made_up_row(1, SHORT, vocab_size)
     if layout.startswith("tree"):
         ids = np.concatenate([long.ids[: max(SHORTEST, longest // 2)], short.ids])
-        places = np.arange(len(ids) - SHORT, len(ids), dtype=np.int32)
-        short = TokenRow(1, ids, places, ids[places], places)
-    tile, most = make_tile((layout, [long, short])), MAX_DIFFERENCE
+        places = np.arange(len(ids) - SHORT, len(ids))
+        short = Row(1, ids, places, ids[places], places)
+    tile = lay_out(Tile(layout, [long, short]))
+    most = MAX_DIFFERENCE
     try:
         beside = _hidden(scorer, tile)[-SHORT:]
-        alone = _hidden(scorer, make_tile(("padded", [short])))
+        alone = _hidden(scorer, lay_out(Tile("padded", [short])))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         if layout == "padded":
             raise
@@ -417,14 +356,16 @@ def _find_leak(
 @torch.no_grad()
 def _looks_ahead(scorer: TokenScorer, vocab_size: int) -> bool:
     """Whether the first half of a sequence is computed otherwise where the second half has other tokens."""
-    row, other = _made_up_row(0, 2 * SHORT, vocab_size), _made_up_row(1, 2 * SHORT, vocab_size)
-    places = np.arange(SHORT, dtype=np.int32)
+    row = _made_up_row(0, 2 * SHORT, vocab_size)
+    row_of_others = _made_up_row(1, 2 * SHORT, vocab_size)
+    places = np.arange(SHORT)
     hidden = []
-    for second in (row.ids, other.ids):
+    for second in (row.ids, row_of_others.ids):
         ids = np.concatenate([row.ids[:SHORT], second[SHORT:]])
-        changed = TokenRow(0, ids, places, ids[places], places)
-        hidden.append(_hidden(scorer, make_tile(("padded", [changed]))))
-    gap, norm = (hidden[0] - hidden[1]).norm(), hidden[0].norm()
+        changed = Row(0, ids, places, ids[places], places)
+        hidden.append(_hidden(scorer, lay_out(Tile("padded", [changed]))))
+    gap = (hidden[0] - hidden[1]).norm()
+    norm = hidden[0].norm()
     # Not exactly equal: kernels that sort tokens by expert may round otherwise.
     return bool(gap > norm * scorer.rounding**0.5)
 
@@ -435,8 +376,8 @@ def _hidden(scorer: TokenScorer, tile: Tile) -> Tensor:
     return hidden_NH.float()
 
 
-def _made_up_row(sample: int, length: int, vocab_size: int) -> TokenRow:
+def _made_up_row(sample: int, length: int, vocab_size: int) -> Row:
     """A row of made-up ids, other ones for each `sample`; its last `SHORT` tokens are scored."""
     ids = ((np.arange(1, length + 1) + 10 * sample) % vocab_size).astype(np.int32)
-    places = np.arange(max(0, length - SHORT), length, dtype=np.int32)
-    return TokenRow(sample, ids, places, ids[places], places)
+    places = np.arange(max(0, length - SHORT), length)
+    return Row(sample, ids, places, ids[places], places)

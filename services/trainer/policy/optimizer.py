@@ -50,9 +50,9 @@ def build_optimizer(
         chosen = [(name, parameter) for name, parameter in trained if rates.get(name, config.lr) == rate]
         share = {"lr": rate, "lr_share": rate / config.lr}
         for mesh in _meshes([p for _, p in chosen]):
-            own = [(name, p) for name, p in chosen if _mesh(p) == mesh]
-            matrices = [p for name, p in own if is_matrix(name, p)]
-            others = [p for name, p in own if not is_matrix(name, p)]
+            of_mesh = [(name, p) for name, p in chosen if _mesh(p) == mesh]
+            matrices = [p for name, p in of_mesh if is_matrix(name, p)]
+            others = [p for name, p in of_mesh if not is_matrix(name, p)]
             groups.append({"params": matrices, "weight_decay": config.weight_decay, **share})
             groups.append({"params": others, "weight_decay": 0.0, **share})
     groups = [group for group in groups if group["params"]]
@@ -83,7 +83,8 @@ def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_
     wasted. Then `constant`, or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine` lr * (1
     + cos(pi x)) / 2. Past the end x stays 1.
     """
-    warmup, num_updates = config.warmup_steps * updates_per_step, num_steps * updates_per_step
+    warmup = config.warmup_steps * updates_per_step
+    num_updates = num_steps * updates_per_step
     if update < warmup:
         return config.lr * (update + 1) / (warmup + 1)
     progress = min(1.0, (update - warmup) / max(1, num_updates - warmup))
@@ -119,10 +120,10 @@ def _total_norm(gradients: Sequence[Tensor]) -> float:
     norms = [float(total.full_tensor() if isinstance(total, DTensor) else total)]
     for mesh in others:
         # In one sum over a copy's ranks, which are those of the usual mesh: torch would go axis by axis.
-        own = get_total_norm([local(gradient) for gradient in gradients if _mesh(gradient) == mesh])
+        norm_of_mesh = get_total_norm([local(gradient) for gradient in gradients if _mesh(gradient) == mesh])
         assert usual is not None, "all parameters are split, or none"
         copies = [Replicate()] * (usual.ndim - 1)
-        sums = DTensor.from_local(own.square(), usual, [*copies, Partial()], run_check=False)
+        sums = DTensor.from_local(norm_of_mesh.square(), usual, [*copies, Partial()], run_check=False)
         norms.append(math.sqrt(float(sums.full_tensor())))
     return math.hypot(*norms)
 
@@ -145,7 +146,8 @@ def load_optimizer(optimizer: AdamW, parameters: NamedParameters, source: ShardR
     """Replace the optimizer's state by the result of `optimizer_tensors`: each tensor is read into its place,
     so that none is in memory twice. Raises ConfigError: a tensor belongs to no parameter, or has another
     shape; nothing is changed."""
-    by_name, shapes = dict(parameters), source.shapes
+    by_name = dict(parameters)
+    shapes = source.shapes
     owners = {}
     for key in (key for key in shapes if key.startswith(OPTIMIZER)):
         name, _, moment = key.removeprefix(OPTIMIZER).rpartition(".")

@@ -33,7 +33,8 @@ class GivenExperts(TorchFunctionMode):
 
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()
-        self._chosen_NK, self._num_experts = chosen_NK, num_experts
+        self._chosen_NK = chosen_NK
+        self._num_experts = num_experts
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -41,7 +42,8 @@ class GivenExperts(TorchFunctionMode):
         kwargs = kwargs or {}
         num_tokens, num_chosen = self._chosen_NK.shape
         if func in (torch.topk, Tensor.topk):
-            scores, k = args[0], kwargs.get("k", args[1] if len(args) > 1 else None)
+            scores = args[0]
+            k = kwargs.get("k", args[1] if len(args) > 1 else None)
             # Not a choice among groups of experts, which some models make first.
             is_of_experts = scores.shape[-1] == self._num_experts
             if k == num_chosen and is_of_experts and scores.numel() == num_tokens * self._num_experts:
@@ -57,23 +59,24 @@ class Routers:
     def __init__(self, model: PreTrainedModel, measures: bool = True, replays: bool = False) -> None:
         """`measures`: logits are wanted; `replays`: routes may be given. Raises ConfigError: it is a mixture
         whose routers are not known."""
-        self._name, self._measures = type(model).__name__, measures
+        self._name = type(model).__name__
+        self._measures = measures
         self._seen: list[tuple[nn.Module, Any]] | None = None
         self._routes: Tensor | None = None
         self._changed: list[Tensor] = []
         self._is_trial = False
         self._affinities: dict[nn.Module, str] = {}
-        found = find_routers(model)
-        self._layers = [layer for layer, _ in found]
-        self.replays = replays and bool(found)
+        routers = find_routers(model)
+        self._layers = [layer for layer, _ in routers]
+        self.replays = replays and bool(routers)
         """Whether passes can be given routes, and need them."""
         self.routing = Routing(tuple(self._layers), count_experts(model.config)) if self.replays else None
-        for number, (_, router) in enumerate(found):
+        for number, (_, router) in enumerate(routers):
             if self.replays:
                 # Compiled it would round otherwise than when it runs once more, in the hook.
                 router.forward = torch.compiler.disable(router.forward)
             router.register_forward_hook(partial(self._note, number), with_kwargs=True)
-        if replays and not found and is_mixture(model.config):
+        if replays and not routers and is_mixture(model.config):
             raise self._no_replay("transformers names none")
         if any(module._compiled_call_impl is not None for module in model.modules()):
             torch.compiler.reset()  # what was compiled before would go on without the hooks
@@ -86,7 +89,8 @@ class Routers:
         if self._routes is not None:
             parts = parts_of(output)
             assert parts is not None, "it was tried"
-            given_NK, own_NK = self._routes[:, number].to(parts[2].dtype), parts[2]
+            given_NK = self._routes[:, number].to(parts[2].dtype)
+            own_NK = parts[2]
             # Padding has no routes.
             chosen_NK = torch.where(given_NK < 0, own_NK, given_NK)
             if self._seen is not None:
@@ -102,11 +106,13 @@ class Routers:
         """Try a replay. Raises ConfigError: the router cannot be given its experts."""
         if (parts := parts_of(output)) is None:
             raise self._no_replay("one does not return logits, weights and experts")
-        own, other = parts[2], (parts[2] + 1) % parts[0].shape[-1]
-        same, moved = parts_of(again(own)), parts_of(again(other))
+        experts = parts[2]
+        next_experts = (parts[2] + 1) % parts[0].shape[-1]
+        same = parts_of(again(experts))
+        moved = parts_of(again(next_experts))
         if same is None or moved is None or not all(map(torch.equal, same, parts)):
             raise self._no_replay("one returns others each time")
-        if not torch.equal(moved[2], other):
+        if not torch.equal(moved[2], next_experts):
             raise self._no_replay("one does not choose by torch.topk")
 
     def _no_replay(self, reason: str) -> ConfigError:
@@ -120,13 +126,14 @@ class Routers:
         """One forward pass, with routes or without; until the end of the block, note what routers return.
         Layers that run again in its backward pass get the same routes. Shape [tokens, layers, experts of a
         token]; -1: the router's own."""
-        self._routes, self._changed = None, []
+        self._routes = None
+        self._changed = []
         if routes is not None:
             # Engines may count all layers, with those that have no router.
-            own = range(len(self._layers)) if routes.shape[1] == len(self._layers) else self._layers
-            if max(own) >= routes.shape[1]:
+            indices = range(len(self._layers)) if routes.shape[1] == len(self._layers) else self._layers
+            if max(indices) >= routes.shape[1]:
                 raise ValueError(f"routes of {routes.shape[1]} layers for {len(self._layers)} routers")
-            self._routes = routes[:, list(own)]
+            self._routes = routes[:, list(indices)]
         self._seen = [] if is_noted else None
         try:
             yield
@@ -158,7 +165,8 @@ class Routers:
     def _affinity_of(self, output: Any) -> str:
         parts = parts_of(output)
         if parts is not None:
-            logits_NE, weights_NK, chosen_NK = (part.detach() for part in parts)
+            constants = [tensor.detach() for tensor in parts]
+            logits_NE, weights_NK, chosen_NK = constants
             deviations = {
                 name: _deviation(affinity(logits_NE.float()), weights_NK.float(), chosen_NK)
                 for name, affinity in AFFINITIES.items()
@@ -176,13 +184,14 @@ class Routers:
         if not self._measures:
             return ()
         assert self._seen is not None and len(self._seen) == len(self._affinities), "every router was heard"
-        found = []
+        routings = []
         for router, output in self._seen:
             parts = parts_of(output)
             assert parts is not None, "it was when the model was loaded"
-            logits_NE, chosen_NK = (rows_at(part, sources_N) for part in (parts[0], parts[2]))
-            found.append(LayerRouting(self._affinities[router], logits_NE, chosen_NK))
-        return tuple(found)
+            logits_NE = rows_at(parts[0], sources_N)
+            chosen_NK = rows_at(parts[2], sources_N)
+            routings.append(LayerRouting(self._affinities[router], logits_NE, chosen_NK))
+        return tuple(routings)
 
     def changed_at(self, sources_N: Tensor) -> Tensor | None:
         """The share of layers in which the routers of these flat positions would have chosen otherwise, in

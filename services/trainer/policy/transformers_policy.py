@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.routers import find_routers, is_mixture
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
@@ -30,10 +31,10 @@ from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample, without_choices
-from tidemill.services.trainer.policy.adapters import Adapters
+from tidemill.services.trainer.policy.batch_tokens import BatchTokens
 from tidemill.services.trainer.policy.exporting import ExportsWeights
 from tidemill.services.trainer.policy.finite import find_broken_weights, refuse_broken_weights
-from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout, place, trained_tokens
+from tidemill.services.trainer.policy.forward import TokenScorer, fill_columns, pick_layout
 from tidemill.services.trainer.policy.model_loading import (
     accelerate_model,
     compute_dtype,
@@ -51,24 +52,19 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
-from tidemill.services.trainer.policy.packing import (
-    CPU_TILE_TOKENS,
-    NO_ROW,
-    NOTHING,
-    PlannedTile,
-    Tile,
-    make_rows,
-    make_tile,
-    plan_tiles,
-)
+from tidemill.services.trainer.policy.options import load_option
+from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, make_rows, plan_tiles
 from tidemill.services.trainer.policy.policy import UpdateResult
-from tidemill.services.trainer.policy.routers import Routers
-from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
-from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
+from tidemill.services.trainer.policy.tile import NO_ROW, NOTHING, Row, Tile, lay_out
 from tidemill.services.trainer.policy.usage import Measured, Profiled
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.adapters import Adapters
+    from tidemill.services.trainer.policy.routers import Routers
+    from tidemill.services.trainer.policy.side_models import ReferenceModel, ValueHead
 
 ROWS_PER_COMPARED = 64
 """Samples of an update's first micro-batch, for each row that is scored without routes too."""
@@ -78,7 +74,7 @@ T = TypeVar("T")
 
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     """A list for each group, whose samples are neighbours."""
-    return [list(own) for _, own in groupby(samples, key=lambda sample: sample.key[0])]
+    return [list(of_group) for _, of_group in groupby(samples, key=lambda sample: sample.key[0])]
 
 
 def load_policy(config: RunConfig) -> "TransformersPolicy":
@@ -97,8 +93,11 @@ def policy_options(
 ) -> dict[str, Any]:
     """A policy's arguments besides model and config. The model gets adapters, kernels and compiled layers
     where they are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
-    trainer, dtype = config.trainer, compute_dtype(config.model)
-    adapters = Adapters(model, trainer.lora, dtype, config.seed, base_digest) if trainer.lora else None
+    trainer = config.trainer
+    dtype = compute_dtype(config.model)
+    adapters = None
+    if trainer.lora:
+        adapters = load_option("adapters")(model, trainer.lora, dtype, config.seed, base_digest)
     accelerate_model(model, trainer, dtype, device)
     return {
         "dtype": dtype,
@@ -121,13 +120,15 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         dtype: torch.dtype,
         temperature: float,
         max_completion_tokens: int,
-        adapters: Adapters | None = None,
+        adapters: "Adapters | None" = None,
         replays_routes: bool = False,
         max_model_len: int = 64,
         device: torch.device | None = None,
     ) -> None:
         """`device` is where the weights will be, if the model has none yet."""
-        self._model, self._adapters, self._device = model, adapters, device or model.device
+        self._model = model
+        self._adapters = adapters
+        self._device = device or model.device
         self._are_weights_checked = False
         self._config = config
         self._dtype = dtype
@@ -139,19 +140,24 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self._reference: ReferenceModel | None = None
         """None with adapters: the reference is the model with its adapters off."""
         if algorithm.needs_reference and adapters is None:
-            self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
+            self._reference = load_option("reference")(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
         measures = algorithm.router.is_on
-        routers = Routers(model, measures, replays_routes) if measures or replays_routes else None
+        routers: Routers | None = None
+        if measures or (replays_routes and (is_mixture(model.config) or find_routers(model))):
+            routers = load_option("routers")(model, measures, replays_routes)
         self.routing = None if routers is None else routers.routing
         self._scorer = self._make_scorer(model, routers if measures or self.routing else None)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
+        self._beside_model = frozenset(name for name, _ in head_parameters)
         # A critic's gradients are clipped by themselves: they have nothing to do with the policy's.
         self._bounded = (
-            [trained, head_parameters] if isinstance(self._value_head, Critic) else [self._parameters]
+            [trained, head_parameters]
+            if self._value_head is not None and self._value_head.is_clipped_alone
+            else [self._parameters]
         )
         head_lr = algorithm.value.lr or config.optimizer.lr
         own_rates = {name: head_lr for name, _ in head_parameters}
@@ -171,10 +177,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             self._tile_tokens = min(CPU_TILE_TOKENS, config.bin_tokens)
         if config.gradient_checkpointing is True:  # and not `auto`: then nothing has chosen yet
             recompute_layers(model)
-            if isinstance(self._value_head, Critic):
-                recompute_layers(self._value_head.model)
+            for beside in self._value_head.models() if self._value_head else ():
+                recompute_layers(beside)
 
-    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+    def _make_scorer(self, model: PreTrainedModel, routers: "Routers | None" = None) -> TokenScorer:
         self._check_weights(model)
         return TokenScorer(model, self._dtype, routers)
 
@@ -192,83 +198,91 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             broken.update(unpack(answer))
         refuse_broken_weights(sorted(broken))
 
-    def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
+    def _make_value_head(self, model: PreTrainedModel) -> "ValueHead | None":
         algorithm = self._config.algorithm
         if not algorithm.needs_values:
             return None
         if algorithm.value.model == "own":
-            return Critic(model, self._make_scorer, self._device)
-        return ValueHead(model, algorithm.value.detach, self._device)
+            critic: ValueHead = load_option("critic")(model, self._make_scorer, self._device)
+            return critic
+        head: ValueHead = load_option("value_head")(model, algorithm.value.detach, self._device)
+        return head
 
     def accumulate(self, batch: MicroBatch) -> Sums:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
         return self._accumulate(batch, self._plan(batch.samples))
 
-    def _plan(self, samples: Sequence[Sample]) -> list[PlannedTile]:
+    def _plan(self, samples: Sequence[Sample]) -> list[Tile]:
         rows = make_rows(samples, [sample.mask for sample in samples])
         most_shared = self._config.bin_tokens
         return plan_tiles(rows, self.layout, self._tile_tokens, self._keeps_samples, most_shared)
 
-    def _num_missing(self, plan: Sequence[PlannedTile]) -> int:
+    def _num_missing(self, plan: Sequence[Tile]) -> int:
         """How many forward passes this rank has fewer than the one with the most."""
-        most: int = max(unpack(part) for part in self.peers.gather(pack(len(plan))))
+        most: int = max(unpack(answer) for answer in self.peers.gather(pack(len(plan))))
         return most - len(plan)
 
-    def _plan_scored(self, parts: Sequence[Sequence[Sample]]) -> list[PlannedTile]:
+    def _plan_scored(self, parts: Sequence[Sequence[Sample]]) -> list[Tile]:
         """Tiles with every completion token, trained or not; no tile has samples of two parts."""
-        tiles: list[PlannedTile] = []
+        tiles: list[Tile] = []
         first = 0
-        for part in parts:
-            everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in part]
-            rows = make_rows(part, everything, first)
+        for samples in parts:
+            everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples]
+            rows = make_rows(samples, everything, first)
             tiles += plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.bin_tokens)
-            first += len(part)
+            first += len(samples)
         return tiles
 
-    def _make_tile(self, planned: PlannedTile) -> Tile:
-        return make_tile(planned)
+    def _lay_out(self, tile: Tile) -> Tile:
+        return lay_out(tile)
 
-    def _accumulate(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> Sums:
-        lengths = [len(row) for _, rows in plan for row in rows]
-        tiles: list[TileSums] = []
-        positions = 0
+    def _accumulate(self, batch: MicroBatch, plan: Sequence[Tile]) -> Sums:
+        lengths = [len(row) for tile in plan for row in tile.rows]
         compared = self._compare_routes(batch, plan) if self._begins_update else Sums()
         self._begins_update = False
-        for planned in plan:
-            tile = self._make_tile(planned)
+        batch_tokens = BatchTokens(plan, batch, self._config.algorithm.normalisation)
+        sums: list[TileSums] = []
+        positions = 0
+        for number, planned in enumerate(plan):
+            tile = self._lay_out(planned)
             positions += tile.ids_BT.numel()
-            tiles.append(self._train_tile(tile, batch))
+            sums.append(self._train_tile(tile, number, batch_tokens))
         counts = count_batch(batch, self._config.algorithm.normalisation, self._max_completion_tokens)
         counts["positions"] = positions
         counts["row_tokens"] = sum(lengths)
         counts["row_pairs"] = sum(length * (length + 1) // 2 for length in lengths)
-        return counts + add_tiles(tiles) + compared
+        return counts + add_tiles(sums) + compared
 
     @torch.no_grad()
-    def _compare_routes(self, batch: MicroBatch, plan: Sequence[PlannedTile]) -> Sums:
+    def _compare_routes(self, batch: MicroBatch, plan: Sequence[Tile]) -> Sums:
         """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
         choice: two passes, which the other ranks make too."""
         if self.routing is None:
             return Sums()
         # Without demonstrations: no engine has chosen for them, nor said a logprob.
-        rows = [row for _, own in plan[:1] for row in own if row.routes is not None]
+        rows = [row for tile in plan[:1] for row in tile.rows if row.routes is not None]
         rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
-        sums = []
-        for given in (rows, [replace(row, routes=None) for row in rows]):
-            tile = self._make_tile(plan_tiles(given or [NO_ROW], self.layout, self._tile_tokens)[0])
-            logprobs_N = self._scorer.score(tile, self._temperature).logprobs_N.double().cpu().numpy()
-            own = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows if rows]
-            sums.append(float(np.abs(logprobs_N - np.concatenate(own)).sum()) if own else 0.0)
-        with_routes, without = sums
+        with_routes = self._gap_to_engine(batch, rows)
+        without_routes = self._gap_to_engine(batch, [replace(row, routes=None) for row in rows])
         return Sums(
-            compared_tokens=sum(len(row.targets) for row in tile.rows) if rows else 0,
+            compared_tokens=sum(len(row.targets) for row in rows),
             replayed_gap_sum=with_routes,
-            unreplayed_gap_sum=without,
+            unreplayed_gap_sum=without_routes,
         )
 
-    def _train_tile(self, tile: Tile, batch: MicroBatch) -> TileSums:
-        """Add one tile's gradient; return its sums, still on the device."""
-        algorithm, head = self._algorithm, self._value_head
+    def _gap_to_engine(self, batch: MicroBatch, rows: Sequence[Row]) -> float:
+        """The sum of |logprob - the engine's| over the tokens of rows that fit into one pass."""
+        tile = self._lay_out(plan_tiles(rows or [NO_ROW], self.layout, self._tile_tokens)[0])
+        logprobs_N = self._scorer.score(tile, self._temperature).logprobs_N.double().cpu().numpy()
+        if not rows:
+            return 0.0
+        of_engine = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows]
+        return float(np.abs(logprobs_N - np.concatenate(of_engine)).sum())
+
+    def _train_tile(self, tile: Tile, number: int, batch_tokens: BatchTokens) -> TileSums:
+        """Add the gradient of the plan's tile of this number; return its sums, still on the device."""
+        algorithm = self._algorithm
+        head = self._value_head
         scores = self._scorer.score(
             tile,
             self._temperature,
@@ -276,7 +290,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             keep_hidden=head is not None and head.reads_policy,
         )
         values_N = head(tile, scores.hidden_NH) if head is not None else None
-        tokens = trained_tokens(tile, batch, scores, values_N, algorithm.normalisation)
+        tokens = batch_tokens.of_tile(number, scores, values_N)
         loss, sums = policy_loss(tokens, algorithm, self._surrogate)
         loss.backward()
         return sums if scores.changed_N is None else sums | rerouted(scores.changed_N)
@@ -305,8 +319,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             self.zero()
             return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
         bound = self._config.optimizer.max_grad_norm
-        norm, *others = [finish_gradients(part, denominator, bound) for part in self._bounded]
-        if unbounded := [one for one in (norm, *others) if not math.isfinite(one)]:
+        norms = [finish_gradients(parameters, denominator, bound) for parameters in self._bounded]
+        norm = norms[0]
+        if unbounded := [infinite for infinite in norms if not math.isfinite(infinite)]:
             norm = unbounded[0]
             self.zero()
             return UpdateResult(norm, lr, skipped=True, reason=f"the gradient norm is {norm}")
@@ -395,7 +410,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         parts: Sequence[Sequence[Sample]],
         scorer: TokenScorer,
         temperature: float,
-        head: ValueHead | None = None,
+        head: "ValueHead | None" = None,
     ) -> list[SampleColumns]:
         """`logprobs` of all completion tokens, `entropies` where they are needed, `values` where a head is
         given; in the order of the parts. Only samples of one part share a forward pass. float32, or float64
@@ -410,13 +425,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             columns.append({name: np.zeros(num_tokens, dtype=wide) for name in names})
         plan = self._plan_scored(parts)
         # As many passes as the other ranks make: in each of them they wait for each other.
-        for tile in chain(map(self._make_tile, plan), repeat(NOTHING, self._num_missing(plan))):
+        for tile in chain(map(self._lay_out, plan), repeat(NOTHING, self._num_missing(plan))):
             scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
-            place("logprobs", scores.logprobs_N, tile, columns)
+            fill_columns("logprobs", scores.logprobs_N, tile, columns)
             if "entropies" in names:
-                place("entropies", scores.entropies_N, tile, columns)
+                fill_columns("entropies", scores.entropies_N, tile, columns)
             if head is not None:
-                place("values", head(tile, scores.hidden_NH), tile, columns)
+                fill_columns("values", head(tile, scores.hidden_NH), tile, columns)
         return columns
 
     def state(self) -> PolicyState:
@@ -437,18 +452,21 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         tensors = {
             name if name in head else f"model.{name}": tensor for name, tensor in self._weights().items()
         }
-        reference = self._reference.tensors() if self._reference else {}
-        return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
+        if self._reference is not None:
+            prefix = self._reference.prefix
+            tensors |= {f"{prefix}{name}": tensor for name, tensor in self._reference.tensors().items()}
+        return tensors
 
     @torch.no_grad()
     def load_state(self, folder: Path) -> None:
         """Read a state into this policy, tensor by tensor, on ranks each its rows; all is checked before
         anything is changed."""
         state = ShardReader(folder)
-        values, own = state.values, self._saved_weights()
-        self._check_state(values, state.shapes, own)
+        values = state.values
+        weights = self._saved_weights()
+        self._check_state(values, state.shapes, weights)
         load_optimizer(self._optimizer, self._parameters, state)
-        for name, tensor in own.items():
+        for name, tensor in weights.items():
             fill(tensor, state, name)
         self._num_updates = int(values["updates"])
         self._set_coefficients(self._config.algorithm, values.get("coefficients"))
@@ -460,13 +478,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self.peers.gather(b"")
 
     def _check_state(
-        self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], own: dict[str, Tensor]
+        self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], weights: dict[str, Tensor]
     ) -> None:
-        given = {name for name in shapes if not name.startswith((OPTIMIZER, "rng."))}
+        saved = {name for name in shapes if not name.startswith((OPTIMIZER, "rng."))}
         wrong = sorted(
             name
-            for name in own.keys() | given
-            if name not in own or name not in given or tuple(own[name].shape) != shapes[name]
+            for name in weights.keys() | saved
+            if name not in weights or name not in saved or tuple(weights[name].shape) != shapes[name]
         )
         policy = values.get("policy")
         if wrong or policy != "transformers":

@@ -37,7 +37,7 @@ PEAK_FLOPS = {
 def peak_flops() -> float:
     """Peak FLOP/s of this process's device; 0 where it is not known."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in device), 0.0)
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class ModelFlops:
 
 def count_flops(model: PreTrainedModel) -> ModelFlops:
     """FLOPs of a model, which may be on the meta device, or split over ranks."""
-    text, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    text = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
     chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
     token = sum(
         (6.0 if weight.requires_grad else 4.0)
@@ -136,16 +137,18 @@ class Profiled:
         kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
         profiler = profile(activities=kinds)
         profiler.start()
-        self._profiler, self._folder = profiler, folder
+        self._profiler = profiler
+        self._folder = folder
 
     def _write(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         if profiler is None:
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels that still run would be cut off
         profiler.stop()
         name = f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json.gz"
-        part = self._folder / f".part-{name}"  # with the same suffix: by it torch compresses
-        profiler.export_chrome_trace(str(part))
-        os.replace(part, self._folder / name)
+        unfinished = self._folder / f".part-{name}"  # with the same suffix: by it torch compresses
+        profiler.export_chrome_trace(str(unfinished))
+        os.replace(unfinished, self._folder / name)

@@ -62,7 +62,7 @@ async def _replay(options: argparse.Namespace, lines: TextIO) -> bool:
             broker.is_stopping = True  # a person is waiting: an outage ends the replay after seconds
         history = History(options.run, options.run_dir, broker)
         config = await _config(options.run_dir, history)
-        steps = [int(part) for part in options.steps.split(",")]
+        steps = [int(number) for number in options.steps.split(",")]
         await check_committed(history, steps)
         from tidemill.services.trainer.replay.steps import replay_steps
 

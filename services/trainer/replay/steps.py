@@ -30,8 +30,7 @@ from tidemill.services.trainer.durable.recovery import (
     weight_difference,
 )
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
-from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.loading import closer_of, open_policy
 from tidemill.services.trainer.policy.memory.fit import PASSES_FILE
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepResult, StepRunner
@@ -58,10 +57,15 @@ class StepReplay:
         thread: makes its calls.
         say: is called with an event for each start and step.
         """
-        self.history, self.config, self.run_dir = history, config, run_dir
-        self.policy, self.thread, self.say = policy, thread, say
+        self.history = history
+        self.config = config
+        self.run_dir = run_dir
+        self.policy = policy
+        self.thread = thread
+        self.say = say
         self.runner = StepRunner(config, policy, thread, Activity("replay"))
-        self.version, self.from_version = 0, 0
+        self.version = 0
+        self.from_version = 0
         self.first_difference: int | None = None
         """The first step, of those replayed since the last restored checkpoint, with another digest."""
         self._cursor: GroupCursor | None = None
@@ -77,23 +81,24 @@ class StepReplay:
                 for number in range(self.version, step + 1):
                     commit = await self._commit(number, step)
                     result, digest = await self._train(commit)
-                found = _compare_step(commit, result, digest, self.config)
+                comparison = _compare_step(commit, result, digest, self.config)
                 if digest != commit.digest:
                     # The policy has this step's version now.
                     apart = partial(weight_difference, self.policy, self.run_dir, commit)
-                    found["weights"] = await self.thread.call(apart)
-                found |= {"first_difference": self.first_difference, "from_version": self.from_version}
-                yield found
+                    comparison["weights"] = await self.thread.call(apart)
+                comparison |= {"first_difference": self.first_difference, "from_version": self.from_version}
+                yield comparison
 
     async def _restore(self, step: int) -> GroupCursor | None:
         """Restore the newest checkpoint up to `step`, where that is nearer than the policy's version. Returns
         a reader from where it needs the streams, or from their start; None: go on with the one before."""
-        found = await asyncio.to_thread(read_checkpoint, self.run_dir, step)
-        if found is None or found.state.version <= self.version:
+        checkpoint = await asyncio.to_thread(read_checkpoint, self.run_dir, step)
+        if checkpoint is None or checkpoint.state.version <= self.version:
             return open_cursor(self.history, self.config) if self._cursor is None else None
-        state = found.state
-        await self.thread.call(self.policy.load_state, found.folder)
-        self.version = self.from_version = state.version
+        state = checkpoint.state
+        await self.thread.call(self.policy.load_state, checkpoint.folder)
+        self.version = state.version
+        self.from_version = self.version
         # The checkpoint's weights may not be those of its step's commit: a trainer that had to replay on
         # other hardware goes on from what it has.
         commit = await self.history.commit(self.version - 1)
@@ -182,7 +187,7 @@ def _compare_step(commit: Commit, result: StepResult, digest: str, config: RunCo
 
 def _compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
     """Compares every sample's advantage; `first` is the first one that differs."""
-    found: dict[str, Any] = {"equal": True, "num_different": 0, "first": None}
+    difference: dict[str, Any] = {"equal": True, "num_different": 0, "first": None}
     for group in result.groups:
         recorded = commit.advantages.get(str(group.ticket), [])
         replayed = [sample.mean_advantage for sample in group.samples]
@@ -196,14 +201,15 @@ def _compare_advantages(commit: Commit, result: StepResult) -> dict[str, Any]:
         if pairs:
             index, then, now = pairs[0]
             first = {"ticket": group.ticket, "index": index, "recorded": then, "replayed": now}
-            found["first"] = found["first"] or first
-            found["equal"], found["num_different"] = False, found["num_different"] + len(pairs)
-    return found
+            difference["first"] = difference["first"] or first
+            difference["equal"] = False
+            difference["num_different"] += len(pairs)
+    return difference
 
 
-def _is_same(one: float, other: float) -> bool:
+def _is_same(first: float, second: float) -> bool:
     """Whether both are the same number, or both NaN."""
-    return one == other or (math.isnan(one) and math.isnan(other))
+    return first == second or (math.isnan(first) and math.isnan(second))
 
 
 async def replay_steps(
@@ -212,15 +218,17 @@ async def replay_steps(
     """Replay the steps and report events by `say`; returns whether all results are as recorded."""
     thread = PolicyThread()
     # With the sizes of passes that the run has chosen, if any: this GPU could choose others.
-    known = run_dir if (run_dir / PASSES_FILE).exists() else None
-    policy = await thread.call(open_policy, config, known)
+    passes_of = run_dir if (run_dir / PASSES_FILE).exists() else None
+    policy = await thread.call(open_policy, config, passes_of)
     replay = StepReplay(history, config, run_dir, policy, thread, say)
-    is_equal, started_at = True, time.monotonic()
+    is_equal = True
+    started_at = time.monotonic()
     try:
         async for result in replay.results(steps):
             is_equal = is_equal and result["equal"]
             say({"kind": "result", "seconds": time.monotonic() - started_at, **result})
     finally:
-        if isinstance(policy, ShardedPolicy):
-            await thread.call(policy.close)
+        close = closer_of(policy)
+        if close is not None:
+            await thread.call(close)
     return is_equal

@@ -43,7 +43,8 @@ class BestVersion:
 
     def __init__(self, run_dir: Path, metric: str, records: Iterable[Record]) -> None:
         """`records` are those that are left after a resume; only versions whose weights are there count."""
-        self.path, self.metric = run_dir / BEST_FILE, metric
+        self.path = run_dir / BEST_FILE
+        self.metric = metric
         self._sizes: dict[str, float] = {}
         """Samples of each set in the best version's evaluation."""
         self.best: Best | None = None
@@ -76,14 +77,16 @@ class BestVersion:
         dataset, _, metric = self.metric.rpartition("/")
         wanted = {name: row for name, row in results.items() if dataset in ("", name)}
         values = [row.get(metric) for row in wanted.values()]
-        known = [float(value) for value in values if value is not None and math.isfinite(value)]
-        if not known or len(known) != len(values) or not self._is_sound(version, wanted):
+        numbers = [float(value) for value in values if value is not None and math.isfinite(value)]
+        if not numbers or len(numbers) != len(values) or not self._is_sound(version, wanted):
             return False
-        value, sizes = sum(known) / len(known), {name: _size(row) for name, row in wanted.items()}
+        value = sum(numbers) / len(numbers)
+        sizes = {name: _size(row) for name, row in wanted.items()}
         if self.best is not None and value <= self.best.value and sizes == self._sizes:
             return False
         weights = f"{WEIGHTS_FOLDER}/{version_name(version)}"
-        self._sizes, self.best = sizes, Best(version, self.metric, value, weights, time.time())
+        self._sizes = sizes
+        self.best = Best(version, self.metric, value, weights, time.time())
         return True
 
     def _is_sound(self, version: int, results: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -19,7 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tidemill.common.weights.bits import TORCH_NAMES, TensorInfo
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()
+}
 """torch's dtypes by safetensors' names."""
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -47,7 +49,7 @@ class ExportPlan:
 
     @property
     def infos(self) -> list[TensorInfo]:
-        return sorted([*(part.info for part in self.slices), *self.converted], key=lambda info: info.name)
+        return sorted([*(piece.info for piece in self.slices), *self.converted], key=lambda info: info.name)
 
 
 PROBED = 4
@@ -72,34 +74,41 @@ def plan_export(model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: to
         else:
             converted.append(info)
     slices += _probed(model, _uncovered(shapes, slices), converted) if converted else []
-    known = {part.info.name for part in slices}
-    left = tuple(info for info in converted if info.name not in known)
+    sliced = {piece.info.name for piece in slices}
+    not_sliced = tuple(info for info in converted if info.name not in sliced)
     # What a conversion reads together is not known: it gets all tensors that slices do not cover.
-    return ExportPlan(tuple(slices), left, frozenset(_uncovered(shapes, slices)) if left else frozenset())
+    return ExportPlan(
+        tuple(slices), not_sliced, frozenset(_uncovered(shapes, slices)) if not_sliced else frozenset()
+    )
 
 
 def _uncovered(tensors: dict[str, Tensor], slices: list[Slice]) -> dict[str, Tensor]:
     """The tensors that slices do not cover completely."""
     counts: Counter[str] = Counter()
-    for part in slices:
-        counts[part.source] += part.info.num_elements
+    for piece in slices:
+        counts[piece.source] += piece.info.num_elements
     return {name: tensor for name, tensor in tensors.items() if counts[name] < tensor.numel()}
 
 
 def _probed(model: PreTrainedModel, sources: dict[str, Tensor], infos: list[TensorInfo]) -> list[Slice]:
     """The tensors that are slices although their conversion copies them."""
-    probes, firsts, end = {}, {}, 0
+    probes = {}
+    firsts = {}
+    end = 0
     for name, tensor in sources.items():
         width = min(PROBED, tensor.shape[-1]) if tensor.ndim else 1
         shape = (*tensor.shape[:-1], width) if tensor.ndim else ()
         count = tensor.numel() // (tensor.shape[-1] if tensor.ndim else 1) * width
         probes[name] = torch.arange(end, end + count).reshape(shape)
-        firsts[name], end = end, end + count
+        firsts[name] = end
+        end = end + count
     try:
         out = revert_weight_conversion(model, dict(probes))
     except (RuntimeError, ValueError):  # the conversion needs the real shapes
         return []
-    names, starts, slices = list(firsts), list(firsts.values()), []
+    names = list(firsts)
+    starts = list(firsts.values())
+    slices = []
     for info in infos:
         probe = out.get(info.name)
         if probe is None or not probe.numel():

@@ -25,14 +25,15 @@ class Peers(Protocol):
 class Alone:
     """Implements `Peers` where one rank trains."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def gather(self, payload: bytes, thread: Thread = "policy") -> list[bytes]:
         return [payload]
 
 
 def write_together(
-    peers: Peers, thread: Thread, what: str, folder: Path, write: Callable[[], Any]
+    peers: Peers, thread: Thread, content: str, folder: Path, write: Callable[[], Any]
 ) -> list[Any]:
     """Have every rank write its part of `what`; returns what `write` gave on each. A call of all ranks.
 
@@ -42,16 +43,16 @@ def write_together(
         StorageError: the disk of a rank, which is named, did not take its part; on every rank.
     """
     try:
-        with storage_errors(what, folder):
+        with storage_errors(content, folder):
             receipt = [write()]
     except StorageError as error:
         # Not raised before all ranks have reported: others wait in `gather` for this rank's receipt.
         receipt = [error.errno, error.reason]
-    receipts = [unpack(part) for part in peers.gather(pack(receipt), thread)]
+    receipts = [unpack(packed) for packed in peers.gather(pack(receipt), thread)]
     for rank, (first, *reason) in enumerate(receipts):
         if reason:
             where = f" (rank {rank})" if peers.size > 1 else ""
-            raise StorageError(what, folder, first, f"{reason[0]}{where}")
+            raise StorageError(content, folder, first, f"{reason[0]}{where}")
     return [written for (written,) in receipts]
 
 

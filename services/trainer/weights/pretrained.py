@@ -58,7 +58,8 @@ class PretrainedWeights:
     """Where each element of a model's tensors stands in its files."""
 
     def __init__(self, files: Mapping[str, TensorInFile], slices: Mapping[str, list[Slice]]) -> None:
-        self._files, self._slices = files, slices
+        self._files = files
+        self._slices = slices
         self._opened: dict[Path, FileIO] = {}
 
     @torch.no_grad()
@@ -80,18 +81,19 @@ class PretrainedWeights:
 
     def _pieces(self, name: str, low: int, high: int) -> Iterator[tuple[int, Tensor]]:
         """The elements [low, high) of a tensor of the model in their order: where some begin, and these."""
-        for part in self._slices[name]:
-            begin, end = max(low, part.first), min(high, part.end)
+        for piece in self._slices[name]:
+            begin = max(low, piece.first)
+            end = min(high, piece.end)
             if begin >= end:
                 continue
-            file = self._files[part.info.name]
+            file = self._files[piece.info.name]
             if file.path not in self._opened:
                 # Not mapped: pages of a mapping would count as this process's memory. And not by slices of
                 # safetensors: unmapped, each of them reads the whole tensor.
                 self._opened[file.path] = FileIO(file.path)
             for start in range(begin, end, CHUNK):
                 stop = min(start + CHUNK, end)
-                yield start, _read(self._opened[file.path], file, start - part.first, stop - part.first)
+                yield start, _read(self._opened[file.path], file, start - piece.first, stop - piece.first)
 
 
 def _read(opened: FileIO, file: TensorInFile, start: int, stop: int) -> Tensor:
@@ -116,10 +118,10 @@ def open_pretrained(
     with torch.device("meta"):
         model_class: Any = type(AutoModelForCausalLM.from_config(config))
     # Of a config with several parts, some classes take that of the text alone.
-    own = config if isinstance(config, model_class.config_class) else config.get_text_config()
+    own_config = config if isinstance(config, model_class.config_class) else config.get_text_config()
     try:
         model, info = model_class.from_pretrained(
-            None, config=own, state_dict=dict(files), output_loading_info=True, **options
+            None, config=own_config, state_dict=dict(files), output_loading_info=True, **options
         )
     except (AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -132,14 +134,14 @@ def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, TensorInFile
     """The tensors of the safetensors files that transformers would read, by name."""
 
     def find(name: str) -> str | None:
-        found: str | None = cached_file(
+        file: str | None = cached_file(
             path,
             name,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        return found
+        return file
 
     if getattr(config, "transformers_weights", None) or find("adapter_config.json"):
         raise UnclearError("its config names other files of weights")
@@ -151,9 +153,9 @@ def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, TensorInFile
         raise UnclearError(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
     try:
         return {
-            info.name: TensorInFile(Path(one), info, begin)
-            for one in paths
-            for info, begin in find_tensors(Path(one))
+            info.name: TensorInFile(Path(path), info, begin)
+            for path in paths
+            for info, begin in find_tensors(Path(path))
         }
     except WeightsError as error:
         raise UnclearError(str(error)) from None
@@ -168,15 +170,15 @@ def _locate(model: PreTrainedModel, files: Mapping[str, TensorInFile]) -> dict[s
     plan = plan_export(model, tensors, torch.float32)
     if plan.converted:
         raise UnclearError(f"{plan.converted[0].name} is not a part of one tensor of the model")
-    published = {part.info.name: part.info.shape for part in plan.slices}
+    published = {piece.info.name: piece.info.shape for piece in plan.slices}
     read = {name: file.info.shape for name, file in files.items() if file.is_read}
     if unlike := sorted(dict(published.items() ^ read.items())):
         raise UnclearError(f"transformers reads {unlike[0]}, and the model is saved with other tensors")
     slices: dict[str, list[Slice]] = defaultdict(list)
-    for part in sorted(plan.slices, key=lambda part: part.first):
-        slices[part.source].append(part)
+    for piece in sorted(plan.slices, key=lambda piece: piece.first):
+        slices[piece.source].append(piece)
     for name, tensor in tensors.items():
-        if sum(part.info.num_elements for part in slices[name]) != tensor.numel():
+        if sum(piece.info.num_elements for piece in slices[name]) != tensor.numel():
             raise UnclearError(f"the files have not every element of {name}")
     return slices
 
@@ -191,6 +193,6 @@ def give_storage(root: nn.Module, device: torch.device) -> None:
                 places[id(weight)].append((module, name))
     root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     # `_apply` makes a parameter for each module: what was tied has come apart.
-    for (first, own), *others in places.values():
+    for (first, first_name), *others in places.values():
         for module, name in others:
-            module._parameters[name] = first._parameters[own]
+            module._parameters[name] = first._parameters[first_name]

@@ -54,15 +54,15 @@ class HostCopies:
         if arrived is not None:
             yield arrived()
 
-    def _begin(self, tensor: Tensor, place: int) -> Callable[[], Tensor]:
+    def _begin(self, tensor: Tensor, number: int) -> Callable[[], Tensor]:
         """Start to copy; what is returned waits for the copy."""
         if not _is_on_device(tensor):
             return lambda: tensor
         num_bytes = tensor.numel() * tensor.element_size()
         # Never made smaller: to lock pages takes longer than to copy.
-        if len(self._buffers[place]) < num_bytes:
-            self._buffers[place] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        host = self._buffers[place][:num_bytes].view(tensor.dtype)
+        if len(self._buffers[number]) < num_bytes:
+            self._buffers[number] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        host = self._buffers[number][:num_bytes].view(tensor.dtype)
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
             event = self._stream.record_event()
@@ -75,7 +75,8 @@ def _after(event: Any, host: Tensor, _source: Tensor) -> Tensor:
     return host
 
 
-CHUNK, DEVICE_CHUNK = 1 << 20, 1 << 24
+CHUNK = 1 << 20
+DEVICE_CHUNK = 1 << 24
 """Elements compared at once: what is converted for it stays in a CPU's cache; a GPU is waited for once a
 chunk, for the number of changes."""
 DENSE_SHARE = 0.4
@@ -121,7 +122,7 @@ class ShardPart:
 class Change:
     """What changed in a chunk of a part; `values` is None where all of it is to be written."""
 
-    part: ShardPart
+    piece: ShardPart
     offset: int
     count: int
     positions: Bits | None = None
@@ -155,43 +156,48 @@ class Shadow:
     def compare(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> Comparison:
         """Take in the current weights: `tensors` by the names of the model, local or sharded by rows, and on
         rank 0 the published tensors that are no slices (`converted`)."""
-        self._changes, self.num_changed, before = [], 0, self._digest
+        self._changes = []
+        self.num_changed = 0
+        before = self._digest
         if before is None or not self.is_held:
-            digest, self.num_changed = self.measure(tensors, converted), self._num_elements
+            digest = self.measure(tensors, converted)
+            self.num_changed = self._num_elements
             if self.is_held:
                 for name, flat in _flats(tensors, converted).items():
-                    if any(part.source == name for part in self.parts):
+                    if any(piece.source == name for piece in self.parts):
                         # A copy in any case: else the shadow would move with weights of its dtype.
                         self._held[name] = flat.to(exported_dtype(flat, self.dtype), copy=True)
         else:
-            flats, total = _flats(tensors, converted), DigestSum()
-            for part in self.parts:
-                for offset, count in _chunks(part, flats[part.source]):
-                    self._compare_chunk(part, offset, count, flats[part.source], total)
+            flats = _flats(tensors, converted)
+            total = DigestSum()
+            for piece in self.parts:
+                for offset, count in _chunks(piece, flats[piece.source]):
+                    self._compare_chunk(piece, offset, count, flats[piece.source], total)
             digest = before + total.read()
         self._digest = digest
-        num_bytes = sum(part.count * part.info.bits_dtype.itemsize for part in self.parts)
+        num_bytes = sum(piece.count * piece.info.bits_dtype.itemsize for piece in self.parts)
         return Comparison(digest, before, self.num_changed, self._num_elements, num_bytes)
 
     def measure(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> Digest:
         """The digest of this rank's part of the current weights; the shadow stays as it is."""
         if not self.parts:
             self._begin(tensors)
-        flats, total = _flats(tensors, converted), DigestSum()
-        for part in self.parts:
-            flat = flats[part.source]
-            for offset, count in _chunks(part, flat):
-                values = flat[part.first + offset :][:count]
+        flats = _flats(tensors, converted)
+        total = DigestSum()
+        for piece in self.parts:
+            flat = flats[piece.source]
+            for offset, count in _chunks(piece, flat):
+                values = flat[piece.first + offset :][:count]
                 bits = _as_bits(values.to(exported_dtype(values, self.dtype)))
-                total.add_run(part.info, part.start + offset, bits)
+                total.add_run(piece.info, piece.start + offset, bits)
         headers = (header_digest(info) for info in self.plan.infos if self.is_leader)
         return sum(headers, total.read())
 
     def _compare_chunk(
-        self, part: ShardPart, offset: int, count: int, flat: Tensor, total: DigestSum
+        self, piece: ShardPart, offset: int, count: int, flat: Tensor, total: DigestSum
     ) -> None:
-        begin = part.first + offset
-        values = self._held[part.source]
+        begin = piece.first + offset
+        values = self._held[piece.source]
         if values.dtype not in self._buffers:
             self._buffers[values.dtype] = values.new_empty(DEVICE_CHUNK if _is_on_device(values) else CHUNK)
         held = _as_bits(values[begin : begin + count])
@@ -201,25 +207,26 @@ class Shadow:
         if not len(places):
             return
         self.num_changed += len(places)
-        start, is_dense = part.start + offset, len(places) > DENSE_SHARE * count
+        start = piece.start + offset
+        is_dense = len(places) > DENSE_SHARE * count
         if is_dense:
-            total.add_run(part.info, start, held, sign=-1)
-            total.add_run(part.info, start, now)
+            total.add_run(piece.info, start, held, sign=-1)
+            total.add_run(piece.info, start, now)
         else:
             new = now[places]
-            total.add_change(part.info, places + start, held[places], new)
+            total.add_change(piece.info, places + start, held[places], new)
         # After the digest, which takes away the old values and adds the new ones.
         held.copy_(now)
         if is_dense or self.num_changed > self.max_share * self._num_elements:
-            self._changes.append(Change(part, offset, count))
+            self._changes.append(Change(piece, offset, count))
         else:
             # Within a chunk 32 bits are enough; the chunk's own place is added in 64 when it is written.
             positions = places.to(torch.int32).cpu().numpy()
-            self._changes.append(Change(part, offset, count, positions, _numpy(new, part.info)))
+            self._changes.append(Change(piece, offset, count, positions, _numpy(new, piece.info)))
 
     @property
     def _num_elements(self) -> int:
-        return sum(part.count for part in self.parts)
+        return sum(piece.count for piece in self.parts)
 
     def hold(self, tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> None:
         """Have these weights written without a copy: they must not change meanwhile."""
@@ -236,10 +243,11 @@ class Shadow:
         self._copies.follow(self._held.values())
 
     def write_changes(self, writer: DeltaWriter) -> None:
-        dense = (self._bits(c.part, c.offset, c.count) for c in self._changes if c.values is None)
+        dense = (self._bits(c.piece, c.offset, c.count) for c in self._changes if c.values is None)
         runs = self._copies.read(dense)
         for change in self._changes:
-            info, start = change.part.info, change.part.start + change.offset
+            info = change.piece.info
+            start = change.piece.start + change.offset
             if change.positions is None or change.values is None:
                 writer.add_run(info, start, _numpy(next(runs), info))
             else:
@@ -249,19 +257,20 @@ class Shadow:
         """All that this rank holds, chunk by chunk: tensor, first position, values, which are valid until the
         next chunk is read."""
         chunks = [
-            (part, offset, min(DEVICE_CHUNK, part.count - offset))
-            for part in self.parts
-            for offset in range(0, part.count, DEVICE_CHUNK)
+            (piece, offset, min(DEVICE_CHUNK, piece.count - offset))
+            for piece in self.parts
+            for offset in range(0, piece.count, DEVICE_CHUNK)
         ]
         values = self._copies.read(self._bits(*chunk) for chunk in chunks)
-        for (part, offset, _), found in zip(chunks, values, strict=True):
-            yield part.info, part.start + offset, _numpy(found, part.info)
+        for (piece, offset, _), bits in zip(chunks, values, strict=True):
+            yield piece.info, piece.start + offset, _numpy(bits, piece.info)
 
     def _begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Find out which elements of the published tensors this rank holds."""
         for piece in self.plan.slices:
             low, high = owned_range(tensors[piece.source], self.is_leader)
-            begin, end = max(low, piece.first), min(high, piece.end)
+            begin = max(low, piece.first)
+            end = min(high, piece.end)
             if begin < end:
                 where = begin - piece.first, piece.source, begin - low, end - begin
                 self.parts.append(ShardPart(piece.info, *where))
@@ -269,19 +278,19 @@ class Shadow:
             infos = self.plan.converted
             self.parts += [ShardPart(info, 0, _own_name(info.name), 0, info.num_elements) for info in infos]
 
-    def _bits(self, part: ShardPart, offset: int, count: int) -> Tensor:
-        return _as_bits(self._held[part.source][part.first + offset :][:count])
+    def _bits(self, piece: ShardPart, offset: int, count: int) -> Tensor:
+        return _as_bits(self._held[piece.source][piece.first + offset :][:count])
 
 
 def _is_on_device(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def _chunks(part: ShardPart, flat: Tensor) -> Iterator[tuple[int, int]]:
+def _chunks(piece: ShardPart, flat: Tensor) -> Iterator[tuple[int, int]]:
     """Offset and number of elements of what is compared at once."""
     size = DEVICE_CHUNK if _is_on_device(flat) else CHUNK
-    for offset in range(0, part.count, size):
-        yield offset, min(size, part.count - offset)
+    for offset in range(0, piece.count, size):
+        yield offset, min(size, piece.count - offset)
 
 
 def _unlike(now: Tensor, held: Tensor) -> Tensor:
@@ -309,7 +318,9 @@ def owned_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
     if not isinstance(tensor, DTensor):
         return 0, tensor.numel() if is_leader else 0
     axes = enumerate(tensor.placements)
-    is_copy = any(one.is_replicate() and tensor.device_mesh.get_local_rank(axis) for axis, one in axes)
+    is_copy = any(
+        placement.is_replicate() and tensor.device_mesh.get_local_rank(axis) for axis, placement in axes
+    )
     return (0, 0) if is_copy else held_range(tensor)
 
 
@@ -325,11 +336,15 @@ def held_range(tensor: Tensor) -> tuple[int, int]:
 def held_rows(tensor: DTensor) -> tuple[int, int]:
     """The tensor's first row in this process, and the row after its last. The last axis of the mesh divides
     all rows, the one before it each of these shares, and so on; copies of the model have the same rows."""
-    mesh, first, end = tensor.device_mesh, 0, tensor.shape[0]
+    mesh = tensor.device_mesh
+    first = 0
+    end = tensor.shape[0]
     for axis in reversed(range(mesh.ndim)):
         if not tensor.placements[axis].is_replicate():
             start, stop = rows_of(end - first, mesh.get_local_rank(axis), mesh.size(axis))
-            first, end = first + start, first + stop
+            # `stop` counts from the same row as `start`.
+            end = first + stop
+            first += start
     return first, end
 
 

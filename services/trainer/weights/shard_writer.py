@@ -28,9 +28,9 @@ from tidemill.services.trainer.weights.shadow import Comparison, Shadow
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, list_files, whole_tensor
 
 
-def sum_over_ranks(own: Digest, peers: Peers) -> Digest:
+def sum_over_ranks(digest: Digest, peers: Peers) -> Digest:
     """The sum of all ranks' parts. A call of all ranks."""
-    return sum((unpack(part, Digest) for part in peers.gather(pack(own))), Digest())
+    return sum((unpack(packed, Digest) for packed in peers.gather(pack(digest))), Digest())
 
 
 class ShardWriter:
@@ -44,7 +44,8 @@ class ShardWriter:
         peers: Peers,
         max_share: float = 1.0,
     ) -> None:
-        self._model, self._peers = model, peers
+        self._model = model
+        self._peers = peers
         self.shadow = Shadow(plan_export(model, tensors, dtype), dtype, peers.rank == 0, max_share)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pending: Future[tuple[WeightFile, ...]] | None = None
@@ -52,8 +53,10 @@ class ShardWriter:
     def compare(self, tensors: Mapping[str, Tensor]) -> Comparison:
         """The comparison over all ranks. First waits for a write in progress, which reads the shadow."""
         self.wait()
-        own = self.shadow.compare(tensors, self._converted(tensors))
-        parts: list[Comparison] = [unpack(part, Comparison, Digest) for part in self._peers.gather(pack(own))]
+        comparison = self.shadow.compare(tensors, self._converted(tensors))
+        parts: list[Comparison] = [
+            unpack(packed, Comparison, Digest) for packed in self._peers.gather(pack(comparison))
+        ]
         return sum(parts[1:], parts[0])
 
     def measure(self, tensors: Mapping[str, Tensor]) -> Digest:
@@ -138,4 +141,5 @@ def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
+        view = view[written:]
+        offset = offset + written

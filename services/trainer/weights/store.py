@@ -89,7 +89,8 @@ class ObjectPublisher:
     """
 
     def __init__(self, url: str, run_id: str) -> None:
-        self._url, self._store = url, ObjectStore(url, run_id)
+        self._url = url
+        self._store = ObjectStore(url, run_id)
 
     def publish(self, manifest: WeightManifest, folder: Path) -> None:
         """Copy a version. Raises StorageError: it did not work now; call again."""
@@ -104,8 +105,8 @@ class ObjectPublisher:
             # The manifest last: a worker that finds it may read every file that it names.
             self._store.write(f"{target}/{MANIFEST_FILE}", folder / MANIFEST_FILE)
         except WeightsError as error:
-            what = f"the weights of version {manifest.version}"
-            raise StorageError(what, Path(self._url), errno.ETIMEDOUT, str(error)) from error
+            content = f"the weights of version {manifest.version}"
+            raise StorageError(content, Path(self._url), errno.ETIMEDOUT, str(error)) from error
 
     def remove(self, version: int) -> None:
         """Remove a version that is no longer needed. What cannot be removed stays, and costs space alone."""
@@ -117,10 +118,10 @@ class ObjectPublisher:
     def _published(self, target: str) -> tuple[object, ...] | None:
         try:
             data = self._store.read_all(f"{target}/{MANIFEST_FILE}")
-            found = WeightManifest.model_validate_json(data)
+            manifest = WeightManifest.model_validate_json(data)
         except (WeightsError, ValidationError):
             return None
-        return found.digest, found.files
+        return manifest.digest, manifest.files
 
 
 def build_publisher(url: str, run_id: str) -> ObjectPublisher | None:
@@ -154,7 +155,8 @@ class WeightStore:
     def __init__(
         self, run_dir: Path, config: WeightsConfig | None = None, publisher: ObjectPublisher | None = None
     ) -> None:
-        self.run_dir, self.folder = run_dir, run_dir / WEIGHTS_FOLDER
+        self.run_dir = run_dir
+        self.folder = run_dir / WEIGHTS_FOLDER
         self.config = config or WeightsConfig()
         self.last: WeightManifest | None = None
         """The version that was written, or found whole, last."""
@@ -178,10 +180,10 @@ class WeightStore:
             self.last = standing
             return standing
         parent = self._parent(version, state)
-        what = f"the weights of version {version}"
-        aside = begin_folder(target, what)
+        content = f"the weights of version {version}"
+        aside = begin_folder(target, content)
         try:
-            with storage_errors(what, target):
+            with storage_errors(content, target):
                 files = policy.begin_writing(aside, version, parent.version if parent else -1)
         except BaseException:
             # Also where it is interrupted: gigabytes would stay there until the next start.
@@ -239,15 +241,16 @@ class WeightStore:
             present = {path.name for path in (self.folder / manifest.folder).iterdir() if path.is_file()}
             if present != {MANIFEST_FILE, *(file.name for file in manifest.files)}:
                 return None
-            for part in read_chain(self.run_dir, manifest):
-                verified_files(self.run_dir, part)
+            for link in read_chain(self.run_dir, manifest):
+                verified_files(self.run_dir, link)
         except (OSError, WeightsError):
             return None
         return manifest
 
     def _parent(self, version: int, state: WeightState) -> WeightManifest | None:
         """The version that this one is to be a delta to; None where it is to be full."""
-        last, config = self.last, self.config
+        last = self.last
+        config = self.config
         if last is None or last.version != version - 1:
             return None
         base = last.base if last.is_delta else last.version
@@ -264,7 +267,8 @@ class WeightStore:
     def _manifest(self, begun: BegunVersion, folder: str, files: tuple[WeightFile, ...]) -> WeightManifest:
         if not files:
             raise ValueError(f"begin_writing wrote no file into {begun.folder}")
-        state, parent = begun.state, begun.parent
+        state = begun.state
+        parent = begun.parent
         manifest = WeightManifest(
             version=begun.version,
             folder=folder,

@@ -15,7 +15,8 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import publish_config
 from tidemill.common.streams import length
 
-ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+RIGHT_TO_LEFT = "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line"
 
 
@@ -40,22 +41,21 @@ def test_hostile_letters_are_shown_and_do_nothing(dead, act, keys):
 
 def test_a_letter_is_shown_with_its_message_decoded_or_its_bytes(dead, act, keys):
     assert dead("show").output == "no dead letters\n"
+
     # A sample, a ticket without its other fields, and bytes that are no msgpack at all.
-    sample, half, garbage = (
-        act(lambda broker, made=made: write_letter(broker, keys, *made, error="boom"))
-        for made in (
-            ("trajectories", make_trajectory(3, 1, text="it was 7")),
-            ("prompts", b"\x81\xa6ticket\x05"),
-            ("prompts", b"\xc1\x00garbage" * 100),
-        )
-    )
+    def write(stream, content):
+        return act(lambda broker: write_letter(broker, keys, stream, content, error="boom"))
+
+    sample = write("trajectories", make_trajectory(3, 1, text="it was 7"))
+    half = write("prompts", b"\x81\xa6ticket\x05")
+    garbage = write("prompts", b"\xc1\x00garbage" * 100)
     for letter_id, expected in {
         sample: ("boom", "3.1", "it was 7", "[0, 1, 2]", "trajectory, decoded"),
         half: ("not validated", "ticket", "Field required"),
         garbage: ("c1 00 67 61", "..garbage", "more bytes; --hex shows all"),
     }.items():
-        shown = dead("show", letter_id).output
-        assert [words for words in expected if words not in shown] == []
+        output = dead("show", letter_id).output
+        assert [words for words in expected if words not in output] == []
     assert "more bytes" not in dead("show", garbage, "--hex").output
     tree = json.loads(dead("show", sample, "--json").output)
     assert tree["message"]["completion_ids"] == [0, 1, 2]

@@ -39,8 +39,8 @@ from tidemill.common.streams import (
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Commit, DeadLetter, Lane, Score, Ticket, Trajectory
-from tidemill.services.console.dead_letters import DeadEntry, Requeuer, RequeueResult, read_dead
-from tidemill.services.console.options import DeadFilter
+from tidemill.services.console.commands import DeadFilter
+from tidemill.services.console.look.dead_letters import DeadEntry, Requeuer, RequeueResult, read_dead
 from tidemill.services.trainer.batch.batch_assembler import BatchAssembler
 from tidemill.services.trainer.batch.reconciler import Reconciler, RunStreams
 from tidemill.services.trainer.evaluation import Evaluator
@@ -188,7 +188,7 @@ async def test_filters_choose_letters(broker, keys):
     await write_letter(broker, keys, "prompts", make_ticket(3), error="Too Long", worker="rollout-0")
     sample = make_trajectory(4, 1)
     await write_letter(broker, keys, "trajectories:eval", sample, error="boom", worker="reward-1")
-    for wanted, found in (
+    for wanted, value in (
         (DeadFilter(), [(3, -1), (4, 1)]),
         (DeadFilter(stream="prompts"), [(3, -1)]),
         (DeadFilter(error="too long"), [(3, -1)]),
@@ -197,7 +197,7 @@ async def test_filters_choose_letters(broker, keys):
         (DeadFilter(stream="trajectories:eval"), [(4, 1)]),
         (DeadFilter(stream="trajectories"), []),
     ):
-        assert [letter.key for letter in await letters(broker, keys, wanted)] == found, wanted
+        assert [letter.key for letter in await letters(broker, keys, wanted)] == value, wanted
 
 
 GARBAGE = {"v": b"1.0", "p": b"\xc1"}
@@ -212,7 +212,7 @@ def make_assembler(broker, keys, **trainer) -> BatchAssembler:
 
 
 async def write_raw(broker, key: str, fields: dict[str, bytes]) -> str:
-    flat = [part for pair in fields.items() for part in pair]
+    flat = [word for pair in fields.items() for word in pair]
     return (await broker.execute("XADD", key, "*", *flat)).decode()
 
 
@@ -228,7 +228,7 @@ async def test_a_score_that_nobody_can_read_is_dead_lettered_once_with_its_bytes
         join.expect(outstanding(0))
         async with reading(join):
             await append(broker, keys.scores(), make_score(0, 0))
-            await wait_until(lambda join=join: join.groups[0].scores, what="what is behind it is read")
+            await wait_until(lambda join=join: join.groups[0].scores, awaited="what is behind it is read")
     dead = await letters_left(broker, keys)
     assert [letter.origin for letter in dead] == ["scores", "scores"]
     assert [letter.fields for letter in dead] == [GARBAGE, NEWER]

@@ -12,7 +12,7 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, append, append_dead_letter, dead_letter, id_order, read_range
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
-from tidemill.services.console.rescore.emission import MAX_BACKLOG, Emission
+from tidemill.services.console.compare.emission import MAX_BACKLOG, Emission
 
 SPACING_MS = 100
 
@@ -83,6 +83,6 @@ async def test_what_is_dead_lettered_has_failed_and_is_waited_for_no_longer(brok
     await append_dead_letter(broker, keys.dead, letter)
     await score(broker, keys, 1)
     await running
-    found = {key: (one.status, one.error) for key, one in emission.scores.items()}
+    results = {key: (score.status, score.error) for key, score in emission.scores.items()}
     failed = (ScoreStatus.FAILED, "the worker died")
-    assert found == {(0, 0): failed, (0, 1): failed, (1, 0): (ScoreStatus.OK, "")}
+    assert results == {(0, 0): failed, (0, 1): failed, (1, 0): (ScoreStatus.OK, "")}

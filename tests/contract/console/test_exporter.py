@@ -22,16 +22,16 @@ from tidemill.common.streams import Consumer, append
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Ticket, Trajectory
-from tidemill.services.console.exporter import exporter
-from tidemill.services.console.exporter.exporter import (
+from tidemill.services.console.look import exporter
+from tidemill.services.console.look.dashboard import dashboard
+from tidemill.services.console.look.exporter import (
     RunReading,
     _set_workers,
     as_json,
     read_run,
     set_gauges,
 )
-from tidemill.services.console.status.dashboard import dashboard
-from tidemill.services.console.status.snapshot import RunSnapshot, SnapshotReader
+from tidemill.services.console.look.snapshot import RunSnapshot, SnapshotReader
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ async def test_what_waits_and_what_is_held_is_counted_on_every_server(broker, ke
     assert held_age_s == pytest.approx(99, abs=30)
     assert held_age_s > value("tidemill_stream_oldest_age_seconds", **where, state="waiting")
     async with consumer(broker, keys, "trajectories") as reward:
-        rest = [*held[1:], *await reward.fetch(4, 0)]
-        await reward.complete([(one, None) for one in rest], keys.scores())
+        deliveries = [*held[1:], *await reward.fetch(4, 0)]
+        await reward.complete([(delivery, None) for delivery in deliveries], keys.scores())
     set_gauges(await read_run(snapshots))
     for state in ("waiting", "held"):
         assert value("tidemill_stream_oldest_age_seconds", **where, state=state) == 0, "nothing has no age"
@@ -167,9 +167,9 @@ async def test_targets_are_the_living_workers_the_reward_servers_and_the_exporte
     await beat(broker, keys, "reward-0", "reward", port=4712, age_s=GONE_AFTER_S + 5)
     await beat(broker, keys, "odd", "reward", port=0)
     reading = await read_run(snapshots)
-    found = json.loads(exporter.as_json(keys.run_id, reading, "head:9109"))
+    exported = json.loads(exporter.as_json(keys.run_id, reading, "head:9109"))
     run = {"run_id": keys.run_id}
-    assert found == [
+    assert exported == [
         {"targets": ["head:9109"], "labels": run | {"service": "exporter"}},
         {"targets": ["10.0.0.7:4711"], "labels": run | {"service": "rollout", "worker": "rollout-0"}},
         {"targets": ["10.0.0.9:8000"], "labels": run | {"service": "reward-server", "worker": "judge"}},
@@ -193,7 +193,8 @@ TEXTS = [b"[" * 100_000, b"", b"\xff", b"null", b"[]", b'{"name": "odd"}']
 
 
 async def test_odd_heartbeats_hide_no_other_and_end_no_reader(broker: Broker, keys: Keys) -> None:
-    sound, well = Heartbeat("sound", "rollout", state="generate"), {"name": "odd", "role": "rollout"}
+    sound = Heartbeat("sound", "rollout", state="generate")
+    well = {"name": "odd", "role": "rollout"}
     fields = [{name: value} for name, values in ODD.items() for value in values]
     for written in (*TEXTS, *(json.dumps(well | {"at": time.time()} | odd).encode() for odd in fields)):
         await publish_heartbeat(broker, keys, sound)

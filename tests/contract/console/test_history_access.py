@@ -20,7 +20,7 @@ from tidemill.common.wire import codec
 from tidemill.common.wire.codec import SCHEMA
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Commit, SamplingParams, Score, ScoreStatus, Ticket
-from tidemill.services.console.records.joins import CLOCK_SPARE_S, near_tickets, read_group
+from tidemill.services.console.look.joins import CLOCK_SPARE_S, near_tickets, read_group
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.run.history import MissingHistoryError, open_history
 
@@ -84,7 +84,9 @@ async def test_where_nothing_is_left_it_says_what_to_do(redis_server, monkeypatc
         await num_trajectories("nothing", tmp_path)
 
 
-NUM_TICKETS, BEGIN_S, STEP_S = 40, 1_700_000_000, 60
+NUM_TICKETS = 40
+BEGIN_S = 1_700_000_000
+STEP_S = 60
 
 
 def ms_of(ticket: int) -> int:

@@ -22,11 +22,12 @@ from tidemill.common.run.state import PROFILES, publish_config
 from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP
 from tidemill.common.wire.messages import Score, ScoreStatus, Trajectory
-from tidemill.services.console.records import streams
-from tidemill.services.console.records.joins import STAGES, SampleFacts
-from tidemill.services.console.records.timeline import Stretch, Trace
+from tidemill.services.console.look import streams
+from tidemill.services.console.look.joins import STAGES, SampleFacts
+from tidemill.services.console.look.timeline import Stretch, Trace
 
-ESCAPE, RIGHT_TO_LEFT = "\x1b[2J\x1b]0;owned\x07", "\u202e"
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+RIGHT_TO_LEFT = "\u202e"
 HOSTILE = f"[bold red]{ESCAPE}{RIGHT_TO_LEFT}\nfake line" + "x" * 100_000
 
 # What differs between servers is hidden by `History`, and tested there.
@@ -56,7 +57,9 @@ def call(act, keys, tidemill) -> Callable[..., str]:
 @pytest.fixture
 def played(act, keys, tidemill) -> Callable[..., str]:
     """The same on the small run played as sessions; the words of 7.0 mean harm, 7.1 has none."""
-    first, second = [one.model_copy(update={"ticket": 7}) for one in trajectories()[:2]]
+    samples = trajectories()
+    first = samples[0].model_copy(update={"ticket": 7})
+    second = samples[1].model_copy(update={"ticket": 7})
     name = HOSTILE[:60]
     calls = [{"function": {"name": name, "arguments": {"x": name}}}, "no call", {"function": None}]
     odd = as_session(first, messages=({"role": name}, {"role": "assistant", "tool_calls": calls}))
@@ -72,9 +75,10 @@ def samples(printed: str) -> list[str]:
 
 def assert_shown(call: Callable[..., str], expected: dict[str, tuple[str, ...]]) -> None:
     printed = {line: call(*line.split()) for line in expected}
-    assert {line: [w for w in words if w not in printed[line]] for line, words in expected.items()} == {
-        line: [] for line in expected
-    }
+    missing = {}
+    for line, words in expected.items():
+        missing[line] = [word for word in words if word not in printed[line]]
+    assert missing == {line: [] for line in expected}
 
 
 def test_all_streams_are_listed_with_what_they_hold_and_their_readers(call, act, keys):
@@ -129,16 +133,16 @@ def test_an_entry_is_shown_by_sample_number_or_id(call):
 
 def test_found_texts_come_with_their_samples_and_each_prompt_once(call):
     lines = call("streams", "grep", "ticket 3|READ 3", "-i", "--json").splitlines()
-    found = [json.loads(line) for line in lines]
-    assert [(hit["field"], hit["ticket"], hit["index"]) for hit in found] == [
+    records = [json.loads(line) for line in lines]
+    assert [(hit["field"], hit["ticket"], hit["index"]) for hit in records] == [
         ("prompt", 3, 0),
         ("completion", 3, 0),
         ("completion", 3, 1),
         ("detail.judge.words", 3, 0),
         ("detail.judge.words", 3, 1),
     ]
-    (place,) = found[0]["matches"]
-    assert found[0]["text"][place["start"] : place["end"]] == place["text"] == "ticket 3"
+    (match,) = records[0]["matches"]
+    assert records[0]["text"][match["start"] : match["end"]] == match["text"] == "ticket 3"
 
 
 def test_a_search_stops_where_it_shall_and_its_exit_code_says_whether_there_was_anything(call, tidemill):
@@ -152,10 +156,10 @@ def test_a_search_stops_where_it_shall_and_its_exit_code_says_whether_there_was_
 
 def assert_harmless(call: Callable[..., str], *lines: str) -> None:
     for line in lines:
-        shown = call(*line.split())
-        assert "owned" in shown or "[bold" in shown, line
-        assert not {"\x1b", "\x07", RIGHT_TO_LEFT} & set(shown), line
-        assert "--full" in line or len(shown) < 80_000
+        output = call(*line.split())
+        assert "owned" in output or "[bold" in output, line
+        assert not {"\x1b", "\x07", RIGHT_TO_LEFT} & set(output), line
+        assert "--full" in line or len(output) < 80_000
 
 
 def test_what_others_have_written_is_shown_and_does_nothing(call):
@@ -232,8 +236,8 @@ def test_what_comes_is_followed_until_it_is_ended(call, redis_server, keys, monk
 
 
 def test_a_sample_leads_to_its_step_and_a_dropped_group_to_the_one_that_replaced_it(call):
-    def traced(what: str) -> Any:
-        return json.loads(call("trace", what, "--json"))
+    def traced(words: str) -> Any:
+        return json.loads(call("trace", words, "--json"))
 
     tree = traced("4.1")
     (sample,) = tree["samples"]
@@ -272,7 +276,9 @@ def test_a_trace_shows_what_became_of_a_ticket_and_of_a_sample(call):
 def test_the_parts_of_a_step_add_up(call, act, keys):
     tree = json.loads(call("step", "1", "--json"))
     assert [group["ticket"] for group in tree["groups"]] == [3, 4]
-    rewards = [[sample["reward"] for sample in group["samples"]] for group in tree["groups"]]
+    rewards = []
+    for group in tree["groups"]:
+        rewards.append([sample["reward"] for sample in group["samples"]])
     assert rewards == [[0.25, 0.75], [-1.0, 1.0]]
     assert tree["commit"]["dropped"] == [[2, -1, "zero_variance"]] and tree["reversed_groups"] == []
     assert [batch["keys"] for batch in tree["micro_batches"]] == [[[4, 0], [3, 0]], [[3, 1], [4, 1]]]
@@ -365,9 +371,10 @@ def test_programs_get_every_turn_with_its_words(played):
     (sample,) = json.loads(played("trace", "4.1", "--json"))["samples"]
     turns = sample["turns"]
     numbers = ("segment", "versions", "num_trained", "num_answer_tokens")
-    assert [[turn[name] for name in numbers] for turn in turns] == [
-        [0, [0, 1], 4, 3], [0, [1], 3, 0], [1, [3], 3, 1]
-    ]  # fmt: skip
+    numbers_of_turns = []
+    for turn in turns:
+        numbers_of_turns.append([turn[name] for name in numbers])
+    assert numbers_of_turns == [[0, [0, 1], 4, 3], [0, [1], 3, 0], [1, [3], 3, 1]]
     assert [answer["content"] for answer in turns[0]["answers"]] == [RESULT]
     assert [turn["said"]["content"] for turn in turns[1:]] == [ANSWER, SECOND]
     assert sample["trajectory"]["session"]["forks"][0]["completion_ids"] == [50, 51, 52, 53]

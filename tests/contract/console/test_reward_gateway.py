@@ -24,9 +24,9 @@ from tidemill.common.streams.log import KEPT_LETTERS
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
 from tidemill.common.wire.messages import DeadLetter, Score, ScoreStatus, Trajectory
 from tidemill.services.console.run.folder import RunFolder
-from tidemill.services.console.serving import gateway as module
-from tidemill.services.console.serving.gateway import RewardGateway, ScoreOut
-from tidemill.services.console.serving.samples import SampleIn
+from tidemill.services.console.serve import gateway as module
+from tidemill.services.console.serve.gateway import RewardGateway, ScoreOut
+from tidemill.services.console.serve.samples import SampleIn
 from tidemill.services.reward.sample import RewardSample
 
 Start = Callable[..., Any]
@@ -62,14 +62,14 @@ def start(broker: Broker, keys: Keys, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 async def appended(broker: Broker, keys: Keys, count: int) -> list[Any]:
-    found: list[Any] = []
+    replies: list[Any] = []
 
     async def are_there() -> bool:
-        found[:] = await read_range(broker, keys.trajectories(), Trajectory)
-        return len(found) >= count
+        replies[:] = await read_range(broker, keys.trajectories(), Trajectory)
+        return len(replies) >= count
 
     await wait_until(are_there)
-    return found
+    return replies
 
 
 def ok(ticket: int, index: int = 0, value: float = 1.0) -> Score:
@@ -85,7 +85,8 @@ async def values(asked: "asyncio.Task[list[ScoreOut]]") -> list[float | None]:
 
 
 async def test_no_number_of_a_ticket_is_used_before_redis_has_reserved_it(start, broker, keys, monkeypatch):
-    execute, is_reserved = broker.execute, asyncio.Event()
+    execute = broker.execute
+    is_reserved = asyncio.Event()
 
     async def slow(*command: Any) -> Any:
         if command[0] == "HSET":
@@ -99,10 +100,10 @@ async def test_no_number_of_a_ticket_is_used_before_redis_has_reserved_it(start,
             await execute("PING")
         assert await read_range(broker, keys.trajectories(), Trajectory) == []
         is_reserved.set()
-        found = [entry.message.ticket for entry in await appended(broker, keys, 2)]
-        assert sorted(found) == [0, 1]
+        tickets = [entry.message.ticket for entry in await appended(broker, keys, 2)]
+        assert sorted(tickets) == [0, 1]
         await append(broker, keys.scores(), ok(0), ok(1))
-        assert [await values(one) for one in asked] == [[1.0], [1.0]]
+        assert [await values(answer) for answer in asked] == [[1.0], [1.0]]
 
 
 async def test_the_first_score_of_a_key_counts_and_answers_keep_their_order(start, broker, keys):
@@ -119,13 +120,13 @@ async def test_messages_in_parts_are_scored_by_their_text(start: Start, broker: 
     def said(role: str, *texts: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": [{"type": "text", "text": text} for text in texts]}]
 
-    one = SampleIn(prompt=said("user", "1 + ", "1?"), completion=said("assistant", "two"))
+    posted = SampleIn(prompt=said("user", "1 + ", "1?"), completion=said("assistant", "two"))
     async with start() as gateway:
-        asked = asyncio.create_task(gateway.score([one], 0))
-        ((found,),) = [[entry.message for entry in await appended(broker, keys, 1)]]
+        asked = asyncio.create_task(gateway.score([posted], 0))
+        ((trajectory,),) = [[entry.message for entry in await appended(broker, keys, 1)]]
         await append(broker, keys.scores(), ok(0))
         await asked
-    sample = RewardSample(found)
+    sample = RewardSample(trajectory)
     assert (sample.prompt, sample.trajectory.text) == ("1 + 1?", "two")
 
 
@@ -143,19 +144,19 @@ async def test_a_dead_trajectory_fails_with_its_reason_and_so_does_what_waits_of
         letter = dead_letter("trajectories", first.entry_id, {}, "it kills workers", message=first.message)
         await append(broker, keys.dead, letter, letter.model_copy(update={"origin": "prompts", "ticket": 1}))
         await append(broker, keys.scores(), ok(1))
-        found = await asked
-        assert [score.value for score in found] == [None, None, 1.0]
-        assert [score.error for score in found] == ["it kills workers", "it kills workers", ""]
+        answers = await asked
+        assert [score.value for score in answers] == [None, None, 1.0]
+        assert [score.error for score in answers] == ["it kills workers", "it kills workers", ""]
 
 
 async def test_a_trajectory_that_no_worker_can_read_fails_by_its_entry(start, broker, keys):
     async with start() as gateway:
         asked = asyncio.create_task(gateway.score(samples(1), 0))
         (first,) = await appended(broker, keys, 1)
-        await wait_until(lambda: all(one.entry_id for one in gateway._waiting["train"].values()))
+        await wait_until(lambda: all(waiting.entry_id for waiting in gateway._waiting["train"].values()))
         await append(broker, keys.dead, dead_letter("trajectories", first.entry_id, {}, "too large"))
-        (found,) = await asked
-        assert (found.value, found.error) == (None, "too large")
+        (answer,) = await asked
+        assert (answer.value, answer.error) == (None, "too large")
 
 
 async def test_nothing_is_trimmed_that_may_just_have_been_appended(start, broker, keys, monkeypatch):
@@ -163,8 +164,8 @@ async def test_nothing_is_trimmed_that_may_just_have_been_appended(start, broker
     async with start() as gateway:
         real = module.append_encoded
 
-        async def late(*given: Any) -> list[str]:
-            ids = await real(*given)
+        async def late(*arguments: Any) -> list[str]:
+            ids = await real(*arguments)
             await gateway._trim()
             return ids
 
@@ -209,9 +210,11 @@ async def test_redis_keeps_what_is_in_flight_and_the_archive_has_all_the_rest(
             return len(await read_range(broker, keys.trajectories(), Trajectory)) < 40
 
         await wait_until(is_trimmed)
-        left = [entry.message.ticket for entry in await read_range(broker, keys.trajectories(), Trajectory)]
+        tickets = [
+            entry.message.ticket for entry in await read_range(broker, keys.trajectories(), Trajectory)
+        ]
         archived = Manifest.load(stream_folder(tmp_path / keys.run_id, "trajectories")).entries
-        assert left[-1] == 39 and left == list(range(archived, 40)), "nothing lost, nothing twice"
+        assert tickets[-1] == 39 and tickets == list(range(archived, 40)), "nothing lost, nothing twice"
         await append(broker, keys.scores(), ok(39))
         assert await values(waits) == [1.0]
 
@@ -259,9 +262,8 @@ async def test_results_of_groups_go_once_nobody_waits_for_them(start, broker, ke
 
 async def test_the_newest_dead_letters_stay_and_older_ones_go(start, broker, keys):
     async with start():
-        old, *letters = [
-            dead_letter("trajectories", f"{n + 1}-0", {}, f"{n}") for n in range(KEPT_LETTERS + 1)
-        ]
+        letters = [dead_letter("trajectories", f"{n + 1}-0", {}, f"{n}") for n in range(KEPT_LETTERS + 1)]
+        old = letters.pop(0)
         await append(broker, keys.dead, old)
         await append(broker, keys.dead, *letters)
 

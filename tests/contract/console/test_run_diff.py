@@ -25,7 +25,9 @@ from tidemill.common.wire.messages import Commit, Score, ScoreStatus, Ticket, Tr
 from tidemill.services.console.compare.diff import MEANINGS, Aspect, DiffedRun, RunDiff, diff_runs, diff_tree
 from tidemill.services.console.text.tree import print_tree
 
-STEPS, GROUPS, SIZE = 5, 2, 2
+STEPS = 5
+GROUPS = 2
+SIZE = 2
 # What differs between servers is hidden by `History`, and tested there.
 pytestmark = pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 
@@ -39,10 +41,10 @@ class Run:
     scores: dict[tuple[int, int], Score]
     commits: dict[int, Commit]
 
-    def changed(self, part: str, key: Any, **fields: Any) -> "Run":
-        messages = dict(getattr(self, part))
+    def changed(self, stream: str, key: Any, **fields: Any) -> "Run":
+        messages = dict(getattr(self, stream))
         messages[key] = messages[key].model_copy(update=fields)
-        return replace(self, **{part: messages})
+        return replace(self, **{stream: messages})
 
 
 def make_run() -> Run:
@@ -111,7 +113,7 @@ DROPPED = {"dropped": ((2, -1, "zero_variance"),)}
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "fields", "aspect", "place", "values"),
+    ("stream", "key", "fields", "aspect", "position", "values"),
     [
         ("tickets", 4, {"row": 17}, "prompts", (2, 4, -1, "row"), (4, 17)),
         (
@@ -130,10 +132,10 @@ DROPPED = {"dropped": ((2, -1, "zero_variance"),)}
         ("commits", 1, {"advantages": {"2": [1.0]}}, "advantages", (1, 2, -1, "number of samples"), (2, 1)),
     ],
 )
-async def test_the_first_cause_is_named_with_both_values(diff, part, key, fields, aspect, place, values):
-    result = await diff(make_run().changed(part, key, **fields))
+async def test_the_first_cause_is_named_with_both_values(diff, stream, key, fields, aspect, position, values):
+    result = await diff(make_run().changed(stream, key, **fields))
     cause = result.cause
-    assert (cause.aspect, cause.step, cause.ticket, cause.index, cause.what) == (aspect, *place)
+    assert (cause.aspect, cause.step, cause.ticket, cause.index, cause.what) == (aspect, *position)
     assert values is None or (cause.a, cause.b) == values
     assert MEANINGS[aspect] in printed(result)
 
@@ -145,19 +147,19 @@ def printed(result: RunDiff) -> str:
 
 
 @pytest.mark.parametrize(
-    ("place", "what"),
+    ("position", "where"),
     [(8, "turn 1, from token 8 on"), (5, "the environment's answer to turn 0, from token 5 on")],
 )
-async def test_sessions_differ_at_a_turn(publish, place, what):
+async def test_sessions_differ_at_a_turn(publish, position, where):
     run = make_run()
     session = as_session(run.trajectories[3, 0])
     ids = session.completion_ids.copy()
-    ids[place] = 99
-    runs = [run.changed("trajectories", (3, 0), **session.__dict__ | {"completion_ids": one})
-            for one in (session.completion_ids, ids)]  # fmt: skip
-    cause = (await diff_runs(*[await publish(one) for one in runs], 1e-3)).cause
-    assert (cause.aspect, cause.ticket, cause.index, cause.what) == (Aspect.TOKENS, 3, 0, what)
-    assert (cause.a["ids"][0], cause.b["ids"][0], cause.a["num_turns"]) == (10 + place, 99, 3)
+    ids[position] = 99
+    runs = [run.changed("trajectories", (3, 0), **session.__dict__ | {"completion_ids": ids_of_run})
+            for ids_of_run in (session.completion_ids, ids)]  # fmt: skip
+    cause = (await diff_runs(*[await publish(run) for run in runs], 1e-3)).cause
+    assert (cause.aspect, cause.ticket, cause.index, cause.what) == (Aspect.TOKENS, 3, 0, where)
+    assert (cause.a["ids"][0], cause.b["ids"][0], cause.a["num_turns"]) == (10 + position, 99, 3)
 
 
 async def test_a_fork_and_the_environments_reward_are_compared_too(publish):
@@ -167,10 +169,10 @@ async def test_a_fork_and_the_environments_reward_are_compared_too(publish):
     kinds = {"fork 1, turn 0, from token 0 on": {"forks": (other_fork,)}, "number of forks": {"forks": ()},
              "the environment's": {"reward": 0.5}, "end": {"end": "timeout"}}  # fmt: skip
     first = await publish(run.changed("trajectories", (3, 0), **session.__dict__))
-    for what, fields in kinds.items():
+    for kind, fields in kinds.items():
         changed = as_session(run.trajectories[3, 0], **fields)
-        other = await publish(run.changed("trajectories", (3, 0), **changed.__dict__))
-        assert (await diff_runs(first, other, 1e-3)).cause.what == what
+        changed_run = await publish(run.changed("trajectories", (3, 0), **changed.__dict__))
+        assert (await diff_runs(first, changed_run, 1e-3)).cause.what == kind
 
 
 async def test_a_flipped_reward_is_the_cause_and_its_advantage_follows(diff):
@@ -211,27 +213,30 @@ async def test_numbers_differ_by_more_than_the_tolerance_or_by_rounding(diff, ap
 
 
 async def test_a_change_of_the_config_is_listed_and_the_longer_run_is_named(publish):
-    other, short = trainer_config(steps=STEPS, optimizer={"lr": 1e-3}), make_run()
+    config = trainer_config(steps=STEPS, optimizer={"lr": 1e-3})
+    short = make_run()
     del short.commits[STEPS - 1]
-    result = await diff_runs(await publish(short), await publish(make_run(), other), 1e-3)
+    result = await diff_runs(await publish(short), await publish(make_run(), config), 1e-3)
     assert [(c["field"], c["b"]) for c in result.config] == [("trainer.optimizer.lr", 1e-3)]
     assert result.is_equal and (result.num_steps, result.longer) == (STEPS - 1, "b")
     assert "config  trainer.optimizer.lr" in printed(result) and "run b has more" in printed(result)
 
 
 async def test_where_records_are_trimmed_commits_are_compared(publish, broker):
-    one, other = await publish(make_run()), await publish(make_run().changed("commits", 1, digest="f" * 32))
-    key = other.history.keys.trajectories()
+    first = await publish(make_run())
+    second = await publish(make_run().changed("commits", 1, digest="f" * 32))
+    key = second.history.keys.trajectories()
     newest = (await broker.execute("XRANGE", key, "-", "+"))[-4][0].decode()
     await trim_before(broker, key, newest)
-    result = await diff_runs(one, other, 1e-3)
+    result = await diff_runs(first, second, 1e-3)
     assert result.num_steps == STEPS and result.unread_steps == [0, 1, 2, 3]
     assert [item.aspect for item in result.earlier] == [Aspect.WEIGHTS]
     assert "steps 0 to 3" in printed(result)
 
 
 async def test_no_more_is_held_than_was_outstanding(publish, monkeypatch):
-    take, most = GroupCursor._take, 0
+    take = GroupCursor._take
+    most = 0
 
     def count(self: GroupCursor, message: Any) -> int:
         nonlocal most

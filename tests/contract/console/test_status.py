@@ -16,9 +16,9 @@ from tidemill.common.run.state import FINISHED, RUNNING, publish_config, read_co
 from tidemill.common.streams import Consumer, append
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket, Trajectory
-from tidemill.services.console.options import StatusOptions
-from tidemill.services.console.status.report import show_report
-from tidemill.services.console.status.snapshot import MAX_POINTS, SnapshotReader
+from tidemill.services.console.commands import StatusOptions
+from tidemill.services.console.look.report import show_report
+from tidemill.services.console.look.snapshot import MAX_POINTS, SnapshotReader
 
 
 @pytest.fixture(autouse=True)
@@ -70,18 +70,18 @@ async def test_a_snapshot_follows_the_commits(broker: Broker, keys: Keys) -> Non
 async def test_queues_say_what_waits_and_what_is_held(broker: Broker, keys: Keys) -> None:
     reader = await reader_of(broker, keys)
     await append_numbered(broker, keys.prompts(), ((item.ticket, item) for item in tickets()))
-    made = trajectories()
-    await append(broker, keys.trajectories(), *made)
+    samples = trajectories()
+    await append(broker, keys.trajectories(), *samples)
     rollout = Consumer(broker, keys.prompts(), ROLLOUT_GROUP, "r", Ticket, lease_s=60, dead_key=keys.dead)
     reward = Consumer(
         broker, keys.trajectories(), REWARD_GROUP, "s", Trajectory, lease_s=60, dead_key=keys.dead
     )
     async with rollout, reward:
         await rollout.fetch(2, 1.0)
-        await reward.fetch(len(made), 1.0)
-        prompts, taken, scores = (await reader.read()).queues
+        await reward.fetch(len(samples), 1.0)
+        prompts, trajectories_queue, scores = (await reader.read()).queues
     assert (prompts.length, prompts.waiting, prompts.held) == (5, 3, 2)
-    assert (taken.waiting, taken.held, scores.length) == (0, len(made), 0)
+    assert (trajectories_queue.waiting, trajectories_queue.held, scores.length) == (0, len(samples), 0)
 
 
 async def test_the_report_of_a_run_is_computed_from_its_commits_and_kept_in_its_folder(

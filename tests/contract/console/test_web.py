@@ -81,10 +81,10 @@ async def site(
     client: httpx.AsyncClient = browse(keys.run_id)
 
     async def is_read() -> bool:
-        found = (await client.get("/changes.json")).json()
-        return bool((found["groups"], found["steps"]) == ({"train": 6, "eval": 1}, 2))
+        changes = (await client.get("/changes.json")).json()
+        return bool((changes["groups"], changes["steps"]) == ({"train": 6, "eval": 1}, 2))
 
-    await wait_until(is_read, what="the index is complete")
+    await wait_until(is_read, awaited="the index is complete")
     return client
 
 
@@ -156,11 +156,11 @@ async def test_what_may_come_says_when_and_waits_for_it(site, broker, keys, tmp_
 
 
 async def test_texts_and_tokens_come_in_parts_with_all_that_is_known_of_them(site, broker, keys):
-    part = await text(site, "/groups/0/3/text?first=99990")
-    assert 'data-next="100004" data-total="100004"' in part and len(part) < 300
-    part = await text(site, "/groups/2/1/tokens?first=3&count=2")
-    assert 'data-next="5" data-total="6"' in part and part.count("<span") == 2, "of which texts are not known"
-    assert re.findall(r">(\d+)</span>", part) == ["8", "9"] and part.count('data-from="1"') == 1
+    page = await text(site, "/groups/0/3/text?first=99990")
+    assert 'data-next="100004" data-total="100004"' in page and len(page) < 300
+    page = await text(site, "/groups/2/1/tokens?first=3&count=2")
+    assert 'data-next="5" data-total="6"' in page and page.count("<span") == 2, "of which texts are not known"
+    assert re.findall(r">(\d+)</span>", page) == ["8", "9"] and page.count('data-from="1"') == 1
     assert "untrained" in await text(site, "/groups/2/1/tokens?first=5")
     await append_numbered(broker, keys.prompts(), [(6, make_ticket(6))])
     await append(broker, keys.trajectories(), session(6, 0))
@@ -170,8 +170,8 @@ async def test_texts_and_tokens_come_in_parts_with_all_that_is_known_of_them(sit
     assert "<script>window" not in page and "<img src=x" not in page and "\u202e" not in page
     assert page.count('<details class="turn">') == 3
     assert page.count('class="tokens"') == 2 and 'data-segment="1"' in page, "its fork beside it"
-    part = await text(site, "/groups/6/0/tokens")
-    assert part.count("<span") == 10 and part.count("environment") == 2 * 3
+    page = await text(site, "/groups/6/0/tokens")
+    assert page.count("<span") == 10 and page.count("environment") == 2 * 3
     fork = await text(site, "/groups/6/0/tokens?segment=1")
     assert re.findall(r">(\d+)</span>", fork) == ["50", "51", "52", "53"]
     assert (await site.get("/groups/6/0/tokens?segment=2")).status_code == 404
@@ -192,11 +192,11 @@ async def test_groups_are_filtered_sorted_and_kept_as_files(site: httpx.AsyncCli
         "length=7..": [],
     }.items():
         page = await text(site, f"/groups?{query}")
-        found = [
+        cells = [
             int(row.partition("</a>")[0].rpartition(">")[2]) for row in page.split('<th scope="row"')[1:]
         ]
         trees = (await site.get(f"/groups.json?{query}")).json()
-        assert found == [tree["ticket"] for tree in trees] == tickets, query
+        assert cells == [tree["ticket"] for tree in trees] == tickets, query
     assert "reward must be a number" in await text(site, "/groups?reward=high")
     answer = await site.get("/groups.csv?reward=2..4&sort=reward&order=up")
     assert "attachment" in answer.headers["content-disposition"]
@@ -205,7 +205,7 @@ async def test_groups_are_filtered_sorted_and_kept_as_files(site: httpx.AsyncCli
     assert rows[0]["prompt"] == f"question 2 {SCRIPT}" and rows[0]["state"] == "trained"
     whole = (await site.get("/groups/1.json")).json()
     assert whole["number"] == 1 and whole["samples"][0]["trajectory"]["completion_ids"] == [5, 6, 7, 8, 9, 10]
-    parts = "".join([part async for part in csv_file("x", ("a",), iter([("=1+1", -2)])).body_iterator])
+    parts = "".join([chunk async for chunk in csv_file("x", ("a",), iter([("=1+1", -2)])).body_iterator])
     assert parts == "a\r\n'=1+1,-2\r\n", "no text becomes a formula"
 
 
@@ -343,7 +343,7 @@ async def test_what_a_redis_left_is_shown_and_released_when_nobody_looks(ended, 
         redis.stop()
         return True
 
-    await wait_until(lambda: asyncio.to_thread(is_free), what="the run could be resumed")
+    await wait_until(lambda: asyncio.to_thread(is_free), awaited="the run could be resumed")
     monkeypatch.setattr(runs, "UNWATCHED_S", 90.0)
     await shows(ended, "/groups/1", "words of the judge")
 
@@ -429,7 +429,7 @@ async def test_while_redis_is_away_a_live_run_waits_and_then_goes_on(browse, tmp
     async def is_read_again() -> bool:
         return "cannot be read" not in await text(page) and (await page.get("/groups/0")).status_code == 200
 
-    await wait_until(is_read_again, what="the run is shown again")
+    await wait_until(is_read_again, awaited="the run is shown again")
     assert not (await page.get("/charts.json")).json()["problem"]
     await broker.close()
     redis.stop()
@@ -471,9 +471,9 @@ async def test_a_run_of_which_only_the_folder_is_left_has_its_curves(ended, tmp_
     assert "trainer.optimizer.lr" in await text(ended, "/config?text=optimizer")
     assert yaml.safe_load(await text(ended, "/config.yaml"))["run_id"] == "ended"
     assert (await ended.get("/dead")).status_code == 503
-    other = yaml.safe_load((tmp_path / "ended" / "config.yaml").read_text()) | {"seed": 77}
+    changed = yaml.safe_load((tmp_path / "ended" / "config.yaml").read_text()) | {"seed": 77}
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.yaml").write_text(yaml.safe_dump(other))
+    (tmp_path / "other" / "config.yaml").write_text(yaml.safe_dump(changed))
     write_metrics(tmp_path / "other", [-s for s in range(2000)])
     address = "http://127.0.0.1/compare{}?run=ended&run=other&metric=reward"
     (chart,) = (await ended.get(address.format(".json") + "&smooth=0.5")).json()["charts"]

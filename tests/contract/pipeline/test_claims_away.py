@@ -40,7 +40,8 @@ class CountingStore(ClaimStore):
 def store(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingStore:
     monkeypatch.setattr(claims, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(claims, "LONGEST_PAUSE_S", 0.01)
-    broker.claims = store = CountingStore(tmp_path, 1)
+    store = CountingStore(tmp_path, 1)
+    broker.claims = store
     return store
 
 
@@ -65,8 +66,8 @@ async def test_a_reward_worker_waits_and_scores_what_it_holds(broker, keys, stor
     async with worker(broker, keys, **reward):
         await wait_until(lambda: store.num_refused > 8)
         come_back(store)
-        found = await scores(broker, keys, 4)
-    assert [score.status for score in found] == [ScoreStatus.OK] * 4
+        scored = await scores(broker, keys, 4)
+    assert [score.status for score in scored] == [ScoreStatus.OK] * 4
     assert await length(broker, keys.dead) == 0
 
 
@@ -86,15 +87,16 @@ async def test_what_one_worker_cannot_read_for_a_lease_another_one_scores(
 ):
     await publish(broker, keys, store)
     elsewhere = await Broker.connect(redis_server.url)
-    elsewhere.claims = blind = CountingStore(tmp_path / "not mounted", 1)
+    blind = CountingStore(tmp_path / "not mounted", 1)
+    elsewhere.claims = blind
     try:
         async with worker(elsewhere, keys, "blind"):
             await wait_until(lambda: blind.num_refused > 0)
             async with worker(broker, keys, "seeing"):
-                found = await scores(broker, keys, 4)
+                scored = await scores(broker, keys, 4)
     finally:
         await elsewhere.close()
-    assert {(score.worker, score.status) for score in found} == {("seeing", ScoreStatus.OK)}
+    assert {(score.worker, score.status) for score in scored} == {("seeing", ScoreStatus.OK)}
     assert await num_pending(broker, keys) == 0
 
 
@@ -113,8 +115,8 @@ async def test_samples_that_came_with_one_that_is_waited_for_are_scored_meanwhil
     async with worker(broker, keys):
         assert [score.index for score in await scores(broker, keys, 3)] == [0, 2, 3]
         is_back.set()
-        found = await scores(broker, keys, len(samples))
-    assert [score.status for score in found] == [ScoreStatus.OK] * 4
+        scored = await scores(broker, keys, len(samples))
+    assert [score.status for score in scored] == [ScoreStatus.OK] * 4
 
 
 async def test_a_reader_by_offset_gives_whole_trajectories_once_the_store_is_back(broker, keys, store):
@@ -160,6 +162,7 @@ async def test_choices_are_waited_for_by_who_trains_them_and_by_an_archiver_that
     assert not reading.done()
     come_back(store)
     assert await archive(broker, keys, tmp_path) == keeps
-    (read,), (archived,) = await reading, await scanned(History(keys.run_id, tmp_path, None))
-    rows = [one.message.choices.rows for one in (read, archived)]  # type: ignore[union-attr]
+    (read,) = await reading
+    (archived,) = await scanned(History(keys.run_id, tmp_path, None))
+    rows = [entry.message.choices.rows for entry in (read, archived)]  # type: ignore[union-attr]
     assert rows == [choices.rows, choices.rows if keeps else {}]

@@ -105,10 +105,10 @@ async def test_a_call_that_ends_its_process_fails_alone(put, reward, tasks, brok
     death = "await asyncio.sleep(0.1); os._exit(3)"
     await put(*["await asyncio.sleep(0.3)"] * 5, death, *["await asyncio.sleep(0.3)"] * 5)
     async with worker(broker, keys, **reward, max_attempts=2):
-        made = await scores(broker, keys, 11)
-    assert [score.index for score in made if score.status is not ScoreStatus.OK] == [5]
-    assert "exit code 3" in made[5].error and made[5].attempts == 2
-    assert all(score.attempts == 1 for score in made if score.index != 5), "nobody else's fault"
+        published = await scores(broker, keys, 11)
+    assert [score.index for score in published if score.status is not ScoreStatus.OK] == [5]
+    assert "exit code 3" in published[5].error and published[5].attempts == 2
+    assert all(score.attempts == 1 for score in published if score.index != 5), "nobody else's fault"
     assert len(tasks) == 11
 
 
@@ -145,8 +145,8 @@ async def test_a_stop_waits_for_first_attempts_and_their_further_ones(put, rewar
     async with worker(broker, keys, **reward, max_attempts=2):
         await wait_until((tmp_path / "begun").exists)
         asyncio.get_running_loop().call_later(0.5, (tmp_path / "open").touch)
-    made = await scores(broker, keys, 2)
-    assert [score.attempts for score in made] == [1, 2] and await num_pending(broker, keys) == 0
+    published = await scores(broker, keys, 2)
+    assert [score.attempts for score in published] == [1, 2] and await num_pending(broker, keys) == 0
 
 
 async def test_a_stop_ends_and_hands_back_what_does_not_end_in_time(put, reward, broker, keys, tmp_path):
@@ -176,9 +176,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_a_full_lane_holds_some_more_and_never_runs_them(put, reward, held, broker, keys):
     await put(*["await asyncio.sleep(0.05)"] * 200)
     async with worker(broker, keys, **reward, max_in_flight=20):
-        made = await scores(broker, keys, 200)
-    assert peak(made) == 20 and max(held) == 23, "the share of its slots that begins soon"
-    assert {score.attempts for score in made} == {1}
+        published = await scores(broker, keys, 200)
+    assert peak(published) == 20 and max(held) == 23, "the share of its slots that begins soon"
+    assert {score.attempts for score in published} == {1}
 
 
 async def test_a_lane_whose_rewards_take_long_holds_no_more_than_it_runs(
@@ -194,15 +194,15 @@ async def test_a_lane_whose_rewards_take_long_holds_no_more_than_it_runs(
 @pytest.fixture
 def lanes(monkeypatch: pytest.MonkeyPatch) -> list[RewardLane]:
     """The lanes of the worker."""
-    made: list[RewardLane] = []
+    all_lanes: list[RewardLane] = []
     make = RewardLane.__init__
 
     def noting(lane: RewardLane, *args: Any) -> None:
         make(lane, *args)
-        made.append(lane)
+        all_lanes.append(lane)
 
     monkeypatch.setattr(RewardLane, "__init__", noting)
-    return made
+    return all_lanes
 
 
 @pytest.fixture

@@ -22,18 +22,20 @@ MakeLimiter = Callable[..., Limiter]
 @pytest.fixture
 async def make(broker: Broker, keys: Keys) -> AsyncIterator[MakeLimiter]:
     """Limiters of several workers of one run."""
-    made: list[Limiter] = []
+    limiters: list[Limiter] = []
 
     def make(
         lease_s: float = 30.0, burst_s: float = 2.0, evaluation_share: float = 0.1, **limits: Any
     ) -> Limiter:
         limiter = Limiter(broker, keys, "judge", LimitsConfig(**limits))
-        limiter.lease_s, limiter.burst_s, limiter.evaluation_share = lease_s, burst_s, evaluation_share
-        made.append(limiter)
+        limiter.lease_s = lease_s
+        limiter.burst_s = burst_s
+        limiter.evaluation_share = evaluation_share
+        limiters.append(limiter)
         return limiter
 
     yield make
-    for limiter in made:
+    for limiter in limiters:
         await limiter.close()
 
 
@@ -41,7 +43,8 @@ class Holder:
     """Requests that are held until the test lets them go."""
 
     def __init__(self, limiter: Limiter, count: int, lane: Lane = Lane.TRAIN, tokens: int = 0) -> None:
-        self.num_held, self.gate = 0, asyncio.Event()
+        self.num_held = 0
+        self.gate = asyncio.Event()
         self.tasks = [asyncio.create_task(self._hold(limiter, lane, tokens)) for _ in range(count)]
 
     async def _hold(self, limiter: Limiter, lane: Lane, tokens: int) -> None:
@@ -71,13 +74,15 @@ async def hold(make: MakeLimiter) -> AsyncIterator[Callable[..., Holder]]:
         return held[-1]
 
     yield hold
-    for one in held:
-        await one.cancel()
+    for permit in held:
+        await permit.cancel()
 
 
 async def test_workers_together_stay_within_the_concurrency(make: MakeLimiter) -> None:
     workers = [make(concurrency=10, evaluation_share=0.0) for _ in range(3)]
-    running, peak, done = 0, 0, 0
+    running = 0
+    peak = 0
+    done = 0
 
     async def request(limiter: Limiter) -> None:
         nonlocal running, peak, done
@@ -93,7 +98,8 @@ async def test_workers_together_stay_within_the_concurrency(make: MakeLimiter) -
 
 
 async def test_evaluation_has_places_that_training_cannot_take(make, hold):
-    trainer, evaluator = [make(concurrency=5, evaluation_share=0.2) for _ in range(2)]
+    trainer = make(concurrency=5, evaluation_share=0.2)
+    evaluator = make(concurrency=5, evaluation_share=0.2)
     training = hold(trainer, 20)
     await training.has(4)
     await hold(evaluator, 1, Lane.EVAL).has(1)
@@ -101,10 +107,12 @@ async def test_evaluation_has_places_that_training_cannot_take(make, hold):
 
 
 async def test_what_becomes_free_goes_to_waiting_evaluation_first(make, hold):
-    trainer, evaluator = [make(concurrency=2, evaluation_share=0.0) for _ in range(2)]
+    trainer = make(concurrency=2, evaluation_share=0.0)
+    evaluator = make(concurrency=2, evaluation_share=0.0)
     first = hold(trainer, 2)
     await first.has(2)
-    training, evaluation = hold(trainer, 50), hold(evaluator, 2, Lane.EVAL)
+    training = hold(trainer, 50)
+    evaluation = hold(evaluator, 2, Lane.EVAL)
     await wait_until(lambda: _waits(evaluator))  # it asked, and has to wait
     first.gate.set()
     await evaluation.has(2)
@@ -134,7 +142,8 @@ async def test_training_gets_nothing_before_no_evaluation_waits_at_any_worker(br
 
 
 async def test_a_dead_workers_places_are_free_when_its_lease_ends(make, hold, broker, keys):
-    crashed, survivor = (make(concurrency=2, evaluation_share=0.0, lease_s=0.7) for _ in range(2))
+    crashed = make(concurrency=2, evaluation_share=0.0, lease_s=0.7)
+    survivor = make(concurrency=2, evaluation_share=0.0, lease_s=0.7)
     await hold(crashed, 2).has(2)
     first_end = await _lease_end(broker, keys)
     await wait_until(lambda: _is_after(broker, keys, first_end))  # as long as it lives, it renews
@@ -184,7 +193,8 @@ async def test_who_gives_up_waiting_takes_no_place(make, hold):
     limiter = make(concurrency=1, evaluation_share=0.0)
     first = hold(limiter, 1)
     await first.has(1)
-    given_up, last = hold(limiter, 5), hold(limiter, 1)
+    given_up = hold(limiter, 5)
+    last = hold(limiter, 1)
     await asyncio.sleep(0)
     await given_up.cancel()
     first.gate.set()
@@ -197,11 +207,12 @@ async def test_who_gives_up_waiting_takes_no_place(make, hold):
     ids=["fault", "error", "cancelled"],
 )
 async def test_a_request_that_fails_gives_its_place_to_the_next(make, broker, keys, error):
-    limiter, other = [make(concurrency=1, evaluation_share=0.0) for _ in range(2)]
+    limiter = make(concurrency=1, evaluation_share=0.0)
+    second = make(concurrency=1, evaluation_share=0.0)
     with pytest.raises(type(error)):
         async with limiter.permit(Lane.TRAIN, 0):
             raise error
-    for worker in (limiter, other):  # far sooner than its lease ends
+    for worker in (limiter, second):  # far sooner than its lease ends
         async with asyncio.timeout(limiter.lease_s / 3), worker.permit(Lane.TRAIN, 0):
             pass
     await wait_until(lambda: _is_empty(broker, keys))

@@ -60,13 +60,13 @@ async def test_the_same_sample_is_paid_for_once_also_by_another_worker(broker: B
 
 
 @pytest.mark.parametrize(
-    "other", [{"truth": "2"}, {"prompt": "q"}, {"extra_info": {"rubric": "new"}}, {"text": "t"}]
+    "changed", [{"truth": "2"}, {"prompt": "q"}, {"extra_info": {"rubric": "new"}}, {"text": "t"}]
 )
-async def test_whatever_decides_a_reward_is_part_of_its_name(broker, keys, other):
+async def test_whatever_decides_a_reward_is_part_of_its_name(broker, keys, changed):
     reward = Paid()
     cached = named(broker, keys, reward)
     await cached.score(sample("text"))
-    await cached.score(sample(**({"text": "text"} | other)))
+    await cached.score(sample(**({"text": "text"} | changed)))
     assert len(reward.asked) == 2
     await named(broker, keys, reward, "second").score(sample("text"))
     assert len(reward.asked) == 3
@@ -102,7 +102,7 @@ async def test_equal_requests_at_once_share_one_call_and_one_that_gives_up_takes
     reward.gate.set()
     parts = await asyncio.gather(*tasks[1:])
     assert reward.asked == ["text"]
-    assert [part.value for part in parts] == [1.0] * 3
+    assert [score.value for score in parts] == [1.0] * 3
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_paid_for_once_all_the_same(broker, keys):

@@ -57,9 +57,9 @@ async def test_functions(broker, keys, reward, texts, extra, values):
     paths = {name: f"{EXAMPLES}/{reward[name]}" for name in ("function", "group") if name in reward}
     async with worker(broker, keys, **(reward | paths)):
         await append(broker, keys.trajectories(), *_group(texts, extra))
-        made = await scores(broker, keys, len(texts))
-    assert [score.error for score in made] == [""] * len(texts)
-    assert [score.value for score in made] == pytest.approx(values)
+        published = await scores(broker, keys, len(texts))
+    assert [score.error for score in published] == [""] * len(texts)
+    assert [score.value for score in published] == pytest.approx(values)
 
 
 async def test_the_weighted_sum_of_the_yaml_file(broker: Broker, keys: Keys, tmp_path: Path) -> None:
@@ -75,11 +75,11 @@ async def test_the_weighted_sum_of_the_yaml_file(broker: Broker, keys: Keys, tmp
             t.model_copy(update={"ground_truth": "$1$"}) for t in _group(texts, {"solution": "$1$"})
         ]
         await append(broker, keys.trajectories(), *trajectories)
-        made = await scores(broker, keys, 3)
-    assert [score.error for score in made] == [""] * 3
-    assert [score.value for score in made] == [1.0, 0.0, 0.5]
-    assert made[0].components["before_group"] == pytest.approx(1.0 + 0.2 + 0.1 * 0.25)
-    assert {"correct", "format", "short"} <= made[0].components.keys()
+        published = await scores(broker, keys, 3)
+    assert [score.error for score in published] == [""] * 3
+    assert [score.value for score in published] == [1.0, 0.0, 0.5]
+    assert published[0].components["before_group"] == pytest.approx(1.0 + 0.2 + 0.1 * 0.25)
+    assert {"correct", "format", "short"} <= published[0].components.keys()
 
 
 def scores_like_a_server(server: MisbehavingServer, writer: Any, request: dict[str, Any]) -> Any:
@@ -116,8 +116,8 @@ async def test_a_score_over_http(broker: Broker, keys: Keys, monkeypatch: pytest
         monkeypatch.setenv("REWARD_SERVER_URL", server.url)
         async with worker(broker, keys, function=f"{EXAMPLES}/remote.py:compute_score"):
             await append(broker, keys.trajectories(), make_trajectory(0))
-            (made,) = await scores(broker, keys, 1)
-    assert made.value == 0.75
+            (score,) = await scores(broker, keys, 1)
+    assert score.value == 0.75
 
 
 def test_every_example_is_run_here() -> None:

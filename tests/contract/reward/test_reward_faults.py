@@ -77,11 +77,11 @@ async def test_what_a_function_does_wrong_has_the_outcome_of_its_policy_and_is_c
         await append(
             broker, keys.trajectories(), *[make_trajectory(t, text=text) for t, text in enumerate(texts)]
         )
-        made = dict(zip(texts, await scores(broker, keys, len(texts)), strict=True))
+        by_text = dict(zip(texts, await scores(broker, keys, len(texts)), strict=True))
         beat = beat_of(context)
-    assert (made["fine"].status, made["fine"].value) == (ScoreStatus.OK, 1.0)
+    assert (by_text["fine"].status, by_text["fine"].value) == (ScoreStatus.OK, 1.0)
     for text, (status, reason) in faults.items():
-        score = made[text]
+        score = by_text[text]
         if isinstance(policy, float):
             assert (score.status, score.value) == (ScoreStatus.OK, -0.5), text
             assert reason in score.detail["failures"]["mine"]

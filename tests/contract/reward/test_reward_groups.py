@@ -111,28 +111,31 @@ async def test_what_is_made_of_a_whole_group_replaces_its_scores_and_failures(
     tree = json.loads(json.dumps(config).replace("FILE", path))
     async with worker(broker, keys, **tree, max_attempts=1) as context:
         await append(broker, keys.trajectories(), *group(*texts))
-        made = await scores(broker, keys, len(texts))
+        published = await scores(broker, keys, len(texts))
         assert not context.stopping.is_set()
-    assert [score.value for score in made] == values
-    assert {score.status for score in made if score.value is None} <= {ScoreStatus.FAILED}
-    assert said in f"{made[1].error} {made[1].detail}"
+    assert [score.value for score in published] == values
+    assert {score.status for score in published if score.value is None} <= {ScoreStatus.FAILED}
+    assert said in f"{published[1].error} {published[1].detail}"
 
 
 async def test_a_group_is_published_at_once_when_its_last_score_is_in(broker, keys, path):
-    first, *others = [
-        sample.model_copy(update={"completion_ids": np.array([place, 7, 8], np.int32)})
-        for place, sample in enumerate(group("4", "1", "3", "1"))
+    samples = [
+        sample.model_copy(update={"completion_ids": np.array([index, 7, 8], np.int32)})
+        for index, sample in enumerate(group("4", "1", "3", "1"))
     ]
+    first, *others = samples
     async with worker(broker, keys, function=f"{path}:number", group="rank"):
         await append(broker, keys.trajectories(), *others)
         await wait_until(lambda: _is_settled(broker, keys))
         assert await broker.execute("XLEN", keys.scores()) == 0
         await append(broker, keys.trajectories(), first)
-        made = await scores(broker, keys, SIZE)
-    assert [score.value for score in made] == pytest.approx([1.0, 1 / 6, 2 / 3, 1 / 6])
-    assert [score.components["before_group"] for score in made] == [4.0, 1.0, 3.0, 1.0]
-    assert [score.tokens_digest for score in made] == [sample.tokens_digest for sample in (first, *others)]
-    assert len({score.tokens_digest for score in made}) == SIZE
+        published = await scores(broker, keys, SIZE)
+    assert [score.value for score in published] == pytest.approx([1.0, 1 / 6, 2 / 3, 1 / 6])
+    assert [score.components["before_group"] for score in published] == [4.0, 1.0, 3.0, 1.0]
+    assert [score.tokens_digest for score in published] == [
+        sample.tokens_digest for sample in (first, *others)
+    ]
+    assert len({score.tokens_digest for score in published}) == SIZE
     assert await num_pending(broker, keys) == 0
 
 
@@ -145,9 +148,11 @@ async def test_every_group_is_scored_once_by_several_workers(broker: Broker, key
                 worker(broker, keys, name, function=f"{path}:number", group="rank", max_in_flight=4)
             )
         await append(broker, keys.trajectories(), *trajectories)
-        made = await scores(broker, keys, 80)
-    assert [score.key for score in made] == [(ticket, index) for ticket in range(20) for index in range(4)]
-    assert [score.value for score in made] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0] * 20)
+        published = await scores(broker, keys, 80)
+    assert [score.key for score in published] == [
+        (ticket, index) for ticket in range(20) for index in range(4)
+    ]
+    assert [score.value for score in published] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0] * 20)
 
 
 async def test_a_reward_class_post_processes_training_groups_and_not_evaluation(broker, keys, path):
@@ -172,12 +177,16 @@ async def test_a_reward_class_post_processes_its_own_scores_beside_other_rewards
     }
     async with worker(broker, keys, rewards=rewards, group="normalise", group_kwargs={"scale": "none"}):
         await append(broker, keys.trajectories(), *group("4", "3", "bad"))
-        made = await scores(broker, keys, 3)
-    assert [score.components["agent"] for score in made] == [*wanted, None]
-    assert [score.components["agent/before_group"] for score in made] == [4.0, 3.0, None]
-    assert [score.components["before_group"] for score in made] == [40.0, 30.0, None]
-    assert [score.value for score in made] == [5.0, -5.0, None]  # the run's group function has the last word
-    assert "ValueError" in made[2].error
+        published = await scores(broker, keys, 3)
+    assert [score.components["agent"] for score in published] == [*wanted, None]
+    assert [score.components["agent/before_group"] for score in published] == [4.0, 3.0, None]
+    assert [score.components["before_group"] for score in published] == [40.0, 30.0, None]
+    assert [score.value for score in published] == [
+        5.0,
+        -5.0,
+        None,
+    ]  # the run's group function has the last word
+    assert "ValueError" in published[2].error
 
 
 async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys: Keys, path: str) -> None:
@@ -188,9 +197,9 @@ async def test_a_trl_function_may_be_given_the_whole_group(broker: Broker, keys:
     async with worker(broker, keys, rewards=rewards):
         for lane in Lane:  # evaluation needs the group as well, for this is no post-processing
             await append(broker, keys.trajectories(lane), *group("a", "bbb", ""))
-            made = await scores(broker, keys, 3, lane)
-            assert [score.value for score in made] == [1.0, 13.0, 0.0]
-            assert made[2].components == {"longest": None, "length": 0.0}
+            published = await scores(broker, keys, 3, lane)
+            assert [score.value for score in published] == [1.0, 13.0, 0.0]
+            assert published[2].components == {"longest": None, "length": 0.0}
 
 
 @pytest.fixture
@@ -228,11 +237,11 @@ async def test_who_takes_over_the_last_sample_finishes_the_group_without_scoring
         kept = await dead.store_result(delivery, *results, result_of(delivery, index in older))
     assert kept is not None and len(kept) == 2
     async with worker(broker, keys, function=f"{path}:number", group="rank"):
-        made = await scores(broker, keys, 2)
-    assert [(score.value, score.worker) for score in made] == [(1.0, "dead"), (0.0, "dead")]
-    assert [score.components["before_group"] for score in made] == [40.0, 20.0]
+        published = await scores(broker, keys, 2)
+    assert [(score.value, score.worker) for score in published] == [(1.0, "dead"), (0.0, "dead")]
+    assert [score.components["before_group"] for score in published] == [40.0, 20.0]
     with pytest.raises(LeaseLostError):  # should it come back from the dead
-        await dead.publish_group(delivery, keys.scores(), results[0], made)
+        await dead.publish_group(delivery, keys.scores(), results[0], published)
     assert await broker.execute("XLEN", keys.scores()) == 2
 
 
@@ -245,8 +254,8 @@ async def test_redis_has_each_trajectory_of_a_group_once(broker: Broker, keys: K
         assert len(kept) == 2
         assert not any(long.encode() in result for result in kept)
         await append(broker, keys.trajectories(), *group(long, "2", "3")[2:])
-        made = await scores(broker, keys, 3)
-    assert [score.value for score in made] == [1.0, 0.0, 0.5]
+        published = await scores(broker, keys, 3)
+    assert [score.value for score in published] == [1.0, 0.0, 0.5]
 
 
 async def test_a_group_whose_payloads_lie_in_the_store_is_finished_from_there(
@@ -259,8 +268,8 @@ async def test_a_group_whose_payloads_lie_in_the_store_is_finished_from_there(
     monkeypatch.setattr(broker, "claims", store)
     async with worker(broker, keys, function=f"{path}:number", group="rank"):
         await append(broker, keys.trajectories(), *claimed)
-        made = await scores(broker, keys, 3)
-    assert [score.value for score in made] == [1.0, 0.0, 0.5]
+        published = await scores(broker, keys, 3)
+    assert [score.value for score in published] == [1.0, 0.0, 0.5]
 
 
 @pytest.mark.parametrize("has_copy", [True, False], ids=["has a copy", "is gone"])
@@ -277,13 +286,13 @@ async def test_a_trajectory_trimmed_before_its_group_was_complete(broker, keys, 
         (_, _), (second_id, _), *_ = await read_raw(broker, keys.trajectories())
         await trim_before(broker, keys.trajectories(), second_id)
         await append(broker, keys.trajectories(), others[1])
-        made = await scores(broker, keys, 3)
+        published = await scores(broker, keys, 3)
     assert await num_pending(broker, keys) == 0
     if has_copy:
-        assert [score.value for score in made] == [1.0, 0.0, 0.5]
+        assert [score.value for score in published] == [1.0, 0.0, 0.5]
         return
-    assert [(score.value, score.status) for score in made] == [(None, ScoreStatus.FAILED)] * 3
-    assert all("1 of the 3 trajectories" in score.error for score in made)
+    assert [(score.value, score.status) for score in published] == [(None, ScoreStatus.FAILED)] * 3
+    assert all("1 of the 3 trajectories" in score.error for score in published)
 
 
 async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, keys: Keys, path: str) -> None:
@@ -292,9 +301,9 @@ async def test_a_duplicate_of_a_finished_group_starts_nothing(broker: Broker, ke
         await scores(broker, keys, 2)
         await append(broker, keys.trajectories(), *group("4", "2"))
         await append(broker, keys.trajectories(), *group("1", "2", ticket=1))
-        made = await scores(broker, keys, 4)
+        published = await scores(broker, keys, 4)
         await wait_until(lambda: _is_settled(broker, keys))
-    assert [score.key for score in made] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [score.key for score in published] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert await broker.execute("XLEN", keys.scores()) == 4
 
 
@@ -304,8 +313,8 @@ async def test_what_a_dead_group_left_behind_is_deleted_and_nothing_else(broker,
         await wait_until(lambda: _is_settled(broker, keys))
         assert await delete_results(broker, keys, Lane.TRAIN, {1}) == 1
         await append(broker, keys.trajectories(), *group("1", "2", ticket=1)[1:])
-        made = await scores(broker, keys, 2)
-    assert [score.key for score in made] == [(1, 0), (1, 1)]
+        published = await scores(broker, keys, 2)
+    assert [score.key for score in published] == [(1, 0), (1, 1)]
     await delete_results(broker, keys, Lane.TRAIN, ())
     assert await broker.execute("EXISTS", keys.results(0), keys.results(1), keys.result_tickets()) == 0
 

@@ -119,11 +119,13 @@ async def test_every_trajectory_of_both_lanes_gets_exactly_one_score(broker: Bro
         for lane in Lane:
             await wait_until(lambda lane=lane: _has(broker, keys, len(wanted), lane))
     for lane in Lane:
-        made = await scores(broker, keys, lane)
-        assert sorted(score.key for score in made) == wanted
-        assert {score.key: score.value for score in made} == {k: float(k[0] + k[1] & 1) for k in wanted}
-        assert {(score.status, score.worker, score.attempts) for score in made} == {(ScoreStatus.OK, "w1", 1)}
-        assert {score.tokens_digest for score in made} == {trajectories[0].tokens_digest} != {""}
+        published = await scores(broker, keys, lane)
+        assert sorted(score.key for score in published) == wanted
+        assert {score.key: score.value for score in published} == {k: float(k[0] + k[1] & 1) for k in wanted}
+        assert {(score.status, score.worker, score.attempts) for score in published} == {
+            (ScoreStatus.OK, "w1", 1)
+        }
+        assert {score.tokens_digest for score in published} == {trajectories[0].tokens_digest} != {""}
         assert await num_pending(broker, keys, lane) == 0
 
 
@@ -153,8 +155,9 @@ async def test_a_heartbeat_counts_what_became_of_the_trajectories(put, broker, k
 async def test_entries_that_cannot_be_decoded_are_dead_lettered_and_the_rest_goes_on(
     put, start, broker, keys
 ):
-    stream, garbage = keys.trajectories(), {b"v": b"1.0", b"p": b"\xc1 not msgpack"}
-    await broker.execute("XADD", stream, "*", *[part for pair in garbage.items() for part in pair])
+    stream = keys.trajectories()
+    garbage = {b"v": b"1.0", b"p": b"\xc1 not msgpack"}
+    await broker.execute("XADD", stream, "*", *[word for pair in garbage.items() for word in pair])
     await put(1)
     await broker.execute("XADD", stream, "*", "nothing", "known")
     await broker.execute("XADD", stream, "*", "v", "9.0", "p", "x")
@@ -204,7 +207,8 @@ async def test_a_worker_that_lost_its_lease_stops_and_publishes_nothing(put, sta
 @pytest.mark.parametrize("is_early", [False, True])
 async def test_a_sample_that_is_cancelled_gives_its_slot_back(put, broker, keys, is_early):
     """Also one that is cancelled before its task has begun."""
-    reward, config = GatedReward(), make_config(reward={"max_in_flight": 1})
+    reward = GatedReward()
+    config = make_config(reward={"max_in_flight": 1})
     context = make_context(broker, keys, config)
     lane = make_lane(context, Lane.TRAIN, scorer_of(reward, config.reward))
     start = lane.start
@@ -232,7 +236,8 @@ async def test_a_sample_that_is_cancelled_gives_its_slot_back(put, broker, keys,
 
 
 async def test_a_lease_lost_just_before_publishing_publishes_nothing(put, start, broker, keys, monkeypatch):
-    reward, counted = GatedReward(), []
+    reward = GatedReward()
+    counted = []
     monkeypatch.setattr(WorkerMetrics, "published", lambda _, lane, score: counted.append(score.key))
     await put(1)
     async with start(reward, streams={"lease_s": 60.0}, reward={"max_in_flight": 1}):
@@ -245,20 +250,22 @@ async def test_a_lease_lost_just_before_publishing_publishes_nothing(put, start,
 
 
 async def test_no_more_is_fetched_than_there_are_free_slots(put, start, broker, keys):
-    reward, other = GatedReward(), GatedReward(is_open=True)
+    reward = GatedReward()
+    open_reward = GatedReward(is_open=True)
     await put(*range(10))
     async with start(reward, reward={"max_in_flight": 3}):
         await wait_until(lambda: len(reward.started) == 3)
         assert await num_pending(broker, keys) == 3
-        async with start(other, name="w2"):  # what the first has no slots for is free for a second
-            await wait_until(lambda: len(other.started) == 7)
+        async with start(open_reward, name="w2"):  # what the first has no slots for is free for a second
+            await wait_until(lambda: len(open_reward.started) == 7)
         reward.gate.set()
         await wait_until(lambda: _has(broker, keys, 10))
-    assert not set(reward.started) & set(other.started)
+    assert not set(reward.started) & set(open_reward.started)
 
 
 async def test_evaluation_is_scored_while_every_training_slot_is_taken(put, broker, keys):
-    held, config = GatedReward(), make_config(reward={"max_in_flight": 2})
+    held = GatedReward()
+    config = make_config(reward={"max_in_flight": 2})
     context = make_context(broker, keys, config)
 
     class TrainingHangs(GatedReward):
@@ -279,16 +286,16 @@ async def test_evaluation_is_scored_while_every_training_slot_is_taken(put, brok
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Of each call that publishes: how many scores, how many samples it asks for, how many it then holds."""
-    made: list[tuple[int, int, int]] = []
+    calls: list[tuple[int, int, int]] = []
     complete = Consumer.complete
 
     async def noting(self: Any, results: Any, out_key: str, ahead: int) -> list[bool]:
         flags = await complete(self, results, out_key, ahead)
-        made.append((len(results), ahead, len(self.held)))
+        calls.append((len(results), ahead, len(self.held)))
         return flags
 
     monkeypatch.setattr(Consumer, "complete", noting)
-    return made
+    return calls
 
 
 async def test_scores_that_finish_together_are_published_in_few_calls(put, start, calls, broker, keys):

@@ -42,23 +42,25 @@ class Stage:
     """`Servers` over servers that misbehave, sending plain posts."""
 
     def __init__(self, http: httpx.AsyncClient, broker: Broker, keys: Keys) -> None:
-        self.http, self.broker, self.keys = http, broker, keys
+        self.http = http
+        self.broker = broker
+        self.keys = keys
         self.timeout_s = 20.0
 
     @contextlib.asynccontextmanager
     async def over(
-        self, *found: MisbehavingServer, patience_s: float = 20.0, registers: bool = False, **limits: Any
+        self, *started: MisbehavingServer, patience_s: float = 20.0, registers: bool = False, **limits: Any
     ) -> AsyncIterator[Servers]:
-        urls = [server.url for server in found]
+        urls = [server.url for server in started]
         config = ServersConfig.model_validate({"base_urls": urls, "patience_s": patience_s, "limits": limits})
         limiter = Limiter(self.broker, self.keys, "judge", config.limits)
         registered = partial(read_replicas, self.broker, self.keys, "judge") if registers else None
-        made = Servers("judge", config, self.http, limiter, registered, health_interval_s=0.05)
-        made.start()
+        pool = Servers("judge", config, self.http, limiter, registered, health_interval_s=0.05)
+        pool.start()
         try:
-            yield made
+            yield pool
         finally:
-            await made.close()
+            await pool.close()
 
     async def ask(self, asked: Servers) -> str:
         return await asked.ask(self.send, Lane.TRAIN, 0, self.timeout_s)
@@ -80,7 +82,7 @@ def stage(http: httpx.AsyncClient, broker: Broker, keys: Keys, monkeypatch: pyte
 
 
 async def test_the_least_loaded_replica_gets_the_next_request(stage: Stage) -> None:
-    async with servers(3) as found, stage.over(*found) as router, contextlib.AsyncExitStack() as held:
+    async with servers(3) as started, stage.over(*started) as router, contextlib.AsyncExitStack() as held:
         leased = [await held.enter_async_context(router.replica()) for _ in range(9)]
         assert set(Counter(replica.url for replica in leased).values()) == {3}
         leased[4].in_flight -= 1  # as if one of its requests had ended
@@ -173,7 +175,8 @@ async def test_a_failed_request_goes_to_another_replica_at_once(stage: Stage, fa
 
 async def test_a_replica_that_dies_in_the_middle_costs_no_request(stage: Stage) -> None:
     async with servers(2) as (victim, well), stage.over(victim, well) as calls:
-        victim.default = well.default = answers(delay_s=0.02)
+        victim.default = answers(delay_s=0.02)
+        well.default = victim.default
         asking = [asyncio.create_task(stage.ask(calls)) for _ in range(100)]
         await wait_until(lambda: len(victim.requests) > 5)
         await victim.stop()
@@ -192,7 +195,12 @@ async def test_a_lone_replica_that_fails_fails_the_attempt_at_once(stage: Stage)
 @pytest.mark.parametrize("how", [says(500), hangs, "cancelled"])
 async def test_a_request_that_fails_is_no_load_of_its_replica_any_more(stage: Stage, how: Any) -> None:
     async with servers(1) as (server,), stage.over(server) as calls:
-        server.default, stage.timeout_s = (hangs, 600.0) if how == "cancelled" else (how, 0.5)
+        if how == "cancelled":
+            server.default = hangs
+            stage.timeout_s = 600.0
+        else:
+            server.default = how
+            stage.timeout_s = 0.5
         asking = asyncio.create_task(stage.ask(calls))
         await wait_until(lambda: server.requests)
         if how == "cancelled":
@@ -205,7 +213,8 @@ async def test_a_request_that_fails_is_no_load_of_its_replica_any_more(stage: St
 async def test_one_failed_request_diverts_nothing_but_itself(stage: Stage) -> None:
     async with servers(2) as (stumbles, well), stage.over(stumbles, well) as calls:
         stumbles.script.append(says(500))
-        stumbles.default = well.default = answers(delay_s=0.02)
+        stumbles.default = answers(delay_s=0.02)
+        well.default = stumbles.default
         while not calls.errors:
             await stage.ask(calls)
         urls = await asyncio.gather(*(stage.ask(calls) for _ in range(500)))
@@ -275,19 +284,19 @@ async def test_without_patience_another_server_is_asked_all_the_same(stage, stat
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("state", "said"),
     [
         ("none", "none is configured or registered"),
         ("busy", "answered 429"),
         ("dead", r"patience_s.*is down"),
     ],
 )
-async def test_waiting_for_a_server_ends_with_the_users_patience(stage: Stage, found: str, said: str) -> None:
+async def test_waiting_for_a_server_ends_with_the_users_patience(stage: Stage, state: str, said: str) -> None:
     async with servers(1) as (lone,):
         lone.default = says(429, None, Retry_After="0.1")
-        if found == "dead":
+        if state == "dead":
             await lone.stop()
-        async with stage.over(*([] if found == "none" else [lone]), patience_s=0.3) as calls:
+        async with stage.over(*([] if state == "none" else [lone]), patience_s=0.3) as calls:
             with pytest.raises(RemoteFault, match=said) as caught:
                 await stage.ask(calls)
         assert caught.value.kind == "no_replica" and caught.value.is_final

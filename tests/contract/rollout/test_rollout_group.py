@@ -62,7 +62,8 @@ class TestOneWorker:
         self, make, broker, keys, tmp_path, capfd
     ):
         (tmp_path / "run").write_text("a file where the run's folder should be")
-        broker.claims = store = ClaimStore(tmp_path / "run")
+        store = ClaimStore(tmp_path / "run")
+        broker.claims = store
         await issue(broker, keys, rollout__sampling={"max_tokens": 8, "top_k": 2})
         async with make() as worker:
             task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
@@ -83,7 +84,8 @@ class TestOneWorker:
     async def test_a_sample_whose_routes_no_router_chose_is_published_as_failed(
         self, make, broker, keys, tmp_path
     ):
-        broker.claims = store = ClaimStore(tmp_path)
+        store = ClaimStore(tmp_path)
+        broker.claims = store
         await issue(broker, keys)
         async with make() as worker:
             generate = worker.engine.generate
@@ -157,8 +159,8 @@ class TestTakeover:
             delivery = await first.fetch()
             task = asyncio.ensure_future(first.lane.generate(delivery))
             await wait_until(lambda: has_samples(broker, keys, 2))
-            taken = await take_over(broker, keys, delivery, second)
-            await second.lane.generate(taken)
+            redelivered = await take_over(broker, keys, delivery, second)
+            await second.lane.generate(redelivered)
             assert sorted(second.engine.asked) == [1, 3]
             first.engine.released.set()
             with pytest.raises(ExceptionGroup) as lost:
@@ -223,11 +225,11 @@ class TestTakeover:
     ):
         """It read the progress, was frozen, and the group was generated and settled by another one."""
         await issue(broker, keys)
-        async with make("w1") as frozen, make("w2") as other:
+        async with make("w1") as frozen, make("w2") as running:
             delivery = await frozen.fetch()
 
             async def reach(version: int) -> int:
-                await other.lane.generate(await take_over(broker, keys, delivery, other))
+                await running.lane.generate(await take_over(broker, keys, delivery, running))
                 assert await broker.execute("EXISTS", keys.progress(0)) == 0
                 return version
 
@@ -310,8 +312,8 @@ class TestWorkerLoop:
                 await first.context.stopping.wait()
             monkeypatch.undo()
             assert first.engine.asked == []
-            (taken,) = await second.consumer.fetch(10, 0.0)
-            assert taken.message.ticket == 0
+            (redelivered,) = await second.consumer.fetch(10, 0.0)
+            assert redelivered.message.ticket == 0
 
     async def test_while_requests_wait_in_the_engine_groups_that_end_are_not_replaced(
         self, make, broker, keys, monkeypatch
@@ -320,7 +322,8 @@ class TestWorkerLoop:
         monkeypatch.setattr("tidemill.services.rollout.worker.START", 3)
         async with make(rollout__max_groups_in_flight="auto") as worker:
             assert worker.lane.num_free == 64, "an engine that reports nothing"
-            worker.engine.reports, worker.engine.held = True, {1, 2, 3}
+            worker.engine.reports = True
+            worker.engine.held = {1, 2, 3}
             async with self.running(worker) as loop:
                 await wait_until(lambda: _has_length(broker, keys.trajectories(), 3))
                 assert (len(loop.running), loop.num_free) == (3, 0)
@@ -340,7 +343,8 @@ class TestWorkerLoop:
             ([3, 4, 5, 6, 7], 0, 96),
         ]
         turns += [([8], 0, 16), ([8, 9], 1, 0), ([8, 9, 9], 1, 32), ([8, 9, 9, 9], 1, 32)]
-        left, heard = iter(turns), []
+        remaining = iter(turns)
+        heard = []
 
         class Heard:
             def turn(self, num_had: int, num_cached: int) -> None:
@@ -353,7 +357,7 @@ class TestWorkerLoop:
                 raise EnvironmentFaultError("the script has ended")
 
         async def generate(request: Any) -> Generation:
-            ids, version, num_cached = next(left)
+            ids, version, num_cached = next(remaining)
             assert request.prompt_ids == ids
             return Generation([1], [-1.0], ((version, 0),), "stop", num_cached)
 
@@ -361,7 +365,8 @@ class TestWorkerLoop:
         async with make() as worker:
             monkeypatch.setattr(worker.engine, "generate", generate)
             worker.lane.player = Turns(worker.config, worker.engine.decode, pytest.fail)
-            worker.lane.slots, delivery = Heard(), await worker.fetch()
+            worker.lane.slots = Heard()
+            delivery = await worker.fetch()
             play = new_play(delivery.message.prompt_ids)
             await worker.lane._generate_sample(delivery, play, 0, worker.follower.history, {})
         assert heard == [(32, 64), (64, 0), (64, 96), (32, 32)]
@@ -389,7 +394,8 @@ async def test_a_group_whose_environment_fails_is_handed_on_and_counts_and_is_de
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2) as worker:
-        worker.lane.player, delivery = FailingPlayer(worker), await worker.fetch()
+        worker.lane.player = FailingPlayer(worker)
+        delivery = await worker.fetch()
         await worker.lane._work(delivery)
         assert not await messages(broker, keys.dead, DeadLetter)
         ((_, _, _, attempts),) = await broker.execute("XPENDING", keys.prompts(), ROLLOUT_GROUP, "-", "+", 1)
@@ -422,7 +428,8 @@ async def test_a_sample_whose_environment_fails_ends_no_other_and_the_least_grou
 ):
     await issue(broker, keys)
     async with make(streams__max_attempts=2, reward__min_group_size=least) as worker:
-        worker.lane.player, delivery = FailingPlayer(worker, "2"), await worker.fetch()
+        worker.lane.player = FailingPlayer(worker, "2")
+        delivery = await worker.fetch()
         await worker.lane._work(delivery)
         assert {sample.index for sample in await samples_of(broker, keys)} == {0, 1, 3}
         worker.engine.asked.clear()
@@ -472,7 +479,9 @@ class TestLostTail:
     async def test_samples_are_generated_as_often_as_they_are_lost(self, make, broker, keys):
         await issue(broker, keys)
         async with make() as worker:
-            publish, num_losses, one_at_a_time = worker.consumer.publish_sample, 0, asyncio.Lock()
+            publish = worker.consumer.publish_sample
+            num_losses = 0
+            one_at_a_time = asyncio.Lock()
 
             async def publish_and_lose(*args: Any) -> bool:
                 nonlocal num_losses
@@ -585,13 +594,14 @@ class TestLostHistory:
         async with make() as worker:
             await announce(3)
             await wait_until(lambda: worker.engine.version == 3)
-            engine, load = worker.engine, worker.engine.load
+            engine = worker.engine
+            load = worker.engine.load
             engine.held = set(range(SIZE))
 
-            async def load_late(*given: Any) -> Any:
+            async def load_late(*arguments: Any) -> Any:
                 engine.released.set()
                 await wait_until(lambda: worker.follower.num_waiting == 1)
-                return await load(*given)
+                return await load(*arguments)
 
             engine.load = load_late
             task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
@@ -613,21 +623,23 @@ class TestLostHistory:
         async with make() as worker:
             await announce(3)
             await wait_until(lambda: worker.engine.version == 3)
-            engine, load = worker.engine, worker.engine.load
+            engine = worker.engine
+            load = worker.engine.load
             delivery = await worker.fetch()
             begun: list[asyncio.Task[None]] = []
 
             def begin() -> asyncio.Task[None]:
                 """Begin a sample whose group passed the wait for its version before the load."""
-                play, history = new_play(delivery.message.prompt_ids), worker.follower.history
+                play = new_play(delivery.message.prompt_ids)
+                history = worker.follower.history
                 return asyncio.create_task(worker.lane._generate_sample(delivery, play, 0, history, {}))
 
-            async def load_late(*given: Any) -> Any:
+            async def load_late(*arguments: Any) -> Any:
                 begun.append(begin())
                 await wait_until(lambda: engine.asked)
                 if ends == "in the load":
                     await begun[0]
-                return await load(*given)
+                return await load(*arguments)
 
             engine.load = load_late
             engine.held = {0} if ends == "after it" else set()
@@ -643,8 +655,10 @@ class TestLostHistory:
     async def test_a_sample_that_waited_for_its_store_until_the_trainer_went_back_is_generated_again(
         self, make, broker, keys, announce, tmp_path, monkeypatch
     ):
-        broker.claims = store = ClaimStore(tmp_path, 1)
-        is_stored, check_in = threading.Event(), store.check_in
+        store = ClaimStore(tmp_path, 1)
+        broker.claims = store
+        is_stored = threading.Event()
+        check_in = store.check_in
 
         def check_in_late(sample: Trajectory) -> Trajectory:
             assert is_stored.wait(60)

@@ -38,12 +38,13 @@ async def left_by(
 ) -> tuple[Any, list[RecordedPlay]]:
     """The delivery of a worker that died after two parts of each sample, and these."""
     delivery = await worker.fetch()
-    keep, enough = worker.lane._keep_part, asyncio.Event()
+    keep = worker.lane._keep_part
+    enough = asyncio.Event()
 
-    async def keep_two(held: Any, index: int, name: bytes, number: int, part: Any) -> bool:
+    async def keep_two(held: Any, index: int, name: bytes, number: int, payload: Any) -> bool:
         if number >= num_parts:
             await enough.wait()
-        return await keep(held, index, name, number, part)
+        return await keep(held, index, name, number, payload)
 
     worker.lane._keep_part = keep_two  # the turn waits for its parts, so it does not end
     task = asyncio.ensure_future(worker.lane.generate(delivery))
@@ -59,7 +60,7 @@ async def left_by(
 
 
 def tokens_of(play: RecordedPlay) -> list[int]:
-    return [token for part in play.parts for token in part.token_ids.tolist()]
+    return [token for piece in play.parts for token in piece.token_ids.tolist()]
 
 
 @pytest.mark.parametrize("claims", [False, True])
@@ -72,16 +73,16 @@ async def test_a_sample_begins_with_what_its_first_worker_has_left(make, broker,
         make("w1", **LONG) as first,
         make("w2", **LONG | {"rollout__simulated": {"tokens": 3}}) as second,
     ):
-        delivery, left = await left_by(first, broker, keys)
-        taken = await take_over(broker, keys, delivery, second)
-        assert taken.attempts == 1, "a part is progress"
-        await second.lane.generate(taken)
+        delivery, parts = await left_by(first, broker, keys)
+        redelivered = await take_over(broker, keys, delivery, second)
+        assert redelivered.attempts == 1, "a part is progress"
+        await second.lane.generate(redelivered)
         first_names = set(first.engine.request_ids)
         assert first_names.isdisjoint(second.engine.request_ids), "other numbers are drawn from here on"
     broker_claims = broker.claims
     for sample in await samples_of(broker, keys):
         whole = broker_claims.resolve(sample) if broker_claims else sample
-        before = tokens_of(left[sample.index])
+        before = tokens_of(parts[sample.index])
         assert len(before) >= 4 and whole.completion_ids[: len(before)].tolist() == before
         assert len(whole.completion_ids) == len(before) + 3
         assert whole.spans == ((0, 0),) and sample.worker == "w2"
@@ -93,7 +94,8 @@ async def test_who_was_frozen_adds_nothing_after_it_was_taken_over(make, broker,
     await issue(broker, keys)
     async with make("w1", **LONG) as first, make("w2", **LONG) as second:
         delivery, _ = await left_by(first, broker, keys)
-        ticket, play = delivery.message, (await plays(broker, keys, first, delivery))[0]
+        ticket = delivery.message
+        play = (await plays(broker, keys, first, delivery))[0]
         await take_over(broker, keys, delivery, second)
         with pytest.raises(LeaseLostError):
             await first.lane._keep_part(delivery, 0, play.name, len(play.parts), play.parts[-1])
@@ -110,7 +112,7 @@ async def test_tokens_of_weights_that_the_run_has_lost_are_generated_again(
     await announce(1)
     async with make("w1", **LONG) as first:
         await wait_until(lambda: first.engine.version == 1)
-        delivery, left = await left_by(first, broker, keys)
+        delivery, parts = await left_by(first, broker, keys)
     if is_lost:
         await broker.execute("DEL", keys.weights)
         await announce(1, term=2)
@@ -118,7 +120,7 @@ async def test_tokens_of_weights_that_the_run_has_lost_are_generated_again(
         await wait_until(lambda: second.engine.version == 1)
         await second.lane.generate(await take_over(broker, keys, delivery, second))
     for sample in await samples_of(broker, keys):
-        before = tokens_of(left[sample.index])
+        before = tokens_of(parts[sample.index])
         assert (sample.completion_ids[: len(before)].tolist() == before) is not is_lost
         assert len(sample.completion_ids) == 3 + (0 if is_lost else len(before))
 

@@ -50,9 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def chain(model: Path, tmp_path: Path) -> Chain:
     """A run whose version 0 is the starting model."""
-    made = Chain(tmp_path / "run")
-    made.full(0, model / "model.safetensors")
-    return made
+    chain = Chain(tmp_path / "run")
+    chain.full(0, model / "model.safetensors")
+    return chain
 
 
 class Following:
@@ -63,7 +63,10 @@ class Following:
         announce: Callable[..., Any],
         running: asyncio.Future[None],
     ) -> None:
-        self.engine, self.follower, self.announce, self.running = engine, follower, announce, running
+        self.engine = engine
+        self.follower = follower
+        self.announce = announce
+        self.running = running
 
     async def reach(self, manifest: WeightManifest) -> None:
         await self.announce(manifest)
@@ -156,7 +159,8 @@ async def test_deltas_of_another_history_are_not_written_over_this_one(follow, c
         kept = {name: (info, bits.copy()) for name, (info, bits) in chain.tensors.items()}
         await worker.reach(chain.delta(2))
         del chain.manifests[2]
-        chain.tensors, chain.term = kept, 2
+        chain.tensors = kept
+        chain.term = 2
         chain.delta(2)
         await worker.reach(chain.delta(3))
         assert worker.holds(chain) and worker.engine.loads[-1] == (True, 3)
@@ -191,8 +195,8 @@ async def test_a_worker_waits_for_a_damaged_version_while_the_trainer_replaces_i
     async with follow(lease_s=0.2) as worker:
         await worker.reach(chain.delta(1))
         chain.delta(2)
-        (damaged, *_) = paths = chain.paths(2)
-        flip(damaged)
+        paths = chain.paths(2)
+        flip(paths[0])
         await worker.announce(chain.newest)
         await wait_until(lambda: worker.follower.damaged_version == 2)
         for path in paths:
@@ -224,7 +228,8 @@ async def test_a_repaired_version_is_waited_for_as_long_as_any(follow, chain, mo
     """Its announcement may come a moment before the other machine's file system shows its files."""
     monkeypatch.setattr(weight_follower, "REPAIR_S", 0.0)
     async with follow(lease_s=0.2) as worker:
-        follower, missing = worker.follower, WeightsError("version 2 is missing")
+        follower = worker.follower
+        missing = WeightsError("version 2 is missing")
         damaged = chain.delta(2)
         now = time.monotonic()
         monkeypatch.setattr(weight_follower.time, "monotonic", lambda: now)

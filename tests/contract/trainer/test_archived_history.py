@@ -46,8 +46,8 @@ async def test_steps_that_redis_let_go_of_are_replayed_from_the_archive(
     assert commits[:5] == before and [commit.step for commit in commits] == list(range(6))
     trained = [key for commit in commits for key in commit.trained_keys]
     assert len(trained) == len(set(trained)) == 6 * GROUPS * SIZE
-    told = capfd.readouterr().out
-    assert told.count("step replayed, same weights") == 5 and "weights differ" not in told
+    output = capfd.readouterr().out
+    assert output.count("step replayed, same weights") == 5 and "weights differ" not in output
 
 
 async def test_commits_go_too_and_a_restart_reads_them_from_the_archive(
@@ -109,8 +109,8 @@ async def test_a_starting_trainer_has_the_archive_forget_what_redis_has_lost_abo
     assert Manifest.load(stream_folder(context.run_dir, STREAM)).last_id == entries[3][0]
     await publish_group(broker, keys, 9)
     await archive(broker, keys, context.run_dir)
-    found = await scanned(History(keys.run_id, context.run_dir, None))
-    ids = [record.entry_id for record in found]
+    records = await scanned(History(keys.run_id, context.run_dir, None))
+    ids = [record.entry_id for record in records]
     assert ids[:4] == [entry_id for entry_id, _ in entries[:4]] and len(ids) == 6
     assert not await archived.missing({STREAM: entries[1][0]})
 

@@ -118,9 +118,9 @@ async def test_a_violation_of_the_staleness_bound_is_dead_lettered_and_replaced(
         await publish_group(broker, keys, 4, version=0)  # of step 2: two steps old
         await publish_group(broker, keys, 5, version=1)
         assert [group.ticket for group in await assembler.take(2, 2)] == [5]
-    (found,) = await messages(broker, keys.dead, DeadLetter)
-    assert (found.origin, found.ticket) == ("trajectories", 4)
-    assert "version 0 at step 2, max_staleness 1" in found.error
+    (letter,) = await messages(broker, keys.dead, DeadLetter)
+    assert (letter.origin, letter.ticket) == ("trajectories", 4)
+    assert "version 0 at step 2, max_staleness 1" in letter.error
     assert assembler.dropped == [(4, -1, "stale")]
     assert REGISTRY.get_sample_value("tidemill_dead_letters_total", {"stream": "trajectories"}) == before + 1
     tickets = await messages(broker, keys.prompts(), Ticket)
@@ -140,9 +140,9 @@ async def test_a_version_that_the_run_has_not_reached_is_a_violation_like_any_ot
         assert [group.ticket for group in await assembler.take(0, 2)] == [1]
         await publish_group(broker, keys, 2)
         assert [group.ticket for group in await assembler.take(0, 1)] == [2]
-    (found,) = await messages(broker, keys.dead, DeadLetter)
-    assert (found.origin, found.ticket) == ("trajectories", 0)
-    assert f"version {version} at step 0" in found.error
+    (letter,) = await messages(broker, keys.dead, DeadLetter)
+    assert (letter.origin, letter.ticket) == ("trajectories", 0)
+    assert f"version {version} at step 0" in letter.error
     assert assembler.dropped == [(0, -1, "stale")]
 
 

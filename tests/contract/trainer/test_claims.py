@@ -45,7 +45,8 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture
 def store(make, broker):
     """Of the run that `make` makes; nearly all samples are larger than its limit."""
-    broker.claims = store = ClaimStore(make().run_dir, 1000)
+    store = ClaimStore(make().run_dir, 1000)
+    broker.claims = store
     return store
 
 
@@ -74,9 +75,10 @@ async def test_a_run_of_claims_trains_archives_replays_and_leaves_no_files_behin
         await crash_after_commit(make(**OPTIONS), 3)
         assert len(list(store.folder.iterdir())) >= 4 * GROUPS * 3 - (lost is not None)
         await run(make(**OPTIONS))
-    told, run_dir = capfd.readouterr().out, make().run_dir
-    assert told.count("step replayed, same weights") == 4 and "weights differ" not in told
-    left_out = [one for commit in await commits_of(broker, keys) for one in commit.dropped]
+    output = capfd.readouterr().out
+    run_dir = make().run_dir
+    assert output.count("step replayed, same weights") == 4 and "weights differ" not in output
+    left_out = [drop for commit in await commits_of(broker, keys) for drop in commit.dropped]
     assert left_out == ([(3, 1, "no_payload")] if lost else [])
     claimed = {p for p in map(_pointer, await read_raw(broker, keys.trajectories())) if p}
     assert {path.name for path in store.folder.iterdir()} <= claimed, "the last checkpoint needs no others"
@@ -130,7 +132,7 @@ async def test_a_trainer_that_starts_while_the_store_is_away_waits_and_trains_on
     async with claiming():
         await running
     assert capfd.readouterr().out.count("step replayed, same weights") == 4
-    assert not [one for commit in await commits_of(broker, keys) for one in commit.dropped]
+    assert not [drop for commit in await commits_of(broker, keys) for drop in commit.dropped]
 
 
 async def test_a_committed_sample_whose_payload_is_gone_is_named_with_its_path_and_may_be_put_back(
@@ -163,9 +165,9 @@ async def test_without_a_folder_a_claim_is_no_trajectory_and_never_an_empty_one(
 STEPS = 6
 
 
-def chosen(ticket: Ticket, index: int, other: int = 30) -> Trajectory:
+def chosen(ticket: Ticket, index: int, alternative: int = 30) -> Trajectory:
     ids = np.arange(3, dtype=np.int32) + index
-    rows = Rows.of_lists([[token, other + ticket.ticket] for token in ids.tolist()])
+    rows = Rows.of_lists([[token, alternative + ticket.ticket] for token in ids.tolist()])
     return make_trajectory(
         ticket.ticket, index, step=ticket.step, group_size=ticket.group_size, completion_ids=ids,
         spans=((ticket.min_version, 0),), choices=Choices(rows={"kept": rows}),
@@ -180,11 +182,12 @@ async def test_a_run_with_choices_trains_archives_and_replays(
 ):
     options = OPTIONS | {"sampling": {"top_k": 2}, "archive": {"keep_choices": keeps}}
     run_dir = make().run_dir
-    broker.claims = store = ClaimStore(run_dir, least_bytes)
+    store = ClaimStore(run_dir, least_bytes)
+    broker.claims = store
 
     def answer(ticket, index):
         # Of a worker that was killed between claim and entry: nobody claims it.
-        store.check_in_choices(chosen(ticket, index, other=31))
+        store.check_in_choices(chosen(ticket, index, alternative=31))
         sample = store.check_in(store.check_in_choices(chosen(ticket, index)))
         if sample.key == lost:
             (store.folder / sample.choices.claim.pointer).unlink()
@@ -194,22 +197,22 @@ async def test_a_run_with_choices_trains_archives_and_replays(
         await crash_after_commit(make(**options), 3)
         # What is trimmed is in the archive by now, and its rows there or still in the store.
         await run(make(STEPS, **options))
-    told = capfd.readouterr().out
-    assert told.count("step replayed, same weights") == 4 and "weights differ" not in told
+    output = capfd.readouterr().out
+    assert output.count("step replayed, same weights") == 4 and "weights differ" not in output
     commits = await commits_of(broker, keys)
-    assert [one for commit in commits for one in commit.dropped] == ([(3, 1, "no_payload")] if lost else [])
+    assert [drop for commit in commits for drop in commit.dropped] == ([(3, 1, "no_payload")] if lost else [])
     entries = [codec.decode(fields, Trajectory) for _, fields in await read_raw(broker, keys.trajectories())]
     assert entries and not any(entry.choices.rows for entry in entries), "never in Redis"
     claimed = {claim.pointer for entry in entries for claim in entry.claims}
-    left = {path.name for path in store.folder.iterdir()}
+    names = {path.name for path in store.folder.iterdir()}
     first = min(entry.ticket for entry in entries)
-    assert {name for name in left if int(name.split("-")[0]) < first} <= claimed, "no others are needed"
+    assert {name for name in names if int(name.split("-")[0]) < first} <= claimed, "no others are needed"
 
     config = make(**options).config
     await archive_run(broker, keys, run_dir, config.streams.archive, is_last=True)
     shutil.rmtree(store.folder)
     archived = History(keys.run_id, run_dir, None)
-    samples = [one async for one in archived.messages(StreamName.TRAJECTORIES, Trajectory)]
+    samples = [sample async for sample in archived.messages(StreamName.TRAJECTORIES, Trajectory)]
     assert len(samples) > 4 * GROUPS * 3 and not check(run_dir)
     for sample in samples:
         assert bool(sample.choices.rows) == (keeps and sample.key != lost) and sample.choices.claim
@@ -224,7 +227,8 @@ async def test_a_run_with_choices_trains_archives_and_replays(
 
 
 async def test_a_sample_without_its_masks_is_left_out_with_a_reason(make, broker, keys):
-    broker.claims = store = ClaimStore(make().run_dir)
+    store = ClaimStore(make().run_dir)
+    broker.claims = store
     options: dict[str, Any] = {"group_size": 3, "reward": {"min_group_size": 2}, "sampling": {"top_k": 2}}
 
     def answer(ticket, index):

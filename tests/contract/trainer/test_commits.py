@@ -45,7 +45,7 @@ async def test_a_commit_lies_under_the_id_of_its_step_and_comes_back_equal(broke
         await append_commit(broker, keys, commit_of(step))
     assert await last_id(broker, keys.commits) == entry_id_of(2)
     for step in range(4):
-        assert await history_of(broker, keys, step) == [commit_of(left) for left in range(step, 3)]
+        assert await history_of(broker, keys, step) == [commit_of(remaining) for remaining in range(step, 3)]
 
 
 @pytest.mark.parametrize("number", [2.5, math.nan, math.inf])
@@ -57,13 +57,13 @@ async def test_our_own_commit_may_be_repeated_after_a_lost_connection(broker, ke
 
 
 @pytest.mark.parametrize(
-    "other", [{"digest": "cd" * 16}, {"groups": (0, 1)}, {"finished_at": 1.0}, {"metrics": {"loss": 2.5}}]
+    "changed", [{"digest": "cd" * 16}, {"groups": (0, 1)}, {"finished_at": 1.0}, {"metrics": {"loss": 2.5}}]
 )
-async def test_another_trainers_commit_ends_this_one(broker, keys, other):
-    await append_commit(broker, keys, commit_of(**other))
+async def test_another_trainers_commit_ends_this_one(broker, keys, changed):
+    await append_commit(broker, keys, commit_of(**changed))
     with pytest.raises(SecondTrainerError, match="step 0"):
         await append_commit(broker, keys, commit_of())
-    assert await commits_of(broker, keys) == [commit_of(**other)]
+    assert await commits_of(broker, keys) == [commit_of(**changed)]
     await append_commit(broker, keys, commit_of(1))
     with pytest.raises(SecondTrainerError, match="step 0"):  # also for one that fell behind
         await append_commit(broker, keys, commit_of())
@@ -98,7 +98,8 @@ def test_a_commit_says_what_was_trained_and_what_was_left_out():
         [make_trajectory(*sample.key) for sample in samples],
         [make_score(*sample.key, 1.0) for sample in samples],
     )
-    sources[1].samples, sources[0].samples = samples[4:], samples[:4]
+    sources[1].samples = samples[4:]
+    sources[0].samples = samples[:4]
     sources[1].left_out = [(2, "failed_score")]
     groups = [sources[1], sources[0]]
     batches = form_micro_batches(samples, 40)

@@ -73,9 +73,15 @@ def test_which_versions_are_evaluated(make, every, at_start, due):
 
 def test_what_is_due_and_how_it_is_sampled_is_what_its_own_section_says(make):
     assert not any(make(0, 0, every=1).is_due(version, 6) for version in range(7)), "there are no prompts"
-    plain, own = make().sampling, make(top_p=0.7, top_k=20, min_p=0.05).sampling
+    plain = make().sampling
+    sampling = make(top_p=0.7, top_k=20, min_p=0.05).sampling
     assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (0.7, 1.0, 0, 0.0)
-    assert (own.top_p, own.top_k, own.min_p, own.max_tokens) == (0.7, 20, 0.05, plain.max_tokens)
+    assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.max_tokens) == (
+        0.7,
+        20,
+        0.05,
+        plain.max_tokens,
+    )
 
 
 class TestSums:
@@ -127,7 +133,9 @@ class TestSums:
     async def test_letters_are_not_read_again_by_every_evaluation(
         self, make, publish, broker, keys, monkeypatch
     ):
-        evaluator, execute, places = make(a=1, b=0), broker.execute, []
+        evaluator = make(a=1, b=0)
+        execute = broker.execute
+        places = []
 
         async def noted(*command):
             if command[0] == "XREAD" and command[-2] == keys.dead:
@@ -251,7 +259,9 @@ class TestLosses:
         self, make, publish, broker, keys, monkeypatch
     ):
         """They have lower ids than what was read of the server before."""
-        read, seen, far = OffsetReader.read, set(), "9999999999999-0"
+        read = OffsetReader.read
+        seen = set()
+        far = "9999999999999-0"
 
         async def note(reader, *args):
             entries = await read(reader, *args)

@@ -85,7 +85,8 @@ class TestLostTails:
         self, parts, broker, monkeypatch
     ):
         _, _, reconciler = parts
-        run_id, answered = "a", asyncio.Event()
+        run_id = "a"
+        answered = asyncio.Event()
 
         async def info(section):
             if section == "persistence":

@@ -76,10 +76,12 @@ async def test_a_step_is_not_replayed_with_other_samples_than_it_was_trained_on(
     await crash_after_commit(make(steps=4, checkpoint_every=100), 2)
     ticket, index = (await commits_of(broker, keys))[2].trained_keys[0]
     prompt = np.arange(9, dtype=np.int32)
-    key, other = {
+    key, changed = {
         "tokens": (keys.trajectories(), make_trajectory(ticket, index, group_size=SIZE, prompt_ids=prompt)),
         "reward": (keys.scores(), make_score(ticket, index, 7.0)),
     }[change]
-    await rewrite(broker, key, type(other), lambda one: other if one.key == other.key else one)
+    await rewrite(
+        broker, key, type(changed), lambda message: changed if message.key == changed.key else message
+    )
     with pytest.raises(TidemillError, match="step 2 was committed, but the streams hold other samples"):
         await run(make(steps=4, checkpoint_every=100))

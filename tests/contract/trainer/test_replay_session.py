@@ -57,8 +57,8 @@ def reward(ticket: int, index: int) -> float | None:
 
 def rewards(ticket: int, index: int) -> dict[str, float] | None:
     """The same in two parts."""
-    one = reward(ticket, index)
-    return None if one is None else {"right": one, "short": float(index % 2)}
+    scored = reward(ticket, index)
+    return None if scored is None else {"right": scored, "short": float(index % 2)}
 
 
 def session_of(context: Any) -> StepReplay:

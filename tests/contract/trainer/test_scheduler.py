@@ -72,12 +72,12 @@ class TestGate:
         scheduler = make(steps=5)
         for version in range(5):
             await scheduler.admit(version)
-            own = [item for item in scheduler.outstanding.values() if item.step == version]
-            assert len(own) == 2
-            replacement = (await scheduler.replace(own[0].ticket, version))[0]
+            of_version = [item for item in scheduler.outstanding.values() if item.step == version]
+            assert len(of_version) == 2
+            replacement = (await scheduler.replace(of_version[0].ticket, version))[0]
             assert (replacement.step, replacement.min_version) == (version, max(0, version - 1))
             assert scheduler.next_ticket == scheduler.limit(version)
-            for ticket in (own[1].ticket, replacement.ticket):
+            for ticket in (of_version[1].ticket, replacement.ticket):
                 scheduler.settle(ticket)
         assert await scheduler.admit(5) == []
         assert not scheduler.outstanding
@@ -94,7 +94,8 @@ class TestGate:
         assert (replacement.step, replacement.min_version) == (5, 3)
 
     async def test_tickets_are_expected_before_a_worker_can_answer_them(self, make, monkeypatch):
-        scheduler, order = make(), []
+        scheduler = make()
+        order = []
         scheduler.expect = lambda items: order.append(("expected", [item.ticket for item in items]))
 
         async def spy(broker, key, numbers, build):
@@ -126,7 +127,8 @@ class TestAfterACrash:
         assert len(await tickets_of(broker, keys)) == 7
 
     async def test_without_a_checkpoint_everything_is_adopted(self, make):
-        first, second = make(), make()
+        first = make()
+        second = make()
         await first.admit(0)
         await first.replace(0, 0)
         await first.replace(4, 0)
@@ -165,7 +167,9 @@ class TestAfterRedisLostItsTail:
         self, make, broker, keys, monkeypatch
     ):
         """Redis loses it between the look at what is missing and the append."""
-        scheduler, execute, is_lost = make(), broker.execute, False
+        scheduler = make()
+        execute = broker.execute
+        is_lost = False
         await scheduler.admit(0)
 
         async def look_and_lose(*command):

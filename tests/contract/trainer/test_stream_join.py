@@ -17,7 +17,8 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import DeadLetter, Trajectory
 from tidemill.services.trainer.batch.stream_join import DEAD, SCORES, STREAMS, TRAJECTORIES, StreamJoin
 
-EARLY, LATE = "1700000000000-0", "1700000600000-0"
+EARLY = "1700000000000-0"
+LATE = "1700000600000-0"
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ async def read_all(broker: Broker, keys: Keys, join: StreamJoin) -> None:
     ends = {join._readers[stream]: await last_id(broker, stream.key(keys)) for stream in STREAMS}
     await wait_until(
         lambda: all(id_order(reader.position) >= id_order(end) for reader, end in ends.items()),
-        what="the readers have read everything",
+        awaited="the readers have read everything",
     )
 
 
@@ -78,7 +79,8 @@ async def test_groups_complete_with_the_last_of_their_entries_in_whatever_order(
 
 
 async def test_the_first_entry_of_a_key_wins_and_later_ones_are_counted(make, broker, keys):
-    join, before = make(0), duplicates()
+    join = make(0)
+    before = duplicates()
     async with reading(join):
         for text, value in (("first", 0.25), ("second", 0.75)):
             await append(broker, keys.trajectories(), sample_of(0, 0, text))
@@ -102,7 +104,8 @@ async def test_a_score_of_other_tokens_is_a_reason_to_look_for_what_is_missing(m
 
 
 async def test_late_entries_of_settled_tickets_are_counted_and_not_kept(make, broker, keys):
-    join, before = make(), duplicates()
+    join = make()
+    before = duplicates()
     async with reading(join):
         for ticket in range(20):
             join.expect(outstanding(ticket))
@@ -128,7 +131,8 @@ async def test_what_cannot_be_decoded_is_skipped(make, broker, keys):
 
 async def test_the_wait_for_a_reward_is_measured_by_one_clock(make, broker, keys):
     """Workers' clocks may be an hour apart; entry ids are times of Redis."""
-    join, late = make(0), time.time() + 3600
+    join = make(0)
+    late = time.time() + 3600
     async with reading(join):
         for index in (0, 1):
             sample = sample_of(0, index, started_at=1.0, finished_at=2.0)
@@ -201,7 +205,8 @@ class TestPositions:
             await publish_group(broker, keys, 1)
             await read_all(broker, keys, join)
         join.close(1)
-        restarted, before = resumed(join, make(0)), duplicates()
+        restarted = resumed(join, make(0))
+        before = duplicates()
         async with reading(restarted):
             await read_all(broker, keys, restarted)
             assert (restarted.num_trajectories, duplicates()) == (4, before)
@@ -269,7 +274,8 @@ class TestAfterRedisLostItsTail:
         self, make, broker, keys
     ):
         """It was noticed late that another server had taken over."""
-        join, key = make(0, 1, 2), keys.trajectories()
+        join = make(0, 1, 2)
+        key = keys.trajectories()
         async with reading(join):
             await append_at(broker, key, "100-0", sample_of(0))
             await wait_until(lambda: join.groups[0].trajectories)
@@ -300,7 +306,8 @@ class TestAfterRedisLostItsTail:
         self, make, broker, keys
     ):
         """Redis and trainer die together; the new server's clock is behind."""
-        first, second = make(0), make(0)
+        first = make(0)
+        second = make(0)
         async with reading(first):
             await append_at(broker, keys.trajectories(), LATE, sample_of(0))
             await wait_until(lambda: first.groups[0].trajectories)
@@ -314,7 +321,8 @@ class TestAfterRedisLostItsTail:
     async def test_an_answer_to_an_older_question_is_not_taken_in(self, make, broker, keys, monkeypatch):
         """`reread` comes while a read is under way whose reply is from before."""
         join = make(0)
-        reader, replies = join._readers[TRAJECTORIES], []
+        reader = join._readers[TRAJECTORIES]
+        replies = []
         read = reader.read
 
         async def late(*args):
@@ -338,7 +346,8 @@ class TestAfterRedisLostItsTail:
         self, make, broker, keys, monkeypatch
     ):
         """Of one answer the first entry cannot be decoded, and the second one is lost meanwhile."""
-        join, was_lost = make(0), asyncio.Event()
+        join = make(0)
+        was_lost = asyncio.Event()
 
         async def lose(*_):
             await lose_tail(broker, keys.scores(), START)
@@ -347,7 +356,7 @@ class TestAfterRedisLostItsTail:
 
         monkeypatch.setattr(DeadLetterWriter, "append_unread", lose)
         garbled = ("XADD", keys.scores(), "*", "v", "1.0", "p", b"\xc1")
-        fields = [part for pair in codec.encode(make_score(0, 0, 0.25)).items() for part in pair]
+        fields = [word for pair in codec.encode(make_score(0, 0, 0.25)).items() for word in pair]
         await broker.pipeline([garbled, ("XADD", keys.scores(), "*", *fields)], atomic=True)
         async with reading(join):
             await asyncio.wait_for(was_lost.wait(), PATIENCE_S)

@@ -59,11 +59,11 @@ async def test_payloads_beside_the_stream_fill_files_and_go_when_the_archiver_is
     assert await length(broker, keys.trajectories()) == 40, "nothing goes before it is archived"
     await wait_until(lambda: len(list(store.folder.iterdir())) == 20)
     await trimmer.close()
-    left = await raw(broker, keys.trajectories())
-    assert left == entries[30:] and not trimmer.is_waiting
+    remaining = await raw(broker, keys.trajectories())
+    assert remaining == entries[30:] and not trimmer.is_waiting
     assert {int(path.name.partition("-")[0]) for path in store.folder.iterdir()} == set(range(20, 40))
-    found = await scanned(History(keys.run_id, context.run_dir, None))
-    assert [record.message for record in found] == samples[: len(found)]
+    records = await scanned(History(keys.run_id, context.run_dir, None))
+    assert [record.message for record in records] == samples[: len(records)]
 
 
 @ONE_SERVER
@@ -90,8 +90,8 @@ async def test_a_payload_that_was_missing_when_its_entry_was_archived_stays_when
     await trimmer.close()
     assert await length(broker, keys.trajectories()) == 0
     assert list(store.folder.iterdir()) == [file]
-    found = await scanned(History(keys.run_id, context.run_dir, None))
-    assert [record.message for record in found] == samples
+    records = await scanned(History(keys.run_id, context.run_dir, None))
+    assert [record.message for record in records] == samples
 
     with writing(context.run_dir):
         cut_back(stream_folder(context.run_dir, STREAM), Trajectory, entries[10][0])
@@ -108,7 +108,8 @@ async def test_a_payload_that_was_missing_when_its_entry_was_archived_stays_when
 async def test_choices_that_were_missing_when_their_entry_was_archived_stay_where_they_are_kept(
     context, broker, keys, keeps
 ):
-    store, ids = ClaimStore(context.run_dir), np.arange(3, dtype=np.int32)
+    store = ClaimStore(context.run_dir)
+    ids = np.arange(3, dtype=np.int32)
     context.config = trainer_config(streams__archive=ARCHIVE)
     context.run_dir.mkdir()
     choices = Choices(rows={"kept": Rows.of_lists([[token, 30] for token in ids.tolist()])})
@@ -197,8 +198,8 @@ async def test_a_run_that_trims_to_its_archive_keeps_every_entry_and_resumes(
     assert commits == list(range(commits[0], commits[0] + len(commits))), "the newest, without a hole"
     history = History(keys.run_id, context.run_dir, broker)
     for name, ids in seen.items():
-        found = [record.entry_id for record in await scanned(history, StreamName(name))]
-        assert set(ids) <= set(found) and len(found) == len(set(found)), name
+        entry_ids = [record.entry_id for record in await scanned(history, StreamName(name))]
+        assert set(ids) <= set(entry_ids) and len(entry_ids) == len(set(entry_ids)), name
     assert await length(broker, keys.trajectories()) < len(seen[StreamName.TRAJECTORIES])
 
 
@@ -217,5 +218,5 @@ async def test_the_dead_are_forgotten_after_a_while_with_what_they_hold_kept(con
     assert await trimmer.departed.forget(after_s=-1.0) == 0, "it has looked a moment ago"
     assert await make_trimmer(context).departed.forget(after_s=-1.0) == 3
     assert await read_heartbeats(broker, keys) == []
-    left = await broker.execute("XINFO", "CONSUMERS", prompts, ROLLOUT_GROUP)
-    assert [info[1] for info in left] == [b"holds-a-ticket"]
+    consumers = await broker.execute("XINFO", "CONSUMERS", prompts, ROLLOUT_GROUP)
+    assert [info[1] for info in consumers] == [b"holds-a-ticket"]

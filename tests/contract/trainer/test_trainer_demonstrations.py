@@ -19,7 +19,8 @@ from tidemill.services.trainer.batch import batch_assembler
 from tidemill.services.trainer.batch import scheduler as scheduler_module
 from tidemill.services.trainer.policy.loading import open_policy
 
-STEPS, GROUPS = 6, 4
+STEPS = 6
+GROUPS = 4
 
 
 @pytest.fixture
@@ -64,19 +65,18 @@ async def test_alone_they_need_no_worker_and_a_killed_trainer_ends_with_the_same
     places = range(FIRST_DEMONSTRATION, FIRST_DEMONSTRATION + STEPS * GROUPS)
     assert [ticket for commit in commits for ticket in sorted(commit.groups)] == list(places)
     assert not await messages(broker, keys.scores(), Score)
-    first, *_, last = [commit.metrics["imitation/loss"] for commit in commits]
-    assert last < first, "it learns what it is shown"
+    losses = [commit.metrics["imitation/loss"] for commit in commits]
+    assert losses[-1] < losses[0], "it learns what it is shown"
     rows = Counter(t.prompt_text for t in await messages(broker, keys.trajectories(), Trajectory))
     assert sorted(rows.values()) == [2] * 3 + [3] * 6, "24 places over 9 rows"
 
-    killed = await run_killed(
-        make, broker, other := Keys(f"{keys.run_id}-killed"), max_staleness=max_staleness
-    )
+    killed_keys = Keys(f"{keys.run_id}-killed")
+    killed = await run_killed(make, broker, killed_keys, max_staleness=max_staleness)
     assert [commit.digest for commit in killed] == [commit.digest for commit in commits]
     assert [commit.mini_batches for commit in killed] == [commit.mini_batches for commit in commits]
-    context = make(broker, other, max_staleness=max_staleness)
+    context = make(broker, killed_keys, max_staleness=max_staleness)
     policy = open_policy(context.config, context.run_dir)
-    assert await replayed_digests(broker, other, context.config, policy) == [c.digest for c in commits]
+    assert await replayed_digests(broker, killed_keys, context.config, policy) == [c.digest for c in commits]
 
 
 async def test_beside_prompts_each_step_has_its_exact_share_also_where_groups_are_replaced(

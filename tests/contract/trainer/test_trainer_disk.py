@@ -113,7 +113,8 @@ class FirstRefusals:
     """A disk that refuses each file and folder once: whatever is written there, at a start or later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.folder, self.refused = str(folder), set[str]()
+        self.folder = str(folder)
+        self.refused: set[str] = set()
         for owner, name in ((builtins, "open"), (io, "open"), (os, "mkdir")):
             self._watch(monkeypatch, owner, name, getattr(owner, name))
 
@@ -127,22 +128,24 @@ class FirstRefusals:
         monkeypatch.setattr(owner, name, watched)
 
     def _refuse(self, path: str) -> None:
-        place = re.sub("[0-9a-f]{8}.aside", "aside", path)
-        if path.startswith(self.folder) and place not in self.refused:
-            self.refused.add(place)
+        name = re.sub("[0-9a-f]{8}.aside", "aside", path)
+        if path.startswith(self.folder) and name not in self.refused:
+            self.refused.add(name)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 class TestFullDisk:
     async def test_it_is_waited_out_and_can_be_stopped(self, make, broker, keys, monkeypatch):
         """A step whose weights cannot be written is not announced; no step is committed after it."""
-        context, begin, loop = make(), WeightStore.begin, asyncio.get_running_loop()
+        context = make()
+        begin = WeightStore.begin
+        loop = asyncio.get_running_loop()
 
-        def full(store, version, *rest):
+        def full(store, version, *arguments):
             if version == 2:
                 loop.call_soon_threadsafe(context.stopping.set)
                 raise StorageError("the weights", store.folder, 28, "No space left on device")
-            return begin(store, version, *rest)
+            return begin(store, version, *arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(WeightStore, "begin", full)
@@ -167,7 +170,7 @@ class TestFullDisk:
         with monkeypatch.context() as patch:
             disk = FirstRefusals(patch, context.run_dir)
             await run(context)
-        names = {Path(place).name for place in disk.refused}
+        names = {Path(path).name for path in disk.refused}
         assert {"trainer.lock", ".lock", JOURNAL_FILE, "metrics.jsonl"} <= names
         await assert_trained_once(broker, keys, 6)
 
@@ -177,10 +180,11 @@ class TestWhatIsKept:
         self, make, broker, keys, monkeypatch
     ):
         """A stop right after a checkpoint writes it once more; the one before stays needed."""
-        context, begin = make(steps=12, trims=True), Checkpointer.begin
+        context = make(steps=12, trims=True)
+        begin = Checkpointer.begin
 
-        async def begin_and_stop(checkpointer, version, *rest):
-            await begin(checkpointer, version, *rest)
+        async def begin_and_stop(checkpointer, version, *arguments):
+            await begin(checkpointer, version, *arguments)
             if version == 8:
                 context.stopping.set()
 
@@ -213,7 +217,9 @@ class TestWhatIsKept:
         assert id_order(first.decode())[0] > 8 * GROUPS, "the checkpoints of versions 8 and 12 are kept"
 
 
-STEPS, EVERY, HELD = 10, 2, 4
+STEPS = 10
+EVERY = 2
+HELD = 4
 """The checkpoint of version 4 is held up; the one before it is of version 2."""
 
 

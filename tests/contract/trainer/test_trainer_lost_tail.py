@@ -32,12 +32,12 @@ from tidemill.services.trainer.durable.checkpointing import Checkpointer
 from tidemill.services.trainer.trainer import Trainer
 
 
-@pytest.mark.parametrize(("step", "left", "every"), [(3, 1, 4), (4, 3, 1), (4, 2, 1), (4, 0, 1)])
+@pytest.mark.parametrize(("step", "num_left", "every"), [(3, 1, 4), (4, 3, 1), (4, 2, 1), (4, 0, 1)])
 async def test_lost_commits_come_back_before_the_next_one_however_many_and_however_often_the_trainer_saves(
-    make, broker, keys, answers, monkeypatch, step, left, every
+    make, broker, keys, answers, monkeypatch, step, num_left, every
 ):
     """Behind the next one there would be no place for them any more, and no way to replay them."""
-    after_training(monkeypatch, step, lambda _: lose_tail(broker, keys.commits, f"{left}-0"))
+    after_training(monkeypatch, step, lambda _: lose_tail(broker, keys.commits, f"{num_left}-0"))
     await run(make(checkpoint_every=every))
     await assert_trained_once(broker, keys, 6)
 
@@ -94,7 +94,8 @@ async def test_records_that_redis_has_lost_are_not_needed_once_their_commit_is_o
     make, broker, keys, answers, monkeypatch
 ):
     """Redis loses what a step has trained on, and the trainer dies as soon as it has committed the step."""
-    info, is_second = broker.info, False
+    info = broker.info
+    is_second = False
 
     async def info_of_two_servers(section):
         return await info(section) | {"run_id": "second" if is_second else "first"}
@@ -122,15 +123,17 @@ async def test_the_trainer_saves_a_checkpoint_at_once_when_redis_has_restarted(
     make, broker, keys, answers, monkeypatch
 ):
     """What was trained on may be gone, so that the steps since the last checkpoint cannot be replayed."""
-    info, saved, begin = broker.info, [], Checkpointer.begin
+    info = broker.info
+    saved = []
+    begin = Checkpointer.begin
 
     async def info_of_two_servers(section):
-        found = await info(section)
-        return found | {"run_id": "second" if await num_commits(broker, keys) >= 2 else "first"}
+        facts = await info(section)
+        return facts | {"run_id": "second" if await num_commits(broker, keys) >= 2 else "first"}
 
-    async def note(checkpointer, version, *rest):
+    async def note(checkpointer, version, *arguments):
         saved.append(version)
-        await begin(checkpointer, version, *rest)
+        await begin(checkpointer, version, *arguments)
 
     monkeypatch.setattr(broker, "info", info_of_two_servers)
     monkeypatch.setattr(Checkpointer, "begin", note)
@@ -148,7 +151,7 @@ async def test_an_evaluation_gets_the_announcement_back_that_its_workers_wait_fo
     async with answering(broker, keys, lanes=[Lane.TRAIN]):
         await wait_until(lambda: has_commits(broker, keys, 1))
         await broker.execute("DEL", keys.weights)
-        await wait_until(is_announced, what="version 0 is announced again")
+        await wait_until(is_announced, awaited="version 0 is announced again")
     async with answering(broker, keys):
         await serving
 
@@ -158,7 +161,8 @@ async def test_an_evaluation_gets_the_announcement_back_that_its_workers_wait_fo
 async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, keys, monkeypatch, is_hidden):
     """Another server may take over between the last commit and the word that the run is finished. An entry of
     somebody else's may stand where the commits end now."""
-    finish, lost = trainer_module.finish_state, []
+    finish = trainer_module.finish_state
+    lost = []
 
     async def lose_and_finish(*arguments, **state):
         if not lost:
@@ -176,7 +180,9 @@ async def test_a_run_is_over_only_where_redis_has_its_last_commit(make, broker, 
 @pytest.mark.usefixtures("answers")
 async def test_a_checkpoint_comes_before_a_commit_whose_mark_is_lost(make, broker, keys, monkeypatch):
     """What the step was trained on may be gone with the mark: nobody could replay the commit."""
-    append_commit, save, order = trainer_module.append_commit, Trainer._save, []
+    append_commit = trainer_module.append_commit
+    save = Trainer._save
+    order = []
 
     async def lose_and_append(_broker, _keys, commit, *mark):
         if commit.step == 3 and "lost" not in order:
@@ -233,8 +239,8 @@ class TestEmptied:
         with monkeypatch.context() as patch:
             patch.setenv("TIDEMILL_RUNS_DIR", str(context.run_dir.parent))
             (context.run_dir.parent / keys.run_id).symlink_to(context.run_dir)
-            found = await service._find_config("trainer", broker, keys, Namespace())
-        assert found.trainer == context.config.trainer == (await read_config(broker, keys)).trainer
+            config = await service._find_config("trainer", broker, keys, Namespace())
+        assert config.trainer == context.config.trainer == (await read_config(broker, keys)).trainer
         assert (await read_state(broker, keys)).get("status") in (None, RUNNING)
         async with answering(broker, keys):
             await run(make(has_eval=True))
@@ -248,7 +254,8 @@ class TestEmptied:
         """It has issued the tickets of its last version again, and the checkpoint is of an earlier one."""
         context = make(checkpoint_every=2)
         await publish_config(broker, keys, context.config)
-        append_commit, saves = trainer_module.append_commit, Trainer._save
+        append_commit = trainer_module.append_commit
+        saves = Trainer._save
 
         async def never(_broker, _keys, commit, *mark):
             if commit.step == 4:

@@ -11,7 +11,8 @@ from tests.support.whole_trainer import GROUPS
 from tidemill.services.trainer.service import serve
 from tidemill.services.trainer.trainer import Trainer
 
-WARM_UP, STEPS = 500, 1000
+WARM_UP = 500
+STEPS = 1000
 """Until then the pools of threads fill, and each allocator's arena reaches its size: jumps of 4 MB, the last
 one near step 450."""
 MOST_OBJECTS_PER_STEP = 0.5
@@ -23,7 +24,8 @@ MOST_BYTES = 6 << 20
 @pytest.mark.timeout(1800)  # a thousand steps, on a busy machine
 @pytest.mark.parametrize("redis_server", sorted(SERVERS)[:1], indirect=True)
 async def test_memory_is_flat_over_a_thousand_steps(make, broker, keys, answers, monkeypatch):
-    step, seen = Trainer._step, {}
+    step = Trainer._step
+    seen = {}
 
     async def measured(trainer, number):
         if number in (WARM_UP, STEPS - 1):
@@ -37,7 +39,8 @@ async def test_memory_is_flat_over_a_thousand_steps(make, broker, keys, answers,
     monkeypatch.setattr(Trainer, "_step", measured)
     context = make(STEPS, trims=True, checkpoint_every=50, mini_batches=GROUPS)
     await serve(context)
-    (objects, rss), (objects_later, rss_later) = seen[WARM_UP], seen[STEPS - 1]
+    (objects, rss) = seen[WARM_UP]
+    (objects_later, rss_later) = seen[STEPS - 1]
     num_steps = STEPS - 1 - WARM_UP
     assert (objects_later - objects) / num_steps < MOST_OBJECTS_PER_STEP
     assert rss_later - rss < MOST_BYTES

@@ -140,7 +140,8 @@ async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_befor
 ):
     """A crash between any two of these must leave something to go on from."""
     order: list[tuple[str, int]] = []
-    finish, announce = WeightStore.finish, Reconciler.announce
+    finish = WeightStore.finish
+    announce = Reconciler.announce
 
     async def note_commit(*arguments):
         order.append(("commit", arguments[2].version))
@@ -162,7 +163,7 @@ async def test_a_version_is_committed_before_it_is_written_and_on_the_disk_befor
     monkeypatch.setattr(Reconciler, "announce", note_announcement)
     monkeypatch.setattr(WeightStore, "finish", note_write)
     await run(make(steps=3))
-    expected = [(what, version) for version in range(4) for what in ("commit", "write", "announce")]
+    expected = [(event, version) for version in range(4) for event in ("commit", "write", "announce")]
     assert order == [item for item in expected if item != ("commit", 0)]
 
 
@@ -240,7 +241,9 @@ class TestSeveralUpdates:
         await run(context)
         for commit in await assert_trained_once(broker, keys, 6):
             assert len(commit.mini_batches) == commit.metrics["mini_batches"] == 2
-            tickets = [sorted({t for micro in mini for t, _ in micro}) for mini in commit.mini_batches]
+            tickets = []
+            for mini in commit.mini_batches:
+                tickets.append(sorted({ticket for micro in mini for ticket, _ in micro}))
             assert [[ticket] for ticket in commit.groups] == tickets, "each update took the next to arrive"
         await self.assert_replays_alike(broker, keys, context)
 
@@ -251,7 +254,8 @@ class TestSeveralUpdates:
     ):
         """The process dies in the middle of update `number`, counted from 1."""
         context = make(**updates, checkpoint_every=2)
-        update, count = SimulatedPolicy.update, 0
+        update = SimulatedPolicy.update
+        count = 0
 
         def update_or_die(policy, denominator):
             nonlocal count
@@ -272,7 +276,9 @@ class TestSeveralUpdates:
     async def test_a_stop_between_two_of_a_step_saves_no_weights_of_no_version(
         self, make, broker, keys, monkeypatch
     ):
-        context, updates, update = make(mini_batches=2), [], SimulatedPolicy.update
+        context = make(mini_batches=2)
+        updates = []
+        update = SimulatedPolicy.update
 
         def note(policy, denominator):
             updates.append(update(policy, denominator))

@@ -17,7 +17,8 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import Ticket, Trajectory
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 
-STEPS, GROUPS = 12, 4
+STEPS = 12
+GROUPS = 4
 SIZES = {"sums": 2, "words": 3, "code": 4}
 WEIGHTS = {"sums": 2, "words": 1, "code": 1}
 
@@ -71,14 +72,14 @@ async def test_killed_at_random_points_it_issues_the_same_prompts_as_undisturbed
     replaced = sum(len(commit.dropped) for commit in commits)
     assert replaced
 
-    other = Keys(f"{keys.run_id}-killed")
-    async with answering(broker, other, value_of=reward_of):
+    killed_keys = Keys(f"{keys.run_id}-killed")
+    async with answering(broker, killed_keys, value_of=reward_of):
         num_deaths = await whole_trainer.run_killed(
-            make, broker, other, STEPS, seed=max_staleness, max_staleness=max_staleness
+            make, broker, killed_keys, STEPS, seed=max_staleness, max_staleness=max_staleness
         )
     assert num_deaths >= 3
-    assert await prompts_of(broker, other) == expected
-    disturbed = await assert_nothing_lost(broker, other, len(expected))
+    assert await prompts_of(broker, killed_keys) == expected
+    disturbed = await assert_nothing_lost(broker, killed_keys, len(expected))
     assert [sorted(c.outcomes) for c in disturbed] == [sorted(c.outcomes) for c in commits]
 
 

@@ -44,9 +44,9 @@ async def steps_in_redis(broker: Broker, keys: Keys) -> list[int]:
 async def assert_whole(context: ServiceContext, steps: int = STEPS) -> None:
     """Journal and stream together are the history, and no sample was trained twice."""
     history = History(context.keys.run_id, context.run_dir, context.broker)
-    found = [commit async for commit in history.messages(StreamName.COMMITS, Commit)]
-    assert [commit.step for commit in found] == list(range(steps))
-    trained = [key for commit in found for key in commit.trained_keys]
+    commits = [commit async for commit in history.messages(StreamName.COMMITS, Commit)]
+    assert [commit.step for commit in commits] == list(range(steps))
+    trained = [key for commit in commits for key in commit.trained_keys]
     assert len(trained) == len(set(trained)) == steps * GROUPS * SIZE
 
 
@@ -109,7 +109,9 @@ async def test_commits_that_the_journal_lacks_stay_in_redis(make, broker, keys):
 async def test_an_older_checkpoint_that_cannot_be_replayed_costs_the_journal_nothing(make, broker, keys):
     """What was trained on since is trimmed: the trainer ends, and the newer checkpoint still can go on."""
     context = trimming(make)
-    folder, older, newer = (context.run_dir / name for name in ("checkpoints", "older", "newer"))
+    folder = context.run_dir / "checkpoints"
+    older = context.run_dir / "older"
+    newer = context.run_dir / "newer"
     await run(trimming(make, 3))
     shutil.copytree(folder, older)
     await run(trimming(make, 8))

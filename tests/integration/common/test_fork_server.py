@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.preloaded import REPO
 from tests.support.waiting import has_ended, wait_until
-from tidemill.services.console.processes import forks
-from tidemill.services.console.processes.forks import ForkServer
-from tidemill.services.console.processes.specs import ServiceSpec
+from tidemill.services.console.up import forks
+from tidemill.services.console.up.forks import ForkServer
+from tidemill.services.console.up.specs import ServiceSpec
 
 SERVER = """
     import errno, os, sys

@@ -33,8 +33,8 @@ def test_a_service_is_hidden_from_other_processes_of_its_user_before_it_does_any
 @pytest.mark.parametrize(
     ("module", "first", "arguments"),
     [
-        ("tidemill.services.jobs.sandbox.rq_worker", "redis_url", "'x', '[]'"),
-        ("tidemill.services.console.exporter.__main__", "configure_logs", "'x'"),
+        ("tidemill.services.reward.sandbox.rq_worker", "redis_url", "'x', '[]'"),
+        ("tidemill.services.console.exporter", "configure_logs", "'x'"),
         ("tidemill.services.trainer.policy.fsdp.rank_main", "join_ranks", "os.getppid()"),
         # What any command does first: serve-rewards, rescore and web have the password of Redis.
         ("tidemill.services.console.__main__", "app", ""),

@@ -31,7 +31,8 @@ async def served() -> AsyncIterator[int]:
     try:
         yield listener.getsockname()[1]
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
+        server.force_exit = True
         await serving
 
 

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("forked_checks")
 
 def test_a_run_its_history_and_a_run_that_a_callback_stops(tmp_path: Path) -> None:
     config = simulated_config(tmp_path, trainer__steps=3, streams__archive={"enabled": True})
-    runs, steps = tmp_path / "runs", list[Any]()
+    runs = tmp_path / "runs"
+    steps = list[Any]()
     result = tidemill.run(config, run_id="one", runs_dir=runs, on_step=steps.append, quiet=True)
     assert result.is_ok and result.summary["steps"] == 3 and result.folder == runs / "one"
     assert [record["step"] for record in steps] == [0, 1, 2]
@@ -48,7 +49,8 @@ def test_a_run_its_history_and_a_run_that_a_callback_stops(tmp_path: Path) -> No
 
 
 async def test_an_error_of_a_callback_stops_the_run_and_reaches_the_caller(tmp_path: Path) -> None:
-    config, runs = simulated_config(tmp_path, trainer__steps=200), tmp_path / "runs"
+    config = simulated_config(tmp_path, trainer__steps=200)
+    runs = tmp_path / "runs"
 
     def fail(record: dict[str, Any]) -> None:
         raise KeyError(record["step"])
@@ -56,8 +58,8 @@ async def test_an_error_of_a_callback_stops_the_run_and_reaches_the_caller(tmp_p
     with pytest.raises(KeyError):
         await tidemill.run_async(config, run_id="one", runs_dir=runs, on_step=fail, quiet=True)
     # A loop runs here, as in a notebook.
-    place: dict[str, Any] = {"run_id": "one", "runs_dir": runs, "resume": True, "quiet": True}
-    result = tidemill.run(config, {"trainer.steps": 201}, on_step=lambda step: step["step"] < 5, **place)
+    fields: dict[str, Any] = {"run_id": "one", "runs_dir": runs, "resume": True, "quiet": True}
+    result = tidemill.run(config, {"trainer.steps": 201}, on_step=lambda step: step["step"] < 5, **fields)
     assert result.exit_code == 130 and "--run-id one --runs-dir" in result.why_not_finished
     assert 5 < len(await asyncio.to_thread(tidemill.History("one", runs).steps)) < 201
 

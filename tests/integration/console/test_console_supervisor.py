@@ -14,10 +14,12 @@ import psutil
 import pytest
 
 from tests.support.waiting import has_ended, wait_until
-from tidemill.services.console.processes.forks import ForkServer
-from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.specs import ServiceSpec
-from tidemill.services.console.processes.supervisor import (
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.guard import Guard
+from tidemill.services.console.run.local_redis import open_redis
+from tidemill.services.console.up.forks import ForkServer
+from tidemill.services.console.up.specs import ServiceSpec
+from tidemill.services.console.up.supervisor import (
     MAX_EARLY_DEATHS,
     MAX_SAME_DEATHS,
     Ending,
@@ -26,8 +28,6 @@ from tidemill.services.console.processes.supervisor import (
     ServiceProcess,
     Supervisor,
 )
-from tidemill.services.console.run.folder import RunFolder
-from tidemill.services.console.run.local_redis import open_redis
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
 POLITE = "import time; print('up'); time.sleep(600)"
@@ -62,7 +62,7 @@ class Stage:
         return path.read_text() if path.exists() else ""
 
     async def is_up(self, name: str, starts: int = 1) -> None:
-        await wait_until(lambda: self.log(name).count("up") >= starts, what=f"{name} up {starts} times")
+        await wait_until(lambda: self.log(name).count("up") >= starts, awaited=f"{name} up {starts} times")
 
 
 async def test_the_run_is_over_when_the_trainer_says_so(tmp_path: Path, guard: Guard) -> None:
@@ -73,7 +73,8 @@ async def test_the_run_is_over_when_the_trainer_says_so(tmp_path: Path, guard: G
 
 
 async def test_a_service_is_forked_until_the_fork_server_ends(tmp_path: Path, guard: Guard) -> None:
-    server, log = ForkServer(), tmp_path / "rollout.log"
+    server = ForkServer()
+    log = tmp_path / "rollout.log"
     command = (sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1")
     spec = ServiceSpec("rollout", "rollout", command, {"PYTHONUNBUFFERED": "1"}, loads_torch=True)
     supervisor = Supervisor([spec], tmp_path, 20.0, lambda _: None, first_pause_s=0.001)
@@ -106,9 +107,9 @@ async def test_a_service_is_forked_until_the_fork_server_ends(tmp_path: Path, gu
 DOOMED = """
 import asyncio, os, sys
 from pathlib import Path
-from tidemill.services.console.processes.forks import ForkServer
-from tidemill.services.console.processes.guard import Guard
-from tidemill.services.console.processes.specs import ServiceSpec
+from tidemill.services.console.up.forks import ForkServer
+from tidemill.services.console.run.guard import Guard
+from tidemill.services.console.up.specs import ServiceSpec
 
 async def main():
     command = (sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1")
@@ -190,7 +191,7 @@ async def test_the_error_of_a_service_is_the_reason_and_not_the_lines_of_its_log
 
 
 async def test_a_process_that_keeps_dying_is_given_up(tmp_path, guard, monkeypatch):
-    monkeypatch.setattr("tidemill.services.console.processes.supervisor.LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("tidemill.services.console.up.supervisor.LONGEST_PAUSE_S", 0.001)
     # Another cause each time: letters, for numbers do not count.
     program = "import os; raise SystemExit('no such judge: ' + 'a' * (os.getpid() % 200))"
     stage = Stage(tmp_path, guard, {"trainer": POLITE, "reward": program})
@@ -276,7 +277,7 @@ async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None
     console.write_text(
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from tidemill.services.console.processes.guard import Guard\n"
+        "from tidemill.services.console.run.guard import Guard\n"
         "with Guard() as guard:\n"
         "    for kind in ('service', 'redis'):\n"
         "        child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
@@ -299,7 +300,7 @@ async def test_nothing_outlives_a_console_that_is_killed(tmp_path: Path) -> None
     assert not any(map(has_ended, pids))
     process.kill()
     process.wait()
-    await wait_until(lambda: all(map(has_ended, pids)), what="both children to be ended")
+    await wait_until(lambda: all(map(has_ended, pids)), awaited="both children to be ended")
     await wait_until(lambda: not socket_folder.exists())
 
 

@@ -23,12 +23,12 @@ from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History, StreamName
 from tidemill.common.streams import Entry
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.exports.archive import archive
-from tidemill.services.console.launch.up import run_up
-from tidemill.services.console.options import ArchiveOptions, UpOptions
-from tidemill.services.console.processes.specs import ServiceSpec
+from tidemill.services.console.commands import ArchiveOptions, UpOptions
+from tidemill.services.console.look.archive import archive
 from tidemill.services.console.run.end import LOST, read_end
 from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.up.specs import ServiceSpec
+from tidemill.services.console.up.start import run_up
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("forked_checks")
@@ -217,8 +217,8 @@ def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints
 def test_a_port_in_use_is_found_before_anything_starts(config: Path) -> None:
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         with pytest.raises(TidemillError, match=f"cannot serve metrics on 127.0.0.1:{port}") as caught:
             run_up(UpOptions(config=config, run_id="busy", metrics_port=port))
     assert caught.value.exit_code == 2
@@ -231,8 +231,8 @@ async def test_ctrl_c_stops_the_run_so_that_it_can_be_resumed(config: Path) -> N
         "import sys\n"
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[2])\n"
-        "from tidemill.services.console.launch.up import run_up\n"
-        "from tidemill.services.console.options import UpOptions\n"
+        "from tidemill.services.console.up.start import run_up\n"
+        "from tidemill.services.console.commands import UpOptions\n"
         "from tests.integration.console.test_console_up import specs_with\n"
         "options = UpOptions(config=Path(sys.argv[1]), run_id='held', resume=len(sys.argv) > 3)\n"
         "sys.exit(run_up(options, specs_with(stop_after=1000 if options.resume else 2)))\n"
@@ -267,8 +267,8 @@ async def test_a_run_whose_launcher_was_killed_says_when_it_was_last_seen(config
         "import sys\n"
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[2])\n"
-        "from tidemill.services.console.launch.up import run_up\n"
-        "from tidemill.services.console.options import UpOptions\n"
+        "from tidemill.services.console.up.start import run_up\n"
+        "from tidemill.services.console.commands import UpOptions\n"
         "from tests.integration.console.test_console_up import specs_with\n"
         "options = UpOptions(config=Path(sys.argv[1]), run_id='killed')\n"
         "sys.exit(run_up(options, specs_with(stop_after=2)))\n"
@@ -290,7 +290,7 @@ async def test_a_run_whose_launcher_was_killed_says_when_it_was_last_seen(config
 MODELS = {"torch", "transformers", "vllm"}
 IMPORTS = {
     "what gives a first score": (
-        "import tidemill.services.reward.worker, tidemill.services.console.serving.server",
+        "import tidemill.services.reward.worker, tidemill.services.console.serve.server",
         MODELS | {"httpx", "jinja2", "rq"},
     ),
     "help": (

@@ -17,7 +17,9 @@ from tidemill.services.console.__main__ import app
 from tidemill.services.console.check.explain import describe
 from tidemill.services.console.check.preflight import examine
 
-GSM8K_ROWS, MATH_ROWS, DAPO_ROWS = 7_473, 7_500, 17_398
+GSM8K_ROWS = 7_473
+MATH_ROWS = 7_500
+DAPO_ROWS = 17_398
 
 VERL_GRPO = """
 NNODES=${NNODES:-1}

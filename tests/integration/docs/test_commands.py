@@ -69,7 +69,8 @@ def run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     words = shlex.split(command)
     module = {"tidemill": "tidemill.services.console"}.get(words[0], "")
     if words[:2] == ["python", "-m"]:
-        module, words = words[2], words[2:]
+        module = words[2]
+        words = words[2:]
     is_cold = not module or SHELL & set(command) or command.startswith(FROM_NOTHING)
     if not is_cold:
         return run_module(module, words[1:], variables | {"COLUMNS": "100"}, folder)

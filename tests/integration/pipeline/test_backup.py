@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(
     reason="no redis-server that keeps its AOF in a folder",
 )
 
-STEPS, GROUPS = 18, 4
+STEPS = 18
+GROUPS = 4
 
 
 async def test_a_run_goes_on_from_a_backup_of_its_folder_and_its_redis(tmp_path: Path) -> None:
@@ -28,7 +29,8 @@ async def test_a_run_goes_on_from_a_backup_of_its_folder_and_its_redis(tmp_path:
         tmp_path, trainer__steps=STEPS, trainer__checkpoint_every=3, trainer__simulated={"update_s": 0.1},
         streams__trim=True,
     )  # fmt: skip
-    backup, restored = tmp_path / "backup", tmp_path / "restored"
+    backup = tmp_path / "backup"
+    restored = tmp_path / "restored"
     with RedisServer(tmp_path / "redis") as server:
         async with ServiceRun(tmp_path, config, url=server.url) as run:
             run.start_all()

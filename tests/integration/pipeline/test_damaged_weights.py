@@ -36,7 +36,8 @@ async def test_a_version_with_a_flipped_bit_is_written_again_and_nothing_is_lost
 
         async def stands_still() -> bool:
             nonlocal seen
-            before, seen = seen, await num_commits(run.broker, run.keys)
+            before = seen
+            seen = await num_commits(run.broker, run.keys)
             return before == seen == (await newest()).version
 
         run.start_all()

@@ -11,8 +11,8 @@ from rich.console import Console
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.waiting import PATIENCE_S
 from tidemill.common.errors import ConfigError
-from tidemill.services.console.launch.views import PlainView
-from tidemill.services.console.status.snapshot import SnapshotReader
+from tidemill.services.console.look.snapshot import SnapshotReader
+from tidemill.services.console.up.views import PlainView
 
 HEAD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if not solution_str:

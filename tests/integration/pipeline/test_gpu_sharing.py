@@ -61,7 +61,8 @@ class Device:
 
 
 async def test_two_that_always_have_work_take_turns(tmp_path: Path) -> None:
-    device, done = Device(), {"a": 0, "b": 0}
+    device = Device()
+    done = {"a": 0, "b": 0}
     gates = {name: device.gate(name, tmp_path / "device-0", 0.1) for name in done}
     keepers = [gate.start() for gate in gates.values()]
 
@@ -103,7 +104,8 @@ async def test_a_holder_that_is_killed_frees_the_device_and_its_children_do_not_
     )
     assert process.stdout is not None
     assert await asyncio.wait_for(process.stdout.readline(), 120) == b"held\n"
-    turn, waiting = GpuLock([path]), GpuLock([path])
+    turn = GpuLock([path])
+    waiting = GpuLock([path])
     acquiring = asyncio.create_task(turn.acquire())
     await wait_until(lambda: waiting.is_wanted())
     assert not acquiring.done()
@@ -138,15 +140,17 @@ async def test_two_that_share_several_devices_do_not_wait_for_each_other(tmp_pat
 
 
 async def test_what_stands_still_is_handed_over_unfinished_and_wants_the_device_back(tmp_path: Path) -> None:
-    device, path = Device(), tmp_path / "device-0"
-    still, other = device.gate("still", path, 0.05), device.gate("other", path, 3600.0)
+    device = Device()
+    path = tmp_path / "device-0"
+    still = device.gate("still", path, 0.05)
+    second = device.gate("other", path, 3600.0)
     still._stands_still = True
     still.start()
-    other.start()
+    second.start()
     async with asyncio.timeout(60), still.use():
-        async with other.use():  # it has it, though work is under way there
+        async with second.use():  # it has it, though work is under way there
             assert device.on == {"other"} and not still.is_open
-            leave = other.stay()
+            leave = second.stay()
         assert device.on == {"other"}
         await asyncio.sleep(0.05)
         assert device.on == {"other"}, "it stays after its work"
@@ -154,7 +158,7 @@ async def test_what_stands_still_is_handed_over_unfinished_and_wants_the_device_
         await wait_until(lambda: still.is_open)  # without that anybody asked again
         assert device.on == {"still"}
     await still.close()
-    await other.close()
+    await second.close()
 
 
 async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: Path) -> None:
@@ -166,9 +170,9 @@ async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: 
     with pytest.raises(Exception, match="out of memory"):
         async with asyncio.timeout(120), gate.use():
             pass
-    other = GpuLock([tmp_path / "device-0"])
-    await asyncio.wait_for(other.acquire(), 120)
-    other.release()
+    second = GpuLock([tmp_path / "device-0"])
+    await asyncio.wait_for(second.acquire(), 120)
+    second.release()
 
 
 @pytest.fixture
@@ -201,7 +205,8 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
     assert isinstance(engine, GpuSharingEngine)
     await engine.start()
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        unlocked, finished = 0, {"generate": 0, "score": 0}
+        unlocked = 0
+        finished = {"generate": 0, "score": 0}
 
         async def generate() -> None:
             while min(finished.values()) < 6:
@@ -239,7 +244,9 @@ async def test_an_engine_and_a_reward_model_share_a_device_until_the_model_dies(
     await engine.close()
 
 
-STEPS, GROUPS, SIZE = 5, 2, 3
+STEPS = 5
+GROUPS = 2
+SIZE = 3
 
 
 async def test_two_workers_and_a_trainer_take_turns_and_survive_deaths_of_the_holder(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_line_breaks_before_a_number_are_the_token_that_the_model_learned(tokeni
 
 def test_texts_are_found_where_tokens_divide_their_characters(tokenizer: Any) -> None:
     """A character of several bytes may be several tokens, and a text may end within one for the moment."""
-    rng, num_divided = random.Random(1), 0
+    rng = random.Random(1)
+    num_divided = 0
 
     def decode(ids: Any) -> str:
         return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -82,7 +83,8 @@ def test_texts_are_found_where_tokens_divide_their_characters(tokenizer: Any) ->
 def test_a_session_is_what_its_template_makes_of_the_whole_chat(tokenizer: Any) -> None:
     chat = TemplateChat(tokenizer, [tokenizer.eos_token_id])
     asked = [{"role": "user", "content": "1+1? 🙂"}]
-    ids, said = chat.render(asked), list(asked)
+    ids = chat.render(asked)
+    said = list(asked)
     for answer, question in (("2.", "Sure?"), ("数学", "Why\n"), ('{"a": 1}', "Thanks")):
         turn = [*encode(tokenizer, answer), tokenizer.eos_token_id]
         follows = [{"role": "user", "content": question}]

@@ -15,7 +15,9 @@ from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
 from tidemill.common.wire.messages import Lane, Ticket, Trajectory, WeightManifest
 from tidemill.services.trainer.durable.checkpoint import CheckpointStore
 
-STEPS, GROUPS, SIZE = 4, 2, 4
+STEPS = 4
+GROUPS = 2
+SIZE = 4
 
 
 async def test_a_run_with_real_models_leaves_everything_it_promises(tmp_path: Path) -> None:

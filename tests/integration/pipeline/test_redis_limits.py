@@ -11,7 +11,7 @@ from tests.support.training import assert_full_steps, commits_of
 from tests.support.waiting import wait_until
 from tidemill.common.history import History, StreamName
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.status.snapshot import SnapshotReader
+from tidemill.services.console.look.snapshot import SnapshotReader
 
 GROUPS = 4
 TOKENS = 2000
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(not newest_server(), reason="no redis-server")
 
 async def test_a_run_that_needs_trimming_goes_on_in_little_memory_and_stays_flat(tmp_path: Path) -> None:
     """The next regular checkpoint would come long after Redis is full; and memory stays level."""
-    steps, maxmemory = 60, 5 << 20
+    steps = 60
+    maxmemory = 5 << 20
     config = simulated_config(
         tmp_path, trainer__steps=steps, trainer__checkpoint_every=1000, streams__trim=True,
         **large_messages(tmp_path),

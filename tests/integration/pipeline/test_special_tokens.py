@@ -16,7 +16,9 @@ from tidemill.common.wire.messages import Score, Trajectory
 
 WORDS = [*PIECES[:3], "[THINK]", "[/THINK]", *PIECES[5:]]
 """A vocabulary in which two words became the marks of a thought."""
-OPEN, CLOSE, END = 3, 4, 1
+OPEN = 3
+CLOSE = 4
+END = 1
 ENVIRONMENT = """
 import json
 from pathlib import Path

@@ -18,7 +18,8 @@ from tidemill.common.wire.messages import Commit, Lane, Trajectory
 
 need_vllm()
 
-STEPS, MAX_GAP = 5, 1e-3
+STEPS = 5
+MAX_GAP = 1e-3
 
 
 def _config() -> RunConfig:

@@ -34,7 +34,8 @@ class Worker:
     """A reward worker with one judge, in this process, and what it has published."""
 
     def __init__(self, broker: Broker, keys: Keys) -> None:
-        self.broker, self.keys = broker, keys
+        self.broker = broker
+        self.keys = keys
 
     @contextlib.asynccontextmanager
     async def running(
@@ -49,8 +50,8 @@ class Worker:
             yield
 
     async def put(self, count: int, lane: Lane = Lane.TRAIN, first: int = 0) -> None:
-        made = [make_trajectory(t, text=f"answer {t}") for t in range(first, first + count)]
-        await append(self.broker, self.keys.trajectories(lane), *made)
+        samples = [make_trajectory(t, text=f"answer {t}") for t in range(first, first + count)]
+        await append(self.broker, self.keys.trajectories(lane), *samples)
 
     async def scores(self, count: int, lane: Lane = Lane.TRAIN) -> list[Score]:
         return await scores(self.broker, self.keys, count, lane)
@@ -72,7 +73,8 @@ def metric(name: str, **labels: str) -> float:
 
 
 async def test_a_verdict_becomes_the_reward_and_its_words_and_tokens_are_kept(worker: Worker) -> None:
-    before, cost = metric("remote_tokens_total", kind="completion"), metric("remote_cost_total")
+    before = metric("remote_tokens_total", kind="completion")
+    cost = metric("remote_cost_total")
     async with MisbehavingServer(answers("Good. Score: 7", completion_tokens=5)) as server:
         judge = {"system": "You grade.", "temperature": 0.3, "max_tokens": 9, "extra_body": {"seed": 1}}
         prices = {"prompt": 1e6, "completion": 0.5e6}

@@ -23,7 +23,8 @@ from tidemill.services.reward.outcome import AttemptError, RewardOutcome
 
 SPIN = "while True: pass"
 HANG = "time.sleep(3600)"
-WAIT, AWAIT = "time.sleep(0.2)", "await asyncio.sleep(0.1)"
+WAIT = "time.sleep(0.2)"
+AWAIT = "await asyncio.sleep(0.1)"
 
 
 @contextlib.asynccontextmanager
@@ -140,7 +141,8 @@ async def test_evaluation_has_processes_of_its_own(tmp_path: Path) -> None:
 
 async def test_calls_that_wait_run_many_at_once(tmp_path: Path) -> None:
     async with pool_of(tmp_path, size=2, threads=16) as pool:
-        wait_s, outcomes = 0.1, list[RewardOutcome]()
+        wait_s = 0.1
+        outcomes = list[RewardOutcome]()
         async with asyncio.timeout(PATIENCE_S):
             while peak(outcomes) <= 8:
                 # On a full machine the wait for a core counts as load: the less, the longer calls are.
@@ -214,7 +216,7 @@ async def test_a_call_that_never_ends_fails_alone_also_where_it_lets_no_other_ru
         calls = [pool.score(stuck, limit_s), *(pool.score(other, other_limit_s) for _ in range(7))]
         late, *others = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(late, AttemptError) and late.is_timeout
-        assert [type(one) for one in others] == [RewardOutcome] * 7
+        assert [type(outcome) for outcome in others] == [RewardOutcome] * 7
 
 
 async def test_an_async_function_that_blocks_is_named_and_holds_up_its_own_loop_only(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.trajectories import make_config
 from tests.support.waiting import has_ended, wait_until
 from tidemill.common.process.heartbeats import read_heartbeats
 from tidemill.common.process.replicas import read_replicas
-from tidemill.services.console.processes.specs import service_specs
+from tidemill.services.console.up.specs import service_specs
 
 # Through a shell that stays, as servers have children of their own.
 SERVER = ("sh", "-c", f"{sys.executable} -m tests.support.misbehaving {{host}} {{port}}; exit 3")
@@ -27,7 +27,8 @@ def make_run(folder: Path, command: tuple[str, ...] | None = SERVER, **local: An
     reward: dict[str, Any] = {"judge": {"servers": "grader", "template": "{{ completion }}"}}
     local |= {"count": 2, "command": command}
     if command is None:
-        reward, local = {"model": {"servers": "grader"}}, {}
+        reward = {"model": {"servers": "grader"}}
+        local = {}
     servers = {"grader": {"model": str(folder / "nowhere"), "local": local}}
     reward = {"rewards": {"strict": {**reward, "backoff_s": 0.05}}}
     return ServiceRun(folder, make_config(run_id="test", reward=reward, servers=servers))
@@ -43,8 +44,8 @@ async def registered(run: ServiceRun) -> list[str]:
 
 async def urls(run: ServiceRun, count: int = 1) -> list[str]:
     async def enough() -> list[str]:
-        found = await registered(run)
-        return found if len(found) == count else []
+        replicas = await registered(run)
+        return replicas if len(replicas) == count else []
 
     return await wait_until(enough, 60, f"{count} replicas")
 

@@ -82,7 +82,7 @@ async def test_a_plain_function_gives_its_reward_and_all_that_it_heard_is_kept()
     async with player(function("twice")) as agent:
         models = [ScriptedModel("2", "yes"), ScriptedModel("2", "no")]
         played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
-        assert [one.session.reward for one in played] == [1.0, 0.0]
+        assert [trajectory.session.reward for trajectory in played] == [1.0, 0.0]
         assert played[0].session.metrics == {"asked": 2.0} and played[0].session.histories == {"clean": 1}
         assert played[0].first.prompt_ids.tolist() == models[0].seen[0]
         said = [message["content"] for message in played[0].session.messages]
@@ -94,7 +94,7 @@ async def test_clients_made_as_the_file_is_imported_ask_their_own_session(monkey
     async with player("tests.support.module_level_agent:with_clients_of_the_module") as agent:
         models = [ScriptedModel(*"abcd"), ScriptedModel(*"abcx")]
         played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
-        assert [one.session.reward for one in played] == [1.0, 0.0]
+        assert [trajectory.session.reward for trajectory in played] == [1.0, 0.0]
         assert [len(model.seen) for model in models] == [4, 4]
 
 
@@ -108,7 +108,7 @@ async def test_a_program_cannot_claim_the_connection_of_another_session(tmp_path
         models = [honest, claiming]
         plays = [agent.play(t, t.prompt_text, m.ask) for t, m in zip(tickets, models, strict=True)]
         played = await asyncio.gather(*plays)
-    assert [one.session.reward for one in played] == [1.0, 1.0], "each heard its own model only"
+    assert [trajectory.session.reward for trajectory in played] == [1.0, 1.0], "each heard its own model only"
     assert [len(model.seen) for model in models] == [2, 1]
     assert played[1].session.metrics == {"num_claims": 2.0, "num_taken": 0.0}
 
@@ -214,10 +214,28 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
     async def ask(ids: Any, sampling: SamplingParams) -> Any:
         return await (model.ask(ids, sampling) if model.lines else asyncio.Event().wait())
 
-    async with player(function("for_ever"), session_timeout_s=10.0) as agent:
+    async with player(function("asking_and_working"), session_timeout_s=10.0) as agent:
         played = await agent.play(TICKET, "s", ask)
         assert played.session.end == "timeout" and len(played.session.turns) == 1
         assert played.session.late == "session"
+
+
+@pytest.mark.parametrize(("name", "section"), [("for_ever", {"session_timeout_s": 15.0}), ("impatient", {})])
+async def test_time_that_a_hung_engine_took_is_a_fault_whoever_measured_it(name, section):
+    model = ScriptedModel("a")
+
+    async def ask(ids: Any, sampling: SamplingParams) -> Any:
+        return await (model.ask(ids, sampling) if model.lines else asyncio.Event().wait())
+
+    async with player(function(name), **section) as agent:
+        with pytest.raises(EnvironmentFaultError, match="the engine was slow"):
+            await agent.play(TICKET, "s", ask)
+
+
+async def test_a_program_that_says_that_its_time_was_over_is_truncated_with_its_reward() -> None:
+    async with player(function("late_by_itself")) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
+    assert (played.session.end, played.session.late, played.session.reward) == ("timeout", "program", 0.25)
 
 
 @pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])
@@ -239,7 +257,8 @@ async def test_what_the_engine_raises_is_no_fault_of_the_program() -> None:
 
 @pytest.mark.parametrize("agent", [function("dying"), function("twice"), "$ exit 3", "$ echo {}"])
 async def test_a_group_is_killed_while_its_number_is_still_its_own(agent, monkeypatch, children):
-    killed, kill = [], os.killpg
+    killed = []
+    kill = os.killpg
 
     def noting(group: int, number: int) -> None:
         killed.append(psutil.pid_exists(group))
@@ -280,10 +299,11 @@ async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_n
         return asyncio.create_subprocess_exec("sleep", "3600", env={SESSION: "s", WORKER: worker})
 
     me = psutil.Process()
-    left, kept = await sleeper("999999:1.00"), await sleeper(f"{me.pid}:{me.create_time():.2f}")
+    sleeping = await sleeper("999999:1.00")
+    kept = await sleeper(f"{me.pid}:{me.create_time():.2f}")
     try:
         assert end_leftovers({"s"}) == 1
-        assert await left.wait() == -9 and kept.returncode is None
+        assert await sleeping.wait() == -9 and kept.returncode is None
         assert end_leftovers({"another"}) == 1
         assert await kept.wait() == -9
     finally:
@@ -306,7 +326,7 @@ async def test_no_more_commands_start_at_once_than_there_are_cores(monkeypatch, 
     )
     async with player(f"$ {sys.executable} {script}") as agent:
         plays = [agent.play(TICKET, f"s{number}", ScriptedModel("a").ask) for number in range(3)]
-        assert [one.session.reward for one in await asyncio.gather(*plays)] == [1.0, 1.0, 1.0]
+        assert [trajectory.session.reward for trajectory in await asyncio.gather(*plays)] == [1.0, 1.0, 1.0]
 
 
 async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_long(monkeypatch, tmp_path):
@@ -316,10 +336,10 @@ async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_lo
     async with player(command) as agent:
         playing = asyncio.create_task(agent.play(TICKET, "s", ScriptedModel().ask))
         await wait_until(lambda: started.exists() and started.read_text().strip())
-        left = psutil.Process(int(started.read_text()))
+        program = psutil.Process(int(started.read_text()))
         playing.cancel()
         await asyncio.wait({playing})
-        await wait_until(lambda: has_ended(left))
+        await wait_until(lambda: has_ended(program))
 
 
 @pytest.mark.parametrize(

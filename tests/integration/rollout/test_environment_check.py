@@ -5,9 +5,9 @@ import pytest
 from tests.support.environments import THIS
 from tests.support.preloaded import REPO
 from tidemill.common.config import RunConfig, load_config
+from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
 from tidemill.common.process.checks import check_environment
-from tidemill.common.run.dataset import Row
 
 ROW = Row("guess", "guess", "4", {}, 0, "train.jsonl line 1")
 

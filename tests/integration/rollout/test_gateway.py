@@ -23,7 +23,8 @@ from tidemill.services.rollout.gateway.dialogue import READ, wishes_in
 from tidemill.services.rollout.gateway.server import RETRY_COUNT, Gateway
 from tidemill.services.rollout.gateway.session import LONG_CHARACTERS, GatewaySession
 
-anthropic, openai = late("anthropic"), late("openai")
+anthropic = late("anthropic")
+openai = late("openai")
 
 CHAT = ByteChat()
 
@@ -45,7 +46,8 @@ ADD = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
 }
 TOOL = {"type": "function", "function": ADD}
-MODEL_LEN, ROOMY = 4096, 1 << 20
+MODEL_LEN = 4096
+ROOMY = 1 << 20
 
 
 class Opened:
@@ -54,7 +56,9 @@ class Opened:
     def __init__(
         self, session: GatewaySession, model: ScriptedModel, root: str, threads: set[threading.Thread]
     ) -> None:
-        self.session, self.model, self.threads = session, model, threads
+        self.session = session
+        self.model = model
+        self.threads = threads
         self.openai = openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=session.key)
         self.anthropic = anthropic.AsyncAnthropic(base_url=root, api_key=session.key)
 
@@ -81,7 +85,8 @@ class Opened:
             ids = [*segment.prompt_ids.tolist(), *segment.completion_ids.tolist()]
             trained = segment.mask.tolist()
             for turn in segment.turns:
-                start, end = turn.num_prompt_tokens, turn.num_prompt_tokens + turn.num_tokens
+                start = turn.num_prompt_tokens
+                end = turn.num_prompt_tokens + turn.num_tokens
                 turns.append((ids[:start], ids[start:end]))
                 assert all(trained[turn.first : turn.end])
                 trained[turn.first : turn.end] = [False] * turn.num_tokens
@@ -95,9 +100,11 @@ async def opened(
     max_model_len: int = MODEL_LEN,
     turn_tokens: int = 200,
     refuses_wishes: bool = False,
-    **limits: int,
+    **limits: Any,
 ) -> AsyncIterator[Opened]:
-    model, chat, sampling = ScriptedModel(*lines), WatchedChat(), SamplingParams(max_tokens=turn_tokens)
+    model = ScriptedModel(*lines)
+    chat = WatchedChat()
+    sampling = SamplingParams(max_tokens=turn_tokens)
     section = EnvironmentConfig.model_validate({"max_turns": 2000} | limits)
     session = GatewaySession(chat, CHAT.decode, model.ask, sampling, section, max_model_len)
     gateway = Gateway("m", refuses_wishes=refuses_wishes)
@@ -117,8 +124,8 @@ async def test_a_history_that_grows_is_extended_whatever_the_client_does_to_its_
     async with opened("thinking " + call_line("add", a=1, b=2), call_line("add", a=3), "three") as run:
         first = await run.say([USER], tools=[TOOL], temperature=0.1)
         assert json.loads(first.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
-        told = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"}
-        second = await run.say([USER, first, told], tools=[TOOL])
+        reply = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"}
+        second = await run.say([USER, first, reply], tools=[TOOL])
         assert second.content is None
         rewritten = {
             "role": "assistant",
@@ -129,7 +136,7 @@ async def test_a_history_that_grows_is_extended_whatever_the_client_does_to_its_
         }
         parts = {"role": "user", "content": [{"type": "text", "text": USER["content"]}]}
         last = {"role": "tool", "tool_call_id": "y", "content": [{"type": "text", "text": "4"}]}
-        third = await run.say([parts, rewritten, {**told, "tool_call_id": "x"}, second, last], tools=[TOOL])
+        third = await run.say([parts, rewritten, {**reply, "tool_call_id": "x"}, second, last], tools=[TOOL])
         assert third.content == "three"
         assert run.session.counts == {"clean": 2} and len(run.segments) == 1
         assert [turn.num_calls for turn in run.segments[0].turns] == [1, 1, 0]
@@ -149,7 +156,8 @@ async def test_what_a_request_brings_and_json_cannot_hold_is_sent_back_as_it_cam
 
 async def test_other_histories_are_segments_of_their_own_and_each_is_found_again() -> None:
     async with opened("a1", "b1", "a2", "b2", "short") as run:
-        main, sub = [USER], [{"role": "system", "content": "You are another."}, USER]
+        main = [USER]
+        sub = [{"role": "system", "content": "You are another."}, USER]
         for _ in range(2):
             for history in (main, sub):
                 history += [await run.say(history), {"role": "user", "content": "on"}]
@@ -196,7 +204,7 @@ async def test_chat_streams_have_what_whole_answers_have() -> None:
 
 
 async def test_logprobs_that_are_asked_for_are_those_of_the_tokens_that_were_sampled() -> None:
-    async with opened("ab", "ab", "cd") as run:
+    async with opened("ab", "ab", "cd", repeated_requests="sample") as run:
         asked: dict[str, Any] = {"model": "m", "messages": [USER], "logprobs": True}
         answer = await run.openai.chat.completions.create(**asked)
         tokens = answer.choices[0].logprobs.content
@@ -340,7 +348,8 @@ def test_forms_and_calls_that_a_client_asks_for_are_wishes(body: Any, wishes: li
 
 
 async def test_a_form_that_a_client_asks_for_is_sampled_freely_and_counted() -> None:
-    more, field = {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"
+    more = {"tools": [TOOL], "tool_choice": "required"}
+    field = "tool_choice"
     before = metrics.AGENT_WISHES.labels(field)._value.get()
     async with opened("free", "text") as run:
         assert (await run.say([USER], **more)).content == "free"
@@ -405,9 +414,9 @@ async def test_without_the_sessions_key_nothing_is_answered() -> None:
         assert [model.id async for model in await run.openai.models.list()] == ["m"]
         assert (await run.openai.models.retrieve("m")).id == "m"
         assert (await run.anthropic.models.retrieve("folder/any")).id == "m"
-        for other in ("another", run.session.token):  # programs log the address, and the token with it
+        for text in ("another", run.session.token):  # programs log the address, and the token with it
             with pytest.raises(openai.AuthenticationError):
-                await run.openai.with_options(api_key=other).chat.completions.create(
+                await run.openai.with_options(api_key=text).chat.completions.create(
                     model="m", messages=[USER]
                 )
         with pytest.raises(openai.NotFoundError, match="no session"):

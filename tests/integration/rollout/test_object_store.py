@@ -73,9 +73,9 @@ def url(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReq
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
-    made = Chain(tmp_path / "run")
-    made.full(0, tiny_model(tmp_path / "model") / "model.safetensors")
-    return made
+    chain = Chain(tmp_path / "run")
+    chain.full(0, tiny_model(tmp_path / "model") / "model.safetensors")
+    return chain
 
 
 def publish(chain: Chain, url: str, manifest: WeightManifest) -> None:
@@ -107,7 +107,8 @@ def test_a_version_of_another_history_is_replaced_manifest_last(chain, url, tmp_
     publish(chain, url, chain.delta(1))
     chain.delta(2)
     chain.tensors = {name: (info, bits + 1) for name, (info, bits) in chain.tensors.items()}
-    other, written = chain.base(2), list[str]()
+    second_base = chain.base(2)
+    written = list[str]()
     write = ObjectStore.write
 
     def write_some(store: ObjectStore, path: str, file: Path) -> None:
@@ -116,19 +117,19 @@ def test_a_version_of_another_history_is_replaced_manifest_last(chain, url, tmp_
             raise WeightsError("the store went away")
         write(store, path, file)
 
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     monkeypatch.setattr(ObjectStore, "write", write_some)
-    changed = other.model_copy(update={"digest": chain.manifests[1].digest})
+    changed = second_base.model_copy(update={"digest": chain.manifests[1].digest})
     with pytest.raises(StorageError, match="went away") as raised:
         publish(chain, url, changed)
     assert raised.value.can_clear
     assert download(url, tmp_path / "cache").manifest(1) == chain.manifests[1]
     with pytest.raises(WeightsError):
         download(url, tmp_path / "cache").manifest(2)
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     assert written[-1] == MANIFEST_FILE
     written.clear()
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     assert not written, "it was there already"
 
 
@@ -141,7 +142,8 @@ def test_an_address_that_cannot_be_used_is_a_mistake_of_the_user(monkeypatch: py
 
 
 def test_a_claim_says_where_its_object_is_and_one_that_is_gone_or_torn_is_one_failed_sample(url, tmp_path):
-    store, whole = ClaimStore(tmp_path / RUN, 1, url), make_trajectory(3, 1)
+    store = ClaimStore(tmp_path / RUN, 1, url)
+    whole = make_trajectory(3, 1)
     sent = codec.decode_payload(codec.encode_payload(store.check_in(whole)), Trajectory)
     assert sent.claim is not None and sent.claim.pointer.startswith(f"{url}/{RUN}/claims/3-1-")
     elsewhere = ClaimStore(tmp_path / "no folder and no config")

@@ -19,7 +19,7 @@ from tests.support.rollout_worker import issue
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.scripted_model import ScriptedModel, agent_player, make_ticket
 from tests.support.training import messages
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 from tidemill.common.config.environment import EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
 from tidemill.common.process import children
@@ -173,7 +173,7 @@ async def test_a_process_of_environments_at_its_limit_refuses_a_session_and_keep
         (process,) = stage.num_sessions
         limit_files(process.pid, NO_MORE)
         with pytest.raises(MachineFaultError) as caught:
-            await asyncio.wait_for(stage.open(ROW), PATIENCE_S)
+            await asyncio.wait_for(stage.open(ROW), 30)
         assert caught.value.number == errno.EMFILE
         assert (await first.step("7")).is_done
         await first.close()

@@ -28,7 +28,8 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 IDS = list(range(10, 40))
-NUM_PROMPT, NUM_UPDATES = 5, 20
+NUM_PROMPT = 5
+NUM_UPDATES = 20
 
 
 def dense(is_tied: bool) -> LlamaForCausalLM:
@@ -74,8 +75,10 @@ async def deltas_are_followed(engine: VllmEngine, chain: Chain, model: Any) -> N
         await engine.load(version, [], [deltas_to(chain, version)], chain.newest.digest)
     await assert_parity(engine, chain, model)
 
-    held, newest = NUM_UPDATES, NUM_UPDATES + 2
-    skipped, wanted = deltas_to(chain, newest - 1), deltas_to(chain, newest)
+    held = NUM_UPDATES
+    newest = NUM_UPDATES + 2
+    skipped = deltas_to(chain, newest - 1)
+    wanted = deltas_to(chain, newest)
     with pytest.raises(WeightsMismatchError, match="would hold"):
         await engine.load(newest, [], [wanted], chain.newest.digest)
     assert engine.version == held and engine.can_patch

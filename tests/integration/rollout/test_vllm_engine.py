@@ -159,7 +159,8 @@ async def test_updates_in_flight_label_every_token_with_the_weights_that_sampled
         assert (version,) in kinds, "no request was waiting: nothing is tested"
         assert_parity(requests, results)
         # The probe: what the engine computes with now is what was in the file.
-        prompt, completion = [7, 8, 9, 10], [11, 12, 13, 14, 1]
+        prompt = [7, 8, 9, 10]
+        completion = [11, 12, 13, 14, 1]
         expected = expected_logprobs(prompt, completion, ((version, 0),), {version: reference(version)})
         assert await score(engine, prompt, completion) == pytest.approx(expected, abs=TOLERANCE)
 
@@ -231,8 +232,8 @@ async def test_cancelling_a_request_leaves_the_others_alone(engine: VllmEngine) 
     cancelled = [task for task in tasks[::2] if task.cancel()]
     await asyncio.gather(*tasks, return_exceptions=True)
     assert cancelled and all(task.cancelled() for task in cancelled)
-    kept = [place for place, task in enumerate(tasks) if task not in cancelled]
-    assert_parity([requests[place] for place in kept], [tasks[place].result() for place in kept])
+    kept = [number for number, task in enumerate(tasks) if task not in cancelled]
+    assert_parity([requests[number] for number in kept], [tasks[number].result() for number in kept])
     assert engine.num_running == 0
 
 
@@ -264,7 +265,7 @@ async def test_who_asks_hears_while_it_grows_of_a_long_generation_with_its_versi
     assert len(heard) > 4
     for so_far in heard:
         count = len(so_far.token_ids)
-        (whole,) = [one for one in results if one.token_ids[:count] == so_far.token_ids]
+        (whole,) = [result for result in results if result.token_ids[:count] == so_far.token_ids]
         assert count >= 16 and so_far.logprobs == whole.logprobs[:count]
         assert so_far.spans == tuple(span for span in whole.spans if span[1] < count)
 

@@ -37,7 +37,8 @@ async def test_the_engine_computes_with_the_overrides(rope: str, tmp_path: Path)
     engine = build_engine(config, "test-worker")
     await engine.start()
     try:
-        wide, narrow = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, min_p=0.6)
+        wide = SamplingParams(max_tokens=24)
+        narrow = SamplingParams(max_tokens=24, min_p=0.6)
         plain = await engine.generate(GenerationRequest("plain", PROMPT, wide))
         filtered = await engine.generate(GenerationRequest("filtered", PROMPT, narrow))
     finally:

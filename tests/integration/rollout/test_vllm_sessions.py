@@ -26,7 +26,9 @@ need_vllm()
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("forked_engines")]
 
-SESSIONS, TURNS, VERSIONS = 512, 3, 4
+SESSIONS = 512
+TURNS = 3
+VERSIONS = 4
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.05}
 TOLERANCE = 1e-5
 ENVIRONMENT = f"""
@@ -41,7 +43,7 @@ class Words:
 
 
 def ticket_of(number: int) -> Ticket:
-    ids = np.array([3 + (number * 7 + place * 5) % 29 for place in range(8)], dtype=np.int32)
+    ids = np.array([3 + (number * 7 + position * 5) % 29 for position in range(8)], dtype=np.int32)
     return make_ticket("", max_tokens=24, prompt_ids=ids, extra={"number": number}, ticket=number)
 
 
@@ -49,7 +51,8 @@ class Watched:
     """An engine that notes each turn, and whose weights are replaced whenever so many turns have begun."""
 
     def __init__(self, engine: Engine, files: dict[int, Path]) -> None:
-        self.engine, self.files = engine, files
+        self.engine = engine
+        self.files = files
         self.turns: dict[int, list[tuple[list[int], Generation]]] = {}
         self.loads: list[asyncio.Task[object]] = []
         self.num_begun = 0
@@ -89,7 +92,8 @@ async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_thos
         await engine.close()
 
     models = {version: tiny_llama(version, **SHAPE) for version in range(VERSIONS)}
-    versions, worst = set(), 0.0
+    versions = set()
+    worst = 0.0
     for number, segment in enumerate(segments):
         seen = watched.turns[number]
         assert len(segment.turns) == len(seen)
@@ -100,8 +104,8 @@ async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_thos
             assert row[start : start + turn.num_tokens] == generation.token_ids, "what it sampled"
             assert segment.mask[turn.first : turn.end].all()
             expected = expected_logprobs(ids, generation.token_ids, generation.spans, models)
-            found = segment.logprobs[turn.first : turn.end]
-            worst = max(worst, float(np.abs(found - np.asarray(expected, np.float32)).max()))
+            logprobs = segment.logprobs[turn.first : turn.end]
+            worst = max(worst, float(np.abs(logprobs - np.asarray(expected, np.float32)).max()))
             versions.add(tuple(version for version, _ in generation.spans))
         assert int(segment.mask.sum()) == sum(turn.num_tokens for turn in segment.turns)
     assert worst < TOLERANCE

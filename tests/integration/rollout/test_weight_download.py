@@ -31,7 +31,8 @@ from tidemill.services.rollout import weight_follower
 from tidemill.services.rollout.weight_follower import WeightDownload
 from tidemill.services.trainer.weights.store import WeightState, WeightStore, list_files
 
-RUN, TOKEN = "far-away", "a-token-that-is-long-enough"
+RUN = "far-away"
+TOKEN = "a-token-that-is-long-enough"
 SERVER = [sys.executable, "-m", "tidemill.services.trainer.weight_server"]
 
 
@@ -133,8 +134,10 @@ def test_other_bytes_than_those_announced_are_not_kept(server: Server, tmp_path:
 
 def test_a_broken_download_goes_on_where_it_was(server, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_follower, "PIECE_BYTES", 1 << 18)
-    manifest, asked = written(server, 1, 7.0), list[int]()
-    read, num_answers = WeightServer.read, 9
+    manifest = written(server, 1, 7.0)
+    asked = list[int]()
+    read = WeightServer.read
+    num_answers = 9
 
     def read_some(self: WeightServer, path: str, start: int, length: int) -> bytes:
         asked.append(start)
@@ -164,11 +167,11 @@ def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Serv
     manifest = written(server, 1, 7.0)
     (server.runs / RUN / "config.yaml").write_text("secret")
     (server.runs / RUN / WEIGHTS_FOLDER / "v00000001" / "notes.txt").write_text("not of the manifest")
-    known = f"/runs/{RUN}/weights/v00000001/model.safetensors"
-    assert server.status_of(known) == 200
+    weights_path = f"/runs/{RUN}/weights/v00000001/model.safetensors"
+    assert server.status_of(weights_path) == 200
     assert server.status_of(f"/runs/{RUN}/weights/v00000001/manifest.json") == 200
-    assert server.status_of(known, token="a guess") == 401
-    assert server.status_of(known, token="") == 401
+    assert server.status_of(weights_path, token="a guess") == 401
+    assert server.status_of(weights_path, token="") == 401
     for path in (
         f"/runs/{RUN}/weights/v00000001/notes.txt",
         f"/runs/{RUN}/weights/v00000002/model.safetensors",

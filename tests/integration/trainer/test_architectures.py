@@ -84,7 +84,8 @@ def test_trees_are_chosen_where_every_layer_computes_them():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_weights_load_into_the_plain_model(family, tmp_path):
-    policy, samples = make_policy(model=make_model(family)), make_samples(6)
+    policy = make_policy(model=make_model(family))
+    samples = make_samples(6)
     assert not train(policy, [one_batch(samples)]).skipped
     make_model(family).save_pretrained(tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))
@@ -98,7 +99,8 @@ def test_trained_weights_load_into_the_plain_model(family, tmp_path):
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Gemma3"])
 async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_trainer(family, tmp_path):
     """Master weights and norms are float32 in the trainer alone: the gap is that of bfloat16, no more."""
-    policy, samples = make_policy(torch.bfloat16, model=make_model(family)), make_samples(12)
+    policy = make_policy(torch.bfloat16, model=make_model(family))
+    samples = make_samples(12)
     train(policy, [one_batch(samples)])
     make_model(family).save_pretrained(tmp_path / "start")
     write_tokenizer(tmp_path / "start")
@@ -120,10 +122,10 @@ async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_tr
     await engine.close()
     gaps = np.abs(np.concatenate(scores) - np.concatenate(logprobs_of(policy, samples)))
     assert 0.0 < gaps.mean() < 0.05 and gaps.max() < 0.3
-    own = [
+    rescored = [
         changed(sample, rollout_logprobs=logprobs) for sample, logprobs in zip(samples, scores, strict=True)
     ]
-    metrics = policy.accumulate(one_batch(own))
+    metrics = policy.accumulate(one_batch(rescored))
     assert metrics.rollout_kl_sum / metrics.tokens < 2e-3
 
 

@@ -33,7 +33,8 @@ def test_a_compiled_model_has_the_same_gradients_for_every_shape():
     compiled = tiny_llama(num_hidden_layers=1)
     assert compile_model(compiled, backend="aot_eager")
     assert all(layer._compiled_call_impl is not None for layer in compiled.base_model.layers)
-    plain_policy, policy = make_policy(model=tiny_llama(num_hidden_layers=1)), make_policy(model=compiled)
+    plain_policy = make_policy(model=tiny_llama(num_hidden_layers=1))
+    policy = make_policy(model=compiled)
     assert all(parameter.grad is None for parameter in compiled.parameters()), "the trial left a gradient"
     for each in (policy, plain_policy):
         accumulate_all(each, [one_batch(make_samples(count, seed=count)) for count in (2, 5, 12)])
@@ -44,15 +45,16 @@ def test_a_compiled_model_has_the_same_gradients_for_every_shape():
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
 def test_the_engines_choices_are_replayed_alike_by_compiled_layers(monkeypatch):
     samples = with_masks(with_foreign([*make_relatives(9), *session_samples(3)]))
-    compiled, found = wide_mixtral(monkeypatch), []
+    compiled = wide_mixtral(monkeypatch)
+    results = []
     assert compile_model(compiled, torch.float64)
     for model in (compiled, wide_mixtral(monkeypatch)):
         policy = make_policy(torch.float64, model=model, replays_routes=True)
         sums = accumulate_all(policy, form_micro_batches(samples, 80))
-        found.append((torch.tensor(sums.loss_sum), gradients_of(policy), sums.changed_layers))
-    assert found[0][2] == found[1][2] > 0
-    for mine, other in zip(found[0][:2], found[1][:2], strict=True):
-        assert (mine - other).abs().max() < 1e-12 * other.abs().max()
+        results.append((torch.tensor(sums.loss_sum), gradients_of(policy), sums.changed_layers))
+    assert results[0][2] == results[1][2] > 0
+    for mine, theirs in zip(results[0][:2], results[1][:2], strict=True):
+        assert (mine - theirs).abs().max() < 1e-12 * theirs.abs().max()
 
 
 def without_compiler(*_: object) -> None:
@@ -109,7 +111,8 @@ def test_a_model_without_weights_is_tried_by_one_of_its_layers(tmp_path, dtype):
 
 def test_the_trial_computes_in_the_dtype_of_training():
     """Kernels of attention on GPUs take half precision alone."""
-    model, seen = tiny_llama(num_hidden_layers=1), []
+    model = tiny_llama(num_hidden_layers=1)
+    seen = []
     attention = model.base_model.layers[0].self_attn
     attention.q_proj.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
     assert compile_model(model, torch.bfloat16, backend="eager")

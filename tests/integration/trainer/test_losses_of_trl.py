@@ -32,10 +32,14 @@ def trl_loss(
     current_BT = torch.tensor(data.current, requires_grad=True)
     mask_BT = torch.tensor(data.mask).long()
     is_decoupled = algorithm.old_logprobs == "recompute"
-    has_kl, entropies_BT = algorithm.kl.place == "loss", torch.tensor(data.entropies)
+    has_kl = algorithm.kl.place == "loss"
+    entropies_BT = torch.tensor(data.entropies)
     loss_type = LOSS_TYPES[algorithm.normalisation]
     identity = SimpleNamespace(
-        num_processes=1, sync_gradients=True, gather=lambda own: own, reduce=lambda own, reduction: own
+        num_processes=1,
+        sync_gradients=True,
+        gather=lambda tensor: tensor,
+        reduce=lambda tensor, reduction: tensor,
     )
     args = SimpleNamespace(
         delta=algorithm.dual_clip_bound, steps_per_generation=1, use_bias_correction_kl=corrects_kl,
@@ -162,7 +166,8 @@ def test_chooses_the_tokens_that_trl_chooses_by_entropy(trl_trainer_class, share
     stub = SimpleNamespace(accelerator=alone)
     for seed in range(3):
         data = rectangle(seed)
-        entropies_BT, mask_BT = torch.tensor(data.entropies), torch.tensor(data.mask)
+        entropies_BT = torch.tensor(data.entropies)
+        mask_BT = torch.tensor(data.mask)
         theirs_BT = trl_trainer_class.get_high_entropy_mask(stub, entropies_BT, mask_BT, 1 - share)
         ours_N = top_entropy(data.entropies[data.mask].astype(np.float64), share)
         np.testing.assert_array_equal(ours_N, theirs_BT[mask_BT].numpy())

@@ -22,7 +22,8 @@ from tidemill.services.trainer.weights.store import WeightStore
 
 def training_config(folder: Path, num_ranks: int) -> RunConfig:
     """Two updates a step, a frozen reference, statistics of a mini-batch, coefficients that move: everything
-    that ranks do together."""
+    that ranks do together. With a smaller `eps`, Adam divides by so little that the rounding of float32 grows
+    tenfold from update to update, differently on each CPU."""
     algorithm = {
         "reference": {"model": "frozen"}, "kl": {"place": "loss", "coefficient": 0.1},
         "kl_control": {"target": 0.01, "horizon": 20.0}, "entropy_control": {"target": 9.0, "delta": 0.05},
@@ -31,42 +32,46 @@ def training_config(folder: Path, num_ranks: int) -> RunConfig:
     }  # fmt: skip
     trainer = {
         "num_ranks": num_ranks, "device": "cpu", "groups_per_step": 4, "mini_batches": 2,
-        "optimizer": {"lr": 1e-2, "eps": 1e-3}, "algorithm": algorithm,
+        "optimizer": {"lr": 1e-2, "eps": 1e-2}, "algorithm": algorithm,
     }  # fmt: skip
     return run_config(folder, trainer=trainer)
 
 
 def assert_alike(mine: Numbers, expected: Numbers) -> None:
-    """Sums to 1e-5. The norm of the first update too; Adam, which divides by small second moments, grows the
-    rounding of float32 tenfold in those after it, differently on each CPU."""
-    for number, ((sums, result), (other_sums, other_result)) in enumerate(zip(mine, expected, strict=True)):
+    """Sums and norms to 1e-5."""
+    for (sums, result), (other_sums, other_result) in zip(mine, expected, strict=True):
         for name, value in other_sums.items():
             if name == "positions":  # what ranks share differs
                 continue
             assert sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
-        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=1e-4 if number else 1e-5)
+        assert result.grad_norm == pytest.approx(other_result.grad_norm, rel=1e-5)
         assert result.lr == other_result.lr
 
 
 def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path):
-    model, samples, later = tiny_model(tmp_path / "model"), make_samples(7), range(STEPS, STEPS + 1)
-    alone, config = open_policy(training_config(model, 1)), training_config(model, 2)
-    start, expected = alone.digest(), train(alone, config.trainer, range(STEPS))
+    model = tiny_model(tmp_path / "model")
+    samples = make_samples(7)
+    later = range(STEPS, STEPS + 1)
+    alone = open_policy(training_config(model, 1))
+    config = training_config(model, 2)
+    start = alone.digest()
+    expected = train(alone, config.trainer, range(STEPS))
     save_state(alone, tmp_path / "one")
     ranks: Any = open_policy(config)
     with closing(ranks) as policy:
         assert policy.digest() == start
         assert_alike(train(policy, config.trainer, range(STEPS)), expected)
-        for left, right in zip(policy.precompute(samples), alone.precompute(samples), strict=True):
-            assert left.keys() == right.keys() >= {"proximal_logprobs", "reference_logprobs", "entropies"}
+        for ours, right in zip(policy.precompute(samples), alone.precompute(samples), strict=True):
+            assert ours.keys() == right.keys() >= {"proximal_logprobs", "reference_logprobs", "entropies"}
             for name, values in right.items():
-                np.testing.assert_allclose(left[name], values, rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(ours[name], values, rtol=1e-5, atol=1e-5)
         # Losses of both ranks are in the sums that are compared above.
         assert policy.coefficients() == alone.coefficients()
         assert policy.coefficients().kl == pytest.approx(0.1 * 1.2**STEPS)
         assert policy.coefficients().entropy == pytest.approx(0.05 * STEPS)
         save_state(policy, tmp_path / "two")
-        trained, numbers = policy.digest(), train(policy, config.trainer, later)
+        trained = policy.digest()
+        numbers = train(policy, config.trainer, later)
         assert update(policy, [masked(sample) for sample in samples])[1].skipped, "on every rank"
         policy.load_state(tmp_path / "two")
         assert policy.digest() == trained != start
@@ -97,7 +102,8 @@ def values(paths: list[Path]) -> dict[object, list[int]]:
 def test_ranks_write_what_one_writes(tmp_path, num_ranks, options):
     model = tiny_model(tmp_path / "model")
     alone = open_policy(writing_config(model, 1, **options))
-    start, full = alone.digest(), save_weights(alone, tmp_path / "start")
+    start = alone.digest()
+    full = save_weights(alone, tmp_path / "start")
     for batch in form_micro_batches(make_samples(6), 1000):
         alone.accumulate(batch)
     alone.update(6.0)
@@ -112,12 +118,12 @@ def test_ranks_write_what_one_writes(tmp_path, num_ranks, options):
         policy.load_state(tmp_path / "state")
         second = write_version(store, 1, policy)
         assert policy.digest() == alone.digest() and policy.digest().startswith(second.digest)
-        for one in (alone, policy):
-            one.accumulate(MicroBatch(tuple(make_samples(6, seed=1))))
+        for policy_to_train in (alone, policy):
+            policy_to_train.accumulate(MicroBatch(tuple(make_samples(6, seed=1))))
         assert policy.update(6.0).grad_norm == pytest.approx(alone.update(6.0).grad_norm, rel=0.02)
     assert start.startswith(first.digest) and values(verified_files(run, first)) == values([full])
     assert second.is_delta and len(second.files) == num_ranks
-    base, *deltas = [verified_files(run, part) for part in read_chain(run, second)]
+    base, *deltas = [verified_files(run, link) for link in read_chain(run, second)]
     (tmp_path / "whole").mkdir()
     paths = write_whole(base, deltas, tmp_path / "whole")
     check_whole(paths, second)

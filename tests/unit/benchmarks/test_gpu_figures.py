@@ -48,7 +48,8 @@ def test_what_a_program_names_itself_is_no_kernel() -> None:
     assert kernel_shares(events, 10.0, DeviceType.CPU)["matrix products"] == pytest.approx(0.9)
 
 
-SMALL, OLD = H100 | {"gpu_gib": 23.0}, H100 | {"gpus": [], "gpu_problem": "the driver is too old"}
+SMALL = H100 | {"gpu_gib": 23.0}
+OLD = H100 | {"gpus": [], "gpu_problem": "the driver is too old"}
 BARE = H100 | {"vllm_problem": "vLLM is not installed", "compiler": "Triton needs a C compiler"}
 
 
@@ -70,7 +71,8 @@ def test_each_part_says_what_it_lacks(part, facts, dry, wrong, too_little):
 
 
 def test_the_exit_code_tells_what_went_wrong() -> None:
-    done, small = {"state": "done"}, {"state": "missing", "can_be_set_right": False}
+    done = {"state": "done"}
+    small = {"state": "missing", "can_be_set_right": False}
     bare = small | {"can_be_set_right": True}
     assert (exit_code([done, small]), exit_code([done, bare])) == (0, 2)
     assert exit_code([bare, {"state": "late"}]) == exit_code([{"state": "failed"}]) == 1

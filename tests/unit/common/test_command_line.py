@@ -11,9 +11,9 @@ import pytest
 from tidemill.common.command_line import command_line
 
 NAMES = {
-    "console/cluster/__main__.py: as of tidemill up",
-    "console/launch/local_run.py: tidemill up: ",
-    "console/launch/up.py: tidemill up: a metric left its healthy range (--fail-on-warning)",
+    "console/up/node.py: as of tidemill up",
+    "console/up/local_run.py: tidemill up: ",
+    "console/up/start.py: tidemill up: a metric left its healthy range (--fail-on-warning)",
     "console/run/folder.py:  does not answer: its `tidemill up` was probably killed. Continue the run with `",
     'console/web/server.py: Basic realm="tidemill web: the token is the password", charset="UTF-8"',
 }

@@ -89,7 +89,9 @@ class Flushes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.inodes: set[int] = set()
         self.at_rename: list[set[int]] = []
-        fsync, replace, rename = os.fsync, os.replace, os.rename
+        fsync = os.fsync
+        replace = os.replace
+        rename = os.rename
 
         def note_fsync(descriptor: int) -> None:
             self.inodes.add(os.fstat(descriptor).st_ino)
@@ -130,7 +132,8 @@ def publish_filled_folder(target: Path) -> None:
 @pytest.mark.parametrize("publish", [write_whole_file, publish_one_file, publish_filled_folder])
 def test_a_name_is_given_by_one_rename_after_all_below_it_is_flushed(tmp_path, monkeypatch, publish):
     """After a power failure a name must not refer to bytes that were lost."""
-    flushes, target = Flushes(monkeypatch), tmp_path / "v1"
+    flushes = Flushes(monkeypatch)
+    target = tmp_path / "v1"
     publish(target)
     inodes = {path.stat().st_ino for path in (target, *target.rglob("*"))}
     assert len(flushes.at_rename) == 1 and inodes <= flushes.at_rename[0]
@@ -213,7 +216,8 @@ def test_the_checksum_is_xxh3_128_of_all_bytes_however_they_are_read(tmp_path, m
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
 def test_what_a_full_disk_does_not_take_whole_is_not_appended_in_part(tmp_path, share):
-    path, data = tmp_path / "lines", b"x" * 9999 + b"\n"
+    path = tmp_path / "lines"
+    data = b"x" * 9999 + b"\n"
     append_durably(path, data)
     with largest_file(int((1 + share) * len(data))), pytest.raises(StorageError):
         append_durably(path, data)

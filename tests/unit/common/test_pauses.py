@@ -18,8 +18,8 @@ from tidemill.common.redis.broker import Broker
 from tidemill.common.store.claims import resolved, with_choices_in
 from tidemill.common.threads import BoundedThreads
 from tidemill.services.reward import adapters
+from tidemill.services.reward.attempts import attempt
 from tidemill.services.reward.outcome import AttemptError
-from tidemill.services.reward.rewards.weighted_sum import attempt
 from tidemill.services.rollout.sessions.player import Player
 
 NUM_FAILURES = 12
@@ -35,7 +35,8 @@ class Away:
     """Fails so often, then ends its caller."""
 
     def __init__(self, failure: Callable[[], Exception]) -> None:
-        self.failure, self.num_calls = failure, 0
+        self.failure = failure
+        self.num_calls = 0
 
     def fail(self, *_: Any, **__: Any) -> NoReturn:
         self.num_calls += 1

@@ -27,7 +27,8 @@ OUTSIDE = [
 
 async def test_a_call_has_the_callers_context_and_one_of_so_many_threads():
     threads = BoundedThreads("outside", 2)
-    both, release = threading.Barrier(3), threading.Event()
+    both = threading.Barrier(3)
+    release = threading.Event()
     WHO.set("caller")
 
     def call() -> tuple[str, str]:

@@ -113,7 +113,7 @@ def is_named_in(source: str, name: str) -> bool:
     return any(f'"{declared}"' in source for declared in (name, name.removesuffix("_total")))
 
 
-@pytest.mark.parametrize("expression", expressions(), ids=lambda expression: expression.place)
+@pytest.mark.parametrize("expression", expressions(), ids=lambda expression: expression.where)
 def test_every_expression_is_promql(expression: Any) -> None:
     promql_parser.parse(substituted(expression.promql, "1m", "any"))
 

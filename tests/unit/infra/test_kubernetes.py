@@ -26,8 +26,8 @@ from tidemill.common.config.run import StreamsConfig
 from tidemill.common.process import service
 from tidemill.common.process.programs import ROOT, Program
 from tidemill.common.wire.keys import REWARD_GROUP, Keys
-from tidemill.services.console.exporter import __main__ as exporter
-from tidemill.services.console.launch.local_run import GRACE_MARGIN_S
+from tidemill.services.console import exporter
+from tidemill.services.console.up.local_run import GRACE_MARGIN_S
 
 PODS = ("Deployment", "StatefulSet", "Job")
 Object = dict[str, Any]
@@ -38,7 +38,9 @@ CONTAINERS = {name: template["spec"]["containers"][0] for name, template in TEMP
 OWN = sorted(set(CONTAINERS) - {"redis"})
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
-POSITIVE, COUNT, DURATION = "[1-9][0-9]*", "[0-9]+", "[0-9]+(s|m)"
+POSITIVE = "[1-9][0-9]*"
+COUNT = "[0-9]+"
+DURATION = "[0-9]+(s|m)"
 SCALES = {"type": "(Pods|Percent)", "value": POSITIVE, "periodSeconds": POSITIVE}
 BEHAVIOR = "advanced.horizontalPodAutoscalerConfig.behavior"
 CUSTOM: dict[tuple[str, str], dict[str, str]] = {
@@ -144,7 +146,9 @@ def keys_of_secrets() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_a_pod_refers_only_to_what_is_there(name: str) -> None:
-    template, container, secrets = TEMPLATES[name], CONTAINERS[name], keys_of_secrets()
+    template = TEMPLATES[name]
+    container = CONTAINERS[name]
+    secrets = keys_of_secrets()
     for source in container.get("envFrom", []):
         assert source["configMapRef"]["name"] in CONFIG_MAPS
     for variable in container.get("env", []):
@@ -191,7 +195,8 @@ def test_selectors_find_their_pods() -> None:
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_pods_run_without_rights_as_the_user_of_their_image_and_have_the_time_to_drain(name: str) -> None:
-    pod, container = TEMPLATES[name]["spec"], CONTAINERS[name]
+    pod = TEMPLATES[name]["spec"]
+    container = CONTAINERS[name]
     assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
     assert pod["automountServiceAccountToken"] is False
     context = container["securityContext"]

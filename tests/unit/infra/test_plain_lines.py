@@ -198,7 +198,7 @@ def test_a_row_whose_room_is_plain_by_now_has_to_go() -> None:
 
 
 def test_the_table_counts_in_1000_lines_for_each_room_and_each_folder() -> None:
-    files = [source("common/run/a.py", 1), source("common/run/b.py", 2), source("services/jobs/c.py", 0)]
+    files = [source("common/run/a.py", 1), source("common/run/b.py", 2), source("services/console/c.py", 0)]
 
     lines = [line.split() for line in table(files) if line]
 
@@ -210,7 +210,7 @@ def test_the_table_counts_in_1000_lines_for_each_room_and_each_folder() -> None:
     ("file", "room"),
     [
         ("services/console/compare/diff.py", "services/console/compare"),
-        ("services/console/options.py", "services/console"),
+        ("services/console/commands.py", "services/console"),
         ("common/wire/keys.py", "common/wire"),
         ("tests/unit/infra/test_make.py", "tests/unit"),
         ("benchmarks/transport.py", "benchmarks"),

@@ -104,7 +104,8 @@ def test_the_model_server_does_not_start_for_everybody(monkeypatch, capsys):
 async def test_the_token_is_shown_to_servers_of_the_run_and_keys_to_those_of_the_config(monkeypatch):
     monkeypatch.setenv(MODEL_TOKEN_VARIABLE, TOKEN)
     monkeypatch.setenv("JUDGE_KEY", "sk-judge")
-    far, here = "http://10.0.0.9:8000/v1", "http://127.0.0.1:8000/v1"
+    far = "http://10.0.0.9:8000/v1"
+    here = "http://127.0.0.1:8000/v1"
     assert key_for(far, True, "JUDGE_KEY") == key_for(here, True, "JUDGE_KEY") == TOKEN
     assert key_for(far, False, "JUDGE_KEY") == "sk-judge"
     assert key_for(far, False, "") == ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.services.console.serving.samples import ScoringRequest
+from tidemill.services.console.serve.samples import ScoringRequest
 from tidemill.services.reward import adapters
 
 

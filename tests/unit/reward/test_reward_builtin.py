@@ -19,7 +19,8 @@ def test_all_reference_solutions_of_gsm8k_score_1_and_wrong_numbers_0() -> None:
     rows = read_dataset([GSM8K / "train.jsonl", GSM8K / "test.jsonl"])
     assert len(rows) == 8792
     for row in rows:
-        answer, truth = row.extra["answer"], row.ground_truth
+        answer = row.extra["answer"]
+        truth = row.ground_truth
         reasoning, _, _ = answer.rpartition("####")
         wrong = Decimal(truth) + 1
         assert gsm8k.compute_score(row.data_source, answer, truth, row.extra) == 1.0, row.origin

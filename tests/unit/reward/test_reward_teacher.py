@@ -179,7 +179,8 @@ class TestOwnPrompt:
 
         config = NamedRewardConfig(teacher=TeacherConfig(servers="s", prompt_column="hint"))
         teacher = Teacher("wise", config, dependencies_of(None))
-        branch, main = make_segment((3, 4, 5, 6), (7,)), make_segment((3, 4), (5,), (8,), (9,))
+        branch = make_segment((3, 4, 5, 6), (7,))
+        main = make_segment((3, 4), (5,), (8,), (9,))
         session = make_session(0, 1, branch, main, extra={"hint": "a"})
         rows = await teacher._rows(RewardSample(session, Lane.TRAIN))
         assert [row.ids for row in rows] == [[90, 91, 5, 6, 7], [90, 91, 5, 8, 9]]

@@ -11,7 +11,7 @@ from tidemill.common.config.reward_kinds import JudgeConfig, RewardModelConfig, 
 from tidemill.common.process.children import content_of, frame_of
 from tidemill.common.wire import codec
 from tidemill.common.wire.messages import Trajectory
-from tidemill.services.console.serving.samples import SampleIn, trajectory_of
+from tidemill.services.console.serve.samples import SampleIn, trajectory_of
 from tidemill.services.reward.functions.request import Request
 from tidemill.services.reward.functions.reward_function import load_function
 from tidemill.services.reward.outcome import RewardOutcome

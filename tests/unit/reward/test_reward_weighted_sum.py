@@ -23,7 +23,9 @@ class Scripted:
     slots = None
 
     def __init__(self, *answers: RewardOutcome | BaseException | float | None, **components: float) -> None:
-        self.answers, self.components, self.calls = list(answers), components, 0
+        self.answers = list(answers)
+        self.components = components
+        self.calls = 0
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         self.calls += 1
@@ -112,7 +114,8 @@ async def test_a_failure_with_a_value_goes_into_the_sum_and_is_told() -> None:
 
 
 async def test_each_reward_has_its_own_attempts_and_counts_its_own_failures() -> None:
-    patient, hasty = Scripted(LATE), Scripted(AttemptError("no", kind="http_500"))
+    patient = Scripted(LATE)
+    hasty = Scripted(AttemptError("no", kind="http_500"))
     total = together({"patient": (patient, {"max_attempts": 4}), "hasty": (hasty, {"max_attempts": 1})})
     await total.score(make_sample((0, 0), False, "", "", ""))
     assert (patient.calls, hasty.calls) == (4, 1)
@@ -131,7 +134,8 @@ async def test_what_a_server_asks_for_is_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 async def test_evaluation_never_waits_for_places_that_training_holds() -> None:
-    gate, started = asyncio.Event(), list[bool]()
+    gate = asyncio.Event()
+    started = list[bool]()
 
     class Gated(Scripted):
         async def score(self, sample: RewardSample) -> RewardOutcome:
@@ -162,7 +166,8 @@ def test_limits_of_the_section_hold_for_rewards_that_have_none_of_their_own() ->
             },
         }
     )  # fmt: skip
-    a, b = config.named["a"], config.named["b"]
+    a = config.named["a"]
+    b = config.named["b"]
     assert (a.timeout_s, a.on_failure, a.failure_value) == (5.0, 0.5, 0.5)
     assert (b.timeout_s, b.on_failure, b.failure_value) == (9.0, "drop_group", None)
     assert RewardConfig.model_validate(config.model_dump(mode="json")) == config
@@ -199,7 +204,8 @@ def test_one_function_is_a_reward_named_after_itself() -> None:
 
 async def test_a_reward_of_one_lane_is_left_out_of_the_other() -> None:
     """One reward for training and another for validation, as verl users have them."""
-    dense, exact = (Scripted(0.3), {"lanes": ["train"]}), (Scripted(1.0), {"lanes": ["eval"]})
+    dense = (Scripted(0.3), {"lanes": ["train"]})
+    exact = (Scripted(1.0), {"lanes": ["eval"]})
     rewards = together({"dense": dense, "exact": exact, "both": (Scripted(5.0), {})})
     for is_evaluation, value, left_out in ((False, 5.3, "exact"), (True, 6.0, "dense")):
         total = rewards.sum_up(await rewards.score(make_sample((0, 0), is_evaluation, "", "", None)))
@@ -222,7 +228,8 @@ async def test_a_sum_that_no_float_can_hold_is_a_failure_and_ends_no_worker() ->
 
 
 async def test_a_sample_whose_payload_cannot_be_had_has_failed_and_no_reward_is_asked(tmp_path: Path) -> None:
-    store, reward = ClaimStore(tmp_path, 1), Scripted()
+    store = ClaimStore(tmp_path, 1)
+    reward = Scripted()
     claim = store.check_in(make_trajectory(3, 2))
     next(store.folder.iterdir()).unlink()
     made = await scorer_of(reward, RewardConfig()).score(store.resolve(claim), Lane.TRAIN)

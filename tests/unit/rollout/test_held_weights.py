@@ -112,7 +112,8 @@ def test_pieces_tell_what_of_a_tensor_is_wrong() -> None:
 
 def test_ranks_together_prove_a_delta_before_it_is_written(tmp_path: Path) -> None:
     values = random_values()
-    ranks, before = [loaded(number, values) for number in (0, 1)], digest_over(values)
+    ranks = [loaded(number, values) for number in (0, 1)]
+    before = digest_over(values)
     deltas = write_delta(tmp_path / "d", values, {"q": [0, 11, 12, 23], "k": [5], "down": [2, 3, 20]})
     staged = [traced(rank).stage(deltas) for rank in ranks]
     assert sum((change for change, _ in staged), before) == digest_over(values)
@@ -144,7 +145,9 @@ def test_a_change_that_half_fits_on_the_device_lies_in_one_place(tmp_path, monke
 
 def test_a_value_that_is_not_what_was_committed_shows_in_the_digest(tmp_path: Path) -> None:
     values = random_values()
-    rank, whole, before = loaded(0, values), loaded(1, values), digest_over(values)
+    rank = loaded(0, values)
+    whole = loaded(1, values)
+    before = digest_over(values)
     deltas = write_delta(tmp_path / "d", values, {"q": [1], "k": [], "down": []})
     rank.fused[0, 1] += 1
     change = traced(rank).stage(deltas)[0] + traced(whole).stage(deltas)[0]
@@ -167,7 +170,8 @@ def test_a_loader_that_computes_cannot_be_followed(compute: Callable[[Tensor], T
 
 
 def test_a_value_that_a_loader_fills_in_is_followed_and_padding_stays() -> None:
-    scale, padded = torch.full((1,), 3.0), torch.ones(6)
+    scale = torch.full((1,), 3.0)
+    padded = torch.ones(6)
     info = TensorInfo("scale", "BF16", ())
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -182,7 +186,8 @@ def test_a_value_that_a_loader_fills_in_is_followed_and_padding_stays() -> None:
 
 
 def test_parameters_that_two_tensors_share_or_that_round_are_not_proven() -> None:
-    shared, coarse = torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(4, 6, dtype=torch.float16)
+    shared = torch.zeros(4, 6, dtype=torch.bfloat16)
+    coarse = torch.zeros(4, 6, dtype=torch.float16)
     held, _ = trace(lambda weights: {n for n, w in weights if shared.copy_(w) is not None}, [Q, K])
     assert "q and k share" in held.reason_not_to_patch()
     held, _ = trace(lambda weights: {n for n, w in weights if coarse.copy_(w) is not None}, [Q])
@@ -197,7 +202,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Stream:
         def __init__(self, device: Any = None) -> None:
-            self.device, self.num_copies = device, 0
+            self.device = device
+            self.num_copies = 0
 
         def synchronize(self) -> None:
             events.append("complete")
@@ -239,7 +245,8 @@ def test_what_is_staged_has_arrived_before_it_is_applied(tmp_path, monkeypatch, 
 
 
 def test_each_rank_gets_its_parts_in_the_dtype_of_its_parameters() -> None:
-    values, memory = random_values(), HostMemory()
+    values = random_values()
+    memory = HostMemory()
     for rank in (Rank(0), Rank(1)):
         version = StagedVersion(traced(rank), values.items(), memory)
         assert not rank.fused.any(), "nothing is written before the pause"
@@ -260,7 +267,8 @@ def test_copies_and_their_proof_go_side_by_side(monkeypatch: pytest.MonkeyPatch,
     cudart = SimpleNamespace(cudaHostRegister=lambda address, size, flags: locked.append(size))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
-    rank, memory = Rank(0), HostMemory()
+    rank = Rank(0)
+    memory = HostMemory()
     for seed in range(2):
         assert StagedVersion(traced(rank), random_values(seed).items(), memory).write()
     order = ["copies follow the engine", "on a stream of cpu"]

@@ -64,7 +64,8 @@ async def test_every_token_but_the_last_has_its_experts(engine, model) -> None:
 
 
 async def test_turns_of_a_session_bring_new_rows_and_keep_the_old_ones(engine, model) -> None:
-    recorder, ticket = SegmentRecorder([3, 4, 5]), SamplingParams(max_tokens=4)
+    recorder = SegmentRecorder([3, 4, 5])
+    ticket = SamplingParams(max_tokens=4)
     for context in ([], [7, 8], [9]):
         sampling = recorder.asking(ticket, len(recorder.completion_ids))
         ids = [*recorder.ids, *context]
@@ -105,7 +106,8 @@ def test_rows_follow_what_a_client_rewrites() -> None:
 
 
 def test_a_missing_row_leaves_the_sample_without_routes() -> None:
-    whole, gap = SegmentRecorder([3, 4]), SegmentRecorder([3, 4])
+    whole = SegmentRecorder([3, 4])
+    gap = SegmentRecorder([3, 4])
     whole.add_turn(generation(2, 3))
     for turn in (generation(2, 3), generation(2, 0)):
         gap.add_turn(turn)

@@ -57,7 +57,9 @@ def request(name: str = "a", max_tokens: int = 32) -> GenerationRequest:
 
 
 async def test_tokens_depend_on_the_seed_and_the_request_alone() -> None:
-    engine, again, other = await started_engine(1), await started_engine(1), await started_engine(2)
+    engine = await started_engine(1)
+    again = await started_engine(1)
+    other = await started_engine(2)
     first = await engine.generate(request())
     assert (await again.generate(request())).token_ids == first.token_ids
     assert (await other.generate(request())).token_ids != first.token_ids
@@ -87,7 +89,8 @@ async def test_spans_are_split_where_updates_fell(time, versions_at, spans):
     for version in versions_at.get(0.0, ()):
         await engine.load(version, [])
     await time.move(1.0)
-    running, begun = asyncio.create_task(engine.generate(request())), time.now
+    running = asyncio.create_task(engine.generate(request()))
+    begun = time.now
     for moment in (2.5, 5.0, 10.0):
         await time.move(begun + moment - time.now)
         for version in versions_at.get(moment, ()):

@@ -66,7 +66,8 @@ async def generate_all(
 
 
 def assert_parity(model: LlamaForCausalLM, request: GenerationRequest, result: Generation) -> None:
-    temperature, spans = request.sampling.temperature, ((0, 0),)
+    temperature = request.sampling.temperature
+    spans = ((0, 0),)
     expected = expected_logprobs(request.prompt_ids, result.token_ids, spans, {0: model}, temperature)
     assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
@@ -86,7 +87,8 @@ async def test_logprobs_equal_those_of_a_plain_forward_pass_whatever_temperature
 
 
 async def test_filtered_rows_sample_within_their_filter_and_report_its_logprobs(engine, model):
-    filtered, plain = make_requests(16, top_k=2), make_requests(16)
+    filtered = make_requests(16, top_k=2)
+    plain = make_requests(16)
     results = await generate_all(engine, [*filtered, *plain])
     for request, result in results[:16]:
         ids_1T = torch.tensor([[*request.prompt_ids, *result.token_ids]])
@@ -173,7 +175,8 @@ def test_weights_in_the_published_layout_of_a_model_with_experts_are_joined(tmp_
         num_key_value_heads=2, num_local_experts=2, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
-    published, model = MixtralForCausalLM(config), MixtralForCausalLM(config).eval()
+    published = MixtralForCausalLM(config)
+    model = MixtralForCausalLM(config).eval()
     published.save_pretrained(tmp_path)
     tensors = dict(checkpoint_tensors(read_tensors([tmp_path / "model.safetensors"]), []))
     assert tensors.keys() - model.state_dict().keys(), "the layouts do not differ: this tests nothing"

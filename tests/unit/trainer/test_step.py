@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.example_algorithms import scale_rl_settings
 from tests.support.models import PIECES, logprobs_of, make_policy, make_samples, one_batch, run_config
 from tests.support.samples import changed
 from tests.support.sessions import random_session
@@ -25,14 +26,17 @@ from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.losses.mini_batch import fill_statistics
 from tidemill.services.trainer.batch.batch_assembler import Precompute
 from tidemill.services.trainer.batch.stream_join import StreamJoin
+from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.step import MiniBatch, StepResult, StepRunner, make_commit
 
 T = TypeVar("T")
-GROUPS, SIZE = 8, 2
+GROUPS = 8
+SIZE = 2
 OPTIMIZER = {"lr": 0.5, "eps": 1.0, "max_grad_norm": 1e6}
 """An epsilon of 1 makes AdamW's update nearly linear in the gradient: what differs there shows here."""
 
@@ -41,7 +45,8 @@ def group_of(ticket: int) -> Group:
     """A group of completions of very unequal lengths, each with its score; every other ticket's is of a
     session of two segments and a session of one, with rewards of turns."""
     rng = np.random.default_rng(ticket)
-    trajectories, scores = {}, {}
+    trajectories = {}
+    scores = {}
     for index in range(SIZE):
         count = int(rng.integers(1, 9))
         scores[index] = make_score(ticket, index, float(rng.normal()))
@@ -73,7 +78,9 @@ class Arrivals:
         portions: Sequence[int],
         num_waiting: int,
     ) -> None:
-        self.group_filter, self.precompute, self.num_waiting = group_filter, precompute, num_waiting
+        self.group_filter = group_filter
+        self.precompute = precompute
+        self.num_waiting = num_waiting
         self.left = [group_of(ticket) for ticket in order]
         self.portions = list(portions)
         self.log: list[str] = []
@@ -82,9 +89,9 @@ class Arrivals:
         self.log.append("take")
         await self.precompute_waiting(step, 1)  # as the assembler does while it waits
         count = min(places, self.portions.pop(0) if self.portions else 1)
-        taken, self.left = self.left[:count], self.left[count:]
-        outcomes = [self.group_filter.apply(group, step) for group in taken]
-        return [outcome for outcome in outcomes if isinstance(outcome, Group)]
+        arrived = self.left[:count]
+        self.left = self.left[count:]
+        return [group for group in arrived if self.group_filter.apply(group, step) is None]
 
     async def precompute_waiting(self, step: int, places: int) -> bool:
         for group in self.left[: self.num_waiting]:
@@ -115,7 +122,9 @@ class RecordingPolicy:
     """Notes the order of the calls to a policy."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.layout, self.bins = policy, policy.layout, policy.bins
+        self.policy = policy
+        self.layout = policy.layout
+        self.bins = policy.bins
         self.routing = policy.routing
         self.calls: list[str] = []
 
@@ -158,16 +167,18 @@ def weights_of(policy: TransformersPolicy) -> torch.Tensor:
 
 def train_whole(config: RunConfig, order: Sequence[int]) -> torch.Tensor:
     """What a step is: every mini-batch in one piece, all that it compares with from the start of the step."""
-    policy, group_filter, advantages = policy_of(config), GroupFilter(config), Advantages(config)
+    policy = policy_of(config)
+    group_filter = GroupFilter(config)
+    advantages = Advantages(config)
     mini_batches = []
     for tickets in np.split(np.array(order), config.trainer.mini_batches):
         groups = []
         for ticket in tickets:
-            outcome = group_filter.apply(group_of(int(ticket)), 0)
-            assert isinstance(outcome, Group)
-            for sample, columns in zip(outcome.samples, policy.precompute(outcome.samples), strict=True):
+            group = group_of(int(ticket))
+            assert group_filter.apply(group, 0) is None
+            for sample, columns in zip(group.samples, policy.precompute(group.samples), strict=True):
                 sample.columns.update(columns)
-            groups.append(outcome)
+            groups.append(group)
         advantages.assign(groups)
         fill_statistics(groups, config.trainer.algorithm)
         mini_batches.append([s for group in groups for s in group.samples])
@@ -191,7 +202,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gae alone": {"preset": "ppo", "value": {"whiten": False, "detach": True}},
     "pass_at_k": {"advantage": "pass_at_k", "pass_k": 1},
     "luspo": {"preset": "luspo", "clip_low": 0.1, "clip_high": 0.1},
-    "scalerl": {"preset": "scalerl", "filter_zero_variance": False},
+    "scalerl": {**scale_rl_settings(), "filter_zero_variance": False},
     "kl and entropy": {"reference": {"model": "updated", "every": 1}, "kl": {"place": "loss",
         "coefficient": 0.5}, "entropy_coefficient": 0.1},
     "dppo": {"loss": "dppo_tv", "old_logprobs": "rollout", "rollout_penalty": 0.1},
@@ -202,8 +213,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl_cov": {"loss": "kl_cov", "covariance": {"share": 0.3}, "old_logprobs": "rollout"},
     "vespo": {"loss": "vespo", "old_logprobs": "rollout"},
     "a penalty of length": {"length_penalty": {"tokens": 0.25, "of": "successes"}},
-    **{name: {"advantage": name} for name in ("opo", "max_rl", "grpo_passk", "dr_grpo_passk", "grpo_batch",
-        "scale_rl", "gpg")},
+    **{name: {"advantage": name} for name in ("opo", "max_rl", "grpo_batch")},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
 }  # fmt: skip
 
@@ -270,11 +280,25 @@ def test_every_algorithm_gives_the_same_step_however_its_groups_arrive(name, num
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_replayed_bit_by_bit(name):
     config = config_of(2, **ALGORITHMS[name])
-    live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
+    live = policy_of(config, torch.float32)
+    replayed = policy_of(config, torch.float32)
     commit = commit_of(run_step(config, live, [5, 2, 7, 0, 1, 6, 3, 4], [3, 4], num_waiting=2))
     groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
     complete(runner_of(config, replayed).replay(commit, groups))
     assert live.digest() == replayed.digest() != policy_of(config, torch.float32).digest()
+
+
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov", "top entropy"])
+def test_the_same_groups_are_replayed_twice_with_statistics(name):
+    """Broken, the second replay would not find the logprobs that its first one has used up."""
+    config = config_of(2, **ALGORITHMS[name])
+    live = policy_of(config, torch.float32)
+    commit = commit_of(run_step(config, live, range(GROUPS), [3, 4], num_waiting=2))
+    groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
+    for _ in range(2):
+        replayed = policy_of(config, torch.float32)
+        complete(runner_of(config, replayed).replay(commit, groups))
+        assert replayed.digest() == live.digest()
 
 
 def commit_of(result: StepResult) -> Commit:
@@ -294,7 +318,8 @@ def test_replaying_the_commit_gives_the_same_bits_whatever_was_precomputed_when(
     order, portions, num_mini_batches, passes, num_waiting
 ):
     config = config_of(num_mini_batches, passes=passes)
-    live, replayed = policy_of(config, torch.float32), policy_of(config, torch.float32)
+    live = policy_of(config, torch.float32)
+    replayed = policy_of(config, torch.float32)
     commit = commit_of(run_step(config, live, order, portions, num_waiting))
     groups = {ticket: group_of(ticket) for ticket in range(GROUPS)}
     complete(runner_of(config, replayed).replay(commit, groups))
@@ -367,6 +392,7 @@ def test_later_passes_compare_with_the_start_of_the_step_too():
     fresh = policy_of(config)
     for first, again in zip(result.mini_batches, result.repeated, strict=True):
         assert [batch.keys for batch in first.micro_batches] == [batch.keys for batch in again.micro_batches]
+        assert not any(batch.is_at_start for batch in again.micro_batches)
         samples = [s for batch in again.micro_batches for s in batch.samples]
         for sample, expected in zip(samples, logprobs_of(fresh, samples), strict=True):
             np.testing.assert_allclose(sample.columns["proximal_logprobs"], expected, atol=1e-5)
@@ -383,9 +409,34 @@ async def test_logprobs_of_a_group_that_is_read_again_are_forgotten():
     join.groups[0].trajectories |= group_of(0).trajectories
     assert await runner.precompute.compute_waiting(join.groups.values(), 0, 1)
     assert not await runner.precompute.compute_waiting(join.groups.values(), 0, 1), "precomputed once"
-    assert join.groups[0].precomputed_for == 0 and join.groups[0].arrived
+    assert join.groups[0].precomputed_for == 0 and len(join.groups[0].arrived) == SIZE
+    assert all("proximal_logprobs" in sample.columns for sample in join.groups[0].arrived.values())
     join.reread()
     assert join.groups[0].precomputed_for == -1 and not join.groups[0].arrived
+
+
+async def test_what_is_forgotten_while_the_policy_computes_is_not_taken_for_computed():
+    """Broken, other tokens that arrive under the same keys would be trained without logprobs of the start."""
+    config = config_of(2)
+    policy = policy_of(config)
+    runner = runner_of(config, policy)
+    group = group_of(0)
+    arrived = dict(group.trajectories)
+
+    def precompute_and_lose(samples: Sequence[Sample]) -> list[SampleColumns]:
+        computed = TransformersPolicy.precompute(policy, samples)
+        group.forget()
+        group.trajectories |= arrived  # read again
+        return computed
+
+    policy.precompute = precompute_and_lose
+    await runner.precompute.compute([group], 0)
+    assert group.precomputed_for == -1 and not runner.precompute.is_ready(group, 0)
+    assert all("proximal_logprobs" not in sample.columns for sample in group.make_samples().values())
+    del policy.precompute
+    await runner.precompute.compute([group], 0)
+    assert runner.precompute.is_ready(group, 0)
+    assert all("proximal_logprobs" in sample.columns for sample in group.make_samples().values())
 
 
 async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
@@ -399,12 +450,12 @@ async def test_what_was_precomputed_for_a_step_is_not_used_for_another():
 
 async def test_beside_a_sample_that_fails_for_its_numbers_the_others_are_precomputed():
     config = config_of(1, reference={"model": "frozen"})
-    runner, group = runner_of(config, policy_of(config)), group_of(0)
+    runner = runner_of(config, policy_of(config))
+    group = group_of(0)
     logprobs = np.full(group.trajectories[1].num_tokens, np.nan, np.float32)
     bad = {"index": SIZE, "logprobs": logprobs}
     group.trajectories[SIZE] = group.trajectories[1].model_copy(update=bad)
     group.scores[SIZE] = make_score(0, SIZE, None, error="no answer")
     await runner.precompute.compute([group], 0)
-    found = runner.group_filter.apply(group, 0)
-    assert isinstance(found, Group) and len(found.samples) == SIZE
-    assert all("reference_logprobs" in sample.columns for sample in found.samples)
+    assert runner.group_filter.apply(group, 0) is None and len(group.samples) == SIZE
+    assert all("reference_logprobs" in sample.columns for sample in group.samples)

@@ -8,7 +8,6 @@ It returns N finite numbers, or N arrays with one number for each of a completio
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -16,10 +15,11 @@ import numpy as np
 
 from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
+from tidemill.common.config.algorithms.advantage import Discount, GroupRewards, Values, whiten
+from tidemill.common.config.algorithms.table import ADVANTAGES
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.wire.arrays import Float64
 from tidemill.common.wire.messages import TrajectoryKey
-from tidemill.services.trainer.algorithm.advantages import estimators
 from tidemill.services.trainer.algorithm.advantages.shaping import (
     add_teacher,
     discounts,
@@ -34,14 +34,71 @@ from tidemill.services.trainer.groups.sample import Sample
 
 ADVANTAGE_FIELD = "trainer.algorithm.advantage"
 
-Groups = Sequence[Group]
-"""Groups whose samples have shaped rewards."""
-Values = list[float | Float64]
-"""For each sample one number, or one for each of its A trained tokens."""
 Scope = Literal["group", "batch"]
-TokenRewards = Callable[[Sample], Float64]
-"""The shaped reward of a sample at its A trained tokens, [A]: for estimators that look at single tokens."""
-Estimator = Callable[[Groups, AlgorithmConfig, TokenRewards], Values]
+
+
+class RewardsOfGroup:
+    """A group as estimators see it (`GroupRewards`). Its samples have shaped rewards.
+
+    What only some estimators read is computed when they do.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        algorithm: AlgorithmConfig,
+        weights_by_reward: dict[str, float],
+        token_rewards_of: Callable[[Sample], Float64],
+    ) -> None:
+        self.group = group
+        self.weights = list(weights_by_reward.values())
+        self._algorithm = algorithm
+        self._reward_names = list(weights_by_reward)
+        self._token_rewards_of = token_rewards_of
+
+    @property
+    def samples(self) -> list[Sample]:
+        return self.group.samples
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.shaped_reward for sample in self.samples]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [sample.num_trained for sample in self.samples]
+
+    @property
+    def greedy_reward(self) -> float:
+        return self.group.baseline.shaped_reward if self.group.baseline else 0.0
+
+    @property
+    def token_rewards(self) -> list[Float64]:
+        return [self._token_rewards_of(sample) for sample in self.samples]
+
+    @property
+    def values(self) -> list[Float64]:
+        return [_values(sample) for sample in self.samples]
+
+    @property
+    def discounts(self) -> list[Discount]:
+        return [discounts(sample, self._algorithm) for sample in self.samples]
+
+    @property
+    def has_turn_rewards(self) -> bool:
+        return any(sample.has_turn_rewards for sample in self.samples)
+
+    @property
+    def components(self) -> list[list[float | None]]:
+        rows: list[list[float | None]] = []
+        for sample in self.samples:
+            score = self.group.scores.get(sample.key[1])
+            components = score.components if score else {}
+            rows.append([components.get(name) for name in self._reward_names])
+        return rows
+
+
+Estimator = Callable[[Sequence[RewardsOfGroup], AlgorithmConfig], Values]
 
 
 def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
@@ -52,30 +109,40 @@ def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
     """
     if is_users_own(algorithm.advantage):
         return _users_advantage(algorithm.advantage)
-    traits = algorithm.advantage_traits
-    scope = "group" if traits.needs_values and not algorithm.value.whiten else traits.scope
-    return scope, _ESTIMATORS[algorithm.advantage]
+    advantage = ADVANTAGES[algorithm.advantage]
+
+    def estimate(groups: Sequence[GroupRewards], algorithm: AlgorithmConfig) -> Values:
+        return advantage.estimate(groups, algorithm)
+
+    if advantage.needs_values and not algorithm.value.whiten:
+        return "group", estimate
+    return advantage.scope, estimate
 
 
 def _users_advantage(reference: str) -> tuple[Scope, Estimator]:
     """Raises ConfigError: it cannot be loaded, does not fit, or fails on two made-up rewards."""
-    function, taken = load_users_function(ADVANTAGE_FIELD, reference, ("rewards", "tickets", "samples"))
+    function, names = load_users_function(ADVANTAGE_FIELD, reference, ("rewards", "tickets", "samples"))
     where = f"{ADVANTAGE_FIELD} {reference}"
 
-    def compute(groups: Groups, *_: Any) -> Values:
-        parts = [_samples(groups)] if "tickets" in taken else [group.samples for group in groups]
-        return [value for part in parts for value in call(part)]
+    def estimate(groups: Sequence[RewardsOfGroup], algorithm: AlgorithmConfig) -> Values:
+        if "tickets" in names:
+            return call([sample for group in groups for sample in group.samples])
+        values: Values = []
+        for group in groups:
+            values += call(group.samples)
+        return values
 
     def call(samples: Sequence[Sample]) -> Values:
         tickets = np.array([sample.key[0] for sample in samples], dtype=np.int64)
-        returned = function(rewards=np.array(_rewards(samples)), tickets=tickets, samples=samples)
+        rewards = np.array([sample.shaped_reward for sample in samples])
+        returned = function(rewards=rewards, tickets=tickets, samples=samples)
         return _read(returned, samples, where)
 
-    if "samples" not in taken:
+    if "samples" not in names:
         trial = function(rewards=np.array([1.0, 0.0]), tickets=np.array([0, 0]), samples=[])
         made_up: Any = SimpleNamespace(completion_ids=np.zeros(3), mask=np.ones(3, np.bool_), key=(0, 0))
         _read(trial, [made_up, made_up], where)
-    return "batch" if "tickets" in taken else "group", compute
+    return "batch" if "tickets" in names else "group", estimate
 
 
 def _read(returned: Any, samples: Sequence[Any], where: str) -> Values:
@@ -97,94 +164,9 @@ def _read(returned: Any, samples: Sequence[Any], where: str) -> Values:
     return result
 
 
-def _samples(groups: Groups) -> list[Sample]:
-    return [sample for group in groups for sample in group.samples]
-
-
-def _rewards(samples: Sequence[Sample]) -> list[float]:
-    return [sample.shaped_reward for sample in samples]
-
-
 def _values(sample: Sample) -> Float64:
     assert "values" in sample.columns, "`Policy.precompute` comes before advantages"
     return sample.columns["values"][sample.mask].astype(np.float64)
-
-
-def _of_groups(function: Callable[[list[float], Group, AlgorithmConfig], Float64]) -> Estimator:
-    """An estimator from a function of one group and its rewards that gives one number for each of them."""
-    return lambda groups, algorithm, _: [
-        float(value) for group in groups for value in function(_rewards(group.samples), group, algorithm)
-    ]
-
-
-def _of_rewards(function: Callable[[list[float]], Float64]) -> Estimator:
-    return _of_groups(lambda rewards, *_: function(rewards))
-
-
-def _of_batch(function: Callable[[list[list[float]]], Float64]) -> Estimator:
-    """An estimator from a function of the rewards of all groups of a mini-batch, one number for each."""
-    return lambda groups, *_: list(map(float, function([_rewards(group.samples) for group in groups])))
-
-
-def _reinforce_plus_plus(groups: Groups, algorithm: AlgorithmConfig, token_rewards: TokenRewards) -> Values:
-    samples = _samples(groups)
-    gammas = [discounts(sample, algorithm) for sample in samples]
-    advantages = estimators.reinforce_plus_plus(list(map(token_rewards, samples)), gammas)
-    if algorithm.has_token_advantages or any(sample.has_turn_rewards for sample in samples):
-        return list(advantages)
-    return _of_sequences(advantages)
-
-
-def _reinforce_plus_plus_baseline(groups: Groups, *_: Any) -> Values:
-    lengths = [[sample.num_trained for sample in group.samples] for group in groups]
-    rewards = [_rewards(group.samples) for group in groups]
-    return _of_sequences(estimators.reinforce_plus_plus_baseline(rewards, lengths))
-
-
-def _of_sequences(advantages: Sequence[Float64]) -> Values:
-    """One number for each sequence whose tokens all have the same."""
-    return [float(values_A[0]) if len(values_A) else 0.0 for values_A in advantages]
-
-
-def _gae(groups: Groups, algorithm: AlgorithmConfig, token_rewards: TokenRewards) -> Values:
-    """Not whitened: `Advantages.assign` adds values to make returns of them."""
-    return [
-        estimators.gae(token_rewards(s), _values(s), discounts(s, algorithm), algorithm.gae_lambda)[0]
-        for s in _samples(groups)
-    ]
-
-
-def _gdpo(groups: Groups, *_: Any, weights: dict[str, float] | None = None) -> Values:
-    """`weights` by the names of rewards, which are read from the scores, before any shaping."""
-    weights = weights or {}
-
-    def components(group: Group, sample: Sample) -> list[float | None]:
-        score = group.scores.get(sample.key[1])
-        return [score.components.get(name) if score else None for name in weights]
-
-    values = [[components(group, sample) for sample in group.samples] for group in groups]
-    return list(map(float, estimators.gdpo(values, list(weights.values()))))
-
-
-_OF_REWARDS = (
-    estimators.grpo, estimators.dr_grpo, estimators.rloo, estimators.max_rl,
-    estimators.grpo_passk, estimators.dr_grpo_passk,
-)  # fmt: skip
-_OF_BATCH = (estimators.grpo_batch, estimators.scale_rl, estimators.gpg)
-_ESTIMATORS: dict[str, Estimator] = {
-    **{one.__name__: _of_rewards(one) for one in _OF_REWARDS},
-    **{one.__name__: _of_batch(one) for one in _OF_BATCH},
-    "pass_at_k": _of_groups(lambda r, _, own: estimators.pass_at_k(r, own.pass_k, own.success_threshold)),
-    "opo": _of_groups(lambda r, group, _: estimators.opo(r, [s.num_trained for s in group.samples])),
-    "remax": _of_groups(
-        lambda r, group, _: estimators.remax(r, group.baseline.shaped_reward if group.baseline else 0.0)
-    ),
-    "reinforce_plus_plus": _reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
-    "gae": _gae,
-    "gdpo": _gdpo,
-}
-"""Estimators by the names of `tidemill.common.config.algorithm_table`."""
 
 
 class Advantages:
@@ -198,9 +180,9 @@ class Advantages:
         self._algorithm = config.trainer.algorithm
         self._max_tokens = config.max_completion_tokens
         self.scope, self._estimate = find_advantage(self._algorithm)
-        if self._algorithm.advantage_traits.compares_rewards:
-            named = {name: one.weight for name, one in config.reward.named.items() if "train" in one.lanes}
-            self._estimate = partial(_gdpo, weights=named)
+        self._weights_by_reward = {
+            name: reward.weight for name, reward in config.reward.named.items() if "train" in reward.lanes
+        }
 
     def assign(self, groups: Sequence[Group], algorithm: AlgorithmConfig | None = None) -> None:
         """Fill in the shaped rewards and advantages of the groups' samples. `algorithm` is the run's section
@@ -215,13 +197,16 @@ class Advantages:
         def rewards_of(sample: Sample) -> Float64:
             return token_rewards(sample, of_step, self._max_tokens, penalties.get(sample.key, 0.0))
 
-        samples = _samples(groups)
-        values = self._estimate(groups, self._algorithm, rewards_of)
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = [
+            RewardsOfGroup(group, self._algorithm, self._weights_by_reward, rewards_of) for group in groups
+        ]
+        values = self._estimate(rewards, self._algorithm)
         if self._algorithm.advantage_traits.needs_values:
             for sample, value in zip(samples, values, strict=True):
                 sample.fill("returns", sample.spread(value + _values(sample)))
             if self._algorithm.value.whiten:
-                values = list(estimators.whiten(values))  # type: ignore[arg-type]
+                values = list(whiten(values))  # type: ignore[arg-type]
         try:
             for sample, value in zip(samples, values, strict=True):
                 sample.set_advantage(value if isinstance(value, float) else sample.spread(value))

@@ -11,10 +11,10 @@ import torch
 
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import KlConfig, TeacherTermConfig
+from tidemill.common.config.algorithms.advantage import Discount, returns
+from tidemill.common.config.algorithms.loss import MAX_LOG_RATIO
 from tidemill.common.wire.arrays import Float64
-from tidemill.services.trainer.algorithm.advantages.estimators import Discount, returns
 from tidemill.services.trainer.algorithm.losses.corrections import kl_penalty
-from tidemill.services.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
 from tidemill.services.trainer.groups.sample import Sample
 
 
@@ -55,7 +55,8 @@ def kl_rewards(sample: Sample, algorithm: AlgorithmConfig) -> Float64:
 def overlong_reward(sample: Sample, algorithm: AlgorithmConfig, max_tokens: int) -> float:
     """The score, less the overlong punishment for the tokens that the model wrote: an environment's tokens do
     not count, and how a history was split into segments changes nothing."""
-    overlong, num_tokens = algorithm.overlong, sample.num_trained
+    overlong = algorithm.overlong
+    num_tokens = sample.num_trained
     buffer_tokens = overlong.buffer_share * max_tokens
     return sample.reward + overlong_penalty(num_tokens, max_tokens, buffer_tokens, overlong.penalty)
 
@@ -136,13 +137,13 @@ def _placed(sample: Sample, score: float) -> Float64:
     """The score at the sample's trained tokens: each turn's reward at its last one (if it has none, at the
     last one before it), and the rest at the last of all. Shape [A], A > 0; the sum is the score."""
     placed_A = np.zeros(sample.num_trained)
-    rest = score
+    remaining = score
     if sample.has_turn_rewards:
         lasts = np.searchsorted(sample.turn_A, np.arange(len(sample.turns)), side="right") - 1
         for last, turn in zip(lasts.tolist(), sample.turns, strict=True):
             placed_A[max(last, 0)] += turn.reward
-            rest -= turn.reward
-    placed_A[-1] += rest
+            remaining -= turn.reward
+    placed_A[-1] += remaining
     return placed_A
 
 

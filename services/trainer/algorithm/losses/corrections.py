@@ -54,7 +54,8 @@ def importance_weights(
       the denominator.
     * `off`: 1.
     """
-    importance, mode = algorithm.importance, algorithm.importance_mode
+    importance = algorithm.importance
+    mode = algorithm.importance_mode
     # Importance weights are constants: else the loss could fall by moving them alone.
     log_ratio_N = log_ratio_N.detach()
     if importance.level == "sequence":
@@ -223,8 +224,8 @@ def off_policy_tokens(tokens: Tokens, threshold: float) -> Tensor:
 
 def _is_outside(values: Tensor, bound: float | tuple[float, float]) -> Tensor:
     if isinstance(bound, tuple):
-        low, high = (_log(number, values) for number in bound)
-        return (values < low) | (values > high)
+        low, high = bound
+        return (values < _log(low, values)) | (values > _log(high, values))
     return values > bound
 
 

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.algorithms.table import LOSSES
 from tidemill.common.wire.arrays import Bits, Float64
 from tidemill.services.trainer.algorithm.losses.corrections import importance_weights
-from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES
 from tidemill.services.trainer.algorithm.losses.tokens import LOGPROB_FLOOR, Tokens
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import Sample
@@ -45,12 +45,12 @@ def fill_statistics(groups: Sequence[Group], algorithm: AlgorithmConfig) -> None
     loss = LOSSES.get(algorithm.loss)
     if loss and loss.choose:
         tokens = start_tokens(samples, algorithm)
-        places = [(sample.key, int(place)) for sample in samples for place in np.flatnonzero(sample.mask)]
-        chosen = loss.choose(tokens, loss.surrogate(tokens, algorithm), places, algorithm)
+        positions = [(sample.key, int(index)) for sample in samples for index in np.flatnonzero(sample.mask)]
+        chosen = loss.choose(tokens, loss.surrogate(tokens, algorithm), positions, algorithm)
         if loss.leaves_out:
             factors_N[chosen] = 0.0
         else:
-            penalised_N = np.zeros(len(places))
+            penalised_N = np.zeros(len(positions))
             penalised_N[chosen] = 1.0
     start = 0
     for sample in samples:
@@ -61,6 +61,9 @@ def fill_statistics(groups: Sequence[Group], algorithm: AlgorithmConfig) -> None
         for name in ("start_logprobs", "entropies"):  # nothing else reads them
             sample.columns.pop(name, None)
         start = end
+    for group in groups:
+        # Whoever trains these samples in another step, or again, has to compute what was dropped.
+        group.precomputed_for = -1
 
 
 def top_entropy(entropies_N: Float64, share: float) -> Bits:

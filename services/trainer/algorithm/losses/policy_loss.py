@@ -53,10 +53,12 @@ def policy_loss(
     if "proximal_logprobs" in tokens.columns and algorithm.loss_traits.has_ratio:
         proximal_N = tokens.columns["proximal_logprobs"]
     old_N = proximal_N if algorithm.old_logprobs == "recompute" else tokens.rollout_logprobs_N
-    sequences, drift_N = (tokens.sequence_N, tokens.num_sequences), proximal_N - tokens.rollout_logprobs_N
+    sequences = (tokens.sequence_N, tokens.num_sequences)
+    drift_N = proximal_N - tokens.rollout_logprobs_N
     importance_N, raw_N, is_bounded_N = importance_weights(drift_N, *sequences, algorithm)
     tokens = replace(tokens, log_N=tokens.logprobs_N - old_N)
-    importance_N, raw_N = tokens.of_sampled(importance_N), tokens.of_sampled(raw_N)
+    importance_N = tokens.of_sampled(importance_N)
+    raw_N = tokens.of_sampled(raw_N)
     result = surrogate(tokens, algorithm)
     sums = _sums(tokens, result) | {
         "weight_sum": importance_N.sum(),
@@ -72,7 +74,8 @@ def policy_loss(
         sums["left_out"] = (factors_N == 0).sum()
     if algorithm.off_policy_threshold is not None:
         is_off_N = off_policy_tokens(tokens, algorithm.off_policy_threshold)
-        loss_N, sums["off_policy"] = loss_N.masked_fill(is_off_N, 0.0), is_off_N.sum()
+        loss_N = loss_N.masked_fill(is_off_N, 0.0)
+        sums["off_policy"] = is_off_N.sum()
     # Tokens that were left out above have the terms from here on all the same: they lose the policy's alone.
     if "reference_logprobs" in tokens.columns:
         # Over all ids on both sides: over the kept ones alone a policy would differ from itself.
@@ -97,7 +100,8 @@ def policy_loss(
     weights_N = tokens.weights_N
     if algorithm.rejection.is_on:
         is_rejected_N = rejected_tokens(drift_N, *sequences, algorithm.rejection)
-        weights_N, sums["rejected"] = kept_weights(tokens, is_rejected_N, algorithm), is_rejected_N.sum()
+        weights_N = kept_weights(tokens, is_rejected_N, algorithm)
+        sums["rejected"] = is_rejected_N.sum()
         if algorithm.rejection.denominator == "kept" and algorithm.normalisation == "token":
             sums["denominator"] = -sums["rejected"]
     # Last: a rejected token, whose weight is 0, is in none of the terms.
@@ -112,7 +116,9 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
 
     Logprobs -0.5 and -2 of demonstrations with a weight of 0.1: 0.05 and 0.2.
     """
-    if (weights_N := tokens.imitation_N) is None or (is_shown_N := tokens.is_shown_N) is None:
+    weights_N = tokens.imitation_N
+    is_shown_N = tokens.is_shown_N
+    if weights_N is None or is_shown_N is None:
         return loss_N
     sums["imitation_sum"] = -(tokens.logprobs_N.detach() * is_shown_N).sum()
     sums["imitation_tokens"] = is_shown_N.sum()
@@ -121,9 +127,9 @@ def _imitated(tokens: Tokens, loss_N: Tensor, sums: TileSums) -> Tensor:
 
 def _teacher_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> Tensor:
     """weight * KL(policy || teacher) of each token; its sums go into `sums`."""
-    if "teacher_logprobs" not in tokens.columns:
+    weights_N = tokens.teacher_weights_N
+    if weights_N is None:
         return torch.zeros_like(tokens.weights_N)
-    weights_N = tokens.columns["teacher_weights"]
     kl_N = teacher_kl(tokens.unmasked_logprobs_N, tokens.columns["teacher_logprobs"], algorithm.teacher)
     has_teacher_N = weights_N > 0
     sums["teacher_kl_sum"] = (kl_N.detach() * has_teacher_N).sum()
@@ -139,7 +145,8 @@ def _value_term(tokens: Tokens, algorithm: AlgorithmConfig, sums: TileSums) -> T
     loss_N = value_loss(tokens.values_N, old_N, returns_N, algorithm.value.clip)
     sums["value_loss_sum"] = loss_N.detach().sum()
     sums["value_square_error_sum"] = (old_N - returns_N).square().sum()
-    sums["return_sum"], sums["return_square_sum"] = returns_N.sum(), returns_N.square().sum()
+    sums["return_sum"] = returns_N.sum()
+    sums["return_square_sum"] = returns_N.square().sum()
     return algorithm.value.coefficient * loss_N
 
 

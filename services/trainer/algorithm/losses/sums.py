@@ -2,8 +2,8 @@
 
 A sum has its name from the line of the loss that adds it (`policy_loss.py`), and that says what becomes of
 it: `NAME_sum` is added up and becomes the metric NAME, its mean over the tokens that were sampled; of
-`NAME_max` the largest counts, as the metric `NAME/max`. Sums that are named here become metrics by another
-rule or name.
+`NAME_max` the largest counts, as the metric `NAME/max`. Sums that are named in `READ` become metrics by
+another rule or name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ EXPERTS = "expert_counts/"
 
 
 class Sums(dict[str, Any]):
-    """Sums by name, as items and as attributes; `+` joins those of two micro-batches. What was never added is
-    0.
+    """Sums by name, as items; those of `READ` as attributes too, 0 where nothing was added. `+` joins the
+    sums of two micro-batches.
 
     Divide a sum or a count by `sampled_tokens` for the mean, `loss_sum` by `denominator`. Of two
     micro-batches:
@@ -39,8 +39,8 @@ class Sums(dict[str, Any]):
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name not in READ:
+            raise AttributeError(f"there is no sum {name!r} in READ of {__name__}; others are read as items")
         return self.get(name, 0.0)
 
     @property
@@ -146,13 +146,17 @@ LARGEST = {
     "sampling/importance_sampling_ratio/max": "weight_max",
     "logprob_gap/max": "mismatch_max",
 }
-OTHERWISE = {
-    *MEANS.values(), *LARGEST.values(), "loss_sum", "raw_weight_sum", "raw_weight_square_sum",
-    "unmasked_mismatch_sum", "imitation_sum", "teacher_kl_sum", "value_loss_sum", "value_square_error_sum",
-    "return_sum", "return_square_sum", "balance_sum", "router_z_sum", "replayed_gap_sum",
-    "unreplayed_gap_sum",
-}  # fmt: skip
-"""Sums that become metrics by `MEANS`, `LARGEST` or a function below, and not by their names."""
+COUNTS = frozenset((
+    "sequences", "tokens", "denominator", "positions", "row_tokens", "row_pairs", "imitation_tokens",
+    "teacher_tokens", "left_out", "compared_tokens", "changed_tokens", "changed_layers",
+))  # fmt: skip
+READ = COUNTS.union(MEANS.values(), LARGEST.values(), (
+    "loss_sum", "raw_weight_sum", "raw_weight_square_sum", "unmasked_mismatch_sum", "imitation_sum",
+    "teacher_kl_sum", "value_loss_sum", "value_square_error_sum", "return_sum", "return_square_sum",
+    "balance_sum", "router_z_sum", "replayed_gap_sum", "unreplayed_gap_sum",
+))  # fmt: skip
+"""Sums that code reads by their names, as `sums.NAME`: no other name is an attribute. They become metrics by
+`MEANS`, `LARGEST` or a function below, and not by their names."""
 
 
 def loss_metrics(sums: Sums) -> dict[str, float]:
@@ -188,7 +192,7 @@ def _metrics_by_name(sums: Sums, tokens: float) -> dict[str, float]:
     """The metrics of sums that nothing else knows: added in the loss, by one line."""
     metrics = {}
     for name, value in sums.items():
-        if name in OTHERWISE:
+        if name in READ:
             continue
         if name.endswith("_sum"):
             metrics[name.removesuffix("_sum")] = value / tokens

@@ -1,19 +1,21 @@
-"""The inputs of a loss, and what a surrogate objective returns.
+"""The inputs of a loss, and what weighs and divides its terms.
 
 Shape legend: N trained tokens of one forward pass, S whole sequences that they belong to.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from tidemill.common.config.algorithm import Normalisation as Normalisation
+from tidemill.common.config.algorithms.loss import MAX_LOG_RATIO as MAX_LOG_RATIO
+from tidemill.common.config.algorithms.loss import Surrogate as Surrogate
+from tidemill.common.config.algorithms.loss import sequence_means as sequence_means
+from tidemill.common.config.algorithms.loss import sequence_sums as sequence_sums
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.groups.columns import COLUMNS
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`: e^20 is far outside every clip range, and finite."""
 
 LOGPROB_FLOOR = -1e4
 """Logprob of a token that the model rules out (a logit of -inf): far below any other, and finite."""
@@ -41,6 +43,9 @@ class Tokens:
     log_mass_N: Tensor | None = None
     """Logarithm of the probability of the ids that sampling kept; None: all were kept."""
     values_N: Tensor | None = None
+    teacher_weights_N: Tensor | None = None
+    """Weight of the teacher's term for each token: 0 only measures it, or there is no teacher; None: no token
+    of the pass has one."""
     imitation_N: Tensor | None = None
     """For demonstrations, the weight of -logprob, which is their whole loss; 0 for the other tokens."""
     routing: tuple[LayerRouting, ...] = ()
@@ -92,6 +97,23 @@ class Tokens:
             columns[name] = values_N
         return replace(floored, columns=columns, entropies_N=self.of_sampled(self.entropies_N))
 
+    def completed(self, names: Sequence[str]) -> "Tokens":
+        """The same with weights of a teacher, 0 where there is none, and with these columns: those that the
+        pass lacks have the values of demonstrations, which are 0 or make no difference."""
+        weights_N = self.teacher_weights_N
+        if weights_N is None:
+            weights_N = torch.zeros_like(self.weights_N)
+        absent = {}
+        for name in names:
+            if name in self.columns:
+                continue
+            number = COLUMNS[name].of_demonstration
+            if number == "current":
+                absent[name] = self._current_N(name)
+            else:
+                absent[name] = torch.full_like(self.weights_N, number)
+        return replace(self, columns=self.columns | absent, teacher_weights_N=weights_N)
+
     def _current_N(self, name: str) -> Tensor:
         """The current logprobs, as a column of this name would have them; without gradient."""
         # A reference's are over all ids.
@@ -117,27 +139,6 @@ class Tokens:
         """The values, 0 for demonstrations."""
         is_shown_N = self.is_shown_N
         return values_N if is_shown_N is None else values_N.masked_fill(is_shown_N, 0.0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Surrogate:
-    """An objective per token, to be maximised, and which tokens its bounds have cut off; None: no bound."""
-
-    objective_N: Tensor
-    is_low_N: Tensor | None = None
-    is_high_N: Tensor | None = None
-    is_dual_N: Tensor | None = None
-
-
-def sequence_sums(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Sums over the tokens of each sequence. Shape [S]."""
-    return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
-
-
-def sequence_means(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Means over the tokens of each sequence. Shape [S]; 0 for a sequence without a token."""
-    counts_S = sequence_sums(torch.ones_like(values_N), sequence_N, num_sequences)
-    return sequence_sums(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1.0)
 
 
 def token_weight(normalisation: Normalisation, num_trained: int, group_trained: int = 0) -> float:

@@ -10,6 +10,7 @@ order: they agree on the number of forward passes, and a rank with fewer adds pa
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,16 @@ from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Routes, Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
-from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_experts
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.offload import local
-from tidemill.services.trainer.policy.packing import NOTHING, PlannedTile, Tile, cut_tile
 from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.side_models import ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, Shard
+from tidemill.services.trainer.policy.tile import NOTHING, Tile, cut_tile
 from tidemill.services.trainer.policy.transformers_policy import T, TransformersPolicy, policy_options
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
@@ -62,8 +63,10 @@ def take_share(device: torch.device, num_ranks: int, environment: Mapping[str, s
         local = int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
         torch.set_num_threads(max(1, len(cores) // local))
     if device.type == "cuda":
-        found: Any = torch.cuda.get_device_properties(device)
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        properties: Any = torch.cuda.get_device_properties(device)
+        address = (
+            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        )
         # In a container perhaps no core is beside the GPU: nothing is bound then.
         if beside := cores_beside(address) & cores:
             os.sched_setaffinity(0, beside)
@@ -128,8 +131,8 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     digest = ""
     if config.trainer.lora and weights is not None:
         # One rank reads the whole base: the digest in checkpoints is the same for any number of ranks.
-        own = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
-        digest = ranks.broadcast(own).decode()
+        own_digest = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
+        digest = ranks.broadcast(own_digest).decode()
     options = policy_options(config, model, ranks.device, digest)
     policy = RankPolicy(model, config.trainer, ranks, weights, **options)
     policy.max_share_changed = config.weights.max_share_changed
@@ -148,7 +151,9 @@ class RankPolicy(TransformersPolicy):
         **options: Any,
     ) -> None:
         """`weights` fill a model that has none yet, and the models beside it."""
-        self._ranks, self.peers, self._pretrained = ranks, ranks, weights
+        self._ranks = ranks
+        self.peers = ranks
+        self._pretrained = weights
         self._roots: list[FSDPModule] = []
         """Sharded modules that are trained."""
         self._holds_gradients = False
@@ -209,12 +214,13 @@ class RankPolicy(TransformersPolicy):
         total["positions"] *= num_alike
         return total
 
-    def _make_tile(self, planned: PlannedTile) -> Tile:
-        tile = super()._make_tile(planned)
-        return tile if self._context is None else cut_tile(tile, self._context)
+    def _lay_out(self, tile: Tile) -> Tile:
+        whole = super()._lay_out(tile)
+        return whole if self._context is None else cut_tile(whole, self._context)
 
     def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
-        size, tokens = self._config.num_bins, self._config.bin_tokens
+        size = self._config.num_bins
+        tokens = self._config.bin_tokens
         scores_of_a_token = max(SCORES_OF_A_TOKEN, SCORES_PER_WIDTH * self._width)
         return [[members] for members in split_samples(samples, size, tokens, self.layout, scores_of_a_token)]
 
@@ -288,12 +294,16 @@ class RankPolicy(TransformersPolicy):
     def own_state(self) -> PolicyState:
         """This rank's shard; nothing where another copy of the model has the same. What is not sharded, and
         values, are with rank 0."""
-        state, ranks = self.state(), self._ranks
+        state = self.state()
+        ranks = self._ranks
         if ranks.replica:
             return PolicyState({})
         named = state.tensors.items()
         first_rows = {name: held_rows(tensor)[0] for name, tensor in named if isinstance(tensor, DTensor)}
-        tensors = {name: local(one) for name, one in named if name in first_rows or ranks.is_leader}
+        tensors = {}
+        for name, tensor in named:
+            if name in first_rows or ranks.is_leader:
+                tensors[name] = local(tensor)
         shard = Shard(ranks.shard, ranks.shard_size, first_rows)
         return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
 
@@ -302,7 +312,8 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
     """Raises ConfigError: the heads of a layer cannot be divided by so many ranks."""
     counts = {int(getattr(layer, "num_attention_heads", 1)) for layer in layer_configs(config)}
     if any(count % size for count in counts):
-        fitting = max(n for n in range(1, size) if size % n == 0 and not any(count % n for count in counts))
+        # All that divides all of them divides their greatest common divisor.
+        fitting = gcd(size, *counts)
         raise ConfigError(
             f"trainer.context_ranks is {size}, which does not divide the attention heads of the model's "
             f"layers ({', '.join(map(str, sorted(counts)))}): each rank attends with as many; take {fitting}"

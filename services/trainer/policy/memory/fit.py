@@ -52,8 +52,10 @@ log = structlog.get_logger(__name__)
 
 Settings = dict[str, Any]
 """Fields of the config, and values."""
-TOKENS, RECOMPUTES = "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"
-CONTEXT, EXPERTS = "trainer.context_ranks", "trainer.expert_ranks"
+TOKENS = "trainer.micro_batch_tokens"
+RECOMPUTES = "trainer.gradient_checkpointing"
+CONTEXT = "trainer.context_ranks"
+EXPERTS = "trainer.expert_ranks"
 PASSES_FILE = "passes.json"
 """File in the run's folder with the sizes of passes that the run started with. Another GPU would choose
 others, and sum gradients in another order: a replay there would not give the recorded bits."""
@@ -72,8 +74,8 @@ def with_fitting_passes(config: RunConfig, folder: Path | None = None) -> RunCon
     record = None if folder is None or not kept else folder / PASSES_FILE
     if record is not None and record.exists():
         # Runs that began before ranks were chosen have had 1.
-        known = {"context_ranks": 1, "expert_ranks": 1, **json.loads(record.read_text())}
-        config = _changed(config, {field: known[name] for field, name in kept.items() if name in known})
+        recorded = {"context_ranks": 1, "expert_ranks": 1, **json.loads(record.read_text())}
+        config = _changed(config, {field: recorded[name] for field, name in kept.items() if name in recorded})
     try:
         sizes = read_model(config)
     except ConfigError as error:
@@ -178,8 +180,10 @@ def choose_ranks(
         return config
     possible = [n for n in _context_sizes(config, sizes) if trainer.num_ranks % n == 0]
     tried: list[RunConfig] = [_changed(config, {CONTEXT: size}) for size in (1, *possible)]
-    fitting = (one for one in tried if choose_passes(one, sizes, gpu_bytes, room)[2].running <= room)
-    return next(fitting, tried[0])
+    for changed in tried:
+        if choose_passes(changed, sizes, gpu_bytes, room)[2].running <= room:
+            return changed
+    return tried[0]
 
 
 def experts_apart(config: RunConfig, sizes: ModelSizes, width: int) -> int:
@@ -190,7 +194,8 @@ def experts_apart(config: RunConfig, sizes: ModelSizes, width: int) -> int:
 def _choices(config: RunConfig, sizes: ModelSizes) -> list[tuple[int, bool]]:
     """Tokens of a pass, and whether layers are computed again, from fast to small. A pass holds a rank's part
     of the longest sequence in any case."""
-    tokens, recomputed = config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing
+    tokens = config.trainer.micro_batch_tokens
+    recomputed = config.trainer.gradient_checkpointing
     if isinstance(tokens, int):
         tiles = [tokens]
     else:
@@ -210,10 +215,10 @@ def examine_fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
     fit = _fit(config, sizes, machine)
     if not fit.problems:
         return fit
-    found = find_settings(config, sizes, machine, keeps_placement=True)
-    if not found.problems:
-        return replace(fit, settings=found.settings)
-    return replace(fit, problems=(*fit.problems, f"the last that was tried: {found.problems[0]}"))
+    proposal = find_settings(config, sizes, machine, keeps_placement=True)
+    if not proposal.problems:
+        return replace(fit, settings=proposal.settings)
+    return replace(fit, problems=(*fit.problems, f"the last that was tried: {proposal.problems[0]}"))
 
 
 def find_settings(
@@ -239,7 +244,8 @@ def find_settings(
         trainer = changed.trainer
         if trainer.num_ranks % trainer.context_size or num_shards(changed) % trainer.expert_size:
             continue
-        settings, fit = tried, _fit(changed, sizes, machine)
+        settings = tried
+        fit = _fit(changed, sizes, machine)
         if not fit.problems:
             break
     if fit.trainer is not None:
@@ -254,9 +260,13 @@ def _value(config: RunConfig, field: str) -> Any:
 
 
 def _fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
-    trainer, rollout, gpu_bytes = config.trainer, config.rollout, machine.gpu_bytes
-    trains, engines = trains_on_gpus(config), num_engines(config)
-    ranks, ways = trainer.num_ranks if trains else 0, rollout.vllm.tensor_parallel_size
+    trainer = config.trainer
+    rollout = config.rollout
+    gpu_bytes = machine.gpu_bytes
+    trains = trains_on_gpus(config)
+    engines = num_engines(config)
+    ranks = trainer.num_ranks if trains else 0
+    ways = rollout.vllm.tensor_parallel_size
     generates = rollout.engine_traits.reserves_gpu_memory
     is_crowded = machine.gpus == 1 and ranks == 1 and engines == 1 == ways
     turns = ranks > 0 and engines > 0 and takes_turns(config, is_crowded)
@@ -295,10 +305,21 @@ def _fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
         problems.append(
             f"a host takes {gib(host.peak)} GiB of its {gib(machine.host_bytes)}: {listed(host.parts)}"
         )
-    own = take if trains else None
+    trainer_take = take if trains else None
     apart = config.trainer.context_size, config.trainer.expert_size
     return Fit(
-        ranks, tokens, recomputed, *apart, own, engine, engines, ways, host, turns, tuple(problems), {}
+        ranks,
+        tokens,
+        recomputed,
+        *apart,
+        trainer_take,
+        engine,
+        engines,
+        ways,
+        host,
+        turns,
+        tuple(problems),
+        {},
     )
 
 
@@ -322,20 +343,23 @@ def _fullest_host(
     config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, ways: int, turns: bool
 ) -> Take:
     """What the fuller of two hosts takes: the first, with ranks and engines, and one with engines alone."""
-    own = min(ranks, GPUS_OF_A_HOST)
-    beside = min(engines, (GPUS_OF_A_HOST - (0 if turns else own)) // ways)
-    hosts = [(own, beside), (0, min(engines - beside, GPUS_OF_A_HOST // ways))]
+    num_ranks = min(ranks, GPUS_OF_A_HOST)
+    beside = min(engines, (GPUS_OF_A_HOST - (0 if turns else num_ranks)) // ways)
+    hosts = [(num_ranks, beside), (0, min(engines - beside, GPUS_OF_A_HOST // ways))]
     return max((host_take(config, sizes, *host, turns) for host in hosts), key=lambda take: take.peak)
 
 
 def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
     """Settings to try, from what costs least to what changes the training: passes alone, experts that ranks
     divide, moments on the host, passes that ranks share, the reference's dtype, adapters."""
-    trainer, reference = config.trainer, config.trainer.algorithm.reference
+    trainer = config.trainer
+    reference = config.trainer.algorithm.reference
     offload: Settings = {"trainer.offload_optimizer": True}
     divides = sizes.num_experts > 1 and trainer.expert_size == 1
     apart: list[Settings] = [{}, {EXPERTS: GPUS_OF_A_HOST}] if divides else [{}]
-    cheap = apart if trainer.lora is not None else [*apart, *({**offload, **one} for one in apart)]
+    cheap = list(apart)
+    if trainer.lora is None:
+        cheap += [offload | settings for settings in apart]
     contexts: list[Settings] = [{}, *({CONTEXT: size} for size in _context_sizes(config, sizes))]
     changes: list[tuple[Settings, list[Settings]]] = [({}, cheap)]
     dtype = "trainer.algorithm.reference.dtype"
@@ -343,8 +367,10 @@ def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
         changes.append(({dtype: "bfloat16"}, cheap))
     if trainer.lora is None and trainer.algorithm.value.model != "own" and reference.model != "updated":
         changes.append(({"trainer.lora": {}, dtype: "float32"}, apart))
-    for change, others in changes:
-        yield from ({**context, **one, **change} for context in contexts for one in others)
+    for change, alternatives in changes:
+        for context in contexts:
+            for settings in alternatives:
+                yield {**context, **settings, **change}
 
 
 def _context_sizes(config: RunConfig, sizes: ModelSizes) -> list[int]:
@@ -355,14 +381,17 @@ def _context_sizes(config: RunConfig, sizes: ModelSizes) -> list[int]:
         return []
     counts = [int(layer.num_attention_heads) for layer in layer_configs(sizes.config)]
     most = config.model.max_model_len // SMALLEST_TILE
-    return [n for n in CONTEXT_SIZES if n <= most and not any(count % n for count in counts)]
+    sizes_possible = [size for size in CONTEXT_SIZES if size <= most]
+    return [size for size in sizes_possible if gcd(size, *counts) == size]
 
 
 def _placements(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Iterator[Settings]:
     """Ranks of the trainer and GPUs of an engine: half of the GPUs for each, then more for the trainer. On
     one GPU the engine leaves what the trainer needs."""
-    trains, generates = trains_on_gpus(config), num_engines(config) > 0
-    ways_field, ranks = "rollout.vllm.tensor_parallel_size", {"trainer.shard_ranks": None}
+    trains = trains_on_gpus(config)
+    generates = num_engines(config) > 0
+    ways_field = "rollout.vllm.tensor_parallel_size"
+    ranks = {"trainer.shard_ranks": None}
     if machine.gpus == 1:
         workers = min(1, config.rollout.workers)
         shared = {**ranks, "trainer.num_ranks": 1, "rollout.workers": workers, ways_field: 1}
@@ -395,9 +424,9 @@ def _ways(config: RunConfig, sizes: ModelSizes, machine: Machine) -> int:
 def _changed(section: Any, settings: Settings) -> Any:
     """The section with fields replaced, not validated: it is only used for estimates."""
     for path, value in settings.items():
-        name, _, rest = path.partition(".")
-        if rest:
-            value = _changed(getattr(section, name), {rest: value})
+        name, _, path_within = path.partition(".")
+        if path_within:
+            value = _changed(getattr(section, name), {path_within: value})
         elif path == "lora":
             value = LoraConfig()
         section = section.model_copy(update={name: value})

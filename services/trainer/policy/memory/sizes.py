@@ -22,8 +22,8 @@ from tidemill.common.run.model_config import exact_attention, with_overrides
 from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.attention import VARLEN, head_size, why_no_flash, why_no_varlen
-from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights
+from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import compute_dtype, recomputable_layers
 from tidemill.services.trainer.weights.exported import plan_export
 from tidemill.services.trainer.weights.store import model_tensors
@@ -78,7 +78,8 @@ class ModelSizes:
     def kept_bytes(self, num_tokens: int, recomputed: bool) -> float:
         """Bytes kept at the beginning of the backward pass, without `copied_bytes`. With `recomputed` layers,
         whose inputs alone are kept, that is when the first of them has been computed again."""
-        inputs, last_norm = float(WIDE * self.num_layers * self.hidden), 2.0 * WIDE * self.hidden
+        inputs = float(WIDE * self.num_layers * self.hidden)
+        last_norm = 2.0 * WIDE * self.hidden
         layers = inputs + self.layer_bytes if recomputed else self.layers_bytes
         return num_tokens * (layers + last_norm)
 
@@ -90,12 +91,13 @@ def read_model(config: RunConfig) -> ModelSizes:
         ConfigError: there is no config.json, or it is of no model whose sizes can be known.
     """
     try:
-        found = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
+        model_config = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"model.path: {config.model.path} has no config.json to read: {reason}") from None
-    model = build_on_meta(found, attention_on_gpus(found))
-    dtype, row_tokens = compute_dtype(config.model), config.model.max_model_len
+    model = build_on_meta(model_config, attention_on_gpus(model_config))
+    dtype = compute_dtype(config.model)
+    row_tokens = config.model.max_model_len
     return count_sizes(model, dtype, row_tokens, config.trainer.lora)
 
 
@@ -132,21 +134,22 @@ def count_sizes(
     Raises:
         ConfigError: transformers names no layers of this model, or it has none with an adapter.
     """
-    text, blocks = model.config.get_text_config(), layers_of(model)
+    text = model.config.get_text_config()
+    blocks = layers_of(model)
     of_text = set(model.get_decoder().modules())
     width = dtype.itemsize
     scores = _scores(text, width, row_tokens)
-    layers = [
-        scores + sum(_kept(module, text, width) for module in block.modules())
-        for block in blocks
-        if block in of_text
-    ]
+    layers = []
+    for block in blocks:
+        if block in of_text:
+            layers.append(scores + sum(_kept(module, text, width) for module in block.modules()))
     if not layers:
         raise ConfigError(
             f"transformers names no layers of {type(model).__name__}, so its memory is not known"
         )
     experts = expert_weights(model)
-    total, inside = _count(model.parameters()), _count(p for block in blocks for p in block.parameters())
+    total = _count(model.parameters())
+    inside = _count(p for block in blocks for p in block.parameters())
     matrices = _count(p for block in blocks for p in block.parameters() if block in of_text and p.ndim > 1)
     embedding = cast(Tensor, model.get_input_embeddings().weight)
     head = cast(Tensor, getattr(model.get_output_embeddings(), "weight", embedding))
@@ -189,7 +192,9 @@ def _kept(module: nn.Module, text: Any, width: int) -> float:
     for name, norm in norms.items():
         size = next((p.numel() for p in norm.parameters(recurse=False)), int(text.hidden_size))
         prefix = name.replace("layernorm", "").replace("norm", "").rstrip("_")
-        of_heads = [linear.out_features for other, linear in linears.items() if other.startswith(prefix)]
+        of_heads = [
+            linear.out_features for linear_name, linear in linears.items() if linear_name.startswith(prefix)
+        ]
         if prefix and of_heads:  # such as `q_norm`, over the output of `q_proj`
             kept += (WIDE + width) * max(size, of_heads[0])
         else:  # input and normalised values; in float32 the matrices behind it keep the output
@@ -204,11 +209,11 @@ def _matrix_elements(linears: Sequence[nn.Linear], module: nn.Module, width: int
     if not linears:
         return 0
     *first, last = linears
-    given = sum(linear.out_features for linear in first)
+    written = sum(linear.out_features for linear in first)
     # For a gated product the activation is kept beside both factors.
-    is_gated = given >= 2 * last.in_features and "Attention" not in type(module).__name__
+    is_gated = written >= 2 * last.in_features and "Attention" not in type(module).__name__
     read = sum(linear.in_features for linear in first) if width < WIDE else 0
-    return read + given + last.in_features * (2 if is_gated else 1)
+    return read + written + last.in_features * (2 if is_gated else 1)
 
 
 def _experts(module: nn.Module, text: Any, width: int) -> float:
@@ -218,7 +223,8 @@ def _experts(module: nn.Module, text: Any, width: int) -> float:
     if not shapes:
         return 0.0
     chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
-    num_experts, hidden = shapes[0][0], int(text.hidden_size)
+    num_experts = shapes[0][0]
+    hidden = int(text.hidden_size)
     inner = sum(shape.numel() for shape in shapes) / (3 * hidden * num_experts)
     return width * (chosen * (2 * hidden + 4 * inner) + hidden) + WIDE * num_experts
 

@@ -27,7 +27,7 @@ from tidemill.common.files import LockedError
 from tidemill.common.history import History, Selection, StreamName
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Entry, Garbled, append, decoded, id_after, trim_before
-from tidemill.services.console.records.joins import read_trajectories
+from tidemill.services.console.look.joins import read_trajectories
 
 DEATHS = {
     "in the middle of a file": "widen",
@@ -57,13 +57,13 @@ runpy.run_module("tests.support.archives", run_name="__main__")
 async def contents(run_dir: Path) -> list[Entry | Garbled]:
     """What the files hold, in order."""
     manifest = Manifest.load(stream_folder(run_dir, STREAM))
-    found: list[Entry | Garbled] = []
+    entries: list[Entry | Garbled] = []
     for segment in manifest.segments:
         held = list(records_of(pq.read_table(segment.path), STREAM.message_type))
         ends = (held[0].entry_id, held[-1].entry_id, len(held))
         assert ends == (segment.first_id, segment.last_id, segment.entries)
-        found += held
-    return found
+        entries += held
+    return entries
 
 
 async def expected(broker: Broker, key: str) -> list[Entry | Garbled]:
@@ -73,7 +73,8 @@ async def expected(broker: Broker, key: str) -> list[Entry | Garbled]:
 
 
 async def test_entries_are_archived_once_and_in_order(broker, keys, tmp_path):
-    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    key = keys.trajectories()
+    run_dir = run_folder(tmp_path, keys)
     await fill(broker, key, range(30))
     assert await archive(broker, keys, run_dir) == 90
     assert await contents(run_dir) == await expected(broker, key)
@@ -85,7 +86,8 @@ async def test_entries_are_archived_once_and_in_order(broker, keys, tmp_path):
 
 
 async def test_what_fills_no_segment_waits_and_nothing_beyond_the_end_is_taken(broker, keys, tmp_path):
-    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    key = keys.trajectories()
+    run_dir = run_folder(tmp_path, keys)
     await fill(broker, key, range(10))
     entries = await raw(broker, key)
     assert await archive(broker, keys, run_dir, segment_bytes=1 << 20, is_last=False) == 0
@@ -99,7 +101,8 @@ async def test_what_fills_no_segment_waits_and_nothing_beyond_the_end_is_taken(b
 async def test_a_killed_archiver_leaves_nothing_missing_and_nothing_twice(
     redis_server, broker, keys, tmp_path, point
 ):
-    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    key = keys.trajectories()
+    run_dir = run_folder(tmp_path, keys)
     await fill(broker, key, range(30))
     before = await expected(broker, key)
     command = [sys.executable, "-c", MORTAL, point, redis_server.url, keys.run_id, str(run_dir)]
@@ -112,9 +115,9 @@ async def test_a_killed_archiver_leaves_nothing_missing_and_nothing_twice(
         await trim_before(broker, key, listed[-1].entry_id)
     await archive(broker, keys, run_dir, segment_bytes=3000)  # files of other names than those it had begun
     assert await contents(run_dir) == before
-    left = {path.name for path in stream_folder(run_dir, STREAM).iterdir()}
+    names = {path.name for path in stream_folder(run_dir, STREAM).iterdir()}
     manifest = Manifest.load(stream_folder(run_dir, STREAM))
-    assert left == {segment.path.name for segment in manifest.segments}
+    assert names == {segment.path.name for segment in manifest.segments}
 
 
 async def test_one_process_writes_at_a_time(broker, keys, tmp_path):
@@ -125,7 +128,8 @@ async def test_one_process_writes_at_a_time(broker, keys, tmp_path):
 
 
 async def test_a_lookup_opens_only_the_files_that_can_hold_it(broker, keys, tmp_path, monkeypatch):
-    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    key = keys.trajectories()
+    run_dir = run_folder(tmp_path, keys)
     await fill(broker, key, range(40), garbled=False)
     await archive(broker, keys, run_dir)
     manifest = Manifest.load(stream_folder(run_dir, STREAM))
@@ -133,8 +137,8 @@ async def test_a_lookup_opens_only_the_files_that_can_hold_it(broker, keys, tmp_
         least, greatest = (segment.details.bounds or {})["ticket"]
         if not least <= 25 <= greatest:
             segment.path.write_bytes(b"")
-    found = await read_trajectories(History(keys.run_id, run_dir, None), 25)
-    assert [t.key for t in found] == [(25, 0), (25, 1)]
+    records = await read_trajectories(History(keys.run_id, run_dir, None), 25)
+    assert [t.key for t in records] == [(25, 0), (25, 1)]
     with pytest.raises(ArchiveError, match="cannot be read"):
         await scanned(History(keys.run_id, run_dir, None))
 
@@ -151,7 +155,8 @@ class TestRetention:
 
     async def test_by_size(self, broker, keys, run_dir):
         before = Manifest.load(stream_folder(run_dir, STREAM))
-        limit, gone = sum(segment.num_bytes for segment in before.segments[2:]), before.segments[:2]
+        limit = sum(segment.num_bytes for segment in before.segments[2:])
+        gone = before.segments[:2]
         with writing(run_dir):
             small = ArchiveConfig().model_copy(update={"keep_gb": limit / 2**30})  # below what a user may say
             assert retain(run_dir, small) == 2
@@ -190,12 +195,14 @@ async def test_a_check_finds_what_is_missing_or_damaged(broker, keys, tmp_path):
     await fill(broker, keys.trajectories(), range(30))
     await archive(broker, keys, run_dir)
     assert check(run_dir) == []
-    missing, damaged = (s.path for s in Manifest.load(stream_folder(run_dir, STREAM)).segments[:3:2])
+    segments = Manifest.load(stream_folder(run_dir, STREAM)).segments
+    missing = segments[0].path
+    damaged = segments[2].path
     missing.unlink()
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
-    found = {damage.path: damage.reason for damage in check(run_dir)}
-    assert found.keys() == {missing.parent, damaged}
-    assert "are missing before" in found[missing.parent] and "bytes" in found[damaged]
+    reasons = {damage.path: damage.reason for damage in check(run_dir)}
+    assert reasons.keys() == {missing.parent, damaged}
+    assert "are missing before" in reasons[missing.parent] and "bytes" in reasons[damaged]
 
 
 Records = list[Entry | Garbled]
@@ -289,25 +296,27 @@ async def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_ends_no_proce
     monkeypatch.setattr("tidemill.common.archive.archiver.ROW_GROUP_ROWS", 2)
     run_dir = run_folder(tmp_path, keys)
     # Larger than a page of memory, compressed.
-    made = [make_trajectory(ticket, text=os.urandom(2000).hex()) for ticket in range(20)]
-    await append(broker, keys.trajectories(), *made)
+    trajectories = [make_trajectory(ticket, text=os.urandom(2000).hex()) for ticket in range(20)]
+    await append(broker, keys.trajectories(), *trajectories)
     await archive(broker, keys, run_dir, segment_bytes=1 << 20)
-    found = Manifest.load(stream_folder(run_dir, STREAM))
-    records = select(found, STREAM, Selection())
+    manifest = Manifest.load(stream_folder(run_dir, STREAM))
+    records = select(manifest, STREAM, Selection())
     assert next(records)
-    os.truncate(found.segments[0].path, 1000)
+    os.truncate(manifest.segments[0].path, 1000)
     with pytest.raises(ArchiveError, match="cannot be read"):
         list(records)
 
 
 async def test_a_file_that_cannot_be_read_is_a_damage_and_hides_no_other(keys, run_dir, monkeypatch):
     folder = stream_folder(run_dir, STREAM)
-    path, other = (segment.path for segment in Manifest.load(folder).segments[:2])
+    segments = Manifest.load(folder).segments
+    path = segments[0].path
+    second = segments[1].path
     path.unlink()
     path.mkdir()
-    other.write_bytes(other.read_bytes()[:-1] + b"?")
+    second.write_bytes(second.read_bytes()[:-1] + b"?")
     (folder / TRIMMED_FILE).write_bytes(b"\xff")
-    assert [damage.path for damage in check(run_dir)] == [path, other, folder]
+    assert [damage.path for damage in check(run_dir)] == [path, second, folder]
     (folder / TRIMMED_FILE).unlink()
 
     def records_of(*_):
@@ -342,7 +351,8 @@ async def test_retention_of_files_with_a_clock_that_was_set_back_removes_the_fir
     keys, run_dir, monkeypatch
 ):
     """Or the archive would have a gap."""
-    folder, times = stream_folder(run_dir, STREAM), [4e9] * 30
+    folder = stream_folder(run_dir, STREAM)
+    times = [4e9] * 30
     details = {path: manifest._details(path) for path in folder.glob("*.parquet")}
 
     def of_then(path):

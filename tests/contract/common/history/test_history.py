@@ -15,7 +15,7 @@ from tidemill.common.history import history as history_module
 from tidemill.common.history.journal import JOURNAL_FILE, journal_steps, newest_below, read_journal
 from tidemill.common.streams import append, entry_id_of, id_after, trim_before
 from tidemill.common.wire.messages import Commit, Score, ScoreStatus
-from tidemill.services.console.records.joins import read_group
+from tidemill.services.console.look.joins import read_group
 from tidemill.services.trainer.durable.commits import CommitJournal
 
 SELECTIONS = {
@@ -37,7 +37,8 @@ SELECTIONS = {
 async def test_every_selection_finds_the_same_wherever_the_entries_are(
     broker, keys, tmp_path, archived_share, is_trimmed
 ):
-    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    key = keys.trajectories()
+    run_dir = run_folder(tmp_path, keys)
     await fill(broker, key, range(14))
     entries = await raw(broker, key)
     alone = History(keys.run_id, None, broker)
@@ -62,11 +63,13 @@ async def test_every_selection_finds_the_same_wherever_the_entries_are(
 
 
 async def test_a_scan_misses_nothing_that_is_archived_and_trimmed_while_it_reads(broker, keys, tmp_path):
-    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    key = keys.trajectories()
+    run_dir = run_folder(tmp_path, keys)
     await fill(broker, key, range(300), garbled=False)
     entries = await raw(broker, key)
     for newest_first in (False, True):
-        history, seen = History(keys.run_id, run_dir, broker), []
+        history = History(keys.run_id, run_dir, broker)
+        seen = []
         async for record in history.scan(STREAM, newest_first=newest_first):
             seen.append(record.entry_id)
             if len(seen) == 100:  # within the first batch that was read of Redis
@@ -79,7 +82,8 @@ async def test_a_scan_misses_nothing_that_is_archived_and_trimmed_while_it_reads
 
 async def test_a_read_of_redis_that_comes_after_a_trim_is_made_good_by_the_archive(broker, keys, tmp_path):
     """Between the look into the manifest and the read of Redis, entries move from one to the other."""
-    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    key = keys.trajectories()
+    run_dir = run_folder(tmp_path, keys)
     await fill(broker, key, range(20))
     entries = await raw(broker, key)
 
@@ -89,14 +93,14 @@ async def test_a_read_of_redis_that_comes_after_a_trim_is_made_good_by_the_archi
             await trim_before(broker, key, entries[30][0])
             return await super()._read(stream, selection)
 
-    found = await scanned(Overtaken(keys.run_id, run_dir, broker))
-    assert [record.entry_id for record in found] == [entry_id for entry_id, _ in entries]
+    records = await scanned(Overtaken(keys.run_id, run_dir, broker))
+    assert [record.entry_id for record in records] == [entry_id for entry_id, _ in entries]
 
 
 async def test_scores_are_selected_by_the_steps_of_their_tickets(broker, keys, tmp_path):
     run_dir = run_folder(tmp_path, keys)
-    made = [make_ticket(t, step=t // 2, group_size=1) for t in range(8)]
-    await append_numbered(broker, keys.prompts(), enumerate(made))
+    tickets = [make_ticket(t, step=t // 2, group_size=1) for t in range(8)]
+    await append_numbered(broker, keys.prompts(), enumerate(tickets))
     scores = (Score(ticket=t, index=0, status=ScoreStatus.OK, value=t) for t in range(8))
     await append(broker, keys.scores(), *scores)
     commits = [make_commit(s, groups=(2 * s, 2 * s + 1)) for s in range(4)]
@@ -106,31 +110,32 @@ async def test_scores_are_selected_by_the_steps_of_their_tickets(broker, keys, t
         assert Manifest.load(run_dir / "archive" / stream.replace(":", "-")).entries in (0, 4, 8)
     for history in (History(keys.run_id, run_dir, None), History(keys.run_id, None, broker)):
         for selection in (Selection(steps=(1, 2)), Selection(rewards=(2, 5))):
-            found = await scanned(history, StreamName.SCORES, selection)
-            assert [record.message.ticket for record in found] == [2, 3, 4, 5]
-        assert await history.ticket(5) == made[5]
+            records = await scanned(history, StreamName.SCORES, selection)
+            assert [record.message.ticket for record in records] == [2, 3, 4, 5]
+        assert await history.ticket(5) == tickets[5]
         assert await history.commit(2) == commits[2] == await history.commit_of_ticket(4)
         assert await history.commit_of_ticket(9) is None and await history.commit(7) is None
         assert [s.reward for s in (await read_group(history, 6)).samples] == [6.0]
 
 
 async def test_a_summary_says_what_is_where(redis_server, broker, keys, tmp_path):
-    key, run_dir = keys.trajectories(), run_folder(tmp_path, keys)
+    key = keys.trajectories()
+    run_dir = run_folder(tmp_path, keys)
     await fill(broker, key, range(10), garbled=False)
     entries = await raw(broker, key)
     await archive(broker, keys, run_dir, until=entries[11][0])
     await trim_before(broker, key, entries[6][0])
-    (found,) = await History(keys.run_id, run_dir, broker).summary([STREAM])
-    assert (found.redis_entries, found.archived_entries, found.entries) == (14, 12, 20)
-    assert (found.first_id, found.last_id) == (entries[0][0], entries[-1][0])
-    assert (found.first_time, found.last_time) == (1000.0, 1009.0)
-    assert found.redis_bytes > 0 and found.archived_bytes > 0 and found.segments > 0
+    (summary,) = await History(keys.run_id, run_dir, broker).summary([STREAM])
+    assert (summary.redis_entries, summary.archived_entries, summary.entries) == (14, 12, 20)
+    assert (summary.first_id, summary.last_id) == (entries[0][0], entries[-1][0])
+    assert (summary.first_time, summary.last_time) == (1000.0, 1009.0)
+    assert summary.redis_bytes > 0 and summary.archived_bytes > 0 and summary.segments > 0
     async with History.open(run_dir, redis_server.url) as opened:
-        assert await opened.summary([STREAM]) == [found]
+        assert await opened.summary([STREAM]) == [summary]
     (alone,) = await History(keys.run_id, run_dir, None).summary([STREAM])
     assert (alone.entries, alone.last_id, alone.last_time) == (12, entries[11][0], 1005.0)
     empty = await History(keys.run_id, None, None).summary()
-    assert [dataclasses.astuple(one)[1:7] for one in empty] == [(0,) * 6] * len(StreamName)
+    assert [dataclasses.astuple(summary)[1:7] for summary in empty] == [(0,) * 6] * len(StreamName)
 
 
 STEPS = 9
@@ -170,8 +175,8 @@ OF_COMMITS = {
 async def commits_in(
     history: History, selection: Selection = ALL, newest_first: bool = False
 ) -> list[Commit]:
-    found = history.messages(StreamName.COMMITS, Commit, selection, newest_first)
-    return [commit async for commit in found]
+    commits = history.messages(StreamName.COMMITS, Commit, selection, newest_first)
+    return [commit async for commit in commits]
 
 
 @pytest.mark.parametrize("num_trimmed", [1, 5, 8])
@@ -200,7 +205,8 @@ async def test_every_selection_finds_the_same_before_and_after_the_trim(
 async def test_what_is_trimmed_between_two_reads_is_not_passed_over(broker, keys, run_dir, monkeypatch):
     monkeypatch.setattr(history_module, "READ_COUNT", 2)
     for newest_first in (False, True):
-        history, seen = History(keys.run_id, run_dir, broker), []
+        history = History(keys.run_id, run_dir, broker)
+        seen = []
         async for commit in history.messages(StreamName.COMMITS, Commit, newest_first=newest_first):
             seen.append(commit.step)
             await trim_before(broker, keys.commits, entry_id_of(min(STEPS - 1, commit.step + 4)))

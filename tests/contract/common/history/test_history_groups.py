@@ -15,9 +15,9 @@ SIZE = 2
 
 async def publish(broker: Broker, keys: Keys, *samples: tuple[int, int, float]) -> list[str]:
     """Trajectories and scores, in this order; the reward is also the text. Ids of the trajectories."""
-    made = [make_trajectory(t, i, text=str(value), group_size=SIZE) for t, i, value in samples]
+    trajectories = [make_trajectory(t, i, text=str(value), group_size=SIZE) for t, i, value in samples]
     await append(broker, keys.scores(), *(make_score(t, i, value) for t, i, value in samples))
-    return await append(broker, keys.trajectories(), *made)
+    return await append(broker, keys.trajectories(), *trajectories)
 
 
 def cursor_of(broker: Broker, keys: Keys, **options: object) -> GroupCursor:

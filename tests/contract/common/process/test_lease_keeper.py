@@ -26,8 +26,8 @@ async def test_a_loop_that_stands_still_loses_no_lease_and_what_it_did_is_named(
         await append(broker, keys.trajectories(), make_trajectory(1))
         (held,) = await mine.fetch(1, 1.0)
         hold_up_the_loop()
-        other = make_consumer(broker, keys, "other", LEASE_S)
-        assert await other.fetch(1, 0.0) == []  # long after the lease would have ended
+        another = make_consumer(broker, keys, "other", LEASE_S)
+        assert await another.fetch(1, 0.0) == []  # long after the lease would have ended
         assert await mine.complete([(held, None)], keys.scores()) == [True]
     beat = Heartbeat("w", "reward")
     lease_keeper.report(beat)

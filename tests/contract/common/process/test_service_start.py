@@ -93,9 +93,9 @@ class TestRegistering:
             await find("trainer", broker, keys, config=file)
 
     async def test_of_two_at_once_one_registers(self, broker, keys):
-        other = make_config(trainer={"steps": 4})
+        changed = make_config(trainer={"steps": 4})
         results = await asyncio.gather(
-            *(register_config(broker, keys, config) for config in (CONFIG, other)), return_exceptions=True
+            *(register_config(broker, keys, config) for config in (CONFIG, changed)), return_exceptions=True
         )
         assert sorted(isinstance(result, ConfigError) for result in results) == [False, True]
 
@@ -124,7 +124,7 @@ async def test_a_worker_that_comes_too_late_has_nothing_to_do(broker, keys, redi
     assert lines[-1]["event"] == "the run is finished: nothing is left to do"
 
 
-@pytest.mark.parametrize("role", ["rollout", "reward", "replica", "jobs.sandbox"])
+@pytest.mark.parametrize("role", ["rollout", "reward", "replica", "sandbox"])
 async def test_a_worker_says_when_it_joins_and_leaves_when_the_run_is_finished(
     broker, keys, redis_server, monkeypatch, role
 ):
@@ -168,7 +168,7 @@ async def test_a_worker_whose_run_has_taken_its_redis_along_leaves_without_an_er
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("program", ["reward", "rollout", "reward.replica", "jobs.sandbox"])
+@pytest.mark.parametrize("program", ["reward", "rollout", "reward.replica", "reward.sandbox"])
 async def test_a_worker_that_is_stopped_while_it_waits_for_its_run_says_so_in_a_line(
     redis_server, program, number
 ):
@@ -217,17 +217,17 @@ def beat_of(folder: str, host: str = "") -> Heartbeat:
     return beat
 
 
-@pytest.mark.parametrize("other", [beat_of("/runs/elsewhere"), beat_of(str(OURS), host="another")])
-async def test_a_trainer_that_goes_on_speaking_elsewhere_is_found(broker, keys, other):
-    await publish_heartbeat(broker, keys, other)
+@pytest.mark.parametrize("beat", [beat_of("/runs/elsewhere"), beat_of(str(OURS), host="another")])
+async def test_a_trainer_that_goes_on_speaking_elsewhere_is_found(broker, keys, beat):
+    await publish_heartbeat(broker, keys, beat)
     check = asyncio.create_task(check_sole_trainer(broker, keys, OURS))
 
     async def speaks_until_found():
-        await publish_heartbeat(broker, keys, other)
+        await publish_heartbeat(broker, keys, beat)
         return check.done()
 
     await wait_until(speaks_until_found)
-    with pytest.raises(ConfigError, match=other.host):
+    with pytest.raises(ConfigError, match=beat.host):
         await check
 
 

@@ -105,7 +105,8 @@ async def test_a_server_that_may_evict_keys_is_refused(own_redis, monkeypatch):
 async def test_nothing_is_lost_or_doubled_when_redis_is_killed_and_restarted(own_redis, keys):
     """A writer, a worker and a reader work on while the server dies twice under them."""
     broker = await Broker.connect(own_redis.url)
-    total, seen = 1500, 0
+    total = 1500
+    seen = 0
     await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
 
     async def write():
@@ -116,7 +117,9 @@ async def test_nothing_is_lost_or_doubled_when_redis_is_killed_and_restarted(own
         async with make_consumer(broker, keys, lease_s=0.5) as worker:
             while await streams.length(broker, keys.scores()) < total:
                 held = await worker.fetch(16, 0.2)
-                await worker.complete([(one, make_score(one.message.ticket)) for one in held], keys.scores())
+                await worker.complete(
+                    [(delivery, make_score(delivery.message.ticket)) for delivery in held], keys.scores()
+                )
 
     async def read():
         nonlocal seen
@@ -159,12 +162,13 @@ async def test_a_server_that_stops_answering_is_waited_out(own_redis, keys, monk
 
 async def test_a_refused_number_is_never_passed_by_later_ones(own_redis, keys):
     """Memory comes and goes while tickets are appended: a gap could never be filled any more."""
-    broker, other = await Broker.connect(own_redis.url), await Broker.connect(own_redis.url)
+    broker = await Broker.connect(own_redis.url)
+    second = await Broker.connect(own_redis.url)
 
     async def squeeze():
         for _ in range(300):
-            await other.execute("CONFIG", "SET", "maxmemory", 1)
-            await other.execute("CONFIG", "SET", "maxmemory", 0)
+            await second.execute("CONFIG", "SET", "maxmemory", 1)
+            await second.execute("CONFIG", "SET", "maxmemory", 0)
 
     squeezing = asyncio.create_task(squeeze())
     for n in range(0, 400, 20):
@@ -174,7 +178,7 @@ async def test_a_refused_number_is_never_passed_by_later_ones(own_redis, keys):
     await squeezing
     read = await streams.read_range(broker, keys.commits, Commit)
     assert [entry.message.step for entry in read if isinstance(entry, Entry)] == list(range(400))
-    await asyncio.gather(broker.close(), other.close())
+    await asyncio.gather(broker.close(), second.close())
 
 
 async def test_the_embedded_server_keeps_its_data_over_a_stop_and_for_this_user_only(own_redis):
@@ -246,7 +250,8 @@ async def test_a_server_for_other_machines_asks_for_its_password_which_no_comman
 
 async def test_who_asks_and_does_not_read_is_disconnected(own_redis):
     """Answers that nobody reads do not take the memory of the run."""
-    num_asked, num_bytes = 600, 1 << 20
+    num_asked = 600
+    num_bytes = 1 << 20
     client = redis.Redis(unix_socket_path=str(own_redis.socket), decode_responses=True)
     limits = client.config_get("client-output-buffer-limit")["client-output-buffer-limit"]
     assert "normal 1073741824 268435456 60" in limits

@@ -29,19 +29,20 @@ async def test_what_a_dead_consumer_holds_is_taken_over_after_a_lease_though_the
     held = await fetched(make_consumer(broker, keys, "dead"), 3)
     await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
     rival = make_consumer(broker, keys, "rival", lease_s=0.2)
-    taken: list[str] = []
+    reclaimed: list[str] = []
 
     async def takes_over():
-        taken.extend(entry.entry_id for entry in await rival.fetch(10, 0))
-        return len(taken) == 3
+        reclaimed.extend(entry.entry_id for entry in await rival.fetch(10, 0))
+        return len(reclaimed) == 3
 
     await wait_until(takes_over)
-    assert sorted(taken) == sorted(delivery.entry_id for delivery in held)
+    assert sorted(reclaimed) == sorted(delivery.entry_id for delivery in held)
 
 
 async def test_a_live_consumer_keeps_its_lease_when_the_clock_is_set_back(broker, keys):
     await publish(broker, keys, 1)
-    holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
+    holder = make_consumer(broker, keys, "holder")
+    rival = make_consumer(broker, keys, "rival")
     (held,) = await fetched(holder, 1)
     await set_clock_back(broker, keys.trajectories(), REWARD_GROUP, TEN_MINUTES_S)
     for _ in range(3):
@@ -72,7 +73,8 @@ async def test_who_has_looked_before_notices_that_the_clock_is_set_back(broker, 
 async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker, keys):
     """All leases look expired then; who lives renews them first."""
     await publish(broker, keys, 1)
-    holder, rival = make_consumer(broker, keys, "holder"), make_consumer(broker, keys, "rival")
+    holder = make_consumer(broker, keys, "holder")
+    rival = make_consumer(broker, keys, "rival")
     (held,) = await fetched(holder, 1)
     assert await rival.fetch(10, 0) == []
     now_ms, asked_at = rival.takeover._clock
@@ -86,9 +88,10 @@ async def test_nothing_is_taken_over_when_the_clock_jumps_ahead(broker, keys):
     assert not held.is_lost
     # One that is not renewed is taken, if a lease later.
     await fall_silent(broker, keys, "holder", [held.entry_id])
-    rival.takeover.next_at = rival.takeover.patient_until = 0.0
-    (taken,) = await rival.fetch(10, 0)
-    assert isinstance(taken, Delivery)
+    rival.takeover.next_at = 0.0
+    rival.takeover.patient_until = 0.0
+    (delivery,) = await rival.fetch(10, 0)
+    assert isinstance(delivery, Delivery)
 
 
 @pytest.mark.parametrize("whose", ["the one that writes it", "the one that reads it", "both"])
@@ -118,9 +121,8 @@ async def test_a_heartbeat_from_before_the_clock_was_set_back_is_not_alive(broke
         reply = await execute(*command)
         return [b"%d" % (int(reply[0]) + 600), reply[1]] if command == ("TIME",) else reply
 
-    dead, alive = (
-        Heartbeat(name, "replica", servers="judge", url=f"http://{name}") for name in ("dead", "alive")
-    )
+    dead = Heartbeat("dead", "replica", servers="judge", url="http://dead")
+    alive = Heartbeat("alive", "replica", servers="judge", url="http://alive")
     with monkeypatch.context() as patch:
         patch.setattr(broker, "execute", ahead)
         await publish_heartbeat(broker, keys, Heartbeat("dead", "rollout"))

@@ -61,7 +61,8 @@ def runs_apart() -> list[Keys]:
 
 
 async def test_two_runs_and_their_jobs_share_a_cluster_and_outlive_a_primary(nodes, url):
-    broker, runs = await Broker.connect(url), runs_apart()
+    broker = await Broker.connect(url)
+    runs = runs_apart()
     for keys in runs:
         await broker.keep_scripts(keys.state)
         await broker.execute("SADD", RUNS, keys.run_id)
@@ -101,9 +102,9 @@ async def test_two_runs_and_their_jobs_share_a_cluster_and_outlive_a_primary(nod
     await asyncio.gather(*(score(keys, 5) for keys in runs))
     assert broker.waited_s > 0
     assert [await length(broker, keys.scores()) for keys in runs] == [14, 14]
-    found = await waiting
-    while len(found) < 5:
-        found += await reader.read(99, 1.0)
+    entries = await waiting
+    while len(entries) < 5:
+        entries += await reader.read(99, 1.0)
     assert await port_of(runs[0]) != port
     await has_jobs(broker, url, runs[0], 2)
     await broker.close()

@@ -46,7 +46,7 @@ async def test_what_is_called_in_one_turn_is_read_in_two_parts(client, keys):
 async def test_an_error_of_one_call_does_not_touch_the_others(client, keys):
     await client.execute_command("SET", keys.config, "text")
     refused = client.exchange([("INCR", keys.state), ("NO_SUCH_COMMAND",)], is_atomic=True)
-    found = await asyncio.gather(
+    replies = await asyncio.gather(
         client.execute_command("GET", keys.config),
         client.execute_command("INCR", keys.config),
         refused,
@@ -55,9 +55,11 @@ async def test_an_error_of_one_call_does_not_touch_the_others(client, keys):
         client.execute_command("EXISTS", keys.state),
         return_exceptions=True,
     )
-    assert found[0] == b"text" and "not an integer" in str(found[1]) and "unknown command" in str(found[2])
-    assert "WRONGTYPE" in str(found[3][0]) and found[3][1] == 4
-    assert found[4:] == [4, 0], "nothing was done of the refused transaction"
+    assert (
+        replies[0] == b"text" and "not an integer" in str(replies[1]) and "unknown command" in str(replies[2])
+    )
+    assert "WRONGTYPE" in str(replies[3][0]) and replies[3][1] == 4
+    assert replies[4:] == [4, 0], "nothing was done of the refused transaction"
 
 
 async def test_who_is_cancelled_leaves_the_answers_of_others_in_their_places(client, keys):
@@ -65,8 +67,8 @@ async def test_who_is_cancelled_leaves_the_answers_of_others_in_their_places(cli
     await asyncio.sleep(0)
     for task in tasks[::3]:
         task.cancel()
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [reply for reply in found if isinstance(reply, bytes)] == [b"1", b"2", b"4", b"5", b"7", b"8"]
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [reply for reply in replies if isinstance(reply, bytes)] == [b"1", b"2", b"4", b"5", b"7", b"8"]
     blocked = asyncio.create_task(
         client.execute_command("XREAD", "BLOCK", 5000, "STREAMS", keys.dead, "0", is_blocking=True)
     )
@@ -106,14 +108,14 @@ async def test_what_blocks_is_answered_at_once_and_its_connection_is_used_again(
 
 async def test_a_connection_that_breaks_fails_all_who_wait_and_the_next_call_has_a_new_one(client):
     await client.execute_command("PING")
-    own = client._shared
+    line = client._shared
     calls = [client.execute_command("PING") for _ in range(3)]
     waiting = asyncio.gather(*calls, return_exceptions=True)
     await asyncio.sleep(0)
-    own.fail(redis_errors.ConnectionError("reset"))
+    line.fail(redis_errors.ConnectionError("reset"))
     assert [type(error) for error in await waiting] == [redis_errors.ConnectionError] * 3
     assert await client.execute_command("PING") == b"PONG"
-    assert client._shared is not own
+    assert client._shared is not line
 
 
 async def test_a_stream_that_flows_is_read_without_blocking(redis_server, keys):

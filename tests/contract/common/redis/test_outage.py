@@ -92,7 +92,8 @@ async def test_who_must_stop_does_not_wait_for_a_server_for_ever(any_redis, monk
 async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker, keys):
     """All leases look expired then: each worker first gets one lease to renew its own."""
     await publish(broker, keys, 3)
-    healthy, rival = make_consumer(broker, keys, "healthy"), make_consumer(broker, keys, "rival")
+    healthy = make_consumer(broker, keys, "healthy")
+    rival = make_consumer(broker, keys, "rival")
     held = await healthy.fetch(3, 0)
     ids = [delivery.entry_id for delivery in held]
     await fall_silent(broker, keys, "healthy", ids)
@@ -104,14 +105,15 @@ async def test_after_an_outage_nobody_takes_what_another_could_not_renew(broker,
 
 
 async def test_lost_deliveries_are_found_behind_others_that_were_trimmed(broker, keys):
-    key, ids = keys.trajectories(), await publish(broker, keys, 8)
+    key = keys.trajectories()
+    ids = await publish(broker, keys, 8)
     consumer = make_consumer(broker, keys)
     await broker.execute(*delivery_of(keys, 7))  # the answer is lost
     await broker.execute("XDEL", key, *ids[:2], *ids[3:5])
     for lost in ([ids[2], ids[5]], [ids[6]]):
         broker.num_interruptions += 1
-        assert [found.entry_id for found in await consumer.fetch(2, 0)] == lost
-    assert [found.attempts for found in consumer.held.values()] == [1] * 3
+        assert [delivery.entry_id for delivery in await consumer.fetch(2, 0)] == lost
+    assert [delivery.attempts for delivery in consumer.held.values()] == [1] * 3
     rows = await broker.execute("XPENDING", key, REWARD_GROUP, "-", "+", 9)
     assert [row[0].decode() for row in rows] == list(consumer.held)
 
@@ -133,10 +135,12 @@ async def test_who_starts_after_an_outage_leaves_others_a_lease_to_renew(broker,
 async def test_a_look_that_an_outage_cut_short_takes_nothing_when_redis_is_back(broker, keys, monkeypatch):
     """It was asked before the outage, and would be answered after it, when all leases look expired."""
     await publish(broker, keys, 1)
-    healthy, rival = make_consumer(broker, keys, "healthy"), make_consumer(broker, keys, "rival")
+    healthy = make_consumer(broker, keys, "healthy")
+    rival = make_consumer(broker, keys, "rival")
     held = await healthy.fetch(1, 0)
     await fall_silent(broker, keys, "healthy", [delivery.entry_id for delivery in held])
-    execute, refusals = broker.redis.execute_command, [ConnectionError("away")] * 3
+    execute = broker.redis.execute_command
+    refusals = [ConnectionError("away")] * 3
 
     async def away(*command, **options):
         if refusals:
@@ -153,14 +157,17 @@ async def test_a_look_that_an_outage_cut_short_takes_nothing_when_redis_is_back(
 
 async def test_who_starts_takes_at_once_what_was_given_back(broker, keys):
     await publish(broker, keys, 3)
-    leaving, silent = make_consumer(broker, keys, "leaving"), make_consumer(broker, keys, "silent")
-    given, kept = await leaving.fetch(2, 0), await silent.fetch(1, 0)
+    leaving = make_consumer(broker, keys, "leaving")
+    silent = make_consumer(broker, keys, "silent")
+    given_back = await leaving.fetch(2, 0)
+    kept = await silent.fetch(1, 0)
     await leaving.leave()
     await fall_silent(broker, keys, "silent", [delivery.entry_id for delivery in kept])
     async with make_consumer(broker, keys, "new") as starting:
-        found = [(held.entry_id, held.attempts) for held in await starting.fetch(3, 0)]
-        assert found == [(delivery.entry_id, 1) for delivery in given]
-        starting.takeover.next_at = starting.takeover.patient_until = 0.0
+        taken_over = [(held.entry_id, held.attempts) for held in await starting.fetch(3, 0)]
+        assert taken_over == [(delivery.entry_id, 1) for delivery in given_back]
+        starting.takeover.next_at = 0.0
+        starting.takeover.patient_until = 0.0
         assert [held.attempts for held in await starting.fetch(3, 0)] == [2]
 
 
@@ -176,49 +183,52 @@ async def has_waiting_client(broker: Broker) -> bool:
 
 async def test_a_connection_that_is_back_at_once_costs_no_lease(any_redis, keys):
     """The server is never away: only the answer of one call is lost with its connection."""
-    broker, other = await Broker.connect(any_redis.url), await Broker.connect(any_redis.url)
+    broker = await Broker.connect(any_redis.url)
+    second = await Broker.connect(any_redis.url)
     await publish(broker, keys, 0)
     consumer = make_consumer(broker, keys, "a")
     fetching = asyncio.create_task(consumer.fetch(1, 0.2))
-    await wait_until(partial(has_waiting_client, other))
-    fields = [part for pair in codec.encode(make_trajectory()).items() for part in pair]
+    await wait_until(partial(has_waiting_client, second))
+    fields = [word for pair in codec.encode(make_trajectory()).items() for word in pair]
     add = ("XADD", keys.trajectories(), "1-0", *fields)
     kill = ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-    await other.pipeline([add, delivery_of(keys, 1), kill], atomic=True)
+    await second.pipeline([add, delivery_of(keys, 1), kill], atomic=True)
     assert await fetching == []
     assert broker.waited_s == 0.0
     assert [held.entry_id for held in await consumer.fetch(1, 0)] == ["1-0"]
-    await asyncio.gather(broker.close(), other.close())
+    await asyncio.gather(broker.close(), second.close())
 
 
 async def test_a_connection_that_is_lost_while_nothing_is_under_way_is_noticed(any_redis, keys):
     """A server that was started again may have lost an acknowledgement: its entry is pending once more."""
-    broker, other = await Broker.connect(any_redis.url), await Broker.connect(any_redis.url)
+    broker = await Broker.connect(any_redis.url)
+    second = await Broker.connect(any_redis.url)
     await publish(broker, keys, 1)
     consumer = make_consumer(broker, keys, "a")
     assert await consumer.takeover.look(1) == []  # the next one is due in half a lease
-    await other.pipeline([delivery_of(keys, 1), ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")])
+    await second.pipeline([delivery_of(keys, 1), ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")])
     line = broker.redis._shared
     assert line is not None
     await wait_until(lambda: line.error is not None)
     assert [*await consumer.fetch(1, 0), *await consumer.fetch(1, 0)] == [*consumer.held.values()] != []
     assert (broker.num_interruptions, broker.waited_s) == (1, 0.0)
-    await asyncio.gather(broker.close(), other.close())
+    await asyncio.gather(broker.close(), second.close())
 
 
 async def test_what_an_answer_brought_that_was_lost_with_the_connection_is_begun_at_once(broker, keys):
     """Redis has it as held by a consumer that never saw it; nobody else would look before its lease ends."""
     await publish(broker, keys, 4)
-    consumer, rival = make_consumer(broker, keys, "a"), make_consumer(broker, keys, "b")
+    consumer = make_consumer(broker, keys, "a")
+    rival = make_consumer(broker, keys, "b")
     (held,) = await consumer.fetch(1, 0)
     ((_, entries),) = await broker.execute(*delivery_of(keys, 2))
     unseen = [entry_id.decode() for entry_id, _ in entries]
     broker.waited_s += 1.0
     broker.num_interruptions += 1
-    found = await consumer.fetch(5, 0)
-    assert [delivery.entry_id for delivery in found] == unseen
+    deliveries = await consumer.fetch(5, 0)
+    assert [delivery.entry_id for delivery in deliveries] == unseen
     assert set(consumer.held) == {held.entry_id, *unseen} and consumer.holds(held)
-    assert [delivery.attempts for delivery in found] == [1, 1], "nobody has begun them"
+    assert [delivery.attempts for delivery in deliveries] == [1, 1], "nobody has begun them"
     rows = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 9)
     assert [row[3] for row in rows] == [1] * 3, "what is worked on does not count as delivered again"
     assert len(await consumer.fetch(5, 0)) == 1, "then what is new"

@@ -64,8 +64,8 @@ async def fill(broker: Broker) -> None:
 
 
 def test_every_script_with_such_a_loop_is_tried():
-    found = {file.name.removesuffix(".lua") for file in LUA.iterdir() if has_other_loop(file.read_text())}
-    assert found == set(SCRIPTS)
+    names = {file.name.removesuffix(".lua") for file in LUA.iterdir() if has_other_loop(file.read_text())}
+    assert names == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", [name for name, (_, _, numbers) in SCRIPTS.items() if numbers])
@@ -76,9 +76,9 @@ async def test_a_script_ends_whatever_numbers_it_gets(own_redis, script):
     filled = [
         ("RESTORE", name, 0, await broker.execute("DUMP", name)) for name in await broker.execute("KEYS", "*")
     ]
-    for others, place, value in itertools.product(("", HUGE), numbers, HOSTILE):
+    for others, number, value in itertools.product(("", HUGE), numbers, HOSTILE):
         changed = [others or arg if i in numbers else arg for i, arg in enumerate(args)]
-        changed[place] = value
+        changed[number] = value
         await broker.pipeline([("FLUSHALL",), *filled])
         with contextlib.suppress(redis_errors.ResponseError):
             await asyncio.wait_for(broker.script(script, keys, changed), PATIENCE_S / 12)
@@ -94,6 +94,8 @@ async def test_what_is_taken_over_is_bounded_and_taken_once(broker, keys, idle):
     await broker.pipeline([("XADD", stream, f"{n}-0", "p", "x") for n in range(1, 1501)])
     await broker.execute("XREADGROUP", "GROUP", "group", "holder", "COUNT", 1500, "STREAMS", stream, ">")
     with contextlib.suppress(redis_errors.ResponseError):
-        _, _, taken = await broker.script("reclaim", [stream], ["group", "thief", idle, "2000", "", 0, ""])
-        ids = [entry_id for entry_id, _, _ in taken]
+        _, _, reclaimed = await broker.script(
+            "reclaim", [stream], ["group", "thief", idle, "2000", "", 0, ""]
+        )
+        ids = [entry_id for entry_id, _, _ in reclaimed]
         assert len(ids) == len(set(ids)) <= 1000

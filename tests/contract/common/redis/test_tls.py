@@ -43,11 +43,17 @@ async def test_streams_work_over_tls(server, keys, monkeypatch):
 async def test_what_is_wrong_is_refused_with_what_to_do_and_without_the_password(
     server, tmp_path, monkeypatch
 ):
-    own, (stranger, _), port = authority_of(server), make_certificate(tmp_path), server.port
+    right_authority = authority_of(server)
+    (stranger, _) = make_certificate(tmp_path)
+    port = server.port
     cases = {
         "no authority is known": (None, server.url, "Set TIDEMILL_REDIS_CA"),
         "another authority": (stranger, server.url, "cannot be trusted"),
-        "a certificate for another host": (own, f"rediss://localhost:{port}", "cannot be trusted"),
+        "a certificate for another host": (
+            right_authority,
+            f"rediss://localhost:{port}",
+            "cannot be trusted",
+        ),
         "no such file": ("/nowhere/ca.pem", server.url, "TIDEMILL_REDIS_CA is /nowhere/ca.pem: no such file"),
         "a plain client": (None, f"redis://127.0.0.1:{port}", "cannot reach Redis"),
     }

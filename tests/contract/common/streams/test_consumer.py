@@ -71,16 +71,17 @@ async def test_an_input_completed_twice_is_published_once(broker, keys):
 
 async def test_a_lost_lease_cannot_publish(broker, keys):
     ids = await publish(broker, keys, 3)
-    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    slow = make_consumer(broker, keys, "slow")
+    rival = make_consumer(broker, keys, "rival")
     held = await fetched(slow, 3)
     await fall_silent(broker, keys, "slow", ids[1:2])
-    (taken,) = await fetched(rival, 1)
-    assert taken.entry_id == ids[1]
+    (delivery,) = await fetched(rival, 1)
+    assert delivery.entry_id == ids[1]
     done = await slow.complete([(d, make_score(d.message.ticket)) for d in held], keys.scores())
     assert done == [True, False, True]
     assert [delivery.is_lost for delivery in held] == [False, True, False]
     assert await scored(broker, keys) == [0, 2]
-    assert await rival.complete([(taken, make_score(1))], keys.scores()) == [True]
+    assert await rival.complete([(delivery, make_score(1))], keys.scores()) == [True]
     assert await scored(broker, keys) == [0, 2, 1]
 
 
@@ -91,16 +92,17 @@ async def test_a_rival_gets_what_fell_silent_first_and_each_attempt_is_counted(b
     assert first.attempts == 1
     for attempt in (1, 2):
         await fall_silent(broker, keys, names[attempt - 1], ids[:1])
-        (taken,) = await fetched(make_consumer(broker, keys, names[attempt]), 1)
-        assert (taken.entry_id, taken.attempts) == (ids[0], attempt + 1)
-    assert taken.message == first.message
+        (delivery,) = await fetched(make_consumer(broker, keys, names[attempt]), 1)
+        assert (delivery.entry_id, delivery.attempts) == (ids[0], attempt + 1)
+    assert delivery.message == first.message
     (fresh,) = await fetched(make_consumer(broker, keys, "d"), 1)
     assert (fresh.entry_id, fresh.attempts) == (ids[1], 1)
 
 
 async def test_a_renewal_keeps_the_lease_counts_no_attempt_and_notices_what_is_lost(broker, keys):
     ids = await publish(broker, keys, 3)
-    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    slow = make_consumer(broker, keys, "slow")
+    rival = make_consumer(broker, keys, "rival")
     held = await fetched(slow, 3)
     assert await make_consumer(broker, keys, "other").fetch(10, 0) == [], "leases are held"
     await slow.complete([(held[0], None)], keys.scores())
@@ -110,8 +112,8 @@ async def test_a_renewal_keeps_the_lease_counts_no_attempt_and_notices_what_is_l
     assert await rival.fetch(10, 0) == []
     await fall_silent(broker, keys, "slow", ids[1:2])
     rival.takeover.next_at = 0.0
-    (taken,) = await fetched(rival, 1)
-    assert (taken.entry_id, taken.attempts) == (ids[1], 2)
+    (delivery,) = await fetched(rival, 1)
+    assert (delivery.entry_id, delivery.attempts) == (ids[1], 2)
     await slow.renew()
     assert [delivery.is_lost for delivery in held] == [False, True, False]
     assert list(slow.held) == ids[2:]
@@ -135,7 +137,8 @@ async def test_leases_are_renewed_in_the_background(broker, keys):
 async def test_a_consumer_that_renewed_too_late_holds_its_messages_and_no_delivery_is_counted(broker, keys):
     """It gets no CPU for a lease, looks for abandoned messages, and finds its own. Nobody has died."""
     ids = await publish(broker, keys, 3)
-    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    slow = make_consumer(broker, keys, "slow")
+    rival = make_consumer(broker, keys, "rival")
     held = await fetched(slow, 3)
     await slow.park(held[2:])
     for _ in range(5):
@@ -165,16 +168,17 @@ async def test_a_message_that_its_consumer_no_longer_works_on_is_delivered_once_
 
 async def test_all_that_a_dead_consumer_held_is_taken_over_once(broker, keys):
     ids = await publish(broker, keys, 300)
-    dead, living = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "living")
+    dead = make_consumer(broker, keys, "dead")
+    living = make_consumer(broker, keys, "living")
     await fetched(dead, 150)
     await fetched(living, 150)
     abandoned = [entry_id for number, entry_id in enumerate(ids[:150]) if number % 3]
     await fall_silent(broker, keys, "dead", abandoned)
     rival = make_consumer(broker, keys, "rival")
-    taken: list[str] = []
+    entry_ids: list[str] = []
     while deliveries := await rival.fetch(7, 0):
-        taken += [delivery.entry_id for delivery in deliveries]
-    assert taken == abandoned
+        entry_ids += [delivery.entry_id for delivery in deliveries]
+    assert entry_ids == abandoned
 
 
 async def test_one_look_finds_what_is_abandoned_behind_all_that_others_hold(broker, keys):
@@ -182,8 +186,8 @@ async def test_one_look_finds_what_is_abandoned_behind_all_that_others_hold(brok
     await fetched(make_consumer(broker, keys, "living"), 399)
     await fetched(make_consumer(broker, keys, "dead"), 1)
     await fall_silent(broker, keys, "dead", [last])
-    (taken,) = await make_consumer(broker, keys, "rival").fetch(1, 0)
-    assert (taken.entry_id, taken.attempts) == (last, 2)
+    (delivery,) = await make_consumer(broker, keys, "rival").fetch(1, 0)
+    assert (delivery.entry_id, delivery.attempts) == (last, 2)
 
 
 async def test_what_is_handed_back_is_there_for_others_at_once_and_not_counted(broker, keys):
@@ -192,8 +196,8 @@ async def test_what_is_handed_back_is_there_for_others_at_once_and_not_counted(b
     held = await fetched(leaving, 3)
     await leaving.hand_back(held[:2])
     assert list(leaving.held) == ids[2:]
-    taken = await fetched(make_consumer(broker, keys, "next"), 2)
-    assert [(delivery.entry_id, delivery.attempts) for delivery in taken] == [(ids[0], 1), (ids[1], 1)]
+    deliveries = await fetched(make_consumer(broker, keys, "next"), 2)
+    assert [(delivery.entry_id, delivery.attempts) for delivery in deliveries] == [(ids[0], 1), (ids[1], 1)]
     await leaving.hand_back([])
 
 
@@ -204,29 +208,31 @@ async def test_a_renewal_that_was_on_its_way_does_not_undo_a_hand_back(broker, k
     await leaving.hand_back(held)
     late = await broker.script("renew", [keys.trajectories()], [REWARD_GROUP, "leaving", *ids])
     assert [entry_id.decode() for entry_id in late] == ids
-    (taken,) = await fetched(make_consumer(broker, keys, "next"), 1)
-    assert (taken.entry_id, taken.attempts) == (ids[0], 1)
+    (delivery,) = await fetched(make_consumer(broker, keys, "next"), 1)
+    assert (delivery.entry_id, delivery.attempts) == (ids[0], 1)
 
 
 @pytest.mark.parametrize("call", ["hand_back", "park", "unpark"])
 async def test_what_another_holds_cannot_be_handed_back_or_parked(broker, keys, call):
     ids = await publish(broker, keys, 1)
-    slow, rival = make_consumer(broker, keys, "slow"), make_consumer(broker, keys, "rival")
+    slow = make_consumer(broker, keys, "slow")
+    rival = make_consumer(broker, keys, "rival")
     held = await fetched(slow, 1)
     await fall_silent(broker, keys, "slow", ids)
-    (taken,) = await fetched(rival, 1)
+    (reclaimed,) = await fetched(rival, 1)
     await getattr(slow, call)(held)
     assert await make_consumer(broker, keys, "third").fetch(10, 0) == []
-    assert await rival.complete([(taken, make_score(0))], keys.scores()) == [True]
+    assert await rival.complete([(reclaimed, make_score(0))], keys.scores()) == [True]
 
 
 async def test_a_consumer_that_leaves_hands_back_and_is_forgotten_when_nothing_is_left(broker, keys):
     await publish(broker, keys, 1)
-    leaving, staying = make_consumer(broker, keys, "leaving"), make_consumer(broker, keys, "staying")
+    leaving = make_consumer(broker, keys, "leaving")
+    staying = make_consumer(broker, keys, "staying")
     await fetched(leaving, 1)
     await leaving.leave()
-    (taken,) = await fetched(staying, 1)
-    await staying.complete([(taken, None)], keys.scores())
+    (reclaimed,) = await fetched(staying, 1)
+    await staying.complete([(reclaimed, None)], keys.scores())
     for consumer in (leaving, staying):
         await consumer.leave()
     status = await streams.group_status(broker, keys.trajectories(), REWARD_GROUP)
@@ -364,7 +370,8 @@ async def test_another_sample_of_the_group_that_was_answered_before(broker, keys
     async with make_rollout(broker, keys) as consumer:
         (delivery,) = await consumer.fetch(1, 1.0)
         arrived = [asyncio.Event(), asyncio.Event()]
-        script, calls = consumer.broker.script, iter(arrived)
+        script = consumer.broker.script
+        calls = iter(arrived)
 
         async def delayed(called, *arguments):
             event = next(calls) if called == "publish_sample" else None
@@ -416,21 +423,25 @@ async def test_what_came_ahead_is_held_although_its_caller_was_cancelled(broker,
     call.cancel()
     await wait_until(lambda: list(consumer.held)[-2:] == ids[1:])
     await consumer.leave()
-    other = make_consumer(broker, keys, "b")
-    found: Any = await other.fetch(3, 0)
-    assert [(one.entry_id, one.attempts) for one in found] == [(ids[1], 1), (ids[2], 1)], "not counted"
+    second = make_consumer(broker, keys, "b")
+    deliveries: Any = await second.fetch(3, 0)
+    assert [(delivery.entry_id, delivery.attempts) for delivery in deliveries] == [
+        (ids[1], 1),
+        (ids[2], 1),
+    ], "not counted"
     assert await consumer.fetch(3, 0) == [], "what was handed back is given to nobody here"
 
 
 async def test_what_was_lost_while_it_waited_is_not_given(broker, keys):
     ids = await publish(broker, keys, 3)
-    consumer, other = make_consumer(broker, keys), make_consumer(broker, keys, "b")
+    consumer = make_consumer(broker, keys)
+    second = make_consumer(broker, keys, "b")
     (first,) = await fetched(consumer, 1)
     assert await consumer.complete([(first, None)], keys.scores(), ahead=2) == [True]
     await fall_silent(broker, keys, "a", ids[1:2])
-    assert [one.entry_id for one in await other.fetch(1, 0)] == ids[1:2]
+    assert [delivery.entry_id for delivery in await second.fetch(1, 0)] == ids[1:2]
     await consumer.renew()
-    assert [one.entry_id for one in await fetched(consumer, 1)] == ids[2:]
+    assert [delivery.entry_id for delivery in await fetched(consumer, 1)] == ids[2:]
 
 
 async def test_a_request_that_fails_is_left_to_the_next_fetch(broker, keys, monkeypatch):

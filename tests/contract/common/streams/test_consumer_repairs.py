@@ -47,25 +47,28 @@ async def test_an_entry_that_cannot_be_decoded_is_dead_lettered_with_its_bytes(b
 async def test_a_garbled_entry_of_a_dead_consumer_is_dead_lettered_by_the_next_only(broker, keys):
     await streams.ensure_group(broker, keys.trajectories(), REWARD_GROUP)
     await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", b"torn")
-    dead, rival = make_consumer(broker, keys, "dead"), make_consumer(broker, keys, "rival")
-    (found,) = await dead.fetch(10, 0)
-    assert isinstance(found, Garbled)
-    await fall_silent(broker, keys, "dead", [found.entry_id])
-    (taken,) = await rival.fetch(10, 0)
-    assert isinstance(taken, Garbled)
-    assert not await dead.dead_letter(found, make_dead_letter(found, "dead"))
-    assert await rival.dead_letter(taken, make_dead_letter(taken, "rival"))
+    dead = make_consumer(broker, keys, "dead")
+    rival = make_consumer(broker, keys, "rival")
+    (lost,) = await dead.fetch(10, 0)
+    assert isinstance(lost, Garbled)
+    await fall_silent(broker, keys, "dead", [lost.entry_id])
+    (garbled,) = await rival.fetch(10, 0)
+    assert isinstance(garbled, Garbled)
+    assert not await dead.dead_letter(lost, make_dead_letter(lost, "dead"))
+    assert await rival.dead_letter(garbled, make_dead_letter(garbled, "rival"))
     assert await streams.length(broker, keys.dead) == 1
 
 
 @pytest.mark.parametrize("lane", Lane)
 async def test_a_ticket_that_is_trimmed_while_it_is_held_leaves_no_progress(broker, keys, lane):
     """Two tickets are held; the first goes, and its holder publishes nothing more."""
-    prompts, first, second = keys.prompts(lane), keys.progress(0, lane), keys.progress(1, lane)
+    prompts = keys.prompts(lane)
+    first = keys.progress(0, lane)
+    second = keys.progress(1, lane)
     await streams.ensure_group(broker, prompts, ROLLOUT_GROUP)
     await append_numbered(broker, prompts, [(number, make_ticket(number)) for number in range(2)])
     consumer = make_rollout(broker, keys, lane=lane)
-    held = [found for found in await consumer.fetch(2, 0) if isinstance(found, Delivery)]
+    held = [delivery for delivery in await consumer.fetch(2, 0) if isinstance(delivery, Delivery)]
     for progress, delivery in zip((first, second), held, strict=True):
         await consumer.start_group(delivery, progress, 0)
     mark = streams.Mark(keys.state, "trimming", b"m")
@@ -83,8 +86,8 @@ async def test_entries_trimmed_while_they_were_held_do_not_stay_pending(broker, 
     await fetched(make_consumer(broker, keys, "dead"), 4)
     await fall_silent(broker, keys, "dead", ids)
     await streams.trim_before(broker, keys.trajectories(), ids[3])
-    (left,) = await make_consumer(broker, keys, "rival").fetch(10, 0)
-    assert left.entry_id == ids[3]
+    (delivery,) = await make_consumer(broker, keys, "rival").fetch(10, 0)
+    assert delivery.entry_id == ids[3]
     assert await pending(broker, keys) == ids[3:]
 
 
@@ -128,10 +131,10 @@ async def test_a_result_goes_to_its_own_message_when_others_of_the_call_are_left
     held = await fetched(consumer, 3)
     await fall_silent(broker, keys, "rival", [ids[number] for number in lost])
     await consumer.renew()
-    left = [number for number in range(3) if number not in lost]
+    remaining = [number for number in range(3) if number not in lost]
     results = [(delivery, make_score(delivery.message.ticket)) for delivery in held]
-    assert await consumer.complete(results, keys.scores()) == [number in left for number in range(3)]
-    assert await scored(broker, keys) == left
+    assert await consumer.complete(results, keys.scores()) == [number in remaining for number in range(3)]
+    assert await scored(broker, keys) == remaining
     assert await pending(broker, keys) == [ids[number] for number in lost]
 
 
@@ -145,15 +148,16 @@ async def test_reading_what_is_pending_counts_as_no_delivery(broker, keys):
     for _ in range(3):
         assert len(await consumer._read_unanswered(10)) == 2
     consumer.takeover.ask_again()
-    found = await consumer.fetch(10, 0)
-    assert [delivery.attempts for delivery in found] == [1, 1]
+    deliveries = await consumer.fetch(10, 0)
+    assert [delivery.attempts for delivery in deliveries] == [1, 1]
     rows = await broker.execute("XPENDING", keys.trajectories(), REWARD_GROUP, "-", "+", 10)
     assert [row[3] for row in rows] == [1, 1]
 
 
 async def test_a_stream_that_vanished_is_created_again(broker, keys):
     await publish(broker, keys, 1)
-    rollout, consumer = make_rollout(broker, keys), make_consumer(broker, keys)
+    rollout = make_rollout(broker, keys)
+    consumer = make_consumer(broker, keys)
     await streams.ensure_group(broker, keys.prompts(), ROLLOUT_GROUP)
     await append_numbered(broker, keys.prompts(), [(0, make_ticket(0))])
     (ticket,) = await rollout.fetch(1, 0)
@@ -176,7 +180,8 @@ NUM = 40
 async def test_a_burst_of_them_reads_each_letter_once(broker, keys, monkeypatch):
     earlier = [DeadLetter(origin="prompts", entry_id=f"{n}-0", error="") for n in range(NUM)]
     await append(broker, keys.dead, *earlier)
-    num_read, execute = 0, broker.execute
+    num_read = 0
+    execute = broker.execute
 
     async def counted(*command):
         nonlocal num_read

@@ -66,8 +66,8 @@ async def begin(server: EmbeddedRedis, keys: Keys) -> None:
 
 def cuts(data: bytes, begin: int) -> list[int]:
     """A place in the middle of each command of the file from `begin` on, but the first."""
-    starts = [place for place in range(begin, len(data)) if data.startswith(b"\r\n*", place)]
-    return [place + 4 for place in starts]
+    starts = [index for index in range(begin, len(data)) if data.startswith(b"\r\n*", index)]
+    return [index + 4 for index in starts]
 
 
 async def test_no_index_is_noted_whose_sample_is_not_there(server, keys, tmp_path):
@@ -79,10 +79,10 @@ async def test_no_index_is_noted_whose_sample_is_not_there(server, keys, tmp_pat
     server.kill()
     whole = path.read_bytes()
     is_half = []
-    for place in cuts(whole, begun):
-        folder = tmp_path / f"cut-{place}"
+    for end in cuts(whole, begun):
+        folder = tmp_path / f"cut-{end}"
         shutil.copytree(server.data_dir, folder)
-        os.truncate(append_only_file(folder), place)
+        os.truncate(append_only_file(folder), end)
         cut = EmbeddedRedis(folder, "no", server.executable)
         cut.start()
         assert (await found(cut, keys))[0] in ([0], [0, 1])
@@ -91,7 +91,7 @@ async def test_no_index_is_noted_whose_sample_is_not_there(server, keys, tmp_pat
         cut.start()
         samples, noted = await found(cut, keys)
         is_half.append(set(samples) != noted)
-        assert noted <= set(samples), f"cut at {place - begun} bytes: {noted} noted of {samples}"
+        assert noted <= set(samples), f"cut at {end - begun} bytes: {noted} noted of {samples}"
         await publish(cut, keys, 0, SIZE)
         assert sorted(set((await found(cut, keys))[0])) == list(range(SIZE))
         cut.stop()
@@ -109,9 +109,9 @@ async def test_the_trainer_has_the_file_written_anew_when_another_server_answers
     begun = path.stat().st_size
     await publish(server, keys, 1, 2)
     server.kill()
-    halves = [place for place in cuts(path.read_bytes(), begun)]
+    halves = [end for end in cuts(path.read_bytes(), begun)]
     middle = path.read_bytes().index(b"XADD", begun) + 60
-    os.truncate(path, next(place for place in halves if place > middle))
+    os.truncate(path, next(end for end in halves if end > middle))
     server.start()
     assert await reconciler.check_server()
     await streams.append(broker, keys.trajectories(), make_trajectory(9, 0, group_size=SIZE))

@@ -19,7 +19,8 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket
 
 SIZE = 2
-ONE, OTHER = b"1" * 16, b"2" * 16
+ONE = b"1" * 16
+OTHER = b"2" * 16
 """The names of two plays."""
 
 
@@ -55,7 +56,8 @@ async def test_parts_are_kept_in_order_and_go_with_their_sample_and_with_the_gro
     assert await consumer.append_part(delivery, progress, 0, 1, ONE + b"b"), "its answer was lost"
     assert await consumer.append_part(delivery, progress, 1, 0, OTHER + b"c")
     assert await parts_of(broker, keys) == {"0:0": ONE + b"a", "0:1": ONE + b"b", "1:0": OTHER + b"c"}
-    first, second = (make_trajectory(0, index, group_size=SIZE) for index in range(SIZE))
+    first = make_trajectory(0, 0, group_size=SIZE)
+    second = make_trajectory(0, 1, group_size=SIZE)
     await consumer.publish_sample(delivery, keys.trajectories(), progress, first)
     assert await parts_of(broker, keys) == {"1:0": OTHER + b"c"}
     assert not await consumer.append_part(delivery, progress, 0, 2, ONE + b"d"), "the sample is published"
@@ -114,8 +116,8 @@ async def test_what_followed_a_part_that_could_not_be_read_does_not_follow_the_o
 ):
     consumer, delivery = held
     progress = keys.progress(0)
-    for number, part in enumerate((b"a", b"b", b"c", b"d")):
-        await consumer.append_part(delivery, progress, 0, number, ONE + part)
+    for number, payload in enumerate((b"a", b"b", b"c", b"d")):
+        await consumer.append_part(delivery, progress, 0, number, ONE + payload)
     await take_over(broker, keys, consumer.name, 3)
     # Who takes over could read the first part only, and goes on from there with the same play.
     assert await consumer.append_part(delivery, progress, 0, 1, ONE + b"B")
@@ -149,7 +151,8 @@ async def test_a_duplicate_sample_is_dropped_and_does_not_complete_the_group(bro
     await append_numbered(broker, keys.prompts(), [(0, make_ticket(0, group_size=2))])
     consumer, delivery = await take_ticket(broker, keys)
     await broker.execute("HSET", keys.progress(0), "version", 3)  # it counts as no sample
-    first, second = (make_trajectory(0, index, group_size=2) for index in range(2))
+    first = make_trajectory(0, 0, group_size=2)
+    second = make_trajectory(0, 1, group_size=2)
     for sample, is_last in ((first, False), (first, False), (second, True)):
         result = await consumer.publish_sample(delivery, keys.trajectories(), keys.progress(0), sample)
         assert result == is_last

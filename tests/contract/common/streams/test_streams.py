@@ -37,7 +37,7 @@ def messages_of(entries: list[Any]) -> list[Any]:
 
 
 async def append_raw(broker: Broker, key: str, **fields: bytes) -> str:
-    pairs = (part for pair in fields.items() for part in pair)
+    pairs = (word for pair in fields.items() for word in pair)
     return str((await broker.execute("XADD", key, "*", *pairs)).decode())
 
 
@@ -78,14 +78,20 @@ async def test_many_and_large_messages_are_appended_in_order(broker, keys):
 async def test_a_numbered_append_happens_once_however_often_it_is_repeated(broker, keys):
     first = [(step, make_commit(step, digest="a")) for step in range(3)]
     again = [(step, make_commit(step, digest="b")) for step in range(1, 5)]
-    assert [await append_numbered(broker, keys.commits, one) for one in (first, first, again)] == [3, 0, 2]
+    assert [await append_numbered(broker, keys.commits, commit) for commit in (first, first, again)] == [
+        3,
+        0,
+        2,
+    ]
     read = await streams.read_range(broker, keys.commits, Commit)
     assert "".join(commit.digest for commit in messages_of(read)) == "aaabb"
     assert [entry.entry_id for entry in read] == [streams.entry_id_of(step) for step in range(5)]
     assert await append_numbered(broker, keys.commits, []) == 0
     await streams.trim_before(broker, keys.commits, streams.entry_id_of(5))
     assert await append_numbered(broker, keys.commits, again) == 0, "nor after a trim"
-    writers = ([(step, make_commit(step, digest=writer)) for step in range(5, 25)] for writer in "abcd")
+    writers = []
+    for writer in "abcd":
+        writers.append([(step, make_commit(step, digest=writer)) for step in range(5, 25)])
     await asyncio.gather(*(append_numbered(broker, keys.commits, commits) for commits in writers))
     read = await streams.read_range(broker, keys.commits, Commit)
     assert [commit.step for commit in messages_of(read)] == list(range(5, 25)), "of several writers one wins"
@@ -134,7 +140,8 @@ async def test_a_reader_resumes_at_its_position(broker, keys):
 
 async def test_a_range_has_both_its_ends_and_a_scan_every_entry_once(broker, keys):
     await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(7)])
-    first, last = streams.entry_id_of(2), streams.entry_id_of(4)
+    first = streams.entry_id_of(2)
+    last = streams.entry_id_of(4)
     read = await streams.read_range(broker, keys.commits, Commit, first, last)
     assert [c.step for c in messages_of(read)] == [2, 3, 4]
     read = await streams.read_range(broker, keys.commits, Commit, first, count=2)
@@ -169,8 +176,8 @@ async def test_an_entry_that_cannot_be_decoded_comes_back_with_its_bytes(broker,
 async def test_trimming_removes_what_lies_below_an_id_and_nothing_else(broker, keys):
     await append_numbered(broker, keys.commits, [(step, make_commit(step)) for step in range(300)])
     assert await streams.trim_before(broker, keys.commits, streams.entry_id_of(123)) == 123
-    left = messages_of(await streams.read_range(broker, keys.commits, Commit))
-    assert [c.step for c in left] == list(range(123, 300))
+    commits = messages_of(await streams.read_range(broker, keys.commits, Commit))
+    assert [c.step for c in commits] == list(range(123, 300))
     assert await streams.trim_before(broker, keys.commits, streams.entry_id_of(123)) == 0
     assert await streams.trim_before(broker, keys.scores(), "5-0") == 0
 
@@ -214,19 +221,19 @@ async def use_everything(broker: Broker, keys: Keys) -> None:
 
 
 async def test_two_runs_on_one_redis_never_touch_each_other(broker, keys):
-    other = Keys(f"{keys.run_id}.b")
-    await streams.append(broker, other.trajectories(), make_trajectory(9))
-    await streams.ensure_group(broker, other.trajectories(), REWARD_GROUP)
-    await update_state(broker, other, version=7)
-    prefix = f"{{{other.run_id}}}".encode()
-    before = {name: data for name, data in (await dump(broker, other)).items() if prefix in name}
-    known = set(await broker.execute("KEYS", "*"))
+    other_keys = Keys(f"{keys.run_id}.b")
+    await streams.append(broker, other_keys.trajectories(), make_trajectory(9))
+    await streams.ensure_group(broker, other_keys.trajectories(), REWARD_GROUP)
+    await update_state(broker, other_keys, version=7)
+    prefix = f"{{{other_keys.run_id}}}".encode()
+    before = {name: data for name, data in (await dump(broker, other_keys)).items() if prefix in name}
+    names = set(await broker.execute("KEYS", "*"))
     await use_everything(broker, keys)
-    after = {name: data for name, data in (await dump(broker, other)).items() if prefix in name}
+    after = {name: data for name, data in (await dump(broker, other_keys)).items() if prefix in name}
     assert len(before) == 2
     assert after == before
     assert await read_state(broker, keys) == {"version": 3}
-    new = set(await broker.execute("KEYS", "*")) - known
+    new = set(await broker.execute("KEYS", "*")) - names
     assert len(new) >= 6
     assert all(f"{{{keys.run_id}}}".encode() in name for name in new)
 
@@ -254,17 +261,19 @@ def answers(broker, monkeypatch):
 
 
 async def by_offset(broker: Broker, keys: Keys) -> list[int]:
-    reader, found = OffsetReader(broker, keys.trajectories(), Trajectory), []
+    reader = OffsetReader(broker, keys.trajectories(), Trajectory)
+    indices = []
     while entries := await reader.read():
-        found += [entry.message.index for entry in entries]
-    return found
+        indices += [entry.message.index for entry in entries]
+    return indices
 
 
 async def by_lease(broker: Broker, keys: Keys) -> list[int]:
-    consumer, found = make_consumer(broker, keys), []
+    consumer = make_consumer(broker, keys)
+    indices = []
     while entries := await consumer.fetch(256, 0):
-        found += [entry.message.index for entry in entries]
-    return found
+        indices += [entry.message.index for entry in entries]
+    return indices
 
 
 async def by_scan(broker: Broker, keys: Keys) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.common.config import AlgorithmConfig, RunConfig, load_config, parse_config
 from tidemill.common.config.algorithm import is_users_own
-from tidemill.common.config.algorithm_table import ADVANTAGES, LOSSES, PRESETS
+from tidemill.common.config.algorithms.table import ADVANTAGES, LOSSES, PRESETS
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages.registry import find_advantage
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
@@ -114,7 +114,7 @@ def taught(*sections: dict[str, Any], **rewards: Any) -> dict[str, Any]:
         ({"entropy_control": {"target": 0.1, "low": 0.1}}, {}, "lies outside of its low and high"),
         ({"entropy_control": {"low": 0.2, "high": 0.1}}, {}, "low (0.2) is above high (0.1)"),
         ({"advantage": "grp"}, {}, "did you mean 'grpo'"),
-        ({"loss": "zzz"}, {}, "take one of ppo, gspo"),
+        ({"loss": "zzz"}, {}, "take one of cispo, clip_cov"),
         ({"preset": "grpoo"}, {}, "algorithm.preset: must be 'grpo'"),
         ({"preset": ["grpo"]}, {}, "algorithm.preset"),
         ({"importance": {"low": 1.5}}, {}, "importance.low"),

@@ -21,9 +21,9 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.process.programs import ROOT
 from tidemill.services.console.check.explain import read_sections
 from tidemill.services.console.check.preflight import cost_of_choices, idle_settings
-from tidemill.services.console.launch.up import _check_changes
-from tidemill.services.console.options import UpOptions
+from tidemill.services.console.commands import UpOptions
 from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.up.start import _check_changes
 
 SECTIONS = sorted((ROOT / "examples" / "rewards").glob("*.yaml"))
 """Examples of the `reward` section alone."""

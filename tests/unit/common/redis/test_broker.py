@@ -20,7 +20,8 @@ class FailingRedis:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
-        self.calls = self.disconnects = 0
+        self.calls = 0
+        self.disconnects = 0
 
     def disconnect(self) -> None:
         self.disconnects += 1
@@ -129,7 +130,8 @@ def test_a_look_at_a_queue_names_the_key_that_the_queue_has():
 
 
 def test_every_slot_has_its_primary_or_none():
-    nodes, reply = Nodes([("seed", 7)]), [[0, 99, [b"a", 1], [b"b", 2]], [100, 16383, [b"", 3]]]
+    nodes = Nodes([("seed", 7)])
+    reply = [[0, 99, [b"a", 1], [b"b", 2]], [100, 16383, [b"", 3]]]
     found = [nodes.owner(slot, reply, ("asked", 9)) for slot in (0, 99, 100, 16383)]
     assert found == [("a", 1)] * 2 + [("asked", 3)] * 2
     assert nodes.addresses == [("a", 1), ("asked", 3), ("seed", 7)]

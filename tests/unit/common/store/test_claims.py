@@ -23,11 +23,12 @@ from tidemill.common.wire.choices import Rows
 from tidemill.common.wire.messages import Choices, ScoreStatus, Trajectory, fault_of
 from tidemill.common.wire.segments import check_tokens
 from tidemill.services.trainer.groups.group import Group
-from tidemill.services.trainer.groups.group_filter import ENVIRONMENT_FAULT, NO_PAYLOAD, GroupFilter, Refusal
+from tidemill.services.trainer.groups.group_filter import ENVIRONMENT_FAULT, NO_PAYLOAD, GroupFilter
 
 
 def large(ticket: int = 3, index: int = 1, num_tokens: int = 5000) -> Trajectory:
-    ids, logprobs = np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -0.25, np.float32)
+    ids = np.arange(num_tokens, dtype=np.int32)
+    logprobs = np.full(num_tokens, -0.25, np.float32)
     return make_trajectory(ticket, index, group_size=4, completion_ids=ids, logprobs=logprobs, text="x" * 99)
 
 
@@ -37,7 +38,8 @@ def sent(message: Trajectory) -> Trajectory:
 
 
 def test_a_claim_is_pointer_size_and_digest_and_its_file_the_bytes_of_the_entry(tmp_path):
-    store, whole = ClaimStore(tmp_path, 1000), played(large())
+    store = ClaimStore(tmp_path, 1000)
+    whole = played(large())
     payload = codec.encode_payload(whole)
     claim = store.check_in(whole)
     digest = xxhash.xxh3_128(payload).hexdigest()
@@ -61,7 +63,8 @@ def test_a_release_that_knows_no_claims_takes_none_for_an_empty_completion(tmp_p
 
 
 def test_what_is_small_goes_through_the_stream_as_it_always_did(tmp_path):
-    sample, limit = make_trajectory(), len(codec.encode_payload(make_trajectory()))
+    sample = make_trajectory()
+    limit = len(codec.encode_payload(make_trajectory()))
     assert ClaimStore(tmp_path).check_in(sample) is sample
     assert ClaimStore(tmp_path, limit + 1).check_in(sample) is sample
     assert not (tmp_path / "claims").exists() and b"claim" not in codec.encode_payload(sample)
@@ -118,7 +121,8 @@ AWAY = [moved, replaced_by_a_file, replaced_by_a_link_to_nowhere]
 @pytest.mark.parametrize("go_away", AWAY)
 async def test_while_the_folder_is_away_nothing_is_said_of_any_payload(tmp_path, go_away):
     """And a new one is not made in its place: what it holds would pass for missing."""
-    store, folder = ClaimStore(tmp_path, 1000), tmp_path / "claims"
+    store = ClaimStore(tmp_path, 1000)
+    folder = tmp_path / "claims"
     claim = store.check_in(large())
     go_away(folder)
     with pytest.raises(StoreError):
@@ -133,7 +137,9 @@ async def test_while_the_folder_is_away_nothing_is_said_of_any_payload(tmp_path,
 
 
 def test_a_folder_that_comes_back_during_a_look_says_nothing_of_its_payloads(tmp_path, monkeypatch):
-    store, folder, real_open = ClaimStore(tmp_path, 1000), tmp_path / "claims", os.open
+    store = ClaimStore(tmp_path, 1000)
+    folder = tmp_path / "claims"
+    real_open = os.open
     claim = store.check_in(large())
     moved(folder)
 
@@ -169,7 +175,8 @@ async def test_a_payload_that_alone_cannot_be_read_is_a_fault_after_some_looks(t
     monkeypatch.setattr(claims, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(claims, "LAST_PAUSE_S", 0.02)
     store = ClaimStore(tmp_path, 1000)
-    claim, other = store.check_in(large()), store.check_in(large(4))
+    claim = store.check_in(large())
+    other = store.check_in(large(4))
     path = tmp_path / "claims" / claim.claim.pointer
     path.unlink()
     damage(path)
@@ -269,18 +276,18 @@ def test_a_sample_without_its_payload_or_environment_is_left_out_whatever_its_sc
     group = faulty_group(tmp_path, dict.fromkeys(range(4), ScoreStatus.OK) | {1: status})
     if fault:
         group.trajectories[1] = sent(make_trajectory(0, 1, group_size=4, fault=fault))
-    outcome = GroupFilter(trainer_config(**policy, group_size=4)).apply(group, 0)
-    assert isinstance(outcome, Group)
-    assert outcome.left_out == [(1, ENVIRONMENT_FAULT if fault else NO_PAYLOAD)]
-    assert [sample.key[1] for sample in outcome.samples] == [0, 2, 3]
-    assert [sample.index for sample in outcome.sampled] == [0, 2, 3], "an empty one is not short"
+    refusal = GroupFilter(trainer_config(**policy, group_size=4)).apply(group, 0)
+    assert refusal is None
+    assert group.left_out == [(1, ENVIRONMENT_FAULT if fault else NO_PAYLOAD)]
+    assert [sample.key[1] for sample in group.samples] == [0, 2, 3]
+    assert [sample.index for sample in group.sampled] == [0, 2, 3], "an empty one is not short"
 
 
 def test_a_group_that_failures_drop_says_what_is_missing(tmp_path):
     statuses = dict.fromkeys(range(4), ScoreStatus.OK)
     config = trainer_config(reward__on_failure="drop_group", group_size=4)
-    outcome = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
-    assert isinstance(outcome, Refusal) and "cannot be had" in outcome.detail
+    refusal = GroupFilter(config).apply(faulty_group(tmp_path, statuses), 0)
+    assert refusal is not None and "cannot be had" in refusal.detail
 
 
 class RefusingObjects:

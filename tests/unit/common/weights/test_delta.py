@@ -63,7 +63,8 @@ def test_of_several_deltas_the_last_value_stands(tmp_path):
 
 def test_damage_anywhere_is_refused_or_changes_no_value(tmp_path):
     path = write(tmp_path / "a.safetensors", (BIG, [5, 70000], [1, 2]), (WIDE, 0, [3]))
-    whole, values = path.read_bytes(), read(path)
+    whole = path.read_bytes()
+    values = read(path)
     for place in range(len(whole)):
         path.write_bytes(whole[:place])
         with pytest.raises(WeightsError, match=r"a\.safetensors"):

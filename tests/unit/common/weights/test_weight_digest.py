@@ -59,7 +59,8 @@ def test_it_is_the_sum_of_its_formula():
 
 
 def test_a_float_counts_as_two_words_and_a_byte_as_one():
-    wide, narrow = TensorInfo("w", "F32", (3,)), TensorInfo("n", "U8", (3,))
+    wide = TensorInfo("w", "F32", (3,))
+    narrow = TensorInfo("n", "U8", (3,))
     bits = np.array([0x00020001, 0, 0x80000000], "<u4")
     assert run_digest(wide, 0, bits) == by_formula(wide, {0: 1, 1: 2, 5: 0x8000})
     assert run_digest(narrow, 1, np.array([5, 255], np.uint8)) == by_formula(narrow, {1: 5, 2: 255})
@@ -82,7 +83,8 @@ def test_changes_update_it(dtype):
     positions = np.sort(RNG.choice(150_000, 999, replace=False))
     new = old.copy()
     new[positions] += 1
-    before, after = digest_of([(info, old)]), digest_of([(info, new)])
+    before = digest_of([(info, old)])
+    after = digest_of([(info, new)])
     assert before != after == updated(before, info, positions, old[positions], new[positions])
     pair = torch.from_numpy(positions), torch.from_numpy(old[positions]), torch.from_numpy(new[positions])
     assert updated(before, info, *pair) == after
@@ -98,7 +100,8 @@ def test_a_device_sums_the_same(dtype, monkeypatch):
     expected = run_digest(info, 11, old[11:]) - run_digest(info, 5, old[5:11])
     change = updated(Digest(), info, positions, old[positions], new[positions])
     monkeypatch.setattr(digest_module, "_is_on_device", lambda _: True)
-    total, bits = DigestSum(), torch.from_numpy(old.view(f"i{old.itemsize}" if old.itemsize > 1 else "u1"))
+    total = DigestSum()
+    bits = torch.from_numpy(old.view(f"i{old.itemsize}" if old.itemsize > 1 else "u1"))
     total.add_run(info, 11, bits[11:])
     total.add_run(info, 5, bits[5:11], sign=-1)
     assert total.read() == expected

@@ -77,7 +77,8 @@ def test_rows_of_other_tokens_are_refused(rows):
 
 
 def test_the_entry_has_pointer_size_and_digest_and_only_who_asks_reads_the_rows(tmp_path):
-    store, whole = ClaimStore(tmp_path), chosen()
+    store = ClaimStore(tmp_path)
+    whole = chosen()
     with pytest.raises(AssertionError):
         codec.payload_of(whole, None)
     sent = codec.decode_payload(codec.payload_of(store.check_in_choices(whole), None), Trajectory)

@@ -251,9 +251,9 @@ UNSAFE = re.compile(
 
 
 RUNS_TEXT = re.compile(r"(?<![.\w])(?:eval|exec)\(")
-SANDBOX = "services/jobs/sandbox/"
+SANDBOX = "services/reward/sandbox/"
 """Where running untrusted code is the purpose."""
-COMPILED = ("services/jobs/sandbox/warm.py", "services/jobs/sandbox/template.py")
+COMPILED = ("services/reward/sandbox/warm.py", "services/reward/sandbox/template.py")
 """Hand code that the worker has compiled to a jail, which trusts its worker. Nothing comes back that way."""
 
 

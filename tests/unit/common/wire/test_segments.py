@@ -28,7 +28,8 @@ def recorded() -> SegmentRecorder:
 
 
 def test_masks_of_turns_are_joined_with_nothing_between_them_and_cut_with_their_tokens():
-    recorder, other = SegmentRecorder([1, 2, 3]), SegmentRecorder([1])
+    recorder = SegmentRecorder([1, 2, 3])
+    other = SegmentRecorder([1])
     first = Generation(
         [4, 5], [-1.0, -2.0], ((0, 0),), "stop", choices={"kept": Rows.of_lists([[4], [5, 6]])}
     )

@@ -17,8 +17,8 @@ from infra.docs.api_page import ORDER, as_markdown
 from tests.support.runs import simulated_config
 from tidemill.services.console.api.history import Records, wait_for
 from tidemill.services.console.api.running import CallbackView
-from tidemill.services.console.launch.local_run import LocalRun
-from tidemill.services.console.status.snapshot import RunSnapshot, StepPoint
+from tidemill.services.console.look.snapshot import RunSnapshot, StepPoint
+from tidemill.services.console.up.local_run import LocalRun
 
 
 def test_an_import_imports_nothing_and_every_name_can_be_had() -> None:

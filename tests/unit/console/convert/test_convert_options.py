@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from tidemill.common.errors import ConfigError
+from tidemill.services.console.commands import ConvertOptions
 from tidemill.services.console.convert.command import convert, convert_options, run_convert
 from tidemill.services.console.convert.draft import Draft
 from tidemill.services.console.convert.table import Project
-from tidemill.services.console.options import ConvertOptions
 
-A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
+A = "actor_rollout_ref.actor."
+R = "actor_rollout_ref.rollout."
+C = "algorithm.rollout_correction."
 BYPASS = {C + "bypass_mode": True}
 BASE: dict[Project, dict[str, Any]] = {
     "verl": {"algorithm.adv_estimator": "grpo", R + "n": 4, "data.train_files": "gsm8k.parquet"},

@@ -171,7 +171,8 @@ async def test_trls_class_plays_unchanged() -> None:
 
 
 async def test_skyrl_gyms_class_gives_the_chat_and_the_rewards() -> None:
-    use, script = f"{THIS}:Skyrl", Script("5", "7")
+    use = f"{THIS}:Skyrl"
+    script = Script("5", "7")
     played, session = await play(script, use=use, options={"hint": "A digit."}, ground_truth="7")
     assert "A digit.<|im_end|>" in QWEN.decode(played.first.prompt_ids)
     assert (session.reward, session.metrics) == (1.0, {"hints": 1.0})
@@ -289,7 +290,8 @@ async def test_a_result_that_cannot_be_shown_is_an_observation_and_no_fault() ->
 
 async def test_an_answer_longer_than_the_model_reads_truncates_the_session_and_can_be_sent() -> None:
     """The model decides what its tools write: it must not end its siblings by it."""
-    use, script = {"use": "tools", "tools": (f"{THIS}:repeat",)}, Script(call("repeat", count=1_000_000))
+    use = {"use": "tools", "tools": (f"{THIS}:repeat",)}
+    script = Script(call("repeat", count=1_000_000))
     played, session = await play(script, **use)
     assert (session.end, len(session.turns)) == ("max_tokens", 1)
     sample = Trajectory(ticket=1, index=0, step=1, group_size=2, **played.fields())
@@ -348,7 +350,8 @@ async def died_after_two_turns(use: str) -> Kept:
 
 @pytest.mark.parametrize("use", ["ResumableGuess", "RepeatableGuess"])
 async def test_a_session_goes_on_after_its_last_whole_turn_as_if_nothing_had_happened(use: str) -> None:
-    kept, script = await died_after_two_turns(use), Script("7")
+    kept = await died_after_two_turns(use)
+    script = Script("7")
     played = await kept.play(script, use=f"{THIS}:{use}")
     undisturbed = await Kept().play(Script("3", "9", "7"), use=f"{THIS}:{use}")
     assert played.first.completion_ids.tolist() == undisturbed.first.completion_ids.tolist()
@@ -361,13 +364,15 @@ async def test_a_session_goes_on_after_its_last_whole_turn_as_if_nothing_had_hap
 
 
 async def test_one_that_says_nothing_of_itself_begins_again() -> None:
-    kept, script = await died_after_two_turns("Guess"), Script("3", "9", "7")
+    kept = await died_after_two_turns("Guess")
+    script = Script("3", "9", "7")
     await kept.play(script, use=f"{THIS}:Guess")
     assert len(script.asked) == 3
 
 
 async def test_one_that_answers_otherwise_than_before_begins_again() -> None:
-    kept, script = await died_after_two_turns("RepeatableGuess"), Script("8", "7")
+    kept = await died_after_two_turns("RepeatableGuess")
+    script = Script("8", "7")
     played = await kept.play(script, use=f"{THIS}:RepeatableGuess", options={"says": "up"})
     assert len(script.asked) == 2
     assert "8" in QWEN.decode(played.first.completion_ids)
@@ -377,7 +382,8 @@ async def test_one_that_answers_otherwise_than_before_begins_again() -> None:
 
 
 async def test_one_that_cannot_be_restored_is_a_fault_and_begins_again() -> None:
-    kept, script = await died_after_two_turns("ResumableGuess"), Script("3", "7")
+    kept = await died_after_two_turns("ResumableGuess")
+    script = Script("3", "7")
     use = f"{THIS}:ResumableGuess"
     with pytest.raises(EnvironmentFaultError, match="restore"):
         await kept.play(script, use=use, options={"faults": ["restore"]})

@@ -32,7 +32,8 @@ class Asked:
     """What the engine was asked and has not answered yet."""
 
     def __init__(self, ids: Sequence[int], sampling: SamplingParams) -> None:
-        self.prompt, self.max_tokens = CHAT.decode(ids), sampling.max_tokens
+        self.prompt = CHAT.decode(ids)
+        self.max_tokens = sampling.max_tokens
         self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
     def say(self, text: str) -> None:
@@ -47,7 +48,7 @@ class Asked:
 class Run:
     """A session whose engine answers when the test says so."""
 
-    def __init__(self, max_model_len: int = 4096, turn_tokens: int = 2000, **limits: int) -> None:
+    def __init__(self, max_model_len: int = 4096, turn_tokens: int = 2000, **limits: Any) -> None:
         self.asked: list[Asked] = []
         self.session = GatewaySession(
             CHAT,
@@ -112,7 +113,8 @@ async def test_the_answer_that_was_given_last_is_the_sessions_also_where_a_sub_a
 )
 async def test_a_session_is_truncated_where_its_last_answer_is(answers: tuple[str, str], end: str) -> None:
     run = Run(turn_tokens=6)
-    main, sub = await run.begin(USER), await run.begin(*SUB)
+    main = await run.begin(USER)
+    sub = await run.begin(*SUB)
     for asked, text in zip(run.asked, answers, strict=True):
         asked.say(text)
         await asyncio.sleep(0)
@@ -139,7 +141,7 @@ async def test_a_refused_limit_stays_while_answers_that_were_asked_for_before_ar
 
 
 async def test_answers_alike_whose_beginning_the_client_wrote_are_said_once() -> None:
-    run = Run()
+    run = Run(repeated_requests="sample")
     begun = {"role": "assistant", "content": "It is "}
     one, other = [await run.begin(USER, begun, is_retry=False) for _ in range(2)]
     for number, asking in ((1, other), (0, one)):  # the session's first answer comes last
@@ -173,7 +175,7 @@ async def test_a_session_that_goes_on_after_a_limit_is_not_truncated() -> None:
 
 
 async def test_parallel_samples_of_one_prompt_are_answers_of_their_own() -> None:
-    run = Run()
+    run = Run(repeated_requests="sample")
     asking = [await run.begin(USER, is_retry=False) for _ in range(4)]
     for number, asked in enumerate(run.asked):
         asked.say(f"answer {number}")
@@ -209,7 +211,7 @@ async def test_counting_what_is_too_long_is_refused_and_ends_nothing() -> None:
 
 
 async def test_calls_in_parallel_wait_for_tokens_that_others_may_leave() -> None:
-    run = Run(max_tokens=2048)
+    run = Run(max_tokens=2048, repeated_requests="sample")
     asking = [await run.begin(USER, is_retry=False) for _ in range(3)]
     for number in range(3):
         run.asked[number].say("fine.")
@@ -280,7 +282,7 @@ async def test_the_record_of_what_was_asked_grows_with_the_session_and_not_with_
     history: list[Message] = [{"role": "user", "content": "x" * 1000}]
     for _ in range(8):
         history += [await run.turn("y" * 1000, *history), ON]
-    held = [len(key) for key in run.session._given]
+    held = [len(key) for key in run.session._exchanges]
     assert held == [16] * 8
 
 
@@ -294,3 +296,149 @@ async def test_nothing_runs_or_is_answered_after_a_session_is_closed() -> None:
     with pytest.raises(RequestError) as refused:
         await run.session.answer(Question((ON,)))
     assert refused.value.code == "session_over" and run.session.num_turns <= 2
+
+
+def trained(run: Run) -> list[str]:
+    """What the model said and is trained, segment by segment."""
+    return [CHAT.decode(segment.completion_ids[segment.mask].tolist()) for segment in run.trajectory.segments]
+
+
+def unread(run: Run) -> list[tuple[str, str]]:
+    return [(answer.why, answer.message["content"]) for answer in run.came_to.unread]
+
+
+async def test_a_question_whose_answer_is_still_generated_gets_it_whatever_its_client_counts() -> None:
+    run = Run()
+    asking = [await run.begin(USER, is_retry=is_retry) for is_retry in (False, None, False, True)]
+    assert len(run.asked) == 1
+    run.asked[0].say("ok")
+    assert {answer.text for answer in await asyncio.gather(*asking)} == {"ok"}
+    assert (trained(run), unread(run)) == (["ok"], [])
+
+
+async def test_an_answer_that_was_not_delivered_is_given_again_and_is_read_then() -> None:
+    run = Run()
+    asking = await run.begin(USER)
+    run.asked[0].say("ok")
+    run.session.note_lost(await asking)
+    assert not run.session.read_histories
+    again = await run.session.answer(Question((USER,)), is_retry=False)
+    assert (again.text, len(run.asked), trained(run), unread(run)) == ("ok", 1, ["ok"], [])
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_of_two_answers_to_one_question_the_one_that_was_read_is_trained(goes_on: bool) -> None:
+    run = Run()
+    begun = [USER, await run.turn("first", USER), ON]
+    await run.turn("lost", *begun, is_retry=False)
+    read = await run.turn("read", *begun, is_retry=False)
+    if goes_on:
+        await run.turn("end", *begun, read, ON)
+    assert trained(run) == ["first", "readend" if goes_on else "read"]
+    assert unread(run) == [("asked_again", "lost")]
+    said = [message["content"] for message in run.came_to.messages]
+    assert said == ["first", "on", "read", *(["on", "end"] if goes_on else [])]
+    assert run.trajectory.text.endswith("end" if goes_on else "read")
+
+
+async def test_the_earlier_answer_counts_where_the_client_goes_on_with_it() -> None:
+    run = Run()
+    first = await run.turn("first", USER, is_retry=False)
+    await run.turn("second", USER, is_retry=False)
+    await run.turn("end", USER, first, ON)
+    assert (trained(run), unread(run)) == (["firstend"], [("asked_again", "second")])
+
+
+async def test_of_equal_answers_to_one_question_one_is_trained() -> None:
+    run = Run()
+    for _ in range(2):
+        answer = await run.turn("same", USER, is_retry=False)
+    await run.turn("end", USER, answer, ON)
+    assert (trained(run), unread(run)) == (["sameend"], [("asked_again", "same")])
+
+
+async def test_a_question_that_is_asked_in_other_limits_is_the_same_question() -> None:
+    run = Run()
+    await run.turn("lost", USER, max_tokens=99)
+    await run.turn("read", USER, max_tokens=98)
+    assert (trained(run), unread(run)) == (["read"], [("asked_again", "lost")])
+
+
+async def test_all_answers_of_an_agent_that_samples_on_purpose_are_trained() -> None:
+    run = Run(repeated_requests="sample")
+    for text in ("one", "two"):
+        await run.turn(text, USER, is_retry=False)
+    assert (trained(run), unread(run)) == (["one", "two"], [])
+
+
+async def test_a_question_that_comes_again_after_its_answer_was_read_is_another_one() -> None:
+    run = Run()
+    first = await run.turn("first", USER, is_retry=False)
+    await run.turn("end", USER, first, ON)
+    await run.turn("second", USER, is_retry=False)
+    assert (trained(run), unread(run)) == (["firstend", "second"], [])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_stream_that_the_client_took_for_whole_before_its_end_is_not_trained(
+    is_streamed: bool,
+) -> None:
+    run = Run()
+    begun = [USER, await run.turn("first", USER), ON]
+    await run.turn("0123456789", *begun, is_streamed=is_streamed)
+    await run.turn("end", *begun, {"role": "assistant", "content": "01"}, ON)
+    # Without a stream the client has read all, and has shortened it.
+    assert trained(run) == (["first", "end"] if is_streamed else ["first0123456789", "end"])
+    assert unread(run) == ([("cut", "0123456789")] if is_streamed else [])
+
+
+async def test_a_session_of_which_nothing_was_read_has_no_segment() -> None:
+    run = Run()
+    asking = await run.begin(USER)
+    run.asked[0].say("ok")
+    run.session.note_lost(await asking)
+    assert run.session.histories.recorded and not run.session.read_histories
+
+
+async def test_the_last_turn_is_answered_again_before_the_limit_ends_the_session() -> None:
+    run = Run(max_turns=1)
+    await run.turn("ok", USER, is_retry=False)
+    assert (await run.session.answer(Question((USER,)), is_retry=False)).text == "ok"
+    with pytest.raises(RequestError):
+        await run.session.answer(Question((USER, {"role": "assistant", "content": "ok"}, ON)))
+    assert (trained(run), run.came_to.end) == (["ok"], "max_turns")
+
+
+async def test_what_the_gateway_notes_of_answers_does_not_change_what_is_kept_of_a_turn() -> None:
+    run = Run()
+    begun = [USER, await run.turn("first", USER), ON]
+    await run.turn("lost", *begun, is_retry=False)
+    before = run.trajectory
+    await run.turn("read", *begun, is_retry=False)
+    after = run.trajectory
+    assert before.segments[0].turns[1].num_tokens == len("lost") + 1
+    assert len(after.segments[0].turns) == 1 and after.segments[0].completion_ids.tolist() == [*b"first", END]
+    assert after.segments[0].turns[0].num_tokens == len("first") + 1
+
+
+async def test_a_limit_that_is_met_again_is_answered_so_that_programs_stop_asking() -> None:
+    run = Run(max_turns=1, max_model_len=80)
+    answer = await run.turn("ok", USER)
+    statuses = []
+    for number in range(3):
+        with pytest.raises(RequestError) as refused:
+            await run.session.answer(Question((USER, answer, {"role": "user", "content": str(number)})))
+        statuses.append((refused.value.status, refused.value.code))
+    assert statuses == [(400, SESSION_LIMIT), (404, SESSION_LIMIT), (404, SESSION_LIMIT)]
+    assert run.came_to.end == "max_turns"
+
+
+async def test_a_client_that_shortens_its_history_step_by_step_goes_on() -> None:
+    run = Run(max_model_len=80)
+    statuses = []
+    for length in (300, 200):
+        with pytest.raises(RequestError, match="maximum context length") as refused:
+            await run.session.answer(Question((USER | {"content": "x" * length},)))
+        statuses.append(refused.value.status)
+    assert statuses == [400, 400]
+    assert (await run.turn("ok", USER))["content"] == "ok" and run.came_to.end == "done"

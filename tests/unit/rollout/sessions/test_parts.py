@@ -63,7 +63,8 @@ def test_spans_of_what_is_joined_count_on_and_a_version_that_goes_on_has_one() -
 
 
 async def test_a_single_turn_goes_on_from_its_parts_with_its_spans_as_they_were() -> None:
-    kept, asked = Kept(), []
+    kept = Kept()
+    asked = []
 
     async def dies(ids: Any, sampling: Any, on_tokens: Any) -> Generation:
         for count, *spans in ((2, (1, 0)), (4, (1, 0), (2, 3)), (5, (1, 0), (2, 3))):
@@ -124,7 +125,8 @@ async def test_what_the_engine_chose_comes_along_as_it_was_recorded() -> None:
 
 
 async def test_turns_and_answers_come_as_they_were_recorded_and_then_the_engine_is_asked() -> None:
-    kept, turns = Kept(), [generation(10, 2, finish="length"), generation(20, 3), generation(30, 1)]
+    kept = Kept()
+    turns = [generation(10, 2, finish="length"), generation(20, 3), generation(30, 1)]
 
     async def ask(ids: Any, sampling: Any, on_tokens: Any) -> Generation:
         return turns.pop(0)

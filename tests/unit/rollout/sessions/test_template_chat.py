@@ -95,7 +95,8 @@ def test_a_question_follows_a_turn_that_ended_itself_whatever_it_ended_with(name
 @pytest.mark.parametrize("name", ENDS)
 def test_a_truncated_turn_is_closed_as_the_template_closes_it(name: str) -> None:
     close = "<|end|>" if name == "gptoss" else ENDS[name][0]
-    cut, whole = extended(name, "50", HIGHER, is_stopped=False), extended(name, f"50{close}", HIGHER)
+    cut = extended(name, "50", HIGHER, is_stopped=False)
+    whole = extended(name, f"50{close}", HIGHER)
     assert cut == whole
 
 

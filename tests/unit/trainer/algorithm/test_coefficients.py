@@ -48,8 +48,10 @@ def test_the_kl_coefficient_moves_with_the_relative_error(kl, num_samples, expec
 
 def test_the_kl_coefficient_is_verls_over_a_run():
     """verl's controller, written a second time in float32."""
-    config, rng = with_kl(horizon=500.0), np.random.default_rng(0)
-    ours, theirs = Coefficients.at_start(config), np.float32(0.1)
+    config = with_kl(horizon=500.0)
+    rng = np.random.default_rng(0)
+    ours = Coefficients.at_start(config)
+    theirs = np.float32(0.1)
     for kl in rng.gamma(2.0, 0.05, 40):
         ours = ours.after(float(kl), 1.0, 64, config)
         error = np.clip(np.float32(kl) / np.float32(0.1) - np.float32(1), np.float32(-0.2), np.float32(0.2))
@@ -60,7 +62,9 @@ def test_the_kl_coefficient_is_verls_over_a_run():
 def test_the_entropy_coefficient_is_trls_over_a_run():
     """TRL's rule: a step up at or below the target, else down; used only after a step at or below it."""
     config = with_entropy(0.01, delta=0.02, low=0.005, high=0.04)
-    ours, coefficient, last = Coefficients.at_start(config), 0.01, math.inf
+    ours = Coefficients.at_start(config)
+    coefficient = 0.01
+    last = math.inf
     for entropy in (0.5, 0.3, 0.2, 0.1, 0.1, 0.15, 0.19, 0.21, 0.4, 0.1):
         used = coefficient if last <= 0.2 else 0.0
         assert ours.applied(config).entropy_coefficient == pytest.approx(used, abs=1e-12)
@@ -96,7 +100,8 @@ def test_a_policy_trains_with_the_coefficients_of_the_moment_and_saves_them():
         "kl_control": {"target": 1e-9, "horizon": 10.0},
         "entropy_control": {"target": 100.0, "delta": 0.25},
     }
-    policy, fixed = make_policy(algorithm=fields), make_policy(algorithm=REFERENCE)
+    policy = make_policy(algorithm=fields)
+    fixed = make_policy(algorithm=REFERENCE)
     samples = make_samples(4)
     parts = zip(samples, policy.precompute(samples), strict=True)
     samples = [changed(sample, reference_logprobs=part["reference_logprobs"] - 0.5) for sample, part in parts]

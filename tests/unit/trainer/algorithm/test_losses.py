@@ -5,6 +5,8 @@ written again are in test_losses_independent.py.
 """
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from tests.support.losses import loss_of, make_tokens, tensor
 from tests.support.models import make_samples
 from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.config.algorithm_sections import KlConfig, RejectionConfig, TeacherTermConfig
-from tidemill.common.config.algorithm_table import CORRECTIONS
+from tidemill.common.config.algorithms.table import CORRECTIONS
 from tidemill.services.trainer.algorithm.advantages.shaping import shaped_reward
 from tidemill.services.trainer.algorithm.losses.corrections import (
     kl_penalty,
@@ -28,9 +30,11 @@ from tidemill.services.trainer.algorithm.losses.sums import Sums, add_tiles, los
 from tidemill.services.trainer.algorithm.losses.tokens import denominator, token_weight
 from tidemill.services.trainer.policy.head import score_logits
 
+ROOT = Path(__file__).parents[4]
 ROLLOUT = {"old_logprobs": "rollout"}
 FROZEN = {"reference": {"model": "frozen"}}
-LOG2, LOG15 = math.log(2.0), math.log(1.5)
+LOG2 = math.log(2.0)
+LOG15 = math.log(1.5)
 TWO_AND_ONE: dict[str, Any] = {"sequence_N": torch.tensor([0, 0, 1]), "num_sequences": 2}
 """The first two tokens are one sequence, the third is another."""
 
@@ -381,7 +385,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_on_policy_every_loss_has_the_plain_policy_gradient(case):
-    probabilities, advantages = [0.2, 0.6, 0.9], [1.0, 1.0, 3.0]
+    probabilities = [0.2, 0.6, 0.9]
+    advantages = [1.0, 1.0, 3.0]
     fields = TWO_AND_ONE | {"weights_N": tensor(0.5, 0.5, 1.0)}
     tokens = make_tokens(probabilities, probabilities, advantages, **fields)
     terms = loss_of(tokens, **LOSSES[case])
@@ -394,7 +399,9 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(case):
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_absurd_ratios_stay_finite(case):
-    far_N, near_N = torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, -500.0])  # e^499 is infinite in float32
+    # e^499 is infinite in float32
+    far_N = torch.tensor([-500.0, -1.0])
+    near_N = torch.tensor([-1.0, -500.0])
     tokens = make_tokens(
         [0.5, 0.5], [0.5, 0.5], [-1.0, 1.0], logprobs_N=near_N.requires_grad_(), rollout_logprobs_N=far_N,
         advantages_N=torch.tensor([-1.0, 1.0]), sequence_N=torch.tensor([0, 1]), num_sequences=2,
@@ -436,10 +443,12 @@ class TestKl:
     def test_a_teachers_gradient_over_all_tokens_is_that_of_the_divergence_itself(self, estimator):
         generator = torch.Generator().manual_seed(1)
         logits, teacher = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
-        policy_V, teacher_V = logits.requires_grad_().log_softmax(-1), teacher.log_softmax(-1)
+        policy_V = logits.requires_grad_().log_softmax(-1)
+        teacher_V = teacher.log_softmax(-1)
         term = TeacherTermConfig(place="loss", estimator=estimator)
         ours = (policy_V.exp().detach() * teacher_kl(policy_V, teacher_V, term)).sum()
-        reverse, forward = policy_V.exp() * (policy_V - teacher_V), teacher_V.exp() * (teacher_V - policy_V)
+        reverse = policy_V.exp() * (policy_V - teacher_V)
+        forward = teacher_V.exp() * (teacher_V - policy_V)
         theirs = (reverse if estimator == "k2" else forward).sum()
         found = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (ours, theirs)]
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
@@ -477,6 +486,26 @@ def test_a_sum_that_nothing_else_knows_is_a_metric_by_its_name():
     metrics = loss_metrics(sums + Sums(tokens=3, surprise_sum=5.0, surprise_max=7.0))
     assert (metrics["surprise"], metrics["surprise/max"]) == (2.0, 7.0)
     assert not {"note", "loss_sum", "entropy_sum"} & metrics.keys()
+
+
+def test_the_recipe_for_a_metric_counts_no_token_of_a_demonstration():
+    """The line of CONTRIBUTING.md. Surprises log 2, log 4 and a demonstration's log 10: 1.5 log 2."""
+    (line,) = re.findall(r'`(sums\["surprise_sum"\] = [^`]+)`', (ROOT / "CONTRIBUTING.md").read_text())
+    tokens = make_tokens([0.5, 0.25, 0.1], [0.5, 0.25, 0.1], [1.0] * 3, imitation_N=tensor(0.0, 0.0, 0.5))
+    sums = dict(loss_of(tokens).sums)
+    exec(line, {"sums": sums, "tokens": tokens, "surprise_N": -tokens.logprobs_N})
+    assert not sums["surprise_sum"].requires_grad
+    metrics = loss_metrics(Sums(tokens=3) + add_tiles([sums]))
+    assert metrics["surprise"] == pytest.approx(1.5 * LOG2)
+
+
+def test_a_sum_that_no_code_reads_is_no_attribute():
+    """Broken, a misspelt name would be a metric of 0."""
+    sums = Sums(tokens=3, surprise_sum=1.0)
+    assert (sums.tokens, sums.kl_sum, sums["surprise_sum"]) == (3, 0.0, 1.0)
+    for name in ("kl_sums", "surprise_sum"):
+        with pytest.raises(AttributeError, match=f"no sum '{name}'"):
+            getattr(sums, name)
 
 
 @pytest.mark.parametrize(

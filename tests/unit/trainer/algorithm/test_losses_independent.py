@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.example_algorithms import scale_rl_settings
 from tests.support.losses import (
     MAX_COMPLETION,
     check_formula,
@@ -28,10 +29,17 @@ from tests.support.samples import assigned, changed
 from tests.support.training import make_score, plain_sample, trainer_config
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config.algorithm import AlgorithmConfig
+from tidemill.common.config.algorithms.losses.covariance import token_covariances
+from tidemill.common.config.algorithms.table import LOSSES
 from tidemill.services.trainer.algorithm.advantages import Advantages
-from tidemill.services.trainer.algorithm.losses.mini_batch import mean_weight, start_tokens, top_entropy
+from tidemill.services.trainer.algorithm.losses.mini_batch import (
+    fill_statistics,
+    mean_weight,
+    start_tokens,
+    top_entropy,
+)
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
-from tidemill.services.trainer.algorithm.losses.surrogates import LOSSES, find_loss, token_covariances
+from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.algorithm.losses.tokens import Tokens, denominator, token_weight
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.group_filter import GroupFilter
@@ -54,7 +62,8 @@ def gspo(of: SimpleNamespace, low: float = 0.2, high: float = 0.28, dual: float 
 def dppo(of: SimpleNamespace, kind: str, low: float, high: float, most: float = math.inf) -> torch.Tensor:
     losses = []
     for now, old in zip(of.now, of.old, strict=True):
-        p, q = math.exp(now.item()), math.exp(old.item())
+        p = math.exp(now.item())
+        q = math.exp(old.item())
         far = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) if kind == "kl" else abs(p - q)
         is_out = far > high and p > q if of.advantage > 0 else far > low and p < q
         losses.append(0.0 * now if is_out else -of.advantage * min(p / q, most) * (1 + now - now.detach()))
@@ -211,7 +220,8 @@ def test_what_is_rejected_is_in_no_term_and_leaves_the_mean_where_that_is_asked_
     fields = PLAIN | {"importance": {}} | REJECTION[case]
     fields["rejection"] = fields["rejection"] | {"denominator": denominator}
     algorithm = AlgorithmConfig(normalisation=normalisation, **fields)
-    total_out, level = 0, algorithm.importance.level
+    total_out = 0
+    level = algorithm.importance.level
 
     def formula(of):
         nonlocal total_out
@@ -223,7 +233,8 @@ def test_what_is_rejected_is_in_no_term_and_leaves_the_mean_where_that_is_asked_
 
     num_tokens = 0
     for seed in range(4):
-        data, before = probable_rectangle(seed), total_out
+        data = probable_rectangle(seed)
+        before = total_out
         ours, our_gradient_BT, terms = our_loss(data, algorithm, has_proximal)
         theirs, their_gradient_BT, num_left_out = written_out(data, algorithm, has_proximal, formula)
         assert ours == pytest.approx(theirs, abs=1e-6)
@@ -241,7 +252,8 @@ def test_constant_is_verls_norm_since_0_7_1_and_that_over_the_batch_before():
         data, AlgorithmConfig(loss="reinforce", normalisation="constant", **OFF)
     )
     for divides, factor in ((True, 1.0), (False, 1.0 / len(data.advantages))):
-        current_BT, mask_BT = torch.tensor(data.current, requires_grad=True), torch.tensor(data.mask)
+        current_BT = torch.tensor(data.current, requires_grad=True)
+        mask_BT = torch.tensor(data.mask)
         losses_BT = -torch.tensor(data.advantages)[:, None] * current_BT * mask_BT
         loss = losses_BT.sum() / MAX_COMPLETION / (len(mask_BT) if divides else 1)
         loss.backward()
@@ -302,11 +314,12 @@ def test_covariances_and_what_is_chosen_by_hand():
 
 def chosen(samples: list[Sample], algorithm: AlgorithmConfig) -> list[bool]:
     """Whether the loss chooses each trained token of a mini-batch."""
-    ratio, (surrogate, choose, _) = start_tokens(samples, algorithm), LOSSES[algorithm.loss]
-    places = [(sample.key, place) for sample in samples for place in range(len(sample.mask))]
-    assert choose is not None
-    found = choose(ratio, surrogate(ratio, algorithm), places, algorithm)
-    return [place in found for place in range(len(places))]
+    ratio = start_tokens(samples, algorithm)
+    loss = LOSSES[algorithm.loss]
+    positions = [(sample.key, index) for sample in samples for index in range(len(sample.mask))]
+    assert loss.choose is not None
+    indices = loss.choose(ratio, loss.surrogate(ratio, algorithm), positions, algorithm)
+    return [index in indices for index in range(len(positions))]
 
 
 def samples_of(data: SimpleNamespace) -> list[Sample]:
@@ -340,8 +353,10 @@ STATISTICS: dict[str, dict[str, Any]] = {
 def whole_batch(data: SimpleNamespace, algorithm: AlgorithmConfig) -> tuple[float, np.ndarray]:
     """The papers' losses over all tokens at once, in float64; normalised by token."""
     now_BT = torch.tensor(data.current, dtype=torch.float64, requires_grad=True)
-    mask_BT, counts = torch.tensor(data.mask), data.mask.sum(1)
-    now, rollout = now_BT[mask_BT], torch.tensor(data.rollout).double()[mask_BT]
+    mask_BT = torch.tensor(data.mask)
+    counts = data.mask.sum(1)
+    now = now_BT[mask_BT]
+    rollout = torch.tensor(data.rollout).double()[mask_BT]
     advantages = torch.tensor(np.repeat(data.advantages, counts)).double()
     sequence = torch.tensor(np.repeat(np.arange(4), counts))
     ratio = (now - (rollout if algorithm.old_logprobs == "rollout" else now.detach())).exp()
@@ -360,7 +375,8 @@ def whole_batch(data: SimpleNamespace, algorithm: AlgorithmConfig) -> tuple[floa
         entropies = torch.tensor(data.entropies).double()[mask_BT]
         losses = -ratio * advantages * (entropies >= entropies.quantile(0.7))
     else:
-        importance, logs = algorithm.importance, (now - rollout).detach()
+        importance = algorithm.importance
+        logs = (now - rollout).detach()
         if importance.level == "sequence":
             sums = torch.stack([logs[sequence == s].sum() for s in range(3)])
             weights = sums.exp().clamp(max=importance.high)
@@ -406,8 +422,16 @@ def test_depends_neither_on_the_order_nor_on_what_is_not_trained(case):
 
 def test_an_algorithm_without_statistics_leaves_samples_as_they_are():
     samples = samples_of(probable_rectangle(0))
-    for sample, same in zip(with_statistics(samples, AlgorithmConfig()), samples, strict=True):
-        assert sample.columns.keys() == same.columns.keys()
+    group = Group(0, samples=list(samples), precomputed_for=3)
+    before = [{name: values_T.copy() for name, values_T in sample.columns.items()} for sample in samples]
+    arrays = [dict(sample.columns) for sample in samples]
+    fill_statistics([group], AlgorithmConfig())
+    assert group.precomputed_for == 3
+    for sample, same, columns, held in zip(group.samples, samples, before, arrays, strict=True):
+        assert sample is same and sample.columns.keys() == columns.keys()
+        for name, values_T in columns.items():
+            assert sample.columns[name] is held[name]
+            np.testing.assert_array_equal(sample.columns[name], values_T)
 
 
 LENGTHS = [[3, 7, 5], [2, 6]]
@@ -426,7 +450,8 @@ def made_up() -> SimpleNamespace:
 def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
     """Loss and gradient as the trainer has them: filter, advantages, normalisation, surrogate."""
     config = trainer_config(algorithm=algorithm, group_size=3, rollout__sampling={"max_tokens": MAX_TOKENS})
-    given, group_filter = made_up(), GroupFilter(config)
+    given = made_up()
+    group_filter = GroupFilter(config)
     logprobs = iter(given.rollout)
     groups = []
     for ticket, lengths in enumerate(LENGTHS):
@@ -437,15 +462,16 @@ def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
                 ticket, index, group_size=3, completion_ids=ids, logprobs=next(logprobs)
             )
             source.scores[index] = make_score(ticket, index, REWARDS[ticket][index])
-        groups.append(group_filter.apply(source, 0))
-    assert all(isinstance(group, Group) for group in groups)
+        assert group_filter.apply(source, 0) is None
+        groups.append(source)
     samples = [sample for group in assigned(Advantages(config), *groups) for sample in group.samples]
     return loss_of(samples, given.current, config.trainer.algorithm)
 
 
 def loss_of(samples: list[Sample], current: list[np.ndarray], algorithm: Any) -> tuple[float, np.ndarray]:
     counts = [sample.num_trained for sample in samples]
-    batch, kind = MicroBatch(tuple(samples)), algorithm.normalisation
+    batch = MicroBatch(tuple(samples))
+    kind = algorithm.normalisation
     weights = [token_weight(kind, s.num_trained, s.group_trained) for s in samples]
     logprobs_N = torch.tensor(np.concatenate(current), requires_grad=True)
     tokens = Tokens(
@@ -482,7 +508,8 @@ def scalerl(current: list, rollout: list, rewards: list) -> torch.Tensor:
     """-1/P sum_p 1/sum|y| sum_i sum_t sg(min(rho, 5)) A_i / std(A) log pi. arXiv 2510.13786."""
     centred = torch.cat([group - group.mean() for group in rewards])
     advantages = centred / (centred.std() + 1e-4)
-    total, number = torch.zeros(()), 0
+    total = torch.zeros(())
+    number = 0
     for group in LENGTHS:
         objective = torch.zeros(())
         for _ in group:
@@ -515,11 +542,12 @@ def max_rl(current: list, rollout: list, rewards: list) -> torch.Tensor:
 
 
 FORMULAS = {"scalerl": scalerl, "luspo": luspo, "max_rl": max_rl}
+RECIPES = {"scalerl": scale_rl_settings(), "luspo": {"preset": "luspo"}, "max_rl": {"preset": "max_rl"}}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_recipe_is_its_papers_objective_in_value_and_gradient(name):
-    loss, gradient = ours(preset=name)
+    loss, gradient = ours(**RECIPES[name])
     expected_loss, expected_gradient = reference(name)
     assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-6)

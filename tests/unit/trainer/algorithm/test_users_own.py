@@ -1,11 +1,12 @@
 """Advantages and losses of the user's own: what they are given, and how their mistakes are said."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.support.losses import loss_of, make_tokens
+from tests.support.losses import loss_of, make_tokens, tensor
 from tests.support.samples import assigned
 from tests.support.training import group_of_samples, plain_sample, trainer_config
 from tidemill.common.config.algorithm import AlgorithmConfig
@@ -69,6 +70,55 @@ def test_a_loss_is_given_what_it_takes(write, text, fields, gradient):
     tokens = make_tokens([0.6, 0.9], [0.4, 0.3], [1.0, -1.0])
     loss_of(tokens, loss=write(text), old_logprobs="rollout", **fields).loss.backward()
     np.testing.assert_allclose(tokens.logprobs_N.grad, gradient)
+
+
+REFERENCE = {"reference": {"model": "frozen"}}
+COLUMNS = {
+    "reference_logprobs": REFERENCE,
+    "values": {"advantage": "gae"},
+    "returns": {"advantage": "gae"},
+    "factors": {"top_entropy_quantile": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_loss_has_the_columns_that_its_config_brings_and_no_others(write, name):
+    """Also where a pass has only demonstrations, which bring none of them."""
+    loss = write(f"def loss(ratio):\n    return ratio.ratio_N * ratio.columns['{name}']\n")
+    with pytest.raises(ConfigError, match=f"KeyError: '{name}'"):
+        find_loss(AlgorithmConfig(loss=loss))
+    algorithm = AlgorithmConfig(loss=loss, **COLUMNS[name])
+    surrogate = find_loss(algorithm)
+    plain = make_tokens([0.5, 0.25], [0.5, 0.25], [0.0, 0.0], log_N=tensor(0.0, 0.0))
+    absent = {"factors": [1.0, 1.0], "reference_logprobs": plain.logprobs_N.tolist()}.get(name, [0.0, 0.0])
+    assert surrogate(plain, algorithm).objective_N.tolist() == pytest.approx(absent)
+    held = replace(plain, columns=plain.columns | {name: tensor(3.0, 4.0)})
+    assert surrogate(held, algorithm).objective_N.tolist() == pytest.approx([3.0, 4.0])
+
+
+def test_a_loss_sees_the_teachers_logprobs_and_weights_which_are_0_without_one(write):
+    loss = write(
+        "def loss(ratio):\n"
+        "    return ratio.ratio_N + ratio.teacher_weights_N * ratio.columns['teacher_logprobs']\n"
+    )
+    algorithm = AlgorithmConfig(loss=loss)
+    plain = make_tokens([0.5, 0.25], [0.5, 0.25], [0.0, 0.0], log_N=tensor(0.0, 0.0))
+    taught = replace(
+        plain,
+        columns=plain.columns | {"teacher_logprobs": tensor(-3.0, 0.0)},
+        teacher_weights_N=tensor(2.0, 0.0),
+    )
+    surrogate = find_loss(algorithm)
+    assert surrogate(plain, algorithm).objective_N.tolist() == [1.0, 1.0]
+    assert surrogate(taught, algorithm).objective_N.tolist() == [-5.0, 1.0]
+
+
+def test_a_loss_that_reads_the_reference_trains_demonstrations_alone(write):
+    """Broken, the first pass without a sampled token would end the run."""
+    loss = write("def loss(ratio):\n    return ratio.log_N - ratio.columns['reference_logprobs']\n")
+    tokens = make_tokens([0.5, 0.25], [0.5, 0.25], [0.0, 0.0], imitation_N=tensor(1.0, 1.0))
+    loss_of(tokens, loss=loss, **REFERENCE).loss.backward()
+    np.testing.assert_allclose(tokens.logprobs_N.grad, [-1.0, -1.0])
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def groups_of(*versions: tuple[int, int, int]) -> dict[int, Group]:
 
 def select(groups: dict[int, Group], complete: list[int], **fields: Any) -> list[int]:
     values: dict[str, Any] = {"batch_order": "as_ready", "groups_per_step": 2, "max_staleness": 1} | fields
-    step, places = values.pop("step", 5), values.pop("places", 2)
+    step = values.pop("step", 5)
+    places = values.pop("places", 2)
     return select_groups(groups, complete, TrainerConfig.model_construct(**values), step, places)
 
 
@@ -112,7 +113,8 @@ def _simulate(
             groups[ticket] = Group(
                 ticket, own_step, ticket_min_version=max(0, own_step - max_staleness), group_size=1
             )
-        issued, places = limit, groups_per_step
+        issued = limit
+        places = groups_per_step
         while places:
             chosen = select(
                 groups,

@@ -88,11 +88,15 @@ def reference(
     for number in range(len(drawn)):
         rates: dict[tuple[int, int], tuple[float, int]] = {}
         between: dict[int, list[int]] = {s: [] for s in range(sources)}
-        position, count, applied = [0] * sources, [0] * sources, 0
+        position = [0] * sources
+        count = [0] * sources
+        applied = 0
         for which, min_version in drawn[: number + 1]:
             while applied < min(min_version, len(commits)):
                 for name, row, solved, scored in commits[applied].outcomes:
-                    s, place, new = int(name), row // 2, solved / scored
+                    s = int(name)
+                    place = row // 2
+                    new = solved / scored
                     new = (rates[s, place][0] + new) / 2 if (s, place) in rates else new
                     rates[s, place] = new, position[s] // rows
                     if 0 < new < 0.9 and place not in between[s]:
@@ -113,7 +117,8 @@ def reference(
                     position[which] = tried + 1
                     break
             else:
-                place, position[which] = begun % rows, begun + 1
+                place = begun % rows
+                position[which] = begun + 1
         result.append(place)
     return result
 
@@ -184,7 +189,9 @@ class TestCurriculum:
     @pytest.mark.parametrize("seed", range(6))
     def test_it_agrees_with_the_rule_written_down_once_more_also_when_it_is_resumed_anywhere(self, seed):
         rng = np.random.default_rng(seed)
-        steps, staleness, groups = 25, int(rng.integers(0, 3)), 4
+        steps = 25
+        staleness = int(rng.integers(0, 3))
+        groups = 4
         commits = [
             commit(
                 step,
@@ -202,7 +209,8 @@ class TestCurriculum:
         ]
         tickets[10:10] = [(0, 0)]  # in place of one of an early step
         expected = reference(2, 5, tickets, commits, focus=4, revisit=3)
-        found, taken = self.make(focus=0.25, revisit=3), 0
+        found = self.make(focus=0.25, revisit=3)
+        taken = 0
         for number, (which, min_version) in enumerate(tickets):
             while taken < min_version:
                 found.take_commit(commits[taken])

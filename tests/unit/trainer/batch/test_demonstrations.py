@@ -19,7 +19,8 @@ from tidemill.services.trainer.batch.demonstrations import Demonstration, load_d
 from tidemill.services.trainer.batch.prompt_plan import PromptPlan
 from tidemill.services.trainer.batch.prompts import Prompt, PromptSource
 
-USER, ASSISTANT = "w21", "w20"
+USER = "w21"
+ASSISTANT = "w20"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %} w20 {{ m.content }} <eos>"
     "{% else %} w21 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w20{% endif %}"
@@ -255,7 +256,8 @@ def plan_of(weights: dict[str, float], groups_per_step: int = 4, **fields: Any) 
     config = make_config(
         data={"train": sources}, trainer={"steps": 100, "groups_per_step": groups_per_step, "group_size": 2}
     )
-    ids, mask = np.array([3, 4], np.int32), np.ones(2, np.bool_)
+    ids = np.array([3, 4], np.int32)
+    mask = np.ones(2, np.bool_)
     made: dict[bool, list[PromptSource]] = {True: [], False: []}
     for source in config.data.sources:
         rows: list[Prompt] = [
@@ -284,7 +286,8 @@ def test_each_step_has_its_share_of_demonstrations(weights):
 
 
 def test_a_demonstration_follows_from_its_number_alone():
-    plan, other = plan_of({"shown": 1}), plan_of({"shown": 1})
+    plan = plan_of({"shown": 1})
+    other = plan_of({"shown": 1})
     numbers = plan.places.tickets(3)
     assert numbers == [FIRST_DEMONSTRATION + place for place in range(12, 16)]
     made = [plan.places.trajectory(number) for number in numbers]

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.training import trainer_config
 from tidemill.common.config.data import DataConfig
+from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.dataset import Row
 from tidemill.services.trainer.batch import prompts as module
 from tidemill.services.trainer.batch.prompt_plan import Mixture, PromptPlan
 from tidemill.services.trainer.batch.prompts import (
@@ -126,7 +126,8 @@ BRIEF = {"system_prompt": "Be brief .", "prompt_suffix": " Think ."}
 def test_a_row_becomes_the_text_of_its_template_without_doubled_special_tokens(
     template, prompt, fields, expected
 ):
-    tokenizer, rows = make_tokenizer(template), make_rows(prompt)
+    tokenizer = make_tokenizer(template)
+    rows = make_rows(prompt)
     with capture_logs() as logs:
         (made,) = encode_rows(rows, tokenizer, data(**fields))
     assert words(tokenizer, made) == expected
@@ -185,7 +186,8 @@ def test_prompts_that_are_too_long_can_be_dropped_with_a_count():
     [("left", 3, "2 3 4"), ("right", 3, "<s> 1 2"), ("middle", 3, "<s> 3 4"), ("middle", 4, "<s> 1 3 4")],
 )
 def test_prompts_that_are_too_long_can_be_cut(side, limit, kept):
-    tokenizer, config = make_tokenizer(), data(max_prompt_tokens=limit, overlong_prompts=side)
+    tokenizer = make_tokenizer()
+    config = data(max_prompt_tokens=limit, overlong_prompts=side)
     with capture_logs() as logs:
         short, long = encode_rows(make_rows("1", "1 2 3 4"), tokenizer, config)
     assert words(tokenizer, long) == long.text == kept
@@ -241,7 +243,8 @@ def test_streamed_prompts_are_those_that_are_held_and_come_in_the_same_order(tmp
     (streamed,) = load_training_prompts(DataConfig(**fields, stream=True), make_tokenizer(), seed=3)
     assert len(held) == len(streamed) == 15, "one of four is too long"
     for position in range(40):
-        ours, theirs = streamed.prompt_at(position), held.prompt_at(position)
+        ours = streamed.prompt_at(position)
+        theirs = held.prompt_at(position)
         assert ours.ticket_fields() | {"prompt_ids": 0} == theirs.ticket_fields() | {"prompt_ids": 0}
         assert ours.ids.tolist() == theirs.ids.tolist()
     assert streamed.rows.tolist() == held.rows.tolist()

@@ -68,7 +68,8 @@ def test_what_a_crash_tore_off_is_cut_away(tmp_path, num_cut):
 def test_a_disk_that_is_full_in_the_middle_of_a_line_leaves_none_of_it(tmp_path, num_sizes, share):
     sizes = {str(number): number for number in range(num_sizes)}
     commits = [commit_of(step).model_copy(update={"sizes": sizes}) for step in range(3)]
-    journal, path = CommitJournal(tmp_path), tmp_path / JOURNAL_FILE
+    journal = CommitJournal(tmp_path)
+    path = tmp_path / JOURNAL_FILE
     journal.append(commits[0])
     before = path.read_bytes()
     with largest_file(int((1 + share) * len(before))), pytest.raises(StorageError):

@@ -32,7 +32,7 @@ from tidemill.services.trainer.groups.group_filter import (
 
 
 def filtered(config: RunConfig, group: Group, step: int = 5) -> Group | Refusal:
-    return GroupFilter(config).apply(group, step)
+    return GroupFilter(config).apply(group, step) or group
 
 
 def group_of(*values: float | None, version: int = 5, **fields: Any) -> Group:
@@ -156,7 +156,8 @@ class TestMasks:
         assert outcome.samples[0].mask.tolist() == [False, False, False, True, True, True]
 
     def test_truncated_completions_are_masked_only_when_asked(self):
-        masking, verdicts = config_of(algorithm={"mask_truncated": True}), []
+        masking = config_of(algorithm={"mask_truncated": True})
+        verdicts = []
         for config in (config_of(), masking):
             group = group_of(1.0, 0.0)
             group.trajectories[0] = make_trajectory(7, 0, group_size=2, spans=((5, 0),), finish="length")
@@ -252,7 +253,8 @@ class TestGreedyBaseline:
         assert advantages_of(config, filtered(config, self.with_greedy(0.0, 1.0, 1.0))) == [1.0, 1.0]
 
 
-RULE, TEACHER = {"function": "math"}, {"teacher": {"servers": "there"}}
+RULE = {"function": "math"}
+TEACHER = {"teacher": {"servers": "there"}}
 MEASURED = TEACHER | {"weight": 0.0}
 
 
@@ -265,7 +267,8 @@ def teaching(rewards: Any = None, **fields: Any) -> RunConfig:
 
 def taught(*values: float, teacher: Any = (-0.25, -0.5, -1.0), **fields: Any) -> Group:
     """Completions of three tokens, each with logprob -0.5."""
-    group, update = group_of(*values, **fields), {"teacher_logprobs": np.array(teacher, np.float32)}
+    group = group_of(*values, **fields)
+    update = {"teacher_logprobs": np.array(teacher, np.float32)}
     group.scores = {index: score.model_copy(update=update) for index, score in group.scores.items()}
     return group
 
@@ -316,7 +319,8 @@ class TestTeacher:
         assert all(sample.num_trained == 0 and sample.mean_advantage == 0.0 for sample in group.samples)
 
     def test_a_teacher_alone_can_teach_groups_of_one(self):
-        held_out, weightless = RULE | {"lanes": ["eval"]}, RULE | {"weight": 0.0}
+        held_out = RULE | {"lanes": ["eval"]}
+        weightless = RULE | {"weight": 0.0}
         one = teaching({"wise": TEACHER, "rule": held_out}, group_size=1, reward__min_group_size=1)
         assert one.reward.distils_alone
         assert teaching({"wise": TEACHER, "rule": weightless}).reward.distils_alone
@@ -331,9 +335,9 @@ def test_a_sample_without_its_routes_fails_where_the_policy_replays_them():
         choices = Choices(rows={ROUTES: routes})
         group.trajectories[index] = group.trajectories[index].model_copy(update={"choices": choices})
     group_filter = GroupFilter(config_of())
-    assert len(trained(group_filter.apply(group, 5)).samples) == 3
+    assert len(trained(group_filter.apply(group, 5) or group).samples) == 3
     group_filter.routing = Routing((0,), num_experts=12)
-    found = trained(group_filter.apply(group, 5))
+    found = trained(group_filter.apply(group, 5) or group)
     assert found.left_out == [(2, NO_CHOICES)]
     assert [len(sample.routes[0].experts) for sample in found.samples] == [6, 6]
 
@@ -350,7 +354,7 @@ def test_routes_that_are_no_choice_of_the_models_routers_fail_their_sample(exper
         group.trajectories[index] = group.trajectories[index].model_copy(update={"choices": choices})
     group_filter = GroupFilter(config_of())
     group_filter.routing = Routing((0,), num_experts=12)
-    assert trained(group_filter.apply(group, 5)).left_out == [(1, NO_CHOICES)]
+    assert trained(group_filter.apply(group, 5) or group).left_out == [(1, NO_CHOICES)]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +367,7 @@ def test_routes_that_are_no_choice_of_the_models_routers_fail_their_sample(exper
 def test_a_sample_that_failed_by_its_engine_is_not_called_an_environments_fault(fault, reason):
     group = group_of(1.0, 0.0, 1.0)
     group.trajectories[2] = group.trajectories[2].model_copy(update={"fault": fault})
-    assert trained(GroupFilter(config_of()).apply(group, 5)).left_out == [(2, reason)]
+    assert trained(GroupFilter(config_of()).apply(group, 5) or group).left_out == [(2, reason)]
 
 
 def scored(text: str, index: int = 0) -> tuple[Trajectory, Score]:

@@ -56,7 +56,8 @@ def test_what_is_not_a_number_is_outside_and_the_worst():
 
 
 def test_both_ends_of_a_range_have_their_own_words():
-    high, low = diagnostics(1), diagnostics(1)
+    high = diagnostics(1)
+    low = diagnostics(1)
     (exploding,) = high.observe(0, {"grad_norm": 1000.0})
     (silent,) = low.observe(0, {"grad_norm": 0.0})
     assert exploding.text == "gradients are exploding: grad_norm is 1000, healthy is 1e-08 to 100"

@@ -13,7 +13,7 @@ from tests.support.disks import largest_file
 from tidemill.common.files import StorageError
 from tidemill.common.run.state import read_records
 from tidemill.common.wire.messages import Commit
-from tidemill.services.console.status.plots import plot_learning_curve
+from tidemill.services.console.look.plots import plot_learning_curve
 from tidemill.services.trainer.metrics.recorder import Recorder
 
 

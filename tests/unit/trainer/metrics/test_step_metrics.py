@@ -40,9 +40,9 @@ def sample_of(ticket: int, index: int, num_tokens: int, spans: Any, finish: str 
 def group_of(samples: list[Trajectory], scores: list[Any]) -> Group:
     ticket = samples[0].ticket
     group = Group(ticket, 4, dict(enumerate(samples)), dict(enumerate(scores)))
-    verdict = GroupFilter(trainer_config(reward__min_group_size=1, max_staleness=3)).apply(group, step=4)
-    assert isinstance(verdict, Group)
-    return verdict
+    group_filter = GroupFilter(trainer_config(reward__min_group_size=1, max_staleness=3))
+    assert group_filter.apply(group, step=4) is None
+    return group
 
 
 def two_samples() -> Group:
@@ -216,7 +216,9 @@ def test_the_step_says_how_far_the_policy_is_from_each_teacher(weight):
     made = {i: make_trajectory(7, i, group_size=2, spans=((5, 0),)) for i in range(2)}
     scores = {i: make_score(7, i, 1.0, teacher_logprobs=logprobs) for i in range(2)}
     judge = GroupFilter(trainer_config(reward__rewards=rewards, servers__there={}))
-    numbers = step_metrics(5, step_of(judge.apply(Group(7, 5, made, scores), 5)), 0, 1.0)
+    group = Group(7, 5, made, scores)
+    assert judge.apply(group, 5) is None
+    numbers = step_metrics(5, step_of(group), 0, 1.0)
     # -0.5 + 0.25, 0, -0.5 + 1: twice
     assert numbers["teacher/wise/reverse_kl"] == pytest.approx(0.25 / 3)
     assert numbers["teacher/wise/tokens"] == 6.0
@@ -224,8 +226,8 @@ def test_the_step_says_how_far_the_policy_is_from_each_teacher(weight):
     # Of samples with sampling masks the rollout's logprobs are over other ids than the teacher's.
     kept = {"choices": Choices(rows={"kept": Rows.of_lists([[0, 1], [1], [2]])})}
     masked = {i: make_trajectory(7, i, group_size=2, spans=((5, 0),), **kept) for i in range(2)}
-    group = judge.select(Group(7, 5, masked, scores))
-    assert isinstance(group, Group)
+    group = Group(7, 5, masked, scores)
+    assert judge.select(group) is None
     without = step_metrics(5, step_of(group), 0, 1.0)
     assert "teacher/wise/reverse_kl" not in without and without["teacher/wise/tokens"] == 6.0
     plain = stage_metrics(list(made.values()), [make_score(7, 0)])

@@ -24,11 +24,13 @@ from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy.model_loading import recompute_layers, use_device, wants_liger
 from tidemill.services.trainer.policy.offload import _Lanes
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 
 def test_liger_is_left_out_where_it_cannot_run_and_refused_where_it_was_demanded(monkeypatch):
-    automatic, wanted = TrainerConfig(), TrainerConfig(liger="on")
+    automatic = TrainerConfig()
+    wanted = TrainerConfig(liger="on")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: "found")
     assert wants_liger(automatic, CUDA)
     assert not wants_liger(automatic, CPU)

@@ -83,7 +83,8 @@ def test_new_adapters_change_nothing_and_depend_on_the_seed_alone():
 
 
 def test_only_adapters_are_trained_in_float32():
-    policy, before = make_policy(torch.bfloat16, **LORA), dict(tiny_llama().named_parameters())
+    policy = make_policy(torch.bfloat16, **LORA)
+    before = dict(tiny_llama().named_parameters())
     trained(2, policy)
     assert {p.dtype for _, p in policy._parameters} == {torch.float32}
     assert all(".lora_" in name for name, _ in policy._parameters)
@@ -129,7 +130,8 @@ def test_merged_weights_compute_what_the_adapters_do(make_model, options, tmp_pa
     lora = {"rank": 4, "alpha": 16} | options
     # Kernels of experts know no float64.
     dtype, atol = (torch.float32, 1e-4) if make_model is tiny_mixtral else (torch.float64, 1e-5)
-    policy, samples = trained(policy=make_policy(dtype, model=make_model(), lora=lora)), make_samples(12)
+    policy = trained(policy=make_policy(dtype, model=make_model(), lora=lora))
+    samples = make_samples(12)
     merged = merged_model(policy, tmp_path, make_model())
     assert_same_logprobs(policy, make_policy(dtype, model=merged), samples, atol)
     start = logprobs_of(make_policy(dtype, model=make_model()), samples)
@@ -248,7 +250,8 @@ def test_every_version_has_its_adapters_in_the_format_of_peft(make_model, tmp_pa
 
 
 def test_gradient_checkpointing_changes_no_gradient_of_adapters():
-    samples, gradients = make_samples(6), []
+    samples = make_samples(6)
+    gradients = []
     for is_on in (False, True):
         policy = make_policy(torch.float64, **LORA, gradient_checkpointing=is_on)
         policy.accumulate(one_batch(samples))

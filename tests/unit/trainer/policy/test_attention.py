@@ -66,7 +66,8 @@ def test_trainer_and_engine_cap_attention_scores(tmp_path):
 def test_reward_models_cap_attention_scores(tmp_path):
     torch.manual_seed(0)
     config = make_config("Gemma2")
-    config.num_labels, config.architectures = 1, ["Gemma2ForSequenceClassification"]
+    config.num_labels = 1
+    config.architectures = ["Gemma2ForSequenceClassification"]
     transformers.Gemma2ForSequenceClassification(config).save_pretrained(tmp_path)
     plain = transformers.Gemma2ForSequenceClassification.from_pretrained(
         tmp_path, attn_implementation="eager"
@@ -111,7 +112,8 @@ def test_positions_depend_on_the_longest_sequence_of_the_run_alone(max_model_len
         data={"max_prompt_tokens": 4},
         rollout={"sampling": {"max_tokens": 8}},
     )
-    policy, engine = load_policy(config), load_for_engine(config.model)
+    policy = load_policy(config)
+    engine = load_for_engine(config.model)
     long, short = long_and_short()
     ids = short.prompt_ids.tolist(), short.completion_ids.tolist()
     expected = score_plain(plain, *ids)
@@ -123,10 +125,12 @@ def test_positions_depend_on_the_longest_sequence_of_the_run_alone(max_model_len
 def test_a_reward_model_scores_a_row_alike_beside_any_other(tmp_path):
     torch.manual_seed(0)
     config = make_config("Llama", rope_parameters=LONGROPE)
-    config.num_labels, config.architectures = 1, ["LlamaForSequenceClassification"]
+    config.num_labels = 1
+    config.architectures = ["LlamaForSequenceClassification"]
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     model = ScoringModel(ServerOptions(model=str(tmp_path), device="cpu"))
-    short, long = [3, 4, 5, 6, 7, 8, 9], list(range(3, 27))
+    short = [3, 4, 5, 6, 7, 8, 9]
+    long = list(range(3, 27))
     np.testing.assert_allclose(model.score([short])[0], model.score([short, long])[0], atol=1e-5)
 
 
@@ -148,7 +152,9 @@ def test_a_model_that_reads_later_tokens_is_refused():
             pick_layout(model, scorer, False, 16)
 
 
-CPU, WIDE, HALF = torch.device("cpu"), torch.float32, torch.bfloat16
+CPU = torch.device("cpu")
+WIDE = torch.float32
+HALF = torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,9 @@ def test_sequences_end_to_end_are_those_of_plain_attention(family, layout, monke
 def test_values_may_be_narrower_than_keys_and_rows_without_boundaries_are_sequences(monkeypatch):
     """As in multi-head latent attention; and as where a layout is probed."""
     monkeypatch.setattr(attention, "varlen_attn", per_sequence)
-    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 6)
+    query = torch.randn(2, 4, 5, 8)
+    key = torch.randn(2, 4, 5, 8)
+    value = torch.randn(2, 4, 5, 6)
     attended, _ = attention.attend_varlen(torch.nn.Identity(), query, key, value, None, scaling=0.3)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
     torch.testing.assert_close(attended, expected.transpose(1, 2))

@@ -40,7 +40,8 @@ from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy import precision
 from tidemill.services.trainer.policy.forward import TokenScorer, find_scaling
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
-from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.packing import Layout, choose_layout, make_rows, plan_tiles
+from tidemill.services.trainer.policy.tile import lay_out
 
 
 def completions_of(samples: list[Sample]) -> list[np.ndarray]:
@@ -72,7 +73,7 @@ def scored(
     scorer = TokenScorer(model, torch.float32)
     results: list[torch.Tensor] = [torch.zeros(0)] * len(samples)
     for planned in plan_tiles(make_rows(samples, completions_of(samples)), layout, max_tokens):
-        tile = make_tile(planned)
+        tile = lay_out(planned)
         with torch.no_grad():
             logprobs_N = scorer.score(tile, temperature).logprobs_N
         pieces = logprobs_N.split([len(row.targets) for row in tile.rows])
@@ -86,7 +87,8 @@ def scored(
 @pytest.mark.parametrize("family", ["Llama", "gpt2"])
 def test_every_layout_equals_row_by_row(layout, max_tokens, family):
     # Rotary positions are relative, so only a model with learned ones (GPT-2) shows an offset.
-    model, samples = tiny_llama() if family == "Llama" else unusual_model(family), make_samples(24)
+    model = tiny_llama() if family == "Llama" else unusual_model(family)
+    samples = make_samples(24)
     expected = row_by_row(model, samples)
     if layout == "varlen":
         attend_as_varlen(model)
@@ -170,7 +172,8 @@ def test_in_half_precision_chunks_are_as_right_as_the_whole(is_wide, monkeypatch
     targets = torch.randint(0, 300, (40,), generator=generator)
 
     def gradients(limit, dtype):
-        hidden.grad = head.weight.grad = None
+        hidden.grad = None
+        head.weight.grad = None
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             score_hidden(hidden, head, targets, 1.0, limit)[0].sum().backward()
         assert head.weight.grad.dtype == hidden.grad.dtype == torch.float32
@@ -193,7 +196,8 @@ def test_a_head_that_is_not_trained_gets_no_gradient():
 @pytest.mark.parametrize("kept", [None, Rows(np.zeros(0, np.int32), np.zeros(1, np.int32))])
 def test_without_tokens_the_gradient_is_zero(kept):
     """As on a rank that has none of a tile's targets."""
-    head, hidden = torch.nn.Linear(8, 32), torch.randn(0, 8, requires_grad=True)
+    head = torch.nn.Linear(8, 32)
+    hidden = torch.randn(0, 8, requires_grad=True)
     scored = score_hidden(hidden, head, torch.zeros(0, dtype=torch.long), 1.0, kept=kept)
     assert [len(column) for column in scored] == [0, 0, 0]
     scored[0].sum().backward()
@@ -214,7 +218,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Head])
 def test_logits_are_never_whole_in_memory(kind):
-    head, hidden = kind(2, 32), torch.randn(100, 2, requires_grad=True)
+    head = kind(2, 32)
+    hidden = torch.randn(100, 2, requires_grad=True)
     with Largest() as largest:
         logprobs, _, _ = score_hidden(hidden, head, torch.zeros(100, dtype=torch.long), 1.0, max_elements=320)
         logprobs.sum().backward()
@@ -227,8 +232,11 @@ def test_logits_are_never_whole_in_memory(kind):
     [(PLAIN, False, 12), (PLAIN, True, 12), (Scaling(cap=30.0), False, 12), (Scaling(cap=30.0), True, 16)],
 )
 def test_a_logit_takes_the_bytes_that_are_counted_for_it(scaling, with_entropies, each, dtype):
-    num_tokens, chunk, vocabulary = 256, 64, 4096
-    head, targets = torch.nn.Linear(8, vocabulary), torch.zeros(num_tokens, dtype=torch.long)
+    num_tokens = 256
+    chunk = 64
+    vocabulary = 4096
+    head = torch.nn.Linear(8, vocabulary)
+    targets = torch.zeros(num_tokens, dtype=torch.long)
     hidden = torch.randn(num_tokens, 8, requires_grad=True)
 
     def train():
@@ -272,7 +280,8 @@ def unusual_model(name: str) -> PreTrainedModel:
     ],
 )
 def test_models_that_scale_or_cap_their_logits_are_found_and_scored_right(name, scaling, monkeypatch):
-    model, samples = unusual_model(name), make_samples(8)
+    model = unusual_model(name)
+    samples = make_samples(8)
     assert find_scaling(model) == scaling
     assert_all_close(scored(model, samples, "padded"), row_by_row(model, samples))
     monkeypatch.setattr(head_module, "CPU_ELEMENTS", 5 * len(PIECES))
@@ -280,7 +289,8 @@ def test_models_that_scale_or_cap_their_logits_are_found_and_scored_right(name, 
 
 
 def test_what_a_model_does_to_its_logits_beside_its_configuration_needs_them_whole():
-    model, samples = unusual_model("cohere"), make_samples(8)
+    model = unusual_model("cohere")
+    samples = make_samples(8)
     model.config.logit_scale = 0.5
     assert find_scaling(model) is None
     assert_all_close(scored(model, samples, "padded"), row_by_row(model, samples))
@@ -323,7 +333,7 @@ def test_rows_end_where_nothing_is_left_to_predict():
 @pytest.mark.parametrize("layout", ["padded", "tree", "tree_or_padded", "varlen"])
 def test_tiles_hold_every_row_once_within_the_budget(layout):
     samples = make_samples(50)
-    tiles = [*map(make_tile, plan_tiles(make_rows(samples, completions_of(samples)), layout, 60))]
+    tiles = [*map(lay_out, plan_tiles(make_rows(samples, completions_of(samples)), layout, 60))]
     assert sorted(i for tile in tiles for i in tile.samples) == list(range(50))
     assert max(tile.ids_BT.numel() for tile in tiles) <= 60
     assert plan_tiles([], layout, 60) == []

@@ -29,7 +29,7 @@ from tidemill.common.wire.messages import Choices, SamplingParams
 from tidemill.services.rollout.engines.engine import GenerationRequest
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 from tidemill.services.trainer.groups.group import Group
-from tidemill.services.trainer.groups.group_filter import NO_CHOICES, GroupFilter, Refusal
+from tidemill.services.trainer.groups.group_filter import NO_CHOICES, GroupFilter
 from tidemill.services.trainer.groups.sample import Sample, missing_mask
 from tidemill.services.trainer.policy import head as head_module
 from tidemill.services.trainer.policy.head import (
@@ -73,14 +73,16 @@ def test_the_head_is_a_dense_mask_in_value_and_gradient(
     """Also where the rows of a chunk are padded apart, some of them or each by itself."""
     monkeypatch.setattr(head_module, "PADDED_ELEMENTS", padded_elements)
     monkeypatch.setattr(head_module, "PADDED_SHARE", 1 << 30)
-    rng, vocabulary = np.random.default_rng(0), 37
+    rng = np.random.default_rng(0)
+    vocabulary = 37
     head = kind(8, vocabulary).double()
     hidden_NH = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
     targets_N = torch.from_numpy(rng.integers(0, vocabulary, 50))
     sizes = rng.integers(0, 9, 50)
     rows = [sorted({target, *rng.integers(0, vocabulary, n).tolist()}) if n else []
             for target, n in zip(targets_N.tolist(), sizes, strict=True)]  # fmt: skip
-    of_logprobs_N, of_entropies_N = torch.randn(50).double(), entropies * torch.randn(50).double()
+    of_logprobs_N = torch.randn(50).double()
+    of_entropies_N = entropies * torch.randn(50).double()
 
     def gradients(logprobs_N, entropies_N):
         loss = logprobs_N @ of_logprobs_N + (entropies_N @ of_entropies_N if entropies else 0.0)
@@ -146,9 +148,11 @@ def test_rows_that_are_padded_together_have_the_same_bits_as_ever():
 def reference(policy: Any, samples: Sequence[Sample], temperature: float) -> tuple[list[Tensor], Tensor]:
     """Of each sample's completion tokens the logprobs, a row of the model for each segment; and the gradient
     of `PLAIN_LOSS`."""
-    found, loss = [], torch.zeros((), dtype=torch.float64)
+    found = []
+    loss = torch.zeros((), dtype=torch.float64)
     for sample in samples:
-        logits, start = [], 0
+        logits = []
+        start = 0
         for prompt_ids, num_completion in sample.segments:
             ids = np.concatenate([prompt_ids, sample.completion_ids[start : start + num_completion]])
             whole_TV = policy._model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
@@ -207,7 +211,8 @@ def test_a_reference_is_no_engine_and_scores_over_all_ids():
     policy = make_policy(torch.float64, algorithm=algorithm, passes=2)
     samples = with_masks(make_relatives(8))
     bare = [changed(sample, kept=None) for sample in samples]
-    found, without = policy.precompute(samples), policy.precompute(bare)
+    found = policy.precompute(samples)
+    without = policy.precompute(bare)
     for sample, one, other in zip(samples, found, without, strict=True):
         np.testing.assert_array_equal(one["reference_logprobs"], other["reference_logprobs"])
         is_same = np.array_equal(one["proximal_logprobs"], other["proximal_logprobs"])
@@ -277,9 +282,9 @@ def test_a_group_without_any_masks_is_refused_unless_it_was_trained_so():
     group = Group(0, 0, samples, {i: make_score(0, i, float(i)) for i in range(2)})
     judge = GroupFilter(trainer_config(rollout__sampling={"top_p": 0.9}))
     refusal = judge.apply(group, 0)
-    assert isinstance(refusal, Refusal) and refusal.reason == NO_CHOICES
-    assert isinstance(judge.select(group), Group)
-    assert isinstance(GroupFilter(trainer_config()).apply(group, 0), Group)
+    assert refusal is not None and refusal.reason == NO_CHOICES
+    assert judge.select(group) is None and len(group.samples) == 2
+    assert GroupFilter(trainer_config()).apply(group, 0) is None
 
 
 def test_tokens_of_the_environment_need_no_mask():

@@ -41,7 +41,8 @@ from tidemill.services.trainer.policy.memory.sizes import (
 from tidemill.services.trainer.policy.precision import round_alike
 
 MODELS = Path(__file__).parents[4] / "docs" / "operations" / "models"
-ROWS, WIDTH = 3, 64
+ROWS = 3
+WIDTH = 64
 MANY = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160, "max_position_embeddings": 256}
 
 

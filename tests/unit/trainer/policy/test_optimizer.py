@@ -35,7 +35,8 @@ from tidemill.services.trainer.policy.optimizer import (
     ],
 )
 def test_the_rate_warms_up_and_decays_as_its_schedule_says(fields, expected):
-    config, num_updates = OptimizerConfig(lr=0.8, **fields), len(expected)
+    config = OptimizerConfig(lr=0.8, **fields)
+    num_updates = len(expected)
     rates = [learning_rate(config, update, num_updates) for update in range(num_updates)]
     assert rates == pytest.approx(expected)
     last = 0.0 if config.schedule != "constant" else 0.8

@@ -49,7 +49,8 @@ NORMALISATIONS = ["sequence", "token", "constant"]
 
 
 def test_on_policy_nothing_is_corrected_clipped_or_capped():
-    policy, samples = make_policy(algorithm={"old_logprobs": "recompute"}), make_samples(10)
+    policy = make_policy(algorithm={"old_logprobs": "recompute"})
+    samples = make_samples(10)
     own = [
         changed(sample, rollout_logprobs=logprobs)
         for sample, logprobs in zip(samples, logprobs_of(policy, samples), strict=True)
@@ -91,14 +92,16 @@ def test_a_step_without_any_trained_token_leaves_the_weights(useless, normalisat
 
 
 def test_logprobs_of_an_empty_completion_are_empty():
-    policy, samples = make_policy(), make_samples(3)
+    policy = make_policy()
+    samples = make_samples(3)
     results = logprobs_of(policy, [samples[0], emptied(samples[1]), samples[2]])
     assert [len(result) for result in results] == [samples[0].mask.size, 0, samples[2].mask.size]
     assert results[1].dtype == np.float32
 
 
 def test_logprobs_leave_gradients_alone():
-    policy, samples = make_policy(), make_samples(5)
+    policy = make_policy()
+    samples = make_samples(5)
     accumulate_all(policy, [one_batch(samples)])
     before = gradients_of(policy).clone()
     logprobs_of(policy, samples)
@@ -106,7 +109,8 @@ def test_logprobs_leave_gradients_alone():
 
 
 def test_zero_undoes_what_was_accumulated():
-    policy, samples = make_policy(), make_samples(6)
+    policy = make_policy()
+    samples = make_samples(6)
     accumulate_all(policy, [one_batch(samples)])
     policy.zero()
     train(policy, [one_batch(samples[:2])])
@@ -117,7 +121,8 @@ def test_zero_undoes_what_was_accumulated():
 
 def test_threads_of_the_event_loop_give_the_same_bits_as_the_main_thread():
     samples = make_samples(12)
-    here, there = make_policy(), make_policy()
+    here = make_policy()
+    there = make_policy()
     train(here, [one_batch(samples)])
 
     async def step():
@@ -130,7 +135,8 @@ def test_threads_of_the_event_loop_give_the_same_bits_as_the_main_thread():
 
 @pytest.mark.parametrize("advantage", [1e38, -1e38])
 def test_gradients_that_are_not_finite_skip_the_update(advantage):
-    policy, samples = make_policy(), make_samples(4)
+    policy = make_policy()
+    samples = make_samples(4)
     before = policy.digest()
     samples[2] = changed(samples[2], advantage=advantage * 10)
     result = train(policy, [one_batch(samples)])
@@ -155,13 +161,15 @@ def test_the_rate_follows_the_steps_also_over_a_skipped_one():
 
 def test_bfloat16_stays_near_float32():
     samples = make_samples(16)
-    full, half = make_policy(), make_policy(torch.bfloat16)
+    full = make_policy()
+    half = make_policy(torch.bfloat16)
     for exact, rough in zip(logprobs_of(full, samples), logprobs_of(half, samples), strict=True):
         np.testing.assert_allclose(rough, exact, atol=0.15)
         assert rough.dtype == np.float32
     accumulate_all(full, [one_batch(samples)])
     accumulate_all(half, [one_batch(samples)])
-    exact, rough = gradients_of(full), gradients_of(half)
+    exact = gradients_of(full)
+    rough = gradients_of(half)
     assert rough.dtype == torch.float32  # master weights and their gradients
     assert torch.nn.functional.cosine_similarity(exact, rough, dim=0).item() > 0.99
     assert half.update(10.0).skipped is False
@@ -209,7 +217,8 @@ def sample_from(policy: TransformersPolicy, count: int, generator: torch.Generat
 
 def test_a_checkpoint_continues_bit_by_bit(tmp_path):
     optimizer = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
-    policy, samples = make_policy(optimizer=optimizer), make_samples(16)
+    policy = make_policy(optimizer=optimizer)
+    samples = make_samples(16)
     for start in (0, 4):
         train(policy, [one_batch(samples[start : start + 4])])
     save_state(policy, tmp_path)
@@ -226,7 +235,8 @@ def test_a_checkpoint_continues_bit_by_bit(tmp_path):
 
 def test_what_was_copied_is_written_whatever_the_policy_has_become(tmp_path, monkeypatch):
     """Also where the disk takes it only the second time; the next copy has the new state."""
-    policy, samples = make_policy(), make_samples(8)
+    policy = make_policy()
+    samples = make_samples(8)
     train(policy, [one_batch(samples[:4])])
     expected = {name: tensor.clone() for name, tensor in policy.state().tensors.items()}
     policy.stage_state()
@@ -356,7 +366,8 @@ class Policy:
     """Knows where it is, and fails to come so often."""
 
     def __init__(self, failures: int = 0) -> None:
-        self.is_here, self.failures = True, failures
+        self.is_here = True
+        self.failures = failures
 
     def enter(self) -> None:
         if self.failures:
@@ -370,9 +381,12 @@ class Policy:
 
 async def test_the_device_is_held_from_the_first_call_of_a_step_until_it_is_let_go(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_module, "ENTER_AGAIN_S", 0.01)
-    thread, policy, files = PolicyThread(), Policy(failures=2), [tmp_path / "device-0"]
+    thread = PolicyThread()
+    policy = Policy(failures=2)
+    files = [tmp_path / "device-0"]
     assert await thread.call(lambda: 1) == 1 and not thread.takes_turns
-    other, activity = GpuLock(files), Activity("trainer")
+    other = GpuLock(files)
+    activity = Activity("trainer")
     async with asyncio.timeout(60), thread.taking_turns(GpuLock(files), activity):
         thread.policy = await thread.call(lambda: policy)
         await other.acquire()
@@ -394,7 +408,8 @@ async def test_the_device_is_held_from_the_first_call_of_a_step_until_it_is_let_
 
 async def test_who_cannot_enter_says_so_and_gives_the_device_back(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_module, "ENTER_ATTEMPTS", 1)
-    thread, files = PolicyThread(), [tmp_path / "device-0"]
+    thread = PolicyThread()
+    files = [tmp_path / "device-0"]
     thread.policy = Policy(failures=1)
     async with asyncio.timeout(60), thread.taking_turns(GpuLock(files), Activity("trainer")):
         with pytest.raises(GpuSharingError, match="full"):

@@ -81,7 +81,8 @@ def test_another_number_of_ranks_than_torchrun_started_is_refused(monkeypatch):
 
 def test_ranks_meet_once_each_has_read_its_state(monkeypatch, tmp_path):
     """Else the fastest would wait for the others in a call on GPUs, which gives up after minutes."""
-    policy, events = make_policy(), []
+    policy = make_policy()
+    events = []
     save_state(policy, tmp_path / "state")
     fill = transformers_policy.fill
     monkeypatch.setattr(transformers_policy, "fill", lambda *its: (events.append("read"), fill(*its)))
@@ -198,7 +199,8 @@ class Clock:
 
 
 def test_who_stands_still_is_named_and_who_counts_is_not():
-    store, clock = Store(), Clock()
+    store = Store()
+    clock = Clock()
     beating = [Heartbeats(store, rank, 3, clock) for rank in range(3)]
     for _ in range(4):
         assert [beats.look() for beats in beating] == ["", "", ""]
@@ -224,7 +226,8 @@ def test_a_count_that_does_not_come_back_is_noticed():
 
 def test_a_store_that_is_gone_means_that_rank_0_is_unless_the_run_is_over(monkeypatch):
     monkeypatch.setattr(ranks, "BEAT_S", 0.001)
-    watch, store = RankWatch(), Store()
+    watch = RankWatch()
+    store = Store()
     watch.follow(Heartbeats(store, 1, 2))
     store.is_gone = True
     watch._lost.wait(60)

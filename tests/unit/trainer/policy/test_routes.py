@@ -100,7 +100,8 @@ def expected_term(model: PreTrainedModel, samples: list[Sample], name: str) -> t
 @pytest.mark.parametrize("name", MIXTURES)
 def test_value_and_gradient_are_those_of_the_models_own_logits(name):
     samples = [*make_samples(5), *session_samples(3)]
-    plain, policy = double_policy(model=mixture(name)), double_policy(model=mixture(name), algorithm=ROUTER)
+    plain = double_policy(model=mixture(name))
+    policy = double_policy(model=mixture(name), algorithm=ROUTER)
     sums = [accumulate_all(each, [one_batch(samples)]) for each in (plain, policy)]
     expected = expected_term(plain._model, samples, name)
     assert sums[1].loss_sum - sums[0].loss_sum == pytest.approx(expected.item(), rel=1e-7)
@@ -261,7 +262,8 @@ def test_what_would_have_been_chosen_otherwise_is_counted():
     (sample,) = make_samples(1)
     sample = changed(sample, mask=np.ones_like(sample.mask))
     own = choice_of(model, next(rows_of(sample)))
-    other, source = own.copy(), len(sample.prompt_ids)
+    other = own.copy()
+    source = len(sample.prompt_ids)
     other[source, 1] = (other[source, 1] + 1) % 3
     policy = make_policy(model=model, replays_routes=True)
     sums = policy.accumulate(one_batch([changed(sample, routes=(make_routes(other),))]))
@@ -276,7 +278,8 @@ def test_what_would_have_been_chosen_otherwise_is_counted():
 
 def test_replay_closes_the_gap_to_an_engine_whose_routers_round_otherwise():
     fields = {"experts_implementation": "eager", "num_local_experts": 8}
-    model, engine = make_model("Mixtral", **fields), make_model("Mixtral", **fields)
+    model = make_model("Mixtral", **fields)
+    engine = make_model("Mixtral", **fields)
     for _, router in find_routers(engine):
 
         def route(hidden, router=router):

@@ -27,7 +27,8 @@ def simulated_policy() -> SimulatedPolicy:
 def test_simulated_digests_prove_which_micro_batches_were_trained():
     simulated = simulated_policy()
     samples = make_samples(8)
-    first, second = one_batch(samples[:4]), one_batch(samples[4:])
+    first = one_batch(samples[:4])
+    second = one_batch(samples[4:])
     digests = {simulated.digest()}
     for batches in ([first, second], [second, first], [one_batch(samples)], [first], [first, first]):
         policy = simulated_policy()
@@ -68,7 +69,8 @@ def test_simulated_weights_differ_by_version(tmp_path):
 def test_simulated_metrics_count_as_the_real_ones():
     simulated = simulated_policy()
     samples = [*make_samples(5), masked(make_samples(1)[0])]
-    real, pretended = make_policy().accumulate(one_batch(samples)), simulated.accumulate(one_batch(samples))
+    real = make_policy().accumulate(one_batch(samples))
+    pretended = simulated.accumulate(one_batch(samples))
     for name in ("sequences", "tokens", "denominator"):
         assert getattr(real, name) == getattr(pretended, name)
 

@@ -29,7 +29,8 @@ from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.groups.trie import NodeCount, Trie, common_lengths, in_order, num_common
 from tidemill.services.trainer.policy import trees
 from tidemill.services.trainer.policy.forward import TokenScorer, pick_layout
-from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
+from tidemill.services.trainer.policy.tile import lay_out
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 from tidemill.services.trainer.policy.trees import Tree, rows_at
 
@@ -45,7 +46,9 @@ def array(ids: Sequence[int]) -> np.ndarray:
 def test_each_sequence_is_on_the_path_of_its_last_node(rows, shortest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tries, "SHORTEST", shortest)
-        trie, count, ordered = Trie(), NodeCount(), sorted(map(array, rows), key=in_order)
+        trie = Trie()
+        count = NodeCount()
+        ordered = sorted(map(array, rows), key=in_order)
         commons = common_lengths(ordered)
         assert commons == [0, *(num_common(*pair) for pair in pairwise(ordered))]
         places = []
@@ -66,7 +69,8 @@ def test_each_sequence_is_on_the_path_of_its_last_node(rows, shortest):
 
 
 def test_a_common_beginning_is_a_node_where_it_is_long_enough():
-    trie, count = Trie(), NodeCount()
+    trie = Trie()
+    count = NodeCount()
     common = list(range(10, 20))
     rows = [
         array(ids)
@@ -93,7 +97,8 @@ def families(draw: Any) -> list[Sample]:
     anew; completions from none of the others' tokens to all."""
     samples: list[Sample] = []
     for plain in make_samples(draw(st.integers(2, 9)), seed=draw(st.integers(0, 99))):
-        prompt_ids, ids = plain.prompt_ids, plain.completion_ids
+        prompt_ids = plain.prompt_ids
+        ids = plain.completion_ids
         if samples and draw(st.booleans()):
             other = samples[draw(st.integers(0, len(samples) - 1))]
             prompt_ids = other.prompt_ids
@@ -110,7 +115,9 @@ def single_and_tree(**trainer: Any) -> tuple[TransformersPolicy, TransformersPol
     """Two policies alike: the first has a row for each sample, the second has trees. The model's norms are
     float64, as its weights are."""
     single, tree = (make_policy(torch.float64, model=make_model("GPTNeoX"), **trainer) for _ in range(2))
-    single.layout, single._tile_tokens, tree.layout = "padded", 1, "tree"
+    single.layout = "padded"
+    single._tile_tokens = 1
+    tree.layout = "tree"
     return single, tree
 
 
@@ -126,7 +133,8 @@ def gap_to_single_rows(
     assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-12, abs=1e-12)
     for one, other in zip(logprobs_of(single, samples), logprobs_of(tree, samples), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-    expected, found = gradients_of(single), gradients_of(tree)
+    expected = gradients_of(single)
+    found = gradients_of(tree)
     return float((found - expected).norm() / expected.norm())
 
 
@@ -167,7 +175,8 @@ def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        values, places = torch.randn(50, 64, requires_grad=True), torch.randint(0, 50, (40, 100))
+        values = torch.randn(50, 64, requires_grad=True)
+        places = torch.randint(0, 50, (40, 100))
         gradient = torch.randn(40, 100, 64)
         first, *others = (
             torch.autograd.grad(rows_at(values, places), values, gradient)[0] for _ in range(20)
@@ -184,11 +193,11 @@ def test_a_tile_grows_for_what_is_mostly_there_already():
     prompt = np.arange(100, dtype=np.int32)
     samples = [changed(sample, key=(0, i), prompt_ids=prompt) for i, sample in enumerate(make_samples(12))]
     rows = make_rows(samples, [sample.mask for sample in samples])
-    (tile,) = map(make_tile, plan_tiles(rows, "tree", 110, most_shared=4096))
+    (tile,) = map(lay_out, plan_tiles(rows, "tree", 110, most_shared=4096))
     assert tile.ids_BT.numel() <= 100 + sum(len(row) - 100 for row in rows)
     assert len(plan_tiles(rows, "tree", 110)) > 2
     few = plan_tiles(make_rows(make_samples(12), [s.mask for s in make_samples(12)]), "tree_or_padded", 60)
-    assert any(layout == "padded" for layout, _ in few), "nothing in common: padded rows"
+    assert any(tile.layout == "padded" for tile in few), "nothing in common: padded rows"
 
 
 def test_a_window_that_only_the_mask_knows_gives_no_tree():

@@ -64,7 +64,8 @@ def test_a_steps_use_is_over_all_ranks():
 
 def test_a_profiled_step_has_the_same_bits(tmp_path):
     batches = [one_batch(make_samples(8))]
-    plain, watched = make_policy(), make_policy()
+    plain = make_policy()
+    watched = make_policy()
     watched.profile(tmp_path)
     results = train(plain, batches), train(watched, batches)
     watched.profile(None)
@@ -130,7 +131,8 @@ def test_layers_that_attend_to_no_token_have_no_pairs():
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
 def test_weights_that_are_not_trained_count_less(lora):
     flops = make_policy(lora=lora).usage().flops
-    body, adapters = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), 0
+    body = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    adapters = 0
     if lora:
         linears = [(32, 32)] * 2 + [(32, 16)] * 2 + [(32, 64)] * 3
         adapters = 2 * 2 * sum(map(sum, linears))

@@ -98,7 +98,8 @@ def test_float32_and_a_base_every_version_write_in_full(tmp_path, dtype):
 
 
 def test_adapters_and_value_heads_travel_as_far_as_they_go(tmp_path):
-    store, policy = WeightStore(tmp_path), policy_in_bf16(lora={"rank": 4, "alpha": 8})
+    store = WeightStore(tmp_path)
+    policy = policy_in_bf16(lora={"rank": 4, "alpha": 8})
     first = write_version(store, 0, policy)
     with torch.no_grad():
         for name, parameter in policy._parameters:
@@ -115,7 +116,8 @@ def test_bits_count_not_values():
     policy = policy_in_bf16()
     before = policy.compare_weights()
     weight = next(policy._model.parameters()).detach().view(-1)
-    weight[0], weight[1] = 0.0, float("nan")
+    weight[0] = 0.0
+    weight[1] = float("nan")
     policy.compare_weights()
     weight[0] = -0.0
     state = policy.compare_weights()
@@ -166,14 +168,16 @@ def test_a_trainer_that_has_just_started_writes_a_damaged_version_again(tmp_path
     written = write_version(WeightStore(tmp_path), 0, make_policy(dtype=dtype))
     (path,) = verified_files(tmp_path, written)
     os.truncate(path, 100)
-    store, again = WeightStore(tmp_path), make_policy(dtype=dtype)
+    store = WeightStore(tmp_path)
+    again = make_policy(dtype=dtype)
     manifest = store.finish(store.begin_again(written, again))
     assert manifest.digest == written.digest
     assert_leads_there(tmp_path, manifest, again)
 
 
 def test_a_delta_to_weights_that_are_not_there_is_refused(tmp_path):
-    policy, store = policy_in_bf16(), WeightStore(tmp_path)
+    policy = policy_in_bf16()
+    store = WeightStore(tmp_path)
     write_version(store, 0, policy)
     change(policy, 0.01, 1)
     delta = write_version(store, 1, policy)
@@ -187,7 +191,8 @@ def test_a_delta_to_weights_that_are_not_there_is_refused(tmp_path):
 
 
 def test_a_disk_that_is_full_beside_the_step_is_told_and_can_be_tried_again(tmp_path, monkeypatch):
-    policy, store = policy_in_bf16(), WeightStore(tmp_path)
+    policy = policy_in_bf16()
+    store = WeightStore(tmp_path)
     write_version(store, 0, policy)
     change(policy, 0.01, 1)
     state = policy.compare_weights()
@@ -235,7 +240,8 @@ def events(monkeypatch):
             found.append(("follows training", 0))
 
         def record_event(self):
-            number, self.num_copies = self.num_copies, self.num_copies + 1
+            number = self.num_copies
+            self.num_copies = self.num_copies + 1
             found.append(("begun", number))
             return SimpleNamespace(synchronize=lambda: found.append(("arrived", number)))
 
@@ -252,7 +258,8 @@ def events(monkeypatch):
 
 
 def test_copies_wait_for_training_once_and_run_ahead_of_who_writes(events):
-    copies, tensors = HostCopies(), [torch.full((size,), size, dtype=torch.int16) for size in (3, 5, 4)]
+    copies = HostCopies()
+    tensors = [torch.full((size,), size, dtype=torch.int16) for size in (3, 5, 4)]
     copies.follow(tensors)
     for number, (found, tensor) in enumerate(zip(copies.read(tensors), tensors, strict=True)):
         events.append(("written", number))
@@ -265,7 +272,9 @@ def test_copies_wait_for_training_once_and_run_ahead_of_who_writes(events):
 
 def test_weights_are_back_on_the_device_when_the_thread_that_writes_them_may_read(monkeypatch):
     """It reads on a stream of its own, which does not wait for copies that are only enqueued."""
-    policy, is_enqueued, to = make_policy(dtype=torch.bfloat16), list[bool](), torch.Tensor.to
+    policy = make_policy(dtype=torch.bfloat16)
+    is_enqueued = list[bool]()
+    to = torch.Tensor.to
     policy.compare_weights()
     policy._device = torch.device("meta")
 

@@ -61,7 +61,8 @@ def test_the_run_folder_may_itself_be_reached_through_a_link(tmp_path):
 
 
 def test_a_failed_write_leaves_no_version_behind(tmp_path):
-    store, policy = WeightStore(tmp_path), Policy(1.0)
+    store = WeightStore(tmp_path)
+    policy = Policy(1.0)
     policy.fails = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(StorageError, match=r"the weights of version 4 .*No space left") as caught:
         write_version(store, 4, policy)
@@ -152,7 +153,8 @@ def test_a_manifest_cannot_name_a_path_outside_of_the_weights(tmp_path, folder, 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_a_link_that_leaves_the_run_is_refused(tmp_path, what):
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     manifest = write_version(WeightStore(run), 1, Policy(1.0))
     folder = run / "weights" / manifest.folder
     path = folder / "a.safetensors" if what == "file" else folder

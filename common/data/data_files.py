@@ -1,0 +1,382 @@
+"""Reads rows from files, datasets of the Hugging Face hub, and Python code.
+
+Each row comes with its origin (such as file and line), for messages. JSONL, datasets of the hub
+(`hub:OWNER/NAME`, optionally with `/CONFIG` and `@SPLIT`, split `train` otherwise) and folders of
+`save_to_disk` (with `@SPLIT`) can be read in any order, and their rows are not held in memory, only 16 bytes
+for each line of a JSONL file. `my_env.py:MyEnv.rows` names a list of rows, or a function that returns them,
+so that an environment may own its data.
+"""
+
+import csv
+import glob
+import json
+import os
+import re
+import runpy
+import sys
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tidemill.common.data.arrow_values import Convert, check_names, convert, converter_of
+from tidemill.common.data.json_values import parse_json
+from tidemill.common.errors import ConfigError
+from tidemill.common.files import did_you_mean
+from tidemill.common.run.hub import told_while_waiting
+
+JSONL = (".jsonl", ".ndjson", ".json")
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""File suffix -> separator between values."""
+PARQUET = (".parquet", ".pq")
+EXPECTED = ".jsonl, .json, .csv, .tsv or .parquet"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some Windows tools put one before the first line."""
+
+HUB = "hub:"
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""One of these files is in a folder of `save_to_disk`: of one dataset, or of its splits."""
+_HUB_NAME = re.compile(r"hub:(?P<name>[^/@]+(?:/[^/@]+)?)(?:/(?P<config>[^/@]+))?(?:@(?P<split>.+))?")
+_USERS_ROWS = re.compile(r"\.py:[A-Za-z_][\w.]*$")
+
+Located = tuple[str, dict[str, Any]]
+"""A row's origin, for messages, and its columns."""
+
+
+class RowFile(ABC):
+    """A file whose rows can be read in any order."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Located:
+        """Row number `index`, read from the file now."""
+
+    def __iter__(self) -> Iterator[Located]:
+        return (self[index] for index in range(len(self)))
+
+
+class JsonlFile(RowFile):
+    """The lines of a JSONL file that are not empty, with an index of their offsets."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begins = array("q")
+        self._numbers = array("q")
+        self._file = open(path, "rb")  # noqa: SIM115 (for as long as the run reads prompts)
+        begin = 0
+        for number, line in enumerate(self._file, 1):
+            if line.removeprefix(BYTE_ORDER_MARK).strip():
+                self._begins.append(begin)
+                self._numbers.append(number)
+            begin += len(line)
+        self._written = self._when_written()
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> Located:
+        """One line. Raises ConfigError: it is no JSON object, or the file was written since, so that lines
+        moved."""
+        if self._when_written() != self._written:
+            raise ConfigError(f"dataset {self.path} was changed while the run reads it; start the run again.")
+        self._file.seek(self._begins[index])
+        line = self._file.readline()
+        number = self._numbers[index]
+        origin = f"{self.path} line {number}"
+        return origin, _parse_line(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, origin)
+
+    def _when_written(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_mtime_ns, status.st_size
+
+
+class TableFile(RowFile):
+    """A table that the package `datasets` has opened; `path` names it in messages."""
+
+    def __init__(self, path: str, open_it: Callable[[Any], Any]) -> None:
+        """`open_it` gets the package.
+
+        Raises:
+            ConfigError: the package is not installed, or it cannot open this.
+        """
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(
+                f"dataset {path} needs the package datasets, which is not installed here: "
+                "pip install 'tidemill[datasets]'"
+            ) from None
+        self.path = path
+        try:
+            # As Arrow's values: the package's own reading of JSON rounds numbers. And a folder of
+            # `save_to_disk` may ask for tensors, or for some of its columns only.
+            self._table = open_it(datasets).with_format("arrow")
+            self._converters = _converters_of(self._table.data.schema)
+        except Exception as error:  # the library raises its own, OSErrors, and those of several HTTP clients
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(f"dataset {path} cannot be opened: {lines[0]}") from None
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Located:
+        origin = f"{self.path} row {index}"
+        (columns,) = self._table[index].to_pylist()
+        return origin, _convert_columns(self._converters, columns, origin)
+
+
+def files_of(paths: str | Path | Sequence[str | Path]) -> list[str]:
+    """One path or several as a list, with patterns such as `data/*.parquet` expanded, sorted by name.
+
+    Raises:
+        ConfigError: there is no path, or a pattern matches no file.
+    """
+    patterns = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not patterns:
+        raise ConfigError("a dataset needs at least one file; got an empty list.")
+    files: list[str] = []
+    for path in map(str, patterns):
+        if not glob.has_magic(path) or Path(path).exists() or is_hub_dataset(path):
+            files.append(path)
+            continue
+        kinds = (*JSONL, *TABLES, *PARQUET)
+        matches = sorted(file for file in glob.glob(path, recursive=True) if file.lower().endswith(kinds))
+        if not matches:
+            raise ConfigError(
+                f"dataset {path}: no file has such a name and ends in {EXPECTED}. Relative paths in a config "
+                "start at the config's folder."
+            )
+        files += matches
+    return files
+
+
+def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
+    """The rows of one file; a `RowFile` where `is_streamed`.
+
+    Raises:
+        ConfigError: it is missing, damaged, of an unknown kind, or cannot be streamed.
+        OSError: it cannot be read.
+    """
+    if is_hub_dataset(path):
+        return _open_hub_dataset(path)
+    if _USERS_ROWS.search(path):
+        rows = _read_users_rows(path)
+    else:
+        file = Path(path)
+        suffix = _suffix_of(file)
+        if suffix in JSONL and not (suffix == ".json" and _is_document(file)):
+            return JsonlFile(file)
+        if suffix in PARQUET and is_streamed:
+            # Converted once, into the cache of datasets.
+            return TableFile(path, lambda ds: ds.load_dataset("parquet", data_files=path, split="train"))
+        if suffix in TABLES:
+            rows = _read_table(file)
+        elif suffix in PARQUET:
+            rows = _read_parquet(file)
+        else:
+            rows = _read_document(file)
+    if is_streamed:
+        raise ConfigError(
+            f"dataset {path} cannot be read row by row, as data.stream wants it; make it .jsonl or .parquet."
+        )
+    return rows
+
+
+def split_of(path: str) -> tuple[str, str]:
+    """`folder@test` as folder and split; the split is empty where the path names none."""
+    folder, at, split = path.rpartition("@")
+    return (folder, split) if at and Path(folder).is_dir() else (path, "")
+
+
+def is_hub_dataset(path: str) -> bool:
+    """Whether the package `datasets` has to open this path."""
+    folder = Path(split_of(path)[0])
+    return path.startswith(HUB) or any((folder / name).is_file() for name in SAVED)
+
+
+def _open_hub_dataset(path: str) -> TableFile:
+    """A dataset of the hub, downloaded unless it is cached, or a folder of `save_to_disk`."""
+    if not path.startswith(HUB):
+        return TableFile(path, lambda datasets: _saved(datasets, *split_of(path)))
+    if (match := _HUB_NAME.fullmatch(path)) is None:
+        raise ConfigError(
+            f"dataset {path}: expected hub:OWNER/NAME, with /CONFIG and @SPLIT where they are wanted, such "
+            "as hub:openai/gsm8k/main@train."
+        )
+    name = match["name"]
+    config = match["config"]
+    split = match["split"] or "train"
+
+    def load(datasets: Any) -> Any:
+        with told_while_waiting(path):
+            return datasets.load_dataset(name, config, split=split)
+
+    return TableFile(path, load)
+
+
+def _saved(datasets: Any, folder: str, split: str) -> Any:
+    dataset = datasets.load_from_disk(folder)
+    if isinstance(dataset, datasets.DatasetDict):
+        return dataset[split or "train"]
+    if split:
+        raise ValueError(f"it has no splits, so it has no {split!r}")
+    return dataset
+
+
+def _suffix_of(file: Path) -> str:
+    if file.is_dir():
+        raise ConfigError(f"dataset {file} is a folder; name the files in it, such as {file}/*.parquet.")
+    if not file.exists():
+        raise ConfigError(
+            f"dataset {file} does not exist.{did_you_mean(file)} "
+            "Relative paths in a config start at the config's folder."
+        )
+    suffix = file.suffix.lower()
+    if suffix not in (*JSONL, *TABLES, *PARQUET):
+        raise ConfigError(f"dataset {file} ends in {suffix or 'nothing'}; expected {EXPECTED}.")
+    return suffix
+
+
+def _is_document(file: Path) -> bool:
+    """Whether a file is one JSON list. No line of a JSONL dataset begins like that: each is an object."""
+    with open(file, "rb") as content:
+        return content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+
+
+def _parse_line(line: bytes, origin: str) -> dict[str, Any]:
+    try:
+        columns = parse_json(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin} is not UTF-8 text (byte {error.start + 1} of the line).") from None
+    except RecursionError:
+        raise ConfigError(f"{origin} is nested too deep to be read.") from None
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at column {error.colno}"
+        hint = " The file looks like one JSON document." if line.strip() in (b"[", b"{") else ""
+        raise ConfigError(
+            f"{origin} is not valid JSON: {where}.{hint} Expected one JSON object on each line."
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{origin} cannot be read: {error}.") from None
+    if not isinstance(columns, dict):
+        raise ConfigError(
+            f"{origin} holds {in_words(columns)}; expected a JSON object with columns, one on each line."
+        )
+    return columns
+
+
+def _read_document(file: Path) -> Iterator[Located]:
+    try:
+        rows = parse_json(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"dataset {file} is not valid JSON: {error}.") from None
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{file} row {number} is no JSON object; expected a list of objects.")
+        yield f"{file} row {number}", row
+
+
+def _read_table(file: Path) -> Iterator[Located]:
+    """The rows of a CSV or TSV file, with their lines; all columns are text, and empty values become None."""
+    csv.field_size_limit(sys.maxsize)  # a value may be a whole document
+    with open(file, encoding="utf-8-sig", newline="") as lines:
+        rows = csv.DictReader(lines, delimiter=TABLES[file.suffix.lower()], strict=True)
+        origin = f"{file} line 1"
+        while True:
+            try:
+                if rows.fieldnames is not None:  # the first line is read now, if it was not
+                    check_names(rows.fieldnames)
+                    origin = f"{file} line {rows.line_num + 1}"
+                row = next(rows, None)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{file} is not UTF-8 text: {error.reason}.") from None
+            except csv.Error as error:
+                raise ConfigError(f"{origin} is not valid CSV: {error}.") from None
+            except ValueError as error:
+                raise ConfigError(f"{file} line 1: {error}.") from None
+            if row is None:
+                return
+            if None in row:
+                raise ConfigError(f"{origin} has more values than the first line has names.")
+            if None in row.values():  # an empty value is text
+                raise ConfigError(
+                    f"{origin} has fewer values than the first line has names; write a separator for each "
+                    "value that is empty."
+                )
+            yield origin, {name: value or None for name, value in row.items()}
+
+
+def _read_parquet(file: Path) -> Iterator[Located]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            converters = _converters_of(table.schema_arrow)
+            number = 0
+            for batch in table.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    origin = f"{file} row {number}"
+                    yield origin, _convert_columns(converters, row, origin)
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"dataset {file} is not a whole Parquet file: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"dataset {file} cannot be read: {error}.") from None
+
+
+def _converters_of(schema: Any) -> dict[str, Convert | None]:
+    """Column -> how its values become plain ones. Raises ValueError: two columns have one name."""
+    check_names(schema.names)
+    return {field.name: converter_of(field.type) for field in schema}
+
+
+def _convert_columns(
+    converters: Mapping[str, Convert | None], columns: Mapping[str, Any], origin: str
+) -> dict[str, Any]:
+    """The columns of a row as plain values. Raises ConfigError: one of them is damaged."""
+    plain = {}
+    for name, value in columns.items():
+        try:
+            plain[name] = convert(converters[name], value)
+        except ValueError as error:
+            raise ConfigError(f"{origin}: column {name!r} cannot be read: {error}.") from None
+    return plain
+
+
+def _read_users_rows(reference: str) -> Iterator[Located]:
+    file, _, name = reference.rpartition(":")
+    if not Path(file).is_file():
+        raise ConfigError(
+            f"dataset {reference}: the file {file} does not exist.{did_you_mean(Path(file))} "
+            "Relative paths in a config start at the config's folder."
+        )
+    try:
+        if (folder := str(Path(file).resolve().parent)) not in sys.path:
+            sys.path.append(folder)  # modules beside it can be imported, but never hide installed ones
+        rows = attrgetter(name)(SimpleNamespace(**runpy.run_path(file)))
+        rows = rows() if callable(rows) else rows
+        if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
+            raise TypeError(f"{name} gives {type(rows).__name__}; expected dicts, one a row")
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {number} is {in_words(row)}; expected a dict with columns")
+            yield f"{reference} row {number}", dict(row)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"dataset {reference} cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def in_words(value: Any) -> str:
+    """Describes a value in a message: its type, and the beginning of its `repr`."""
+    if value is None:
+        return "null"
+    number = "a number"
+    names = {bool: "a boolean", int: number, float: number, str: "text", list: "a list", dict: "an object"}
+    text = repr(value)
+    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 40 else text[:37] + '...'}"

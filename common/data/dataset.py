@@ -1,0 +1,402 @@
+"""The rows of a run's datasets, with errors that name file, line and columns; files are in `data_files.py`.
+
+Known columns: verl's `prompt` (text, or a list of chat messages), `data_source`, `reward_model.ground_truth`,
+`extra_info`; GSM8K's `question`, and `answer` ending in `#### <number>`; the usual names in `PROMPTS` and
+`TRUTHS`; and others as `data.columns` maps them. All other columns go to `extra`, where reward functions find
+them, and so does a prompt that is a chat. A `Row` from this module is complete, and holds only what a message
+can carry.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, time
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from tidemill.common.data.data_files import Located, RowFile, files_of, in_words, open_rows
+from tidemill.common.errors import ConfigError
+from tidemill.common.wire.surrogates import REMEDY, find_halves
+
+if TYPE_CHECKING:
+    from tidemill.common.config.data import DataConfig, SourceConfig
+
+PROMPT = "prompt"
+"""The column with the prompt; also the key in `extra` of a prompt that is a chat."""
+PROMPTS = (PROMPT, "messages", "question", "problem")
+"""The first of these that a row has holds its prompt, where `data.columns` names none."""
+TRUTHS = ("reward_model.ground_truth", "ground_truth", "solution", "answer")
+"""The first of these that a row has is its ground truth."""
+COMPLETIONS = ("completion", "response", "answer")
+"""The first of these that a demonstration has is its completion, unless it is a chat that holds it."""
+IDS = ("prompt_ids", "completion_ids")
+"""Columns of a tokenized demonstration; `loss_mask` may say which completion tokens are trained."""
+GSM8K_SOURCE = "openai/gsm8k"
+"""verl's `data_source` for GSM8K."""
+MAX_SHOWN_COLUMNS = 20
+
+ChatMessage = dict[str, Any]
+"""A chat message: `role` and `content`, both text; other keys go to the chat template unchanged."""
+
+_FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a dataset: `number` counts over all files from 0, `origin` names it in messages, and
+    `source` is the name of the set where the run has several. `completion` is that of a demonstration: text,
+    the messages after the prompt, or columns with ids (`IDS`).
+
+    Example: `prompt` "2+2=", `data_source` "arith", `ground_truth` "4", `extra` {}, `number` 0, `origin`
+    "train.jsonl line 1".
+    """
+
+    prompt: str | list[ChatMessage]
+    data_source: str
+    ground_truth: Any
+    extra: dict[str, Any]
+    number: int
+    origin: str
+    source: str = ""
+    completion: str | list[ChatMessage] | dict[str, Any] | None = None
+
+
+class StreamedRows(Sequence[Row]):
+    """Rows that are read from disk and parsed on access: at most the first `max_rows` of several files in
+    order. `parse` makes a row from its columns and origin, and its number."""
+
+    def __init__(
+        self,
+        files: Sequence[RowFile],
+        parse: Callable[[Located, int], Row],
+        max_rows: int | None = None,
+    ) -> None:
+        self._files = files
+        self._parse = parse
+        count = sum(len(file) for file in files)
+        self._count = count if max_rows is None else min(count, max_rows)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, key: int) -> Row: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Row]: ...
+    def __getitem__(self, key: int | slice) -> Row | list[Row]:
+        if isinstance(key, slice):
+            return [self[number] for number in range(*key.indices(self._count))]
+        if not 0 <= key < self._count:
+            raise IndexError(key)
+        index = key
+        for file in self._files:
+            if index < len(file):
+                break
+            index -= len(file)
+        return self._parse(file[index], key)
+
+
+Opener = Callable[[str, bool], Iterable[Located]]
+"""Opens the rows of a path; the second argument asks for a `RowFile`."""
+
+
+def read_training_rows(
+    data: "DataConfig",
+    sources: "Sequence[SourceConfig] | None" = None,
+    opener_of: "Callable[[SourceConfig], Opener]" = lambda _: open_rows,
+) -> dict[str, Sequence[Row]]:
+    """The training rows by name of their source, for all sources of the config or for `sources`; without
+    sources, the rows of `data.train` under the name "". `opener_of` makes the opener of a source.
+
+    Raises:
+        ConfigError: as `read_rows`.
+    """
+    if data.sources:
+        return {
+            source.name: read_rows(
+                source.path, data.of_source(source), data.max_rows, source, data.stream, opener_of(source)
+            )
+            for source in (data.sources if sources is None else sources)
+        }
+    return {"": read_rows(data.train_files, data, data.max_rows, is_streamed=data.stream)}
+
+
+def read_evaluation_rows(data: "DataConfig", max_rows: int | None = None) -> dict[str, Sequence[Row]]:
+    """The rows of each evaluation set by its name, at most the first `max_rows` of each. Where training has
+    sources, `source` of a row is its set's name. Raises ConfigError: as `read_rows`."""
+    sets = {name: read_rows(path, data, max_rows) for name, path in data.eval.items()}
+    if not data.sources:
+        return sets
+    named: dict[str, Sequence[Row]] = {}
+    for name, rows in sets.items():
+        named[name] = [replace(row, source=name) for row in rows]
+    return named
+
+
+def read_rows(
+    paths: str | Path | Sequence[str | Path],
+    data: "DataConfig",
+    max_rows: int | None = None,
+    source: "SourceConfig | None" = None,
+    is_streamed: bool = False,
+    opener: Opener = open_rows,
+) -> Sequence[Row]:
+    """The rows of one file or several, in order, under the names of `data.columns`.
+
+    Args:
+        paths: files, patterns, datasets of the hub, or rows of Python code.
+        data: names columns, and says whether a row needs a ground truth; otherwise a missing one is null.
+        max_rows: number of rows to read, from the beginning.
+        source: the source that the rows belong to.
+        is_streamed: whether rows stay on disk and are read on access.
+        opener: opens the rows of a path.
+
+    Raises:
+        ConfigError: a file is missing, empty, of an unknown kind or damaged, or a row lacks something. The
+            message names the file and the line (JSONL, from 1) or the row (Parquet, from 0). For a row that
+            is streamed, it is raised on access.
+    """
+
+    def parse(located: Located, number: int) -> Row:
+        if source is not None and source.is_imitated:
+            return _of_source(parse_demonstration(located, number, data.columns), source)
+        return _of_source(parse_row(located, number, data.columns, data.needs_truth), source)
+
+    rows: list[Row] = []
+    files: list[RowFile] = []
+    for path in files_of(paths):
+        try:
+            opened = opener(path, is_streamed)
+            num_before = len(rows)
+            if isinstance(opened, RowFile) and is_streamed:
+                files.append(opened)
+                is_empty = not len(opened)
+            else:
+                for located in opened:
+                    if max_rows is not None and len(rows) >= max_rows:
+                        return rows
+                    rows.append(parse(located, len(rows)))
+                is_empty = len(rows) == num_before
+        except OSError as error:
+            raise ConfigError(f"cannot read dataset {path}: {error.strerror or error}.") from None
+        if is_empty:
+            raise ConfigError(f"dataset {path} has no rows; give a file with at least one.")
+    return StreamedRows(files, parse, max_rows) if is_streamed else rows
+
+
+def _of_source(row: Row, source: "SourceConfig | None") -> Row:
+    if source is None:
+        return row
+    name = row.data_source or source.data_source or source.name
+    chosen = {"environment": source.environment} if source.environment else {}
+    return replace(row, source=source.name, data_source=name, extra=chosen | row.extra)
+
+
+def gsm8k_answer(answer: str) -> str | None:
+    """The number after the last `####` of a GSM8K answer, without commas; None where there is none.
+
+    >>> gsm8k_answer("1,000 + 80 = 1,080. #### 1,080")
+    '1080'
+    """
+    match = _FINAL_ANSWER.search(answer)
+    return match[1].replace(",", "") if match else None
+
+
+def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_truth: bool) -> Row:
+    """Make a row from its columns. Raises ConfigError: it lacks something."""
+    origin = located[0]
+    columns = _renamed(located[1], names, located[0])
+    _check_text(columns, origin)
+    column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
+    if columns.get(column) is None:
+        raise _missing(origin, f"column {column!r} (the prompt)", columns)
+    prompt = _parse_prompt(columns[column], column, origin)
+    reserved = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
+    if _is_gsm8k(columns, column):
+        columns |= {"data_source": GSM8K_SOURCE, "ground_truth": _final_answer(columns["answer"], origin)}
+        reserved.discard("question")
+    source = columns.get("data_source")
+    info = columns.get("extra_info")
+    if source is not None and not isinstance(source, str):
+        raise _wrong(origin, "data_source", "text", source)
+    if info is not None and not isinstance(info, dict):
+        raise _wrong(origin, "extra_info", "an object", info)
+    others = {name: value for name, value in columns.items() if name not in reserved and value is not None}
+    if column != PROMPT and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        # Data for fine-tuning: the last message is an answer, not the beginning of one.
+        columns = {"answer": prompt[-1]["content"]} | columns
+        prompt = prompt[:-1]
+        if not prompt:
+            raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
+    truth = _sendable(_find_ground_truth(columns, origin, needs_truth), origin, "ground_truth")
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise ConfigError(
+            f"{origin}: the ground truth is {truth}, which no answer equals; expected a finite number, text, "
+            "or null where the reward needs none."
+        )
+    # Reward functions may need the chat itself; the model reads its rendered text.
+    chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
+    extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")
+    return Row(prompt, source or "", truth, extra, number, origin)
+
+
+def parse_demonstration(located: Located, number: int, names: Mapping[Any, str]) -> Row:
+    """Make a demonstration from its columns: a chat that ends with the assistant, or a prompt and a
+    completion, both as text or as messages, or ids. Raises ConfigError: it lacks something."""
+    origin = located[0]
+    columns = _renamed(located[1], names, located[0])
+    _check_text(columns, origin)
+    if not isinstance(source := columns.get("data_source") or "", str):
+        raise _wrong(origin, "data_source", "text", source)
+    if columns.get(IDS[1]) is not None:
+        return Row(str(columns.get(PROMPT) or ""), source, None, {}, number, origin, completion=columns)
+    column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
+    if columns.get(column) is None:
+        raise _missing(origin, f"column {column!r} (the prompt)", columns, (*PROMPTS, *COMPLETIONS))
+    prompt = _parse_prompt(columns[column], column, origin)
+    completion_columns = [name for name in COMPLETIONS if columns.get(name) is not None]
+    if completion_columns:
+        completion = _parse_prompt(columns[completion_columns[0]], completion_columns[0], origin)
+    elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        # The completion starts with the assistant's first message.
+        first = next(index for index, message in enumerate(prompt) if message["role"] == "assistant")
+        completion = prompt[first:]
+        prompt = prompt[:first]
+    else:
+        subject = (
+            f"column {COMPLETIONS[0]!r} (what is imitated; or an assistant's message at the end of a chat)"
+        )
+        raise _missing(origin, subject, columns, (*PROMPTS, *COMPLETIONS))
+    if not prompt:
+        raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
+    if isinstance(completion, list) and completion[-1]["role"] != "assistant":
+        raise _wrong(
+            origin,
+            completion_columns[0],
+            "messages of which the last is the assistant's",
+            completion[-1]["role"],
+        )
+    return Row(prompt, source, None, {}, number, origin, completion=completion)
+
+
+def _check_text(columns: Mapping[str, Any], origin: str) -> None:
+    """Raises ConfigError: a text of the row cannot be encoded."""
+    if half := next(find_halves(columns, ""), None):
+        raise ConfigError(f"{origin}: {half}; {REMEDY}.")
+
+
+def _is_gsm8k(columns: Mapping[str, Any], column: str) -> bool:
+    """Whether a row has GSM8K's layout. A plain `answer` (without `####`) is the ground truth itself."""
+    has_truth = columns.get("reward_model") is not None or "ground_truth" in columns
+    has_answer = isinstance(columns.get("answer"), str) and "####" in columns["answer"]
+    return has_answer and not has_truth and columns[column] == columns.get("question")
+
+
+def _final_answer(answer: str, origin: str) -> str:
+    if (number := gsm8k_answer(answer)) is None:
+        raise ConfigError(
+            f"{origin}: column 'answer' must end in '#### <number>' (GSM8K), got the end {answer[-40:]!r}."
+        )
+    return number
+
+
+def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessage]:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ConfigError(f"{origin}: column {column!r} is empty; expected the text of a prompt.")
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise _wrong(origin, column, "text or a list of chat messages", prompt)
+    messages = []
+    for position, message in enumerate(prompt):
+        if not isinstance(message, dict):
+            raise _wrong(origin, f"{column}[{position}]", "an object with role and content", message)
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise _wrong(origin, f"{column}[{position}].{key}", "text", message.get(key))
+        # Parquet adds nulls for keys that only other messages have.
+        messages.append({key: value for key, value in message.items() if value is not None})
+    return messages
+
+
+def _find_ground_truth(columns: Mapping[str, Any], origin: str, needs_truth: bool) -> Any:
+    """The first of `TRUTHS` that the row has. Null is allowed; absence only where no reward needs a truth."""
+    model = columns.get("reward_model")
+    if isinstance(model, dict) and "ground_truth" in model:
+        return model["ground_truth"]
+    if not isinstance(model, dict | None) and "ground_truth" not in columns:
+        raise _wrong(origin, "reward_model", "an object with ground_truth", model)
+    for name in TRUTHS:
+        if name in columns:
+            return columns[name]
+    if needs_truth:
+        raise _missing(origin, f"the truth, {TRUTHS[0]!r} (write null where the reward needs none),", columns)
+    return None
+
+
+def _sendable(value: Any, origin: str, where: str) -> Any:
+    """The value as plain numbers, text, lists and maps with text keys, as messages need them."""
+    if isinstance(value, dict):
+        return {str(key): _sendable(item, origin, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sendable(item, origin, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(f"{origin}: {where} holds {value}, more than 64 bits; write it as text.")
+    if value is None or isinstance(value, str | int | float | bytes):
+        return value
+    raise ConfigError(
+        f"{origin}: {where} is of type {type(value).__name__}; use numbers, text, lists and objects."
+    )
+
+
+def _renamed(columns: Mapping[str, Any], names: Mapping[Any, str], origin: str) -> dict[str, Any]:
+    """The columns, with those that `names` maps (our name -> the dataset's) also under our names: the
+    original ones stay for an environment's `reset`. `a.b` is `b` inside of `a`.
+
+    Raises:
+        ConfigError: a column that is named is missing.
+    """
+    result = dict(columns)
+    for name, theirs in names.items():
+        value: Any = columns
+        # A column's own name may contain a dot.
+        for key in [theirs] if theirs in columns else theirs.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                raise _missing(origin, f"column {theirs!r} (data.columns: {{{name}: {theirs}}})", columns, ())
+            value = value[key]
+        if name == "ground_truth":
+            result.pop("reward_model", None)
+        result[name] = value
+    return result
+
+
+def _wrong(origin: str, where: str, expected: str, value: Any) -> ConfigError:
+    return ConfigError(f"{origin}: {where} must be {expected}, got {in_words(value)}.")
+
+
+def _missing(
+    origin: str, subject: str, columns: Mapping[str, Any], accepted: Iterable[str] = (*PROMPTS, *TRUTHS)
+) -> ConfigError:
+    """The error for a row without `subject`; it shows the columns, similar names, and all known names."""
+    names = [repr(name) for name in columns]
+    listed = ", ".join(names[:MAX_SHOWN_COLUMNS]) or "none"
+    more = f" and {len(names) - MAX_SHOWN_COLUMNS} more" if len(names) > MAX_SHOWN_COLUMNS else ""
+    accepted_names = list(accepted)
+    near = []
+    for name in columns:
+        close = difflib.get_close_matches(name.lower(), accepted_names, 1, 0.7)
+        if close and name not in accepted_names:
+            near.append(f"{name!r} looks like {close[0]!r}")
+    hint = f" {'; '.join(near[:3])}." if near else ""
+    return ConfigError(
+        f"{origin}: {subject} is missing; the columns are {listed}{more}.{hint} A prompt is looked for in "
+        f"{', '.join(PROMPTS)}; a truth in {', '.join(TRUTHS)}. Other names: data.columns, such as "
+        "{prompt: instruction, ground_truth: meta.label}."
+    )

@@ -1,0 +1,190 @@
+"""Measures prompts as the model will read them, without its libraries; converts epochs to steps.
+
+Needs a model folder with a tokenizer.json.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
+from tidemill.common.data.dataset import ChatMessage, Row, read_training_rows
+from tidemill.common.errors import ConfigError
+from tidemill.common.run.chat_template import ChatTemplate, RenderError
+from tidemill.common.run.hub import told_while_waiting
+from tidemill.common.run.special_tokens import num_appended
+
+BATCH_ROWS = 1024
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def plain_prompt(row: Row, data: DataConfig) -> str:
+    """The text of a prompt without a chat template. Raises ConfigError: the prompt is a chat."""
+    if isinstance(row.prompt, str):
+        return row.prompt + data.prompt_suffix
+    if len(row.prompt) == 1:
+        return f"{row.prompt[0]['content']}{data.prompt_suffix}"
+    raise ConfigError(
+        f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in "
+        "use; use data.chat_template 'auto' with a model that has one, or give the prompt as text."
+    )
+
+
+def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
+    """The row as a chat: system prompt first unless it has its own, suffix on the last question."""
+    prompt = row.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if data.prompt_suffix:
+        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if not users:
+            raise ConfigError(
+                f"{row.origin}: no message has the role user, so data.prompt_suffix has no place."
+            )
+        last = messages[users[-1]]
+        messages[users[-1]] = {**last, "content": last["content"] + data.prompt_suffix}
+    if data.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    return messages
+
+
+def fate_of_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
+    """How prompts above the limit are treated, as text for people; `overlong` has their lengths and origins.
+
+    Raises:
+        ConfigError: `data.overlong_prompts` is `error`, or no prompt would be left.
+    """
+    limit = data.max_prompt_tokens
+    length, origin = overlong[0]
+    longest, _ = max(overlong)
+    if data.overlong_prompts == "error":
+        raise ConfigError(
+            f"{origin}: the prompt has {length:,} tokens, data.max_prompt_tokens is {limit:,}. "
+            f"{len(overlong):,} of {num_rows:,} prompts are too long, the longest has {longest:,} tokens. "
+            "Raise the limit (and model.max_model_len), or set data.overlong_prompts to drop, or to left, "
+            "right or middle, which cut."
+        )
+    if data.overlong_prompts != "drop":
+        return f"cut: {data.overlong_prompts}"
+    if len(overlong) == num_rows:
+        raise ConfigError(
+            f"all {num_rows:,} prompts have more than data.max_prompt_tokens ({limit:,}) tokens, the first "
+            f"is {origin} with {length:,}; nothing is left. Raise the limit."
+        )
+    return "left out"
+
+
+class Ruler:
+    """Measures prompts as the model will read them: chat template, suffix and special tokens included."""
+
+    def __init__(self, folder: Path, data: DataConfig) -> None:
+        from tokenizers import Tokenizer
+
+        self.data = data
+        file = folder / TOKENIZER_FILE
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{file} is not a tokenizer that can be loaded: {error}.") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template = ChatTemplate.of(folder) if data.chat_template != "never" else None
+        self.num_ends = 0
+        """Tokens that the tokenizer writes behind every text, and that prompts are without."""
+        if self._template is None:
+            self.num_ends = num_appended(
+                lambda text, special: self._tokenizer.encode(text, add_special_tokens=special).ids
+            )
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
+        """Length in tokens and origin of each prompt above the limit."""
+        limit = self.data.max_prompt_tokens
+        for start in range(0, len(rows), BATCH_ROWS):
+            texts = [(row.origin, self._text(row)) for row in rows[start : start + BATCH_ROWS]]
+            long = [(origin, text) for origin, text in texts if len(text.encode()) >= limit]
+            # A chat template contains the special tokens itself.
+            encoded = self._tokenizer.encode_batch(
+                [text for _, text in long], add_special_tokens=self._template is None
+            )
+            for (origin, _), encoding in zip(long, encoded, strict=True):
+                num_tokens = len(encoding.ids) - self.num_ends
+                if num_tokens > limit:
+                    yield num_tokens, origin
+
+    def _text(self, row: Row) -> str:
+        if self._template is None:
+            return plain_prompt(row, self.data)
+        messages = chat_messages(row, self.data)
+        return self._template.render(messages, add_generation_prompt=messages[-1]["role"] != "assistant")
+
+
+class NotMeasuredError(ConfigError):
+    """Prompts that are dropped for their length cannot be counted, for want of a tokenizer or template."""
+
+
+def with_steps(config: RunConfig, rows: Sequence[Row] | None = None, fetches: bool = True) -> RunConfig:
+    """The config with `trainer.steps` from `trainer.epochs`: usable rows // groups_per_step * epochs.
+
+    `rows` are those of the training set, if they have been read already. With `fetches`, a tokenizer may be
+    downloaded from the hub to measure them.
+
+    Raises:
+        NotMeasuredError: the rows that are trained on cannot be counted here.
+        ConfigError: the config gives another `steps`, or an epoch has no whole step.
+    """
+    trainer = config.trainer
+    if trainer.epochs is None:
+        return config
+    if rows is None:
+        rows = read_training_rows(config.data)[""]
+    num_rows = _count_used(config, rows, fetches)
+    steps = int(num_rows // trainer.groups_per_step * trainer.epochs)
+    groups = f"{trainer.groups_per_step:,} groups a step"
+    plan = f"trainer.epochs: {trainer.epochs:g} over {num_rows:,} rows, {groups},"
+    if steps < 1:
+        raise ConfigError(
+            f"{plan} is not one whole step; lower trainer.groups_per_step, or give trainer.steps"
+        )
+    if "steps" in trainer.model_fields_set and trainer.steps != steps:
+        raise ConfigError(
+            f"{plan} is {steps:,} steps, but trainer.steps is {trainer.steps:,}; leave one of both out"
+        )
+    tree = config.model_dump(mode="json")
+    tree["trainer"]["steps"] = steps
+    return parse_config(tree, f"trainer.epochs: {trainer.epochs:g}, which is {steps:,} steps")
+
+
+def _count_used(config: RunConfig, rows: Sequence[Row], fetches: bool) -> int:
+    """Rows that are trained on: all but those that are dropped for their length."""
+    if config.data.overlong_prompts != "drop":
+        return len(rows)
+    path = config.model.path
+    folder = (
+        _fetch_tokenizer(path) if fetches and not is_path(path) and not Path(path).is_dir() else Path(path)
+    )
+    reason = f"model.path {path} is no folder with a {TOKENIZER_FILE}"
+    if (folder / TOKENIZER_FILE).is_file():
+        try:
+            return len(rows) - sum(1 for _ in Ruler(folder, config.data).overlong(rows))
+        except RenderError as error:
+            reason = str(error)
+    raise NotMeasuredError(
+        "trainer.epochs counts the rows that data.overlong_prompts: drop leaves, and they cannot be measured "
+        f"here: {reason}. Give trainer.steps in its place."
+    )
+
+
+def _fetch_tokenizer(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        with told_while_waiting(f"the tokenizer of {name}"):
+            return Path(snapshot_download(name, allow_patterns=["tokenizer*", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise NotMeasuredError(
+            f"trainer.epochs: the tokenizer of model.path {name}, which data.overlong_prompts: drop measures "
+            f"with, cannot be had: {error}. Give a folder, or trainer.steps in place of trainer.epochs."
+        ) from None

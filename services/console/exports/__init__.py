@@ -1,1 +1,0 @@
-"""Exports of a run: models and archives."""

@@ -1,1 +1,0 @@
-"""A whole run on this machine: its Redis, its processes, and the view of them."""

@@ -1,1 +1,0 @@
-"""Processes that are started, watched, and never outlive the console."""

@@ -1,1 +1,0 @@
-"""Runs without rollout and trainer: recorded trajectories go in, and real reward workers score them."""

@@ -1,1 +1,0 @@
-"""Jobs that RQ workers run, outside of the streams."""

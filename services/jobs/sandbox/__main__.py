@@ -1,8 +1,0 @@
-"""`python -m tidemill.services.jobs.sandbox --run RUN_ID`: one sandbox worker of a run."""
-
-import sys
-
-from tidemill.common.process.service import run_service
-
-if __name__ == "__main__":
-    sys.exit(run_service("jobs.sandbox", "Runs code of a run's completions apart from it."))
