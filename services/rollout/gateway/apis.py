@@ -167,7 +167,7 @@ def _logprobs(answer: Answer) -> Event | None:
 
 def _function_tools(body: Body) -> tuple[Tool, ...]:
     """The tools; `/v1/responses` has their fields beside `type`, the chat API in `function`."""
-    tools = []
+    tools: list[Tool] = []
     for tool in objects(body, "tools"):
         if tool.get("type") == "namespace":
             tools += _tools_of_namespace(tool)
