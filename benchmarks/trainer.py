@@ -91,9 +91,9 @@ def main(pairs: int = 7, trl: bool = True, threads: int = 0) -> None:
     result = compare_with_trl(threads, note) if trl else {}
     results = {case: measure("bare", case, pairs, threads) for case in (*CASES, *SHARED)}
     rows = {}
-    for case, result in results.items():
-        speeds = [f"{result['tokens'] / step_s:,.0f}" for step_s in result["step_s"]]
-        rows[case] = (case, *speeds, f"{result['ratio']:.3f}")
+    for case, measured in results.items():
+        speeds = [f"{measured['tokens'] / step_s:,.0f}" for step_s in measured["step_s"]]
+        rows[case] = (case, *speeds, f"{measured['ratio']:.3f}")
     columns = "case,bare: tokens/s,tidemill: tokens/s,ratio"
     print_table("The same step, beside a bare loop of torch", columns, [rows[case] for case in CASES], note)
     title = "Samples that begin alike; the bare loop has a row for each"

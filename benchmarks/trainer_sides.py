@@ -29,7 +29,8 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.sample import Sample
-from tidemill.services.trainer.policy.packing import Layout, lay_out, make_rows, plan_tiles
+from tidemill.services.trainer.policy.packing import Layout, make_rows, plan_tiles
+from tidemill.services.trainer.policy.tile import lay_out
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 LR = 1e-6

@@ -42,11 +42,11 @@ def deterministic() -> Iterator[None]:
 
 def gaps(mine: TransformersPolicy, theirs: TransformersPolicy, samples: list[Sample]) -> np.ndarray:
     pairs = zip(logprobs_of(mine, samples), logprobs_of(theirs, samples), strict=True)
-    return np.concatenate([np.abs(first - right) for first, right in pairs])
+    return np.concatenate([np.abs(first - second) for first, second in pairs])
 
 
-def similarity(first: torch.Tensor, right: torch.Tensor) -> float:
-    return torch.nn.functional.cosine_similarity(first.cpu().double(), right.cpu().double(), dim=0).item()
+def similarity(first: torch.Tensor, second: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(first.cpu().double(), second.cpu().double(), dim=0).item()
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": False}, {"gradient_checkpointing": True}])

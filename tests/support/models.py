@@ -173,8 +173,8 @@ def train(policy: Policy, batches: list[MicroBatch]) -> UpdateResult:
 
 def assert_all_close(mine: Iterable[Any], expected: Iterable[Any], atol: float = 1e-5) -> None:
     """Compare array by array; with an `atol` of 0 they are equal."""
-    for first, right in zip(mine, expected, strict=True):
-        np.testing.assert_allclose(first, right, atol=atol, rtol=0.0)
+    for ours, wanted in zip(mine, expected, strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=atol, rtol=0.0)
 
 
 def with_masks(samples: list[Sample], seed: int = 0) -> list[Sample]:

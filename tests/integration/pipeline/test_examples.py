@@ -155,7 +155,7 @@ def up(run_id: str, runs: Path, **data: str) -> list[dict[str, Any]]:
         trainer__loggers="[]", data__eval="{}", expect__eval_gain="null",
         **{f"data__{name}": value for name, value in data.items()},
     )  # fmt: skip
-    changes = [word for word in words for word in ("--set", word)]
+    changes = [word for assignment in words for word in ("--set", assignment)]
     tidemill(runs, "up", str(REPO / "examples/sft/config.yaml"), "--no-live", "--run-id", run_id, *changes)
     return [record for record in read_records(runs / run_id / METRICS_FILE) if record["kind"] == STEP]
 

@@ -78,11 +78,8 @@ async def test_many_and_large_messages_are_appended_in_order(broker, keys):
 async def test_a_numbered_append_happens_once_however_often_it_is_repeated(broker, keys):
     first = [(step, make_commit(step, digest="a")) for step in range(3)]
     again = [(step, make_commit(step, digest="b")) for step in range(1, 5)]
-    assert [await append_numbered(broker, keys.commits, commit) for commit in (first, first, again)] == [
-        3,
-        0,
-        2,
-    ]
+    appended = [await append_numbered(broker, keys.commits, commits) for commits in (first, first, again)]
+    assert appended == [3, 0, 2]
     read = await streams.read_range(broker, keys.commits, Commit)
     assert "".join(commit.digest for commit in messages_of(read)) == "aaabb"
     assert [entry.entry_id for entry in read] == [streams.entry_id_of(step) for step in range(5)]
