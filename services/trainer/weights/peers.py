@@ -35,7 +35,7 @@ class Alone:
 def write_together(
     peers: Peers, thread: Thread, content: str, folder: Path, write: Callable[[], Any]
 ) -> list[Any]:
-    """Have every rank write its part of `what`; returns what `write` gave on each. A call of all ranks.
+    """Have every rank write its part of `content`; returns what `write` gave on each. A call of all ranks.
 
     Returns and raises only when no rank writes any more: the folder is complete then, or to be given up.
 
