@@ -25,7 +25,8 @@ Frame = dict[str, Any]
 
 
 class Answer(Protocol):
-    """Where the answer to a request goes: a future, or what acts on it at once."""
+    """Gets the answer to a request: a future, or an object with its methods that acts on the answer at
+    once."""
 
     def done(self) -> bool: ...
 
@@ -37,8 +38,11 @@ class Answer(Protocol):
 
 
 class StartupError(Exception):
-    """The process could not load users' code; the text says why. `shortage`: the `errno` of what its machine
-    was short of, in which case nothing is wrong with the code; 0 where it was not."""
+    """The process could not load users' code; the text says why.
+
+    `shortage` is 0, or the `errno` of what its machine was short of, such as `errno.ENOMEM`: then nothing is
+    wrong with the code.
+    """
 
     def __init__(self, message: str, shortage: int = 0) -> None:
         super().__init__(message)
@@ -122,7 +126,7 @@ class WorkerProcess:
         Raises:
             MachineFaultError: the machine is short of processes, descriptors or memory.
         """
-        self._what = subject
+        self._subject = subject
         self._process, self._socket = spawn(child)
         self._channel: _Channel | None = None
         """Open once the process is being started."""
@@ -246,19 +250,20 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         self._first_frame = loop.create_future()
         try:
-            with machine_faults(f"no connection to the process of {self._what}"):
+            with machine_faults(f"no connection to the process of {self._subject}"):
                 _, self._channel = await loop.create_connection(
                     lambda: _Channel(self._take, self._lose), sock=self._socket
                 )
         except Exception:
-            self.kill()  # each further caller would get this error
+            # No later call of `start` tries again: each gets this error.
+            self.kill()
             raise
         self.send(spec)
         await asyncio.wait({self._first_frame}, timeout=START_TIMEOUT_S)
         if not self._first_frame.done():
             self.kill()
-            raise StartupError(f"importing {self._what} took longer than {START_TIMEOUT_S:g} s")
-        if self._first_frame.cancelled():
+            raise StartupError(f"importing {self._subject} took longer than {START_TIMEOUT_S:g} s")
+        if self._first_frame.cancelled():  # by `_lose`: the socket was closed before the first frame
             raise StartupError(await self._exit_reason())
         answer = self._first_frame.result()
         if "error" in answer:
@@ -288,9 +293,10 @@ class WorkerProcess:
         self.fail(self._end_reason)
 
     async def _exit_reason(self) -> str:
-        self.kill()  # it is ending, and keeps its exit code; processes that it started may still run
+        # It is ending by itself, and keeps its exit code. The processes that it started may still run.
+        self.kill()
         code = await self._reap()
-        return f"the process of {self._what} died ({ending_in_words(code)})"
+        return f"the process of {self._subject} died ({ending_in_words(code)})"
 
     async def _reap(self) -> int:
         """Wait for the end of the killed process. Not on a thread: where none can be started, requests that

@@ -153,9 +153,12 @@ class DeltaWriter:
     def add_run(self, info: TensorInfo, start: int, values: Bits) -> None:
         """The values of consecutive elements, changed or not."""
         end = start + len(values)
-        for first in [start, *range((start // WINDOW + 1) * WINDOW, end, WINDOW)] if end > start else []:
+        first = start
+        # One record for each window that the run reaches into.
+        while first < end:
             stop = min(end, (first // WINDOW + 1) * WINDOW)
             self._add(info, first, stop - first, False, _planes(values[first - start : stop - start]))
+            first = stop
 
     def write(self) -> WeightFile:
         """Write the file; the caller flushes it to disk when it publishes the folder."""
@@ -248,6 +251,7 @@ def _checksum(records: str) -> str:
 
 
 def _planes(values: Bits) -> bytes:
+    """Byte planes: 0x0102 and 0x0304 are the bytes 02, 04, 01, 03."""
     little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     return little.view(np.uint8).reshape(-1, little.dtype.itemsize).T.tobytes()
 

@@ -1,5 +1,6 @@
-"""What the engine chose beside token ids: arrays by name, with a row for each token, over all segments in
-order.
+"""What the engine chose beside token ids: arrays by name.
+
+An array has a row for each token of a segment; the rows of all segments follow one another.
 
 * `kept`: the ids that sampling could choose from (top-p, top-k, min-p); a row for each completion token. An
   empty row: all ids.
@@ -50,22 +51,28 @@ class Rows:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
     def __getitem__(self, rows: slice) -> "Rows":
-        """Rows `start` to before `stop`."""
+        """The rows of a slice; its step is ignored."""
         first, end, _ = rows.indices(len(self))
         if self.offsets is None:
             return Rows(self.values[first:end])
+        # There is one offset more than rows: an empty slice has one, too.
         offsets = self.offsets[first : max(first, end) + 1]
         return Rows(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, places: NDArray[Any]) -> "Rows":
-        """The rows at these places."""
+        """The rows at these places.
+
+        Example: places [2, 0] of the rows [5, 9], [5] and [2, 5, 7]: `counts` [3, 2], the new offsets [0, 3,
+        5], `within` [0, 1, 2, 0, 1], `starts` [3, 3, 3, 0, 0]; the rows are [2, 5, 7] and [5, 9].
+        """
         if self.offsets is None:
             return Rows(self.values[places])
         counts = np.diff(self.offsets)[places]
         offsets = np.cumsum([0, *counts], dtype=np.int32)
-        # Index of each value within its row; the row's first index is added below.
+        # For each value, its index within its row, and where this row begins among the old values.
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-        return Rows(self.values[np.repeat(self.offsets[:-1][places], counts) + within], offsets)
+        starts = np.repeat(self.offsets[:-1][places], counts)
+        return Rows(self.values[starts + within], offsets)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rows):
@@ -83,7 +90,7 @@ class Rows:
 
     @classmethod
     def nothing(cls, num_rows: int) -> "Rows":
-        """Empty rows, of the form with different lengths."""
+        """Empty rows. They have offsets, as rows of different lengths have."""
         return cls(np.zeros(0, np.int32), np.zeros(num_rows + 1, np.int32))
 
     @classmethod
@@ -97,8 +104,15 @@ class Rows:
 
     def as_plain(self) -> dict[str, Any]:
         """The map that is sent."""
-        plain = {"version": VERSION, "dtype": str(self.values.dtype), "shape": self.values.shape}
-        return plain | {"values": self.values} | ({} if self.offsets is None else {"offsets": self.offsets})
+        plain: dict[str, Any] = {
+            "version": VERSION,
+            "dtype": str(self.values.dtype),
+            "shape": self.values.shape,
+            "values": self.values,
+        }
+        if self.offsets is not None:
+            plain["offsets"] = self.offsets
+        return plain
 
 
 def _validated(value: Any) -> Rows:
@@ -146,27 +160,28 @@ def find_routes_fault(routes: Rows, routing: Routing | None = None) -> str:
     """Why these routes are not what a router chose, as a sentence; empty where they may be.
 
     A router chooses K different experts for each token. Rows that an engine did not fill in are zeros, which
-    name expert 0 K times. Of one expert a token that cannot be seen.
+    name expert 0 K times. With K = 1 such a row cannot be told from a choice of expert 0.
 
     Args:
         routes: rows [layers, K] of one sample.
-        routing: that of the model. Without it, a layer that is zero at every token counts as one without a
-            router, which engines leave at zero, unless all layers are.
+        routing: that of the model. Without it, a layer that is zero at every token counts as a layer without
+            a router, because engines leave those at zero. If all layers are zero, none of them counts so.
     """
     num_rows, num_layers, num_chosen = routes.values.shape
     if not num_rows:
         return ""
     # [K, R, L], so that each comparison runs over memory in order.
     experts = np.ascontiguousarray(np.moveaxis(routes.values, -1, 0))
-    numbers = None
+    layer_numbers = None
+    # Rows have the routers' layers alone, or all layers of the model; of these the routers' ones are checked.
     if routing is not None and num_layers != len(routing.layers):
         if max(routing.layers) >= num_layers:
             highest_layer = max(routing.layers)
             return (
                 f"{ROUTES_FAULT}have {num_layers} layers, and the model has a router in layer {highest_layer}"
             )
-        numbers = list(routing.layers)
-        experts = experts[:, :, numbers]
+        layer_numbers = list(routing.layers)
+        experts = experts[:, :, layer_numbers]
     if routing is not None and (highest := int(experts.max())) >= routing.num_experts:
         return f"{ROUTES_FAULT}name expert {highest}, and the model has {routing.num_experts} a layer"
     is_repeated = np.zeros(experts.shape[1:], dtype=np.bool_)
@@ -181,7 +196,7 @@ def find_routes_fault(routes: Rows, routing: Routing | None = None) -> str:
             if not is_repeated.any():
                 return ""
     token, position = np.argwhere(is_repeated)[0].tolist()
-    layer = position if numbers is None else numbers[position]
+    layer = position if layer_numbers is None else layer_numbers[position]
     chosen = experts[:, token, position].tolist()
     num_tokens = int(is_repeated.any(axis=1).sum())
     return (

@@ -66,8 +66,9 @@ POLL_S = 3.0
 RETRY_S = 1.0
 SPREAD_S_PER_GROUP = 0.001
 LONGEST_SPREAD_S = 1.0
-"""All workers learn of a version at once. Each waits a random time of up to so long for each group of a step
-(there are hardly more workers than groups), so that a thousand do not read it in the same moment."""
+"""All workers learn of a version at once. So that a thousand do not read it in the same moment, each waits a
+random time: at most this much for each group of a step, and at most a second. There are hardly more workers
+than groups."""
 REPORT_AFTER = 3
 """Reads in a row that find a version damaged, before it is reported: some file systems show files late."""
 REPAIR_S = 60.0
@@ -104,7 +105,7 @@ class WeightFollower:
         """Groups that wait for a version to arrive."""
         self._held: WeightManifest | None = None
         self.history = 0
-        """Increases when the engine has left a history that is lost: samples begun before then are lost."""
+        """Increases when the engine has left a lost history: samples that began before that are lost."""
         self._is_leaving = False
         """Whether the held weights belong to a lost history, and those of the run are being loaded."""
         self._failing: WeightManifest | None = None
@@ -148,7 +149,7 @@ class WeightFollower:
         self.num_waiting += 1
         try:
             async with self._arrived:
-                # What begins with weights of a lost history is dropped at its end.
+                # Not with weights of a lost history: a sample that begins with them is dropped at its end.
                 await self._arrived.wait_for(lambda: self.engine.version >= version and not self._is_leaving)
                 return self.engine.version
         finally:
@@ -192,7 +193,7 @@ class WeightFollower:
             log.warning(
                 "left weights of a history that is lost", version=manifest.version, term=manifest.term
             )
-            # Those that go on have tokens of both, and are lost at their end.
+            # Samples that go on have tokens of both histories, and are lost at their end.
             self.history += 1
             self._is_leaving = False
         # Only now: later deltas build on `_held`, so it must never name weights that the engine may not hold.
@@ -369,7 +370,8 @@ def find_route(
     """The files that lead to `wanted`: from `held`, if its chain goes through it; else from its full version.
 
     Returns the files of the full version, or none, and those of the deltas since then, oldest first. All are
-    fetched and checked. Their digest is compared with `wanted`'s: of a full version here, else by the engine.
+    fetched and checked. The digest of a full version with its deltas is compared with `wanted`'s here; that
+    of deltas alone by the engine.
 
     Raises:
         WeightsError: a part of the chain is missing, incomplete, or of another history.

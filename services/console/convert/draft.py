@@ -21,7 +21,7 @@ WIDTH = 108
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 NO_TRACKER = ("none", "all", "console", "file")
 OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""Values with which an option that has no counterpart loses nothing."""
+"""Values of an option that is off: without a counterpart nothing is lost then."""
 NO_EFFECT = "without effect beside the other options"
 HEADINGS: dict[Verdict, str] = {
     "lost": "Without a counterpart",
@@ -57,7 +57,8 @@ class Draft:
     used: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Renames old options; null, and a value known only when the file runs, count as not given."""
+        """Renames old options. Null counts as not given, and so does a value that is known only when the file
+        runs."""
         for name, value in self.table.always.items():
             self.put(name, value, note=f"as {self.table.project} does")
         options = self.options
@@ -66,7 +67,8 @@ class Draft:
             option = self.table.renewed(name)
             row = self.table.find(option)
             if not isinstance(value, Unknown):
-                self.options |= {option: value} if value is not None else {}
+                if value is not None:
+                    self.options[option] = value
             elif row is None or not row.is_automatic:
                 text = f"{value} is known only when the file runs: give {option}=VALUE after the file"
                 self.findings.append(Finding("lost", option, None, text))
@@ -106,7 +108,10 @@ class Draft:
         return int(self.get("trainer.mini_batches", 1) * self.get("trainer.passes", 1))
 
     def steps_of(self, option: str, updates: float) -> int:
-        """The steps that a number of updates makes, rounded up; says so where they are no whole number."""
+        """How many steps a number of updates makes, rounded up; rounding is listed.
+
+        Example: with 4 updates in a step, 10 updates are 3 steps.
+        """
         per_step = self.updates_per_step
         steps = math.ceil(updates / per_step)
         if updates % per_step and option in self.options:
@@ -116,16 +121,25 @@ class Draft:
     def copy(self) -> None:
         """Carry over every option whose row has a field and is not computed; a field that is set stays."""
         for row in self.table.rows:
-            if row.computed or not row.to or not all(map(self._holds, filter(None, row.when.split(", ")))):
+            if row.computed or not row.to:
+                continue
+            conditions = filter(None, row.when.split(", "))
+            if not all(map(self._holds, conditions)):
                 continue
             if "*" not in row.option:
                 self._copy(row)
                 continue
+            # Example: `model.override_config.*` to `model.overrides.*`, a field for each given option.
             prefix = row.option.removesuffix("*")
             for option in [name for name in self.options if name.startswith(prefix)]:
                 self.put(row.to.replace("*", option.removeprefix(prefix)), self.take(option), option)
 
     def _holds(self, condition: str) -> bool:
+        """Whether a condition of `OptionRow.when` is true.
+
+        Examples: `beta` (it is on), `loss_type=cispo|dapo` (it has one of these values), `length_penalty.*`
+        (an option with this prefix was given).
+        """
         name, has_value, wanted = condition.partition("=")
         if name.endswith("*"):
             return any(option.startswith(name[:-1]) for option in self.options)
@@ -134,6 +148,7 @@ class Draft:
 
     def _copy(self, row: OptionRow) -> None:
         names = [*row.options, *([row.fallback] if row.fallback else ())]
+        # The first that was given; where none was, the last has the project's default.
         option = next((name for name in names if name in self.options), names[-1])
         value = self.options.get(option, row.default)
         if row.by == "list" and option in self.options:
@@ -141,10 +156,13 @@ class Draft:
         elif row.by == "updates" and value and value > 0:
             value = self.steps_of(option, value)
         elif row.by in ("range", "distance"):
+            # "0.5_2.0" has mode "mask", bounds 0.5 and 2.0; "2.0" has mode "truncate", bounds 0.0 and 2.0.
             low, is_range, high = str(value).partition("_")
-            bounds = float(low) if is_range else 0.0, float(high or low)
-            of_range = dict(zip(row.targets, ("mask" if is_range else "truncate", *bounds), strict=False))
-            value = of_range if row.by == "range" else max(bounds[1] - 1.0, 0.0)
+            mode = "mask" if is_range else "truncate"
+            lower = float(low) if is_range else 0.0
+            upper = float(high or low)
+            of_range = dict(zip(row.targets, (mode, lower, upper), strict=False))
+            value = of_range if row.by == "range" else max(upper - 1.0, 0.0)
         elif row.by == "run_name":
             value = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value or "")).strip("._-")[:100] or None
         elif row.by == "loggers":
@@ -160,14 +178,16 @@ class Draft:
             ours = row.otherwise
             words = ", ".join(map(str, ours.values())) if isinstance(ours, dict) else ours
             self.say("lost", option, f"no {value} here: {words}")
+        # A map is several fields, unless it was copied as it is: then it is the value of one field.
         is_several = isinstance(ours, dict) and bool(row.values or row.by == "range")
-        several = ours if is_several else {row.targets[0]: ours}
-        new = {name: it for name, it in several.items() if name not in self.fields}
-        if new or all(self.fields[name] == it for name, it in several.items()):
+        fields = ours if is_several else {row.targets[0]: ours}
+        new = {name: field_value for name, field_value in fields.items() if name not in self.fields}
+        # Fields that are set stay. If all are, and not to these values, the option does not count as used.
+        if new or all(self.fields[name] == field_value for name, field_value in fields.items()):
             self.used.update(row.options)
-        for name, it in new.items():
-            if it is not None or is_several:
-                self.put(name, it, option, "" if row.values else row.note)
+        for name, field_value in new.items():
+            if field_value is not None or is_several:
+                self.put(name, field_value, option, "" if row.values else row.note)
         for verdict, texts in (("approximated", row.nearly), ("automatic", row.fine)):
             if any(key == value for key in texts):
                 self.say(verdict, option, texts[value])  # type: ignore[arg-type]

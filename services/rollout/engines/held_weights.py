@@ -130,8 +130,8 @@ class StagedChange(NamedTuple):
 
 
 class _Staging:
-    """Collects the change of one piece, window by window of a delta. Once its device is full, all of it goes
-    to host memory; the parts are joined at the end."""
+    """Collects the change of one piece, window by window of a delta, and joins the windows at the end. Once
+    its device is full, all of the change goes to host memory."""
 
     def __init__(self, piece: Piece, total: DigestSum | None) -> None:
         """`total` adds up how digests change."""

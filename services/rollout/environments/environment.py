@@ -1,7 +1,8 @@
-"""One session's environment as its player sees it, wherever it runs: on the worker's loop or in a process.
+"""The interface of an environment, which answers the model in one session.
 
-A `Stage` sets one up for each session. Its answers, `Act`s, have plain values that can be sent between
-processes: everything that users' code returns is checked before it becomes one.
+It is the same on the worker's loop and in a process of its own. A `Stage` makes an environment for each
+session. An environment answers with an `Act` of plain values, which can be sent between processes: everything
+that users' code returns is checked before it becomes one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +21,13 @@ CHOICE = "environment"
 
 
 def row_of(ticket: Ticket) -> dict[str, Any]:
-    """The columns of the ticket's row. Datasets for TRL call the ground truth `solution`, SkyRL's and verl's
-    have it in a map."""
+    """The columns of the ticket's row, `ground_truth` among them wherever its dataset has it.
+
+    Datasets for TRL call it `solution`; SkyRL's and verl's have it in a map.
+    """
     chat = ticket.extra.get(PROMPT)
-    prompt = chat if isinstance(chat, list) else ticket.own_text or ticket.prompt_text
+    text = ticket.own_text or ticket.prompt_text
+    prompt = chat if isinstance(chat, list) else text
     fields = {"data_source": ticket.data_source, "ground_truth": ticket.ground_truth}
     # The row's own columns win over what the run calls by the same names.
     return {**fields, **ticket.extra, PROMPT: prompt}
@@ -35,8 +39,12 @@ def chat_of(prompt: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 Resumes = Literal["", "restore", "repeat"]
-"""How another worker continues a session: it gives the environment its last mark (`restore`), or plays the
-recorded actions, which must get the same answers (`repeat`), or begins again (empty)."""
+"""How another worker continues a session.
+
+* `restore`: it gives the environment its last mark.
+* `repeat`: it plays the recorded actions, which must get the same answers.
+* empty: it begins the session again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class Kind:
     takes_text: bool = False
     """Whether it answers text, not only calls."""
     is_stateless: bool = False
-    """Whether one that hangs in a call may be replaced by a new one in the middle of a session."""
+    """Whether a new one may replace one that hangs in a call, in the middle of a session."""
     resumes: Resumes = ""
 
 
@@ -160,7 +168,9 @@ class Design:
         return self._makers[self._chosen(row)](row)
 
     def _chosen(self, row: Row) -> str:
-        name = next(iter(self._makers)) if len(self._makers) == 1 else row.get(CHOICE)
+        # Where there is only one kind, rows need not name it.
+        is_only = len(self._makers) == 1
+        name = next(iter(self._makers)) if is_only else row.get(CHOICE)
         if name in self._makers:
             return str(name)
         expected = ", ".join(self._makers)

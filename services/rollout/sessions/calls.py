@@ -1,7 +1,9 @@
 """Calls of tools in what a model wrote, in the forms that most models are trained on.
 
-`hermes` is a JSON object or, as newer Qwen models write it, `<function=` with parameters, in `<tool_call>`;
-`llama3` a JSON object, perhaps after a tag; `json` an object, objects or a list, perhaps in a fence.
+* `hermes`: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, or as newer Qwen models write it,
+  `<tool_call><function=add><parameter=a>1</parameter></function></tool_call>`.
+* `llama3`: a JSON object, perhaps after the tag `<|python_tag|>`.
+* `json`: an object, several, or a list of them, perhaps in a fence.
 
 A call that cannot be read becomes a `Call` with an error, which its environment answers: never an exception.
 If the tokenizer has a response template, transformers reads the calls by that instead.
@@ -17,14 +19,15 @@ from tidemill.services.rollout.sessions.chat import Call
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\A<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-# The ends of a parameter are matched one by one, and names are bounded, so the time is linear in the text.
+# One mark at a time, and names of bounded length: so the time is linear in the text. An expression for a
+# whole parameter would look for its end from each beginning.
 _PARAMETER_MARK = re.compile(r"<parameter=([^<>\n]{1,200})>|</parameter>")
 _FENCE = "```"
 _PYTHON_TAG = "<|python_tag|>"
 _TOO_DEEP = "a call must be JSON with name and arguments; this one is too deep"
 # Models write plain line breaks into strings, which strict JSON forbids.
 _DECODER = json.JSONDecoder(strict=False)
-_SHOWN = 80
+_SHOWN = 80  # characters of a call, in an error
 MAX_DEPTH = 100
 """Deepest nesting of lists and objects: deeper ones cannot be encoded everywhere that a call goes."""
 
@@ -56,16 +59,19 @@ def find_calls(text: str, call_format: str) -> tuple[str, tuple[Call, ...]]:
 
 
 def _calls_in(body: str, is_meant: bool) -> Iterator[Call]:
-    """Objects one after the other, with `;` or a comma between them, or a list of objects."""
+    """Objects one after the other, with `;` or a comma between them, or a list of objects.
+
+    `is_meant`: a tag says that these are calls. Without it, only what looks like a call is one.
+    """
     position = 0
     while position < len(body):
         try:
             value, position = _DECODER.raw_decode(body, position)
         except (ValueError, RecursionError):
-            # Otherwise it is no call, but another answer that begins with a bracket.
-            keys = ('"arguments"', '"parameters"')
             remaining = body[position:]
-            if is_meant or ('"name"' in remaining and any(key in remaining for key in keys)):
+            has_arguments = '"arguments"' in remaining or '"parameters"' in remaining
+            # Text without these keys is no call, but another answer that begins with a bracket.
+            if is_meant or ('"name"' in remaining and has_arguments):
                 yield _call(remaining)
             return
         for item in value if isinstance(value, list) else [value]:
@@ -92,6 +98,7 @@ def _parameters(text: str) -> Iterator[tuple[str, str]]:
     """Names and values; a value extends to the next `</parameter>`, whatever is in it."""
     opened: re.Match[str] | None = None
     for mark in _PARAMETER_MARK.finditer(text):
+        # `mark[1]` is the name in `<parameter=name>`; `</parameter>` has none.
         if opened is None:
             opened = mark if mark[1] else None
         elif not mark[1]:
@@ -126,6 +133,7 @@ def read_call(value: Any) -> Call:
         arguments = {}
     if not isinstance(arguments, dict):
         return Call(name, error=f"the arguments must be a JSON object, got {_shown(repr(arguments))}")
+    # Again: arguments that were text have only now been read.
     return Call(name, error=_TOO_DEEP) if is_deeper(arguments, MAX_DEPTH) else Call(name, arguments)
 
 
@@ -134,8 +142,13 @@ def is_deeper(value: Any, limit: int) -> bool:
     # Level by level: a recursion would fail at Python's own limit, which this is to prevent.
     level = [value]
     for _ in range(limit):
-        nested = (item for item in level if isinstance(item, dict | list))
-        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        level = inner
     return any(isinstance(item, dict | list) for item in level)
 
 

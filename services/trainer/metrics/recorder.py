@@ -1,9 +1,10 @@
 """Keeps what a run measured: `metrics.jsonl`, which trackers follow.
 
-Invariant: each step, and each evaluation of a version on a set, is recorded once. A trainer that resumes at
-version v trains the steps from v on again, so opening the recorder cuts those lines off first, together with
-a last line that a crash left half-written, and puts back what the file has lost: all in one atomic
-replacement.
+Invariant: each step, and each evaluation of a version on a set, is recorded once.
+
+A trainer that resumes at version v trains the steps from v on again. So opening the recorder first removes
+the lines of these steps, and a last line that a crash left half-written, and puts back what the file has
+lost: all in one atomic replacement.
 """
 
 import json
@@ -126,26 +127,26 @@ def _restored(
 ) -> list[Record]:
     """Keep only steps below `resume_at` and evaluations up to it in the file; returns them.
 
-    After a crash the file may lack its newest records, after damage all: steps are restored from their
+    The file may lack records: the newest after a crash, all after damage. Steps are restored from their
     commits, evaluations from the run's state.
     """
     records = read_records(path)
     steps = {record["step"]: record for record in records if record["kind"] == STEP}
-    by_set = {(r["version"], r["set"]): r for r in records if r["kind"] == EVALUATION}
-    lost = [step for step in range(resume_at) if step not in steps]
-    num_lost = len(lost)
-    for step in lost:
+    by_version_and_set = {(r["version"], r["set"]): r for r in records if r["kind"] == EVALUATION}
+    missing = [step for step in range(resume_at) if step not in steps]
+    num_lost = 0
+    for step in missing:
         commit = commit_of(step)
         if commit is None:
+            num_lost += 1
             continue
-        num_lost -= 1
         head = {"kind": STEP, "step": commit.step}
         steps[commit.step] = record_of(head, commit.metrics, commit.finished_at)
     for record in evaluations:
         if record.get("kind") == EVALUATION:  # an older release had another form
-            by_set.setdefault((record["version"], record["set"]), record)
+            by_version_and_set.setdefault((record["version"], record["set"]), record)
     kept = [record for step, record in steps.items() if step < resume_at]
-    kept += [record for (version, _), record in by_set.items() if version <= resume_at]
+    kept += [record for (version, _), record in by_version_and_set.items() if version <= resume_at]
     # An evaluation of version v comes before step v, as it is run.
     kept.sort(key=lambda r: (r["step"], 1) if r["kind"] == STEP else (r["version"], 0))
     if num_lost:

@@ -1,7 +1,7 @@
 """What a policy may have beside its model: each is a file, imported where a run's config asks for it.
 
-The core of the policy imports none of these files (an import contract holds it to that); it asks the objects
-that are made here.
+The core of the policy never imports these files, which an import contract checks: it gets their classes and
+functions from `load_option`.
 """
 
 import importlib
@@ -14,8 +14,9 @@ OPTIONS = {
     "compiler": "compiling:compile_model",
     # `trainer.algorithm.reference.model`.
     "reference": "side_models:ReferenceModel",
-    # An advantage with values: on the policy's hidden states, or with `value.model: own` on a critic.
+    # An advantage with values, which come from the policy's hidden states.
     "value_head": "side_models:ValueHead",
+    # The same with `value.model: own`: values come from a model of their own.
     "critic": "side_models:Critic",
     # `trainer.algorithm.router`, or `rollout.record_routes` for a mixture of experts.
     "routers": "routers:Routers",

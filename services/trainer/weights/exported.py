@@ -1,10 +1,11 @@
-"""Which elements of a model's tensors are which elements of its published ones.
+"""Where the elements of a published tensor lie in the model's own tensors.
 
 Export renames tensors, and cuts or fuses some (packed experts become a tensor for each expert). Most
-published tensors are consecutive elements of one tensor of the model: each rank knows which of them lie in
-its shard. The rest are made whole: gathered, converted, and kept by rank 0. Which is which is found by
-converting tensors of consecutive numbers, `PROBED` columns wide: what comes out consecutive and as wide is a
-slice.
+published tensors are slices, consecutive elements of one tensor of the model: each rank knows which of them
+lie in its shard. The rest are made whole: gathered, converted, and kept by rank 0.
+
+A probe shows whether a conversion that copies makes slices: tensors of the numbers 0, 1, 2, ... are
+converted, `PROBED` columns wide. A result whose numbers are consecutive, and which is as wide, is a slice.
 """
 
 from bisect import bisect_right
@@ -96,9 +97,10 @@ def _probed(model: PreTrainedModel, sources: dict[str, Tensor], infos: list[Tens
     firsts = {}
     end = 0
     for name, tensor in sources.items():
-        width = min(PROBED, tensor.shape[-1]) if tensor.ndim else 1
+        row = tensor.shape[-1] if tensor.ndim else 1
+        width = min(PROBED, row)
         shape = (*tensor.shape[:-1], width) if tensor.ndim else ()
-        count = tensor.numel() // (tensor.shape[-1] if tensor.ndim else 1) * width
+        count = tensor.numel() // row * width
         probes[name] = torch.arange(end, end + count).reshape(shape)
         firsts[name] = end
         end = end + count
@@ -114,12 +116,14 @@ def _probed(model: PreTrainedModel, sources: dict[str, Tensor], infos: list[Tens
         if probe is None or not probe.numel():
             continue
         flat = probe.reshape(-1)
-        source = names[bisect_right(starts, int(flat[0])) - 1]
+        # From the first number follow the source, and its row at which the slice begins.
+        number = int(flat[0])
+        source = names[bisect_right(starts, number) - 1]
         width = probes[source].shape[-1]
-        is_run = bool((flat == torch.arange(int(flat[0]), int(flat[0]) + len(flat))).all())
+        is_run = bool((flat == torch.arange(number, number + len(flat))).all())
         if is_run and tuple(probe.shape) == (*info.shape[:-1], width):
             row = sources[source].shape[-1]
-            slices.append(Slice(info, source, (int(flat[0]) - firsts[source]) // width * row))
+            slices.append(Slice(info, source, (number - firsts[source]) // width * row))
     return slices
 
 

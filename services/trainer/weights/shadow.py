@@ -27,8 +27,8 @@ NUM_BUFFERS = 2
 class HostCopies:
     """Reads tensors of one device into host memory, beside what it computes.
 
-    On a stream of their own, into page-locked buffers: on the stream of training each copy would wait for all
-    that training has enqueued, and training for each.
+    On a stream of their own, into page-locked buffers. On the stream of training a copy would wait for all
+    work that is enqueued there, and later work of training for the copy.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class HostCopies:
         """The flat tensors in host memory, in their order; each is valid until the next one is read."""
         arrived: Callable[[], Tensor] | None = None
         for number, tensor in enumerate(tensors):
-            # Begun before the one ahead is handed out: it is copied while that one is used.
+            # Begun before the tensor ahead of it is yielded: it is copied while that one is used.
             coming = self._begin(tensor, number % NUM_BUFFERS)
             if arrived is not None:
                 yield arrived()
@@ -77,8 +77,8 @@ def _after(event: Any, host: Tensor, _source: Tensor) -> Tensor:
 
 CHUNK = 1 << 20
 DEVICE_CHUNK = 1 << 24
-"""Elements compared at once: what is converted for it stays in a CPU's cache; a GPU is waited for once a
-chunk, for the number of changes."""
+"""Elements compared at once, in the CPU's memory and on a GPU. The CPU's chunk stays in its cache. A GPU's is
+larger, because each chunk waits once for the GPU, for the number of changes."""
 DENSE_SHARE = 0.4
 """Share of a chunk: where more has changed, all its values are written, without positions."""
 
@@ -132,8 +132,8 @@ class Change:
 @dataclass(slots=True)
 class Shadow:
     """One rank's shadow. Weights of two bytes are held; wider ones are measured again each time, and written
-    in full. `max_share`: where more has changed since the last comparison the version will be full, so that
-    further changes are not kept."""
+    in full. `max_share`: once a larger share has changed since the last comparison, the version will be full,
+    and changes are no longer kept."""
 
     plan: ExportPlan
     dtype: torch.dtype
@@ -272,8 +272,14 @@ class Shadow:
             begin = max(low, piece.first)
             end = min(high, piece.end)
             if begin < end:
-                where = begin - piece.first, piece.source, begin - low, end - begin
-                self.parts.append(ShardPart(piece.info, *where))
+                shard_part = ShardPart(
+                    piece.info,
+                    start=begin - piece.first,
+                    source=piece.source,
+                    first=begin - low,
+                    count=end - begin,
+                )
+                self.parts.append(shard_part)
         if self.is_leader:
             infos = self.plan.converted
             self.parts += [ShardPart(info, 0, _own_name(info.name), 0, info.num_elements) for info in infos]
@@ -313,10 +319,12 @@ def _flats(tensors: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> di
 
 
 def owned_range(tensor: Tensor, is_leader: bool) -> tuple[int, int]:
-    """Which flat elements of the whole tensor this rank owns: of a tensor that all ranks have, rank 0 is the
-    owner, and of several copies of the model the first."""
+    """Which flat elements of the whole tensor this rank owns, so that each has one owner.
+
+    Rank 0 owns a tensor that all ranks have; the first copy of the model owns what several copies have.
+    """
     if not isinstance(tensor, DTensor):
-        return 0, tensor.numel() if is_leader else 0
+        return (0, tensor.numel()) if is_leader else (0, 0)
     axes = enumerate(tensor.placements)
     is_copy = any(
         placement.is_replicate() and tensor.device_mesh.get_local_rank(axis) for axis, placement in axes

@@ -67,8 +67,10 @@ class ShardWriter:
         self, sources: Callable[[], Mapping[str, Tensor]], folder: Path, version: int, parent: int
     ) -> Future[tuple[WeightFile, ...]]:
         """Start to write what the last comparison took in, as a delta to `parent`, or in full where that is
-        -1. Wide weights, of which no copy is held, are read from `sources` and written when this returns:
-        they may change then.
+        -1. The weights may change as soon as this returns.
+
+        Of weights of more than two bytes no copy is held. They are read from `sources`, and this returns once
+        they are written.
 
         The result on rank 0 is the files; it raises StorageError where a rank's disk did not take its own.
         """
@@ -80,7 +82,7 @@ class ShardWriter:
         self._pending = self._thread.submit(self._write, folder, version, parent)
         if not self.shadow.is_held:
             self.wait()
-            self.shadow.hold({}, {})
+            self.shadow.hold({}, {})  # releases them
         return self._pending
 
     def wait(self) -> None:
@@ -99,7 +101,7 @@ class ShardWriter:
         writer = DeltaWriter(folder / delta_name(self._peers.rank, self._peers.size))
         self.shadow.write_changes(writer)
         file = writer.write()
-        # For its fsync alone: a receipt says that the bytes are on the disk.
+        # Opened again for the fsync at the end: a receipt says that the bytes are on the disk.
         with _opened(writer.path):
             return file.model_dump()
 

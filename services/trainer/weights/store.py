@@ -1,10 +1,10 @@
 """Writes versions, so that a manifest exists only for bytes that are complete and on the disk.
 
 Layout: `weights/v00000012/{model.safetensors or delta-*.safetensors, ..., manifest.json}` below the run's
-folder. A version appears there by one rename. Subfolders, such as its adapters, are for people: no manifest
-names them. A version is full, or a delta to the one before it (`begin` decides); what a delta needs is kept
-as long as it is. `finish` returns the manifest that the trainer announces; the reading side is
-`common/run/weight_files.py`.
+folder. A version appears there by one rename. Its subfolders, such as that of its adapters, are for people:
+no manifest names them. A version is full, or a delta to the one before it (`begin` decides). While a delta is
+kept, the versions that it needs are kept too. `finish` returns the manifest that the trainer announces; the
+reading side is `common/run/weight_files.py`.
 """
 
 import errno
@@ -63,8 +63,9 @@ class WeightState:
     committed: str
     """Digest for the commit: also of trained weights that are not exported."""
     before: str = ""
-    """The digest of the state before, which the policy can write a delta to; empty where it cannot."""
+    """Digest of the state before, if the policy can write this one as a delta to it; else empty."""
     share_changed: float = -1.0
+    """Share of the elements that are not as in the state before; -1: it is not known."""
     num_bytes: int = 0
     """Size of a full version."""
 
@@ -83,9 +84,9 @@ class WeightSource(Protocol):
 class ObjectPublisher:
     """Copies versions into an object store, for workers that do not see the run's folder.
 
-    That is the end of part 6 of a step (`trainer.py`): after the files are on the disk, because a crash in
-    between publishes them again from there, and before part 7, because workers start to download when they
-    read the manifest. Publishing again does no harm: what is there already stays.
+    That is the end of part 6 of a step (`trainer.py`). The files are on the disk by then: after a crash they
+    are published again from there, and what is in the store already stays. Part 7 comes later: with the
+    manifest that it announces, workers start to download.
     """
 
     def __init__(self, url: str, run_id: str) -> None:
@@ -125,7 +126,7 @@ class ObjectPublisher:
 
 
 def build_publisher(url: str, run_id: str) -> ObjectPublisher | None:
-    """The publisher for an object store's address, where the environment's takes precedence; None without.
+    """The publisher for the address in the environment, else for `url`; None if it is no object store's.
 
     Raises:
         ConfigError: the store cannot be opened.
@@ -169,8 +170,8 @@ class WeightStore:
     ) -> BegunVersion | WeightManifest:
         """Start to write `state`, which the policy has just compared; in the policy's thread.
 
-        A version that is there already, after a restart, is returned as it is where it is whole and of the
-        same weights, so that a worker that reads it now is not disturbed; otherwise the new bytes replace it.
+        After a restart the version may be there already. If it is whole and of the same weights, its manifest
+        is returned and nothing is written: a worker may be reading it. Otherwise the new bytes replace it.
 
         Raises:
             StorageError: the disk is full or read-only. Nothing of it is visible; call again.
@@ -196,10 +197,13 @@ class WeightStore:
         self.last = None
 
     def begin_again(self, manifest: WeightManifest, policy: WeightSource) -> BegunVersion:
-        """Start to write a version in full, whose weights the policy still has, in place of what is there; in
-        the policy's thread. Raises StorageError: as `begin`."""
+        """Start to replace a version by the same one in full; in the policy's thread.
+
+        The policy must still have its weights. Raises StorageError: as `begin`.
+        """
         self.distrust()
-        policy.compare_weights()  # a trainer that has just started has compared nothing that could be written
+        # What is written is what was compared last, and a trainer that has just started has compared nothing.
+        policy.compare_weights()
         state = WeightState(manifest.digest, "", share_changed=manifest.share_changed)
         begun = self.begin(manifest.version, policy, state, is_there=False)
         assert isinstance(begun, BegunVersion), "nothing that is there counts"
@@ -255,7 +259,7 @@ class WeightStore:
             return None
         base = last.base if last.is_delta else last.version
         is_worth_it = (
-            # A delta is to what was compared before, which need not be the version that was written last.
+            # The policy's delta is to the state that it compared before: that must be the last version.
             state.before == last.digest
             and state.share_changed <= config.max_share_changed
             # A worker that starts reads the whole chain: its length is bounded here, and its bytes below.
@@ -299,11 +303,11 @@ class WeightStore:
         lost, and goes first."""
         versions = self.versions()
         lost = [version for version in versions if newest is not None and version > newest]
-        standing = [version for version in versions if version not in lost]
-        wanted = [*standing[-keep:], *(version for version in standing if version in in_use)]
+        current = [version for version in versions if version not in lost]
+        wanted = [*current[-keep:], *(version for version in current if version in in_use)]
         needed = needed_versions(self.run_dir, wanted)
-        # Children go before their parents, so that a crash leaves no delta without its base.
-        old = [*lost[::-1], *(version for version in standing[::-1] if version not in needed)]
+        # The newest go first, so that a crash leaves no delta without its base.
+        old = [*lost[::-1], *(version for version in current[::-1] if version not in needed)]
         for version in old:
             retire_folder(self.folder / version_name(version))
             if self._publisher is not None:
@@ -324,7 +328,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor, or where it is sharded its rows from every rank, on the CPU; all ranks must call this."""
+    """The whole tensor: a sharded one gathered on the CPU, another as it is. All ranks must call this."""
     return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
 
 
@@ -337,7 +341,7 @@ def model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 PIECE_BYTES = 1 << 26
-"""Bytes hashed at once; what a GPU tensor needs of host memory."""
+"""Bytes hashed at once. Of a tensor on a GPU no more than these are in host memory."""
 
 
 def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:

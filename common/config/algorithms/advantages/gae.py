@@ -26,11 +26,13 @@ def gae(
 ) -> tuple[Float64, Float64]:
     """Advantages and returns of one sequence's A trained tokens. Shapes [A], float64.
 
-    Eq. 16 as a recursion: d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lambda A_{t+1}; the value
-    after the last token is 0, for the sequence is over (also one that was cut off at its limit). Returns, the
-    value head's targets, are A_t + V_t. `values_A[t]` is the estimate before token t is chosen; tokens that
-    are not trained (a tool's output) are no actions and are passed over. `gamma` is one number, or one [A]
-    for the step from each token to the next.
+    Eq. 16 as a recursion: d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lambda A_{t+1}. Returns, the
+    value head's targets, are A_t + V_t.
+
+    `values_A[t]` is the estimate before token t is chosen. After the last token the value is 0, because the
+    sequence is over, also one that was cut off at its limit. Tokens that are not trained (a tool's output)
+    are no actions: neither array has them. `gamma` is one number, or [A], one for the step from each token to
+    the next.
 
     Rewards 0, 1, values 0.5, 0.25, gamma 1, lambda 0.5: d = -0.25, 0.75; A = 0.125, 0.75; returns 0.625, 1.
 
@@ -55,7 +57,8 @@ def gae(
 
 
 def estimate(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Values:
-    """Not whitened: values are added to make returns of them (`Advantages.assign`)."""
+    """The advantages of every sample, by token. They are not whitened yet: `Advantages.assign` first adds the
+    values to them, which gives the returns."""
     gae_lambda = GaeSettings.of(algorithm).gae_lambda
     advantages: Values = []
     for group in groups:

@@ -1,9 +1,11 @@
 """DPPO, arXiv 2602.04879: a trust region in probabilities in place of PPO's in ratios.
 
 A ratio says little about how far a policy has moved: a token of probability 1e-5 may double without harm, one
-of 0.9 that falls to 0.5 is a large step with a small ratio. So a token loses its gradient where the
-divergence of the two policies, seen on that token alone ("binary": this token against all others), exceeds
-its bound and the update would enlarge it; p is its probability now, q the old one.
+of 0.9 that falls to 0.5 is a large step with a small ratio. So the divergence of the two policies is bounded,
+seen on one token alone ("binary": this token against all others). Where it exceeds its bound, and the update
+would enlarge it, the token has no gradient.
+
+Below p is the token's probability now, q the old one, r their ratio p / q, and A the token's advantage.
 """
 
 from typing import TYPE_CHECKING
@@ -37,28 +39,34 @@ class DppoSettings(Settings):
 
 
 def dppo_tv(ratio: Tokens, algorithm: "AlgorithmConfig") -> Surrogate:
-    """r A, or no gradient where p - q leaves [-clip_low, clip_high] on the side that A pushes to: the total
-    variation. verl's `dppo_tv`; prime-rl's default loss with bounds 0.2.
+    """r A, with the total variation as the divergence. verl's `dppo_tv`; prime-rl's default loss with bounds
+    0.2.
+
+    No gradient where p - q > clip_high and A > 0, or p - q < -clip_low and A < 0.
 
     p = 0.5, q = 0.2, A = 2, clip_high = 0.2: 0.3 is too far, the objective is 0; with A = -2 it is -5.
     """
-    moved_N = ratio.logprobs_N.detach().exp() - ratio.old_logprobs_N.exp()
+    moved_N = ratio.logprobs_N.detach().exp() - ratio.old_logprobs_N.exp()  # p - q
     return _masked(ratio, algorithm, moved_N > algorithm.clip_high, moved_N < -algorithm.clip_low)
 
 
 def dppo_kl(ratio: Tokens, algorithm: "AlgorithmConfig") -> Surrogate:
-    """r A, or no gradient where q log(q / p) + (1 - q) log((1 - q) / (1 - p)) exceeds its bound on the side
-    that A pushes to: the binary KL. verl's `dppo_kl`.
+    """r A, with the binary KL as the divergence, q log(q / p) + (1 - q) log((1 - q) / (1 - p)). verl's
+    `dppo_kl`.
+
+    No gradient where it exceeds clip_high, p > q and A > 0, or it exceeds clip_low, p < q and A < 0.
 
     p = 0.5, q = 0.2: 0.2 log 0.4 + 0.8 log 1.6 = 0.1927.
     """
-    log_N = ratio.log_N.detach()
+    log_N = ratio.log_N.detach()  # log(p / q)
     old_N = ratio.old_logprobs_N
-    divergence_N = -old_N.exp() * log_N + _remainder(old_N) * (
-        _remainder(old_N).log() - _remainder(ratio.logprobs_N.detach()).log()
-    )
+    remainder_N = _remainder(ratio.logprobs_N.detach())
+    old_remainder_N = _remainder(old_N)
+    log_of_remainders_N = old_remainder_N.log() - remainder_N.log()
+    divergence_N = -old_N.exp() * log_N + old_remainder_N * log_of_remainders_N
     is_high_N = (divergence_N > algorithm.clip_high) & (log_N > 0)
-    return _masked(ratio, algorithm, is_high_N, (divergence_N > algorithm.clip_low) & (log_N < 0))
+    is_low_N = (divergence_N > algorithm.clip_low) & (log_N < 0)
+    return _masked(ratio, algorithm, is_high_N, is_low_N)
 
 
 def _remainder(logprobs_N: "Tensor") -> "Tensor":
@@ -70,15 +78,17 @@ def _remainder(logprobs_N: "Tensor") -> "Tensor":
 def _masked(
     ratio: Tokens, algorithm: "AlgorithmConfig", is_too_high_N: "Tensor", is_too_low_N: "Tensor"
 ) -> Surrogate:
-    """r A where the token is inside its bounds. r stops at `dppo.max_ratio`; the token keeps its gradient."""
+    """r A where the token is inside its bounds, else 0. Weights stop at `dppo.max_ratio`: such a token keeps
+    its gradient, with that weight."""
     ratio_N = ratio.ratio_N.detach()
     bound = DppoSettings.of(algorithm).dppo.max_ratio
     weight_N = ratio_N if bound is None else ratio_N.clamp(max=bound)
     is_high_N = is_too_high_N & (ratio.advantages_N > 0)
     is_low_N = is_too_low_N & (ratio.advantages_N < 0)
-    # Value w, gradient w times that of the logprob.
+    # 1, with the gradient of the logprob: the weight scales value and gradient alike.
     one_N = 1.0 + ratio.logprobs_N - ratio.logprobs_N.detach()
     objective_N = (weight_N * ratio.advantages_N * one_N).masked_fill(is_high_N | is_low_N, 0.0)
+    # Weighted less than by its ratio, because of `dppo.max_ratio`.
     is_bounded_N = (ratio_N > weight_N) & ~is_high_N & ~is_low_N
     return Surrogate(objective_N, is_low_N=is_low_N, is_high_N=is_high_N, is_dual_N=is_bounded_N)
 
