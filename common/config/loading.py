@@ -18,9 +18,11 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 _TAG = re.compile(r"^(constrained-)?(float|int|str)$|[]>]$")
-"""What pydantic adds to a field's path: which part of a union was tried, or that a key is wrong."""
+"""Parts of pydantic's path that name no field: `float`, `constrained-int` and `list[str]` say which type of a
+union was tried, `[key]` that a name in a map is wrong."""
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""What reading YAML raises, also for a date without its day, a number without end, and sections without."""
+"""What reading YAML raises: ValueError for a date that does not exist (2026-02-30) or a number of thousands
+of digits, RecursionError for lists or sections nested too deep."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,8 +46,8 @@ def load_config(
 ) -> RunConfig:
     """Read `path`, apply overrides of the form `section.field=value`, and validate.
 
-    Relative paths in the file are relative to the file's folder. `fitted` changes what was read before it is
-    validated.
+    Relative paths in the file are relative to the file's folder. `fitted` changes the tree after the
+    overrides and before the validation.
 
     Raises:
         ConfigError: the file is missing or not YAML, an override has the wrong form, or a field is bad.
@@ -85,14 +87,16 @@ def _read_tree(path: Path) -> dict[str, Any]:
 
 def parse_config(tree: dict[str, Any], origin: str, base: Path | None = None) -> RunConfig:
     """Validate a tree of plain values; `origin` names it in errors, and paths are relative to `base`."""
+    # Half of a surrogate pair in a text: no tokenizer can encode it.
     if half := next(find_halves(tree, ""), None):
         raise ConfigError(f"{origin}: {half}; {REMEDY}.")
     try:
         return RunConfig.model_validate(tree, context={"base": base})
     except ValidationError as error:
         items = error.errors(include_url=False)
+        noun = "problem" if len(items) == 1 else "problems"
         lines = "".join(f"\n  {_explain(item)}" for item in items)
-        refusal = ConfigError(f"{origin}: {len(items)} {'problem' if len(items) == 1 else 'problems'}{lines}")
+        refusal = ConfigError(f"{origin}: {len(items)} {noun}{lines}")
         unknown = (item["loc"] for item in items if item["type"] == "extra_forbidden")
         refusal.unknown_fields = tuple(".".join(map(str, loc)) for loc in unknown)
         raise refusal from None
@@ -120,6 +124,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = _Loader(raw).get_single_data()
     except UNREADABLE:
         value = raw
+    # Where YAML reads the value as text, it may still be a number: `1e-4`.
     if value == raw.strip():
         value = number_of(value)
     node = tree
@@ -146,7 +151,8 @@ def _explain(item: Any) -> str:
     if not expected:
         expected = message.removeprefix("Input ")
         expected = f"{expected[:1].lower()}{expected[1:]}".replace("should be", "must be")
-    return f"{field}: {expected}, got {value!r}{f'; {remedy}' if remedy else ''}"
+    hint = f"; {remedy}" if remedy else ""
+    return f"{field}: {expected}, got {value!r}{hint}"
 
 
 def _expected(item: Any) -> tuple[str, str]:
@@ -194,21 +200,29 @@ _MAIN_FIELDS = {
 
 
 def _as_section(information: FieldInfo | None, name: str, value: Any) -> str:
-    """How a value that stands in place of a section can be written within it, or which fields there are."""
+    """How a value that stands in place of a section can be written within it, or which fields there are.
+
+    `reward: gsm8k` gives "write reward: {function: gsm8k}": `function` is the section's main field.
+    """
     section = _section_in(information.annotation) if information else RunConfig
     if section is None:
         return ""
     main = _MAIN_FIELDS.get(section.__name__, "")
     for field, inner in section.model_fields.items():
-        is_option = isinstance(value, str) and value in _options_of(inner.annotation)
-        is_main = field == main or (inner.is_required() and isinstance(value, str))
-        if is_option or (is_main and type(value) in _types_of(inner.annotation)):
+        is_text = isinstance(value, str)
+        is_option = is_text and value in _options_of(inner.annotation)
+        is_main = field == main or (is_text and inner.is_required())
+        has_type = type(value) in _types_of(inner.annotation)
+        if is_option or (is_main and has_type):
             return f"write {name}: {_yaml({field: value})}"
     return f"fields here: {', '.join(sorted(section.model_fields))}"
 
 
 def _as_list(information: FieldInfo | None, value: Any) -> str:
-    """A value as the list that was meant; where that is not clear, the default shows the form."""
+    """A value as the list that was meant; where that is not clear, the default shows the form.
+
+    "a, 2" gives [a, 2], and 3 gives [3]; but 0.9 for `betas` gives their default, [0.9, 0.999].
+    """
     if isinstance(value, str):
         words = [word.strip() for word in value.split(",")]
         return _yaml([int(word) if word.isdecimal() else word for word in words])
@@ -254,18 +268,23 @@ def _field_at(loc: tuple[Any, ...]) -> FieldInfo | None:
 
 def _yaml(value: Any) -> str:
     """A value in one line of YAML."""
+    # "\n...": YAML's end of a document, which follows a plain value.
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip().removesuffix("\n...")
 
 
 def _similar(loc: tuple[Any, ...]) -> str:
+    """What may be meant by the unknown field at `loc`: a field of this name in other sections, one of a
+    similar name in this section, or else any field of this section."""
     section: Any = RunConfig
     for key in loc[:-1]:
         if key in section.model_fields:  # else it is a name of the user's, or a place in a list
             section = _section_in(section.model_fields[key].annotation) or Section
-    names = sorted(section.model_fields)
-    if elsewhere := [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == str(loc[-1])]:
+    unknown = str(loc[-1])
+    elsewhere = [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == unknown]
+    if elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
-    close = difflib.get_close_matches(str(loc[-1]), names, n=1)
+    names = sorted(section.model_fields)
+    close = difflib.get_close_matches(unknown, names, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; fields here: {', '.join(names)}" if names else ""
@@ -276,12 +295,16 @@ def _field_paths(section: Any, prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
         if inner := _section_in(field.annotation):
-            named = "<name>." if get_origin(field.annotation) is dict else ""
-            yield from _field_paths(inner, f"{prefix}{name}.{named}")
+            users_name = "<name>." if get_origin(field.annotation) is dict else ""
+            yield from _field_paths(inner, f"{prefix}{name}.{users_name}")
 
 
 def _section_in(annotation: Any) -> Any:
     """The section that a field holds, by itself or by names; None where it holds none."""
     if hasattr(annotation, "model_fields"):
         return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
+    for inner in get_args(annotation):
+        section = _section_in(inner)
+        if section is not None:
+            return section
+    return None

@@ -110,6 +110,7 @@ class ExpectConfig(Section):
 
 
 FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
+"""How a refusal of an option begins that filtered sampling would mislead."""
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -145,7 +146,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _spare_truth(self) -> "RunConfig":
         if all(reward.environment for reward in self.reward.named.values()):
-            self.data.without_truth()
+            self.data.without_truth()  # a note in `data`, which stays the same object
         return self
 
     @property
@@ -179,7 +180,8 @@ class RunConfig(Section):
         return SamplingConfig.model_validate(self.rollout.sampling.model_dump() | source.sampling)
 
     def turn_reward_weight(self, data_source: str, source: str = "") -> float:
-        """Weight of the environment's rewards of single turns in training: the sum over its rewards here."""
+        """Weight of the environment's rewards of single turns in training: the sum of the weights of those of
+        its rewards that score the source."""
         return sum(
             reward.weight
             for reward in self.reward.named.values()
@@ -203,6 +205,7 @@ class RunConfig(Section):
             for source in sources
             if source.group_size
         }
+        # Not where each source has a size of its own, nor where there are demonstrations alone.
         needs_common = not self.data.sources or len(of_sources) < len(sources)
         return of_sources | ({"trainer.group_size": self.trainer.group_size} if needs_common else {})
 
@@ -222,6 +225,7 @@ class RunConfig(Section):
                 f"trainer.mini_batches ({trainer.mini_batches}) must divide trainer.groups_per_step "
                 f"({trainer.groups_per_step}): every update takes the same number of groups"
             )
+        # With `epochs` in place of `steps`, the number of steps depends on the rows of the data.
         is_length_known = trainer.epochs is None or "steps" in trainer.model_fields_set
         if is_length_known and trainer.optimizer.warmup_steps >= trainer.steps > 1:
             yield (
@@ -236,6 +240,7 @@ class RunConfig(Section):
             )
         if self._shares_gpus() and not rollout.engine_traits.leaves_gpu:
             yield "shares_rollout_gpus needs an engine that sleeps: rollout.engine vllm, on a GPU"
+        # Of "held_out/score" it is "held_out", of "score" "".
         dataset = trainer.evaluation.keep_best.rpartition("/")[0]
         if dataset and dataset not in self.data.eval:
             yield (
@@ -272,6 +277,7 @@ class RunConfig(Section):
         limit = self.rollout.sampling.max_tokens
         names = {source.name for source in sources}
         sets = self.data.eval
+        scorable = {*names, *sets}
         if self.data.sources and self.trainer.epochs is not None:
             yield (
                 "trainer.epochs counts passes over one training set, and sources of data.train have `epochs` "
@@ -301,7 +307,7 @@ class RunConfig(Section):
                     "what offers several, or leave it out"
                 )
         for name, reward in self.reward.rewards.items():
-            unknown = sorted({*reward.sources} - names - sets.keys())
+            unknown = sorted({*reward.sources} - scorable)
             if reward.sources and not names:
                 yield (
                     f"reward.rewards.{name} has sources, and data.train lists none: list them, or choose by "
@@ -315,7 +321,8 @@ class RunConfig(Section):
         for kind, lane, declared in (("source", "train", names), ("evaluation set", "eval", sets)):
             scoring = [reward for reward in self.reward.named.values() if lane in reward.lanes]
             for name in sorted(declared):
-                if all(reward.sources and name not in reward.sources for reward in scoring):
+                is_scored = any(not reward.sources or name in reward.sources for reward in scoring)
+                if not is_scored:
                     yield f"no reward scores {kind} {name!r}: add it to `sources` of one"
 
     def _demonstration_rules(self) -> Rules:
@@ -417,7 +424,8 @@ class RunConfig(Section):
             )
 
     def _is_sampling_filtered(self) -> bool:
-        return any(s.is_filtered for s in (self.rollout.sampling, *map(self.sampling_of, self.data.sources)))
+        of_sources = [self.sampling_of(source) for source in self.data.sources]
+        return any(sampling.is_filtered for sampling in (self.rollout.sampling, *of_sources))
 
     @property
     def masked_sources(self) -> frozenset[str]:
@@ -445,6 +453,7 @@ class RunConfig(Section):
         rejecting = algorithm.rejection.of_sequences
         level = algorithm.importance.level
         mode = algorithm.importance_mode
+        # Whether one weight is made of all tokens of a sequence, so that their gaps add up.
         is_of_sequences = level == "sequence" or (level == "geometric" and mode == "mask")
         for is_wrong, field, effect in (
             (algorithm.old_logprobs == "rollout", "old_logprobs: rollout",

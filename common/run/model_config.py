@@ -47,7 +47,11 @@ def check_sampling(model_type: str) -> None:
 
 
 def overridden(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json with some fields replaced; nested maps are merged."""
+    """The content of a config.json with some fields replaced; nested maps are merged.
+
+    `rope_scaling: null` turns {"rope_scaling": {"rope_theta": 1e4, "factor": 8.0}} into
+    {"rope_scaling": {"rope_theta": 1e4, "rope_type": "default"}}.
+    """
     merged = dict(tree)
     for name, value in overrides.items():
         if name in ROPE:
@@ -63,7 +67,7 @@ def overridden(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def with_overrides(config: Any, model: ModelConfig, **options: Any) -> Any:
-    """`config`, which transformers has read from `model.path` with `options`, with the overrides.
+    """The configuration with `model.overrides`: transformers read `config` from `model.path` with `options`.
 
     Raises:
         ConfigError: the model has no such field.
@@ -81,7 +85,7 @@ def with_overrides(config: Any, model: ModelConfig, **options: Any) -> Any:
 
 
 def for_vllm(changed: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's `hf_overrides`, which replace whole values; `changed` is the configuration `with_overrides`."""
+    """vLLM's `hf_overrides`, which replace whole values; `changed` is the result of `with_overrides`."""
     fields = {name: value for name, value in overrides.items() if name not in ROPE}
     if len(fields) < len(overrides):
         fields["rope_parameters"] = dict(changed.rope_parameters)
@@ -98,21 +102,25 @@ def freeze_rope(config: Any, max_model_len: int) -> Any:
         ConfigError: the base of dynamic scaling would grow with the sequence.
     """
     frozen = deepcopy(config)
-    for section in {id(section): section for section in (frozen, frozen.get_text_config())}.values():
+    text_config = frozen.get_text_config()
+    sections = [frozen] if text_config is frozen else [frozen, text_config]
+    for section in sections:
         context = getattr(section, "max_position_embeddings", None) or max_model_len
         rope = getattr(section, "rope_parameters", None)
         rope_parameters = rope if isinstance(rope, dict) else {}
-        of_layers = [
-            of_layer
-            for of_layer in rope_parameters.values()
-            if isinstance(of_layer, dict) and "rope_type" in of_layer
+        # One set for all layers, or one for each kind: {"full_attention": {"rope_type": "default"}}.
+        sets_of_kinds = [
+            values
+            for values in rope_parameters.values()
+            if isinstance(values, dict) and "rope_type" in values
         ]
-        for parameters in of_layers or [rope_parameters]:  # one set for each kind of layer, or one for all
+        for parameters in sets_of_kinds or [rope_parameters]:
             kind = str(parameters.get("rope_type"))
             if kind == "longrope":
                 is_long = max_model_len > (parameters.get(ORIGINAL) or context)
-                chosen = LENGTHS[is_long]
-                other_length = LENGTHS[not is_long]
+                short, long = LENGTHS
+                chosen = long if is_long else short
+                other_length = short if is_long else long
                 for name in ("factor", "mscale"):
                     if f"{chosen}_{name}" in parameters:
                         parameters[f"{other_length}_{name}"] = parameters[f"{chosen}_{name}"]

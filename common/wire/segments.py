@@ -22,12 +22,13 @@ SessionEnd = Literal["done", "max_turns", "max_tokens", "timeout"]
 """Why a session ended: the environment or the model was done, or it reached a limit and is truncated."""
 
 Late = Literal["", "session", "call", "reward", "program"]
-"""What was late where `timeout` ended a session: the whole session (`session_timeout_s`), a call, the call
-for its reward, or an agent's program that was silent (`call_timeout_s`)."""
+"""What was late where `timeout` ended a session: the whole `session` (`session_timeout_s`), a `call`, the
+call for its `reward`, or an agent's `program` that was silent (`call_timeout_s`)."""
 
 Unread = Literal["not_delivered", "cut", "asked_again"]
-"""Why an answer counts as unread: its response broke before its end; the client went on with a beginning of
-its stream; the same was asked again, and another answer counts."""
+"""Why an answer counts as unread. `not_delivered`: its response broke before its end. `cut`: the client went
+on with the beginning of its stream alone. `asked_again`: the same was asked again, and another answer
+counts."""
 
 
 class Turn(BaseModel):
@@ -159,7 +160,10 @@ def check_tokens(completion_ids: Any, logprobs: Any, loss_mask: Any, spans: tupl
         raise ValueError(f"version spans must start at token 0, got {spans}")
     if len(spans) > 1:
         firsts = [first for _, first in spans]
-        if firsts != sorted(set(firsts)) or (num_tokens and firsts[-1] >= num_tokens):
+        is_rising = firsts == sorted(set(firsts))
+        # An empty completion may have later spans, too.
+        is_within = num_tokens == 0 or firsts[-1] < num_tokens
+        if not is_rising or not is_within:
             raise ValueError(f"version spans {spans} do not fit {num_tokens} completion tokens")
     if min(version for version, _ in spans) < 0:
         raise ValueError(f"versions cannot be negative, got {spans}")

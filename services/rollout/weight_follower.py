@@ -163,9 +163,11 @@ class WeightFollower:
     def _is_to_load(self, manifest: WeightManifest) -> bool:
         """Whether it is newer, the same version with other weights, or an older one of a later trainer."""
         held = self._held
-        if manifest.version > self.engine.version or held is None:
+        if manifest.version > self.engine.version:
+            return True
+        if held is None:
             # After a mismatch nobody knows what the engine holds: only a load can leave a lost history.
-            return manifest.version > self.engine.version or self._is_leaving
+            return self._is_leaving
         if manifest.version < self.engine.version:
             return manifest.term > held.term
         return manifest.digest != held.digest
@@ -175,9 +177,10 @@ class WeightFollower:
 
     async def _load(self, manifest: WeightManifest, reader: OffsetReader[WeightManifest]) -> None:
         """Verify and load one version; an incomplete one is tried again unless there is a newer one."""
-        # Announced by another trainer process: the held weights may be no ancestor of these.
-        # Samples that end from now on have tokens of weights that are lost, until the new ones are loaded.
-        self._is_leaving |= self._held is not None and manifest.term != self._held.term
+        if self._held is not None and manifest.term != self._held.term:
+            # Announced by another trainer process: the held weights may be no ancestor of these.
+            # Samples that end before the new ones are loaded have tokens of weights that are lost.
+            self._is_leaving = True
         await asyncio.sleep(random.random() * self._spread_s)
         try:
             update = await self._update(manifest)
@@ -243,9 +246,11 @@ class WeightFollower:
             self._failing_since = now
             self._was_damaged = False
         self._was_damaged |= self._num_damaged > 0
-        leases_s = GIVE_UP_LEASES * self.context.config.streams.lease_s
-        # Also where it is missing now, and was damaged before: it is being replaced.
-        if now - self._failing_since > max(leases_s, REPAIR_S if self._was_damaged else 0.0):
+        patience_s = GIVE_UP_LEASES * self.context.config.streams.lease_s
+        if self._was_damaged:
+            # Also where it is missing now: it is being replaced.
+            patience_s = max(patience_s, REPAIR_S)
+        if now - self._failing_since > patience_s:
             raise error
 
 
@@ -332,7 +337,8 @@ class WeightDownload(LocalVersions):
         noted = notes.read_text().split() if notes.exists() else []
         done = {int(note) for note in noted if note.isdecimal()}
         missing = [start for start in range(0, file.num_bytes, PIECE_BYTES) if start not in done]
-        with open(partial / file.name, "r+b" if done else "wb") as output, open(notes, "ab", 0) as note:
+        mode = "r+b" if done else "wb"
+        with open(partial / file.name, mode) as output, open(notes, "ab", buffering=0) as note:
 
             def fetch(start: int) -> None:
                 length = min(PIECE_BYTES, file.num_bytes - start)
@@ -397,7 +403,8 @@ def _digest_of(tensors: Iterable[tuple[TensorInfo, Bits]]) -> Digest:
     waiting = deque[Future[Digest]]()
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         for tensor in tensors:
-            waiting.append(threads.submit(lambda each: digest_of([each]), tensor))
+            waiting.append(threads.submit(digest_of, [tensor]))
+            # The oldest first: tensors that wait for their digest are in memory.
             if len(waiting) > NUM_THREADS:
                 total += waiting.popleft().result()
     return sum((future.result() for future in waiting), total)

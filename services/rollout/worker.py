@@ -131,7 +131,9 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     async def accept(self, deliveries: list[Delivery[Ticket]]) -> None:
         """Start a group, unless the service stops: then the ticket is handed back when draining."""
-        for delivery in deliveries if not self.context.stopping.is_set() else ():
+        if self.context.stopping.is_set():
+            return
+        for delivery in deliveries:
             self.begin(delivery, self._work(delivery)).add_done_callback(self._ended)
             self._count()
 
@@ -193,6 +195,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         delivery. After too many such tickets in a row this worker ends with a `ConfigError`."""
         section = self.context.config.rollout.environment
         self.faults_in_row += 1
+        # `max_faults` 0: without end.
         if 0 < section.max_faults <= self.faults_in_row:
             failure = f"the environment {section.agent or section.use} failed"
             how_often = f"for {self.faults_in_row} tickets in a row, {section.attempts} times each"
@@ -229,6 +232,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             history = self.follower.history
             missing = sorted(set(range(ticket.group_size)) - done)
             if not missing:
+                # Without a sample: if all are published, this acknowledges the ticket.
                 await self.consumer.publish_sample(delivery, *self._keys_of(ticket), None)
             plays = await self._read_plays(ticket, missing, parts)
             faults: dict[int, EnvironmentFaultError | MachineFaultError] = {}
@@ -299,7 +303,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         """The recorded plays of the missing samples, if they can be continued; else new ones."""
 
         def read() -> dict[int, RecordedPlay]:
-            return {i: read_play(parts, i, ticket.prompt_ids, self._read_claim) for i in indices}
+            prompt_ids = ticket.prompt_ids
+            return {index: read_play(parts, index, prompt_ids, self._read_claim) for index in indices}
 
         if not parts:
             return {index: new_play(ticket.prompt_ids) for index in indices}
@@ -355,6 +360,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         numbers = count(1)
         is_greedy = self._is_greedy(index)
         before: tuple[Sequence[int], int, int] = ((), -1, 0)
+        """Of the turn before: its prompt, the version of its first token, the most tokens cached so far."""
 
         async def ask(
             ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None

@@ -202,7 +202,10 @@ class StepRunner:
         """
         self.thread.hold()
         result = self._begin()
-        later = {ticket for mini in commit.mini_batches[1:] for micro in mini for ticket, _ in micro}
+        later: set[int] = set()
+        """Tickets that are trained after the first update."""
+        for composition in commit.mini_batches[1:]:
+            later |= {ticket for micro in composition for ticket, _ in micro}
         if commit.passes > 1:
             later = set(commit.groups)
         all_groups = [groups[ticket] for ticket in commit.groups]

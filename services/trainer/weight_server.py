@@ -32,6 +32,7 @@ from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import WeightManifest
 
 FOLDER = re.compile(r"v[0-9]{8}")
+"""The folder of a version: v00000008 of version 8."""
 
 
 class WeightApp:
@@ -54,7 +55,8 @@ class WeightApp:
         return response or PlainTextResponse("no such version, or no such file in it\n", 404)
 
     def _find(self, run_id: str, folder: str, name: str) -> Response | None:
-        """The file, if run, version and manifest have it; not of a version that is being pruned."""
+        """The file, if the run has the version and its manifest has the file. The folder of a version that is
+        being pruned has another name already."""
         try:
             run = self.runs / Keys(run_id).run_id
         except TidemillError:
@@ -64,9 +66,9 @@ class WeightApp:
         version = run / WEIGHTS_FOLDER / folder
         try:
             manifest = WeightManifest.model_validate_json((version / MANIFEST_FILE).read_bytes())
-            names = [file.name for file in manifest.files]
+            served = [MANIFEST_FILE, *(file.name for file in manifest.files)]
             # The name is the manifest's and not the request's: no path leads out of the folder.
-            path = version / next(each for each in (MANIFEST_FILE, *names) if each == name)
+            path = version / next(listed for listed in served if listed == name)
             return FileResponse(path, stat_result=path.stat(), media_type="application/octet-stream")
         except (OSError, ValidationError, StopIteration):
             return None

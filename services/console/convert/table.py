@@ -31,7 +31,7 @@ class OptionRow(BaseModel):
     note: str = ""
     """How option and field differ, or what becomes of the option."""
     computed: bool = False
-    """Code makes our field from these options, perhaps with others."""
+    """Code (`verl.py`, `trl.py`, `prime_rl.py`) makes our field from these options, perhaps with others."""
     is_automatic: bool = False
     """It needs no option here."""
     default: Any = None
@@ -39,16 +39,17 @@ class OptionRow(BaseModel):
     fallback: str = ""
     """The option whose value it has where it is not given."""
     when: str = ""
-    """Options, or fields of ours, that must be on, or have a value (`name=value`, `name=value|other`), with
-    `, ` between: else it has no effect."""
+    """Conditions, with `, ` between, without which the option has no effect. Each names an option, or a field
+    of ours, that must be on (`use_vllm`) or have a value (`save_strategy=steps`, `name=value|other`)."""
     values: dict[Any, Any] = Field(default_factory=dict)
     """Their value -> ours, or a mapping of several fields; null writes nothing. What is missing is copied."""
     otherwise: Any = None
     """Used for a value that is not in `values`; the value is listed as lost."""
     by: Literal["", "list", "updates", "loggers", "run_name", "range", "distance"] = ""
-    """How our value is made of theirs: their list (if any is given), steps from a number of optimizer
-    updates, the loggers that we have too, a valid name of a run; from a bound or `low_high` of a ratio, the
-    mode and bounds of its weights, or how far the upper bound is above 1."""
+    """How our value is made of theirs. `list`: their list, if any is given. `updates`: steps, from a number
+    of optimizer updates. `loggers`: those that we have too. `run_name`: a valid name of a run. From a bound
+    or `low_high` of a ratio: `range` makes the mode and bounds of its weights, `distance` how far the upper
+    bound is above 1."""
     at_most: float | None = None
     """Limit of our field: it takes the place of larger values, and means the same."""
     nearly: dict[Any, str] = Field(default_factory=dict)
@@ -70,7 +71,8 @@ class OptionRow(BaseModel):
 class OptionTable(BaseModel):
     project: str
     renamed: dict[str, str] = Field(default_factory=dict)
-    """Beginnings of names in older releases -> those of today."""
+    """Names in older releases -> those of today. What ends in a dot is the beginning of names: by
+    `old.: new.` the option old.lr is new.lr."""
     always: dict[str, Any] = Field(default_factory=dict)
     """Our fields that have one value, whatever is given."""
     defaults: dict[str, Any]
@@ -109,16 +111,20 @@ def table_of(project: Project) -> OptionTable:
     tree = yaml.safe_load(Path(__file__).with_name(FILES[project]).read_text(encoding="utf-8"))
     rows: list[OptionRow] = []
     for option, entry in tree.pop("fields").items():
-        rows += [OptionRow(option=option, **row) for row in (entry if isinstance(entry, list) else [entry])]
+        entries = entry if isinstance(entry, list) else [entry]
+        rows += [OptionRow(option=option, **row) for row in entries]
     for kind in ("missing", "automatic"):
         for option, entry in tree.pop(kind).items():
             row = entry if isinstance(entry, dict) else {"note": entry}
-            rows.append(OptionRow(option=option, is_automatic=kind == "automatic", **row))
+            rows.append(OptionRow(option=option, is_automatic=(kind == "automatic"), **row))
     return OptionTable(rows=rows, **tree)
 
 
 def _meanings_of(field: str) -> Iterator[str]:
-    """Our fields that stand for an option with the last name of `field`, and whose option that is."""
+    """Our fields that stand for an option with the last name of `field`, and whose option that is.
+
+    For `trainer.save_steps`: "trainer.checkpoint_every (TRL's save_steps: updates there)".
+    """
     name = field.rpartition(".")[2]
     for table in map(table_of, FILES):
         for row in table.rows:

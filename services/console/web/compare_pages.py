@@ -86,20 +86,24 @@ async def _read(site: Site, request: Request) -> ComparedRuns:
     wanted = query.runs
     if "run" not in request.query_params:
         wanted = tuple(line.run_id for line in lines[:FIRST_RUNS])
+    # A list first: a generator that waits cannot become a tuple.
     runs = tuple([run for run in wanted if run in run_ids or await catalog.exists(run)])
     columns = await asyncio.gather(*(_columns(site, run) for run in runs))
     names = sorted({name for of_run in columns for name in of_run.numbers})
     metrics = query.metrics
     if "metric" not in request.query_params:
-        scores = [n for n in names if n.startswith(EVALUATION_PREFIX) and n.endswith("/score")][:1]
-        first = (FIRST_METRICS[0], *scores, *FIRST_METRICS[1:])
-        metrics = tuple(name for name in first if name in names)
+        evaluations = [name for name in names if name.startswith(EVALUATION_PREFIX)]
+        scores = [name for name in evaluations if name.endswith("/score")]
+        first_metrics = (FIRST_METRICS[0], *scores[:1], *FIRST_METRICS[1:])
+        metrics = tuple(name for name in first_metrics if name in names)
     series = []
     for of_run in columns:
         series.append({name: of_run.series(name) for name in metrics})
     query = replace(query, runs=runs, metrics=metrics)
     absent = tuple(run for run in wanted if run not in runs)
-    return ComparedRuns(query, lines, absent, dict(zip(runs, series, strict=True)), names)
+    return ComparedRuns(
+        query=query, lines=lines, absent=absent, series=dict(zip(runs, series, strict=True)), names=names
+    )
 
 
 async def _columns(site: Site, run: str) -> Columns:
@@ -111,7 +115,8 @@ async def _columns(site: Site, run: str) -> Columns:
 
 
 async def _config(site: Site, run: str) -> dict[str, Any]:
-    """The config as the folder has it, whichever release wrote it, else as Redis has it; empty: not known."""
+    """The run's config, flat: that of its folder, whichever release wrote it, or else that in Redis; empty
+    where neither has it."""
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
         text = await asyncio.to_thread((site.catalog.runs / run / CONFIG_FILE).read_text, "utf-8")
         return flatten(await asyncio.to_thread(yaml.safe_load, text))
@@ -122,15 +127,15 @@ async def _config(site: Site, run: str) -> dict[str, Any]:
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Fields in which configs differ, with the value of each; the run's id is none of them.
 
-    An unknown (empty) config differs in nothing.
+    An unknown (empty) config differs in nothing. Of {"seed": 0, "lr": 1.0}, {"seed": 1, "lr": 1.0} and {}:
+    [("seed", [0, 1, ABSENT])].
     """
     fields = dict.fromkeys(name for config in configs for name in config if name != "run_id")
-    readable = [index for index, config in enumerate(configs) if config]
     rows = []
     for name in fields:
-        values = [config.get(name, ABSENT) for config in configs]
-        if any(values[index] != values[readable[0]] for index in readable):
-            rows.append((name, values))
+        compared = [config.get(name, ABSENT) for config in configs if config]
+        if any(value != compared[0] for value in compared):
+            rows.append((name, [config.get(name, ABSENT) for config in configs]))
     return rows
 
 
@@ -158,18 +163,20 @@ async def curves(site: Site, request: Request) -> Response:
     comparison = await _read(site, request)
     query = comparison.query
     lasts = [curve.last for series in comparison.series.values() for curve in series.values()]
-    longest_s = max((last[2] for last in lasts if last), default=0.0)
+    seconds = [time for _, _, time in filter(None, lasts)]
+    longest_s = max(seconds, default=0.0)
     has_hours = longest_s > LEAST_HOURS * 3600
     unit = "hour" if has_hours else "minute"
     unit_s = 3600.0 if has_hours else 60.0
     is_timed = query.x == "time"
+    x_unit_s = unit_s if is_timed else 0.0  # 0: x is the step
 
-    def trees() -> list[dict[str, Any]]:
+    def make_charts() -> list[dict[str, Any]]:
         charts = []
         for metric in query.metrics:
             by_number = "version" if metric.startswith(EVALUATION_PREFIX) else "step"
             lines = [
-                line_of(run, series[metric], query.smoothing, unit_s if is_timed else 0.0)
+                line_of(run, series[metric], query.smoothing, x_unit_s)
                 for run, series in comparison.series.items()
             ]
             chart = {
@@ -183,7 +190,7 @@ async def curves(site: Site, request: Request) -> Response:
         return charts
 
     is_live = any(line.status == "running" for line in comparison.lines if line.run_id in comparison.series)
-    return JSONResponse({"live": is_live, "charts": await asyncio.to_thread(trees)})
+    return JSONResponse({"live": is_live, "charts": await asyncio.to_thread(make_charts)})
 
 
 async def table(site: Site, request: Request) -> Response:
@@ -193,8 +200,9 @@ async def table(site: Site, request: Request) -> Response:
     def rows() -> Iterator[Sequence[Any]]:
         for run, numbers in comparison.series.items():
             for metric, series in numbers.items():
-                for x, y, time in zip(*(column.tolist() for column in series), strict=True):
-                    yield run, metric, int(x), round(time, 3), y
+                columns = [column.tolist() for column in series]
+                for step, value, seconds in zip(*columns, strict=True):
+                    yield run, metric, int(step), round(seconds, 3), value
 
     return csv_file("comparison", ("run", "metric", "step", "seconds", "value"), rows())
 

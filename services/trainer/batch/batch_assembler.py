@@ -142,6 +142,9 @@ def select_groups(
 
     `as_ready` takes the lowest tickets first. Where the groups due by some later step would fill every place
     until then, only those may go: otherwise one of them would become too old.
+
+    Two places at step 5, with `max_staleness` 1: tickets 9 and 10 are due by step 5, ticket 8 by step 6, and
+    all but 10 are complete. Chosen: 9 alone, for the second place belongs to 10.
     """
     if trainer.batch_order == "in_order":
         return [ticket for ticket in complete if groups[ticket].step == step][:places]
@@ -166,9 +169,10 @@ def select_groups(
             break
         deadline = min(fitting, key=lambda deadline: waiting[deadline][-1])
         chosen.append(waiting[deadline].pop())
-        for h in horizons:
-            capacity[h] -= 1
-            due[h] -= deadline <= h
+        for horizon in horizons:
+            capacity[horizon] -= 1
+            if deadline <= horizon:
+                due[horizon] -= 1
     return chosen
 
 

@@ -196,7 +196,8 @@ class StreamJoin:
             reader = self._readers[name]
             standing = await Trail(reader.trail.sure).last_standing(self._broker, reader.key)
             trimmed = id_before(await trimmed_below(self._broker, self._keys.state, reader.key))
-            positions[name] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
+            readable = max(standing, trimmed, key=id_order)
+            positions[name] = min(reader.position, readable, key=id_order)
         return positions
 
     def _low_water(self, groups: Iterable[Group]) -> dict[StreamName, str]:
@@ -238,8 +239,9 @@ class StreamJoin:
                 log.warning("score of other tokens refused", ticket=group.ticket, index=message.index)
                 # Its worker may have acknowledged the entry that now has the lost trajectory's id.
                 self.unread_at = time.monotonic()
-        # What was refused may be an older score in place of this entry, which then counts.
-        if group is not None and not any(refused_entry is entry for refused_entry in refused):
+        # Where only an older score was refused, this entry counts in its place.
+        is_refused = any(refused_entry is entry for refused_entry in refused)
+        if group is not None and not is_refused:
             if sample is not None:
                 group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
                 # Judged as it arrives: by the time of training that version may exist, with other weights.

@@ -2,7 +2,7 @@
 
 Where the run archives, an entry that no outstanding group needs is trimmed as soon as it is archived and its
 step committed: a restart replays it from the archive. Dead letters are trimmed below the oldest kept
-checkpoint. Without an archive that holds for all entries (`checkpointing.py`).
+checkpoint; so are all entries of a run without an archive (`checkpointing.py`).
 """
 
 import asyncio
@@ -58,7 +58,9 @@ class Trimmer:
         self._below: dict[StreamName, str] = {}
         """Entries below these ids may be trimmed, and some are still there."""
         self._decided_in = 0
+        """The epoch of the ids in `_below`."""
         self._aligned_in = 0
+        """The last epoch in which the archive was a prefix of the server's streams."""
         self._changing = asyncio.Lock()
         self.departed = DepartedProcesses(context.broker, context.keys)
 
@@ -80,7 +82,7 @@ class Trimmer:
             self._decided_in = epoch
         for stream, entry_id in below.items():
             decided = self._below.get(stream, START)
-            # A checkpoint's positions may come after those of later steps, which are greater.
+            # The greater one: a checkpoint's positions may come after those of later steps.
             self._below[stream] = max(entry_id, decided, key=id_order)
         await self.trim()
         if self._below:
@@ -102,7 +104,7 @@ class Trimmer:
                 first = wanted if allowed is None else min(wanted, allowed, key=id_order)
                 broker = self.context.broker
                 key = stream.key(self.context.keys)
-                # Before the trim: what has left Redis and the archive lacks is a hole that a restart names.
+                # Before the trim: by this note a restart finds what neither Redis nor the archive has.
                 if allowed is not None and first != START:
                     await on_disk(self.context, note_trim, stream_folder(self.context.run_dir, stream), first)
                 try:
@@ -112,8 +114,11 @@ class Trimmer:
                     # Another server since the mark: it may have given all these ids to other entries.
                     self._below.clear()
                     break
-                # Kept while entries below it wait for the archiver, whose progress calls again.
-                if first == wanted or not await read_raw(broker, key, last=id_before(wanted), count=1):
+                is_done = first == wanted
+                if not is_done:
+                    is_done = not await read_raw(broker, key, last=id_before(wanted), count=1)
+                # Else entries below it wait for the archiver, whose progress calls again.
+                if is_done:
                     self._below.pop(stream, None)
         if removed:
             log.debug("streams trimmed", entries=removed)
@@ -144,13 +149,14 @@ class Trimmer:
     async def _is_aligned(self) -> bool:
         """Whether the archive is a prefix of this server's streams. Another server may have lost entries, and
         given their ids to others: those would be taken for archived."""
-        if self.archives and self._aligned_in != self._decided_in:
-            try:
-                if await self.archived.align():
-                    self._aligned_in = self._decided_in
-            except (ArchiveError, StorageError) as error:
-                log.error("nothing is trimmed: the archive cannot be held against Redis", problem=str(error))
-        return not self.archives or self._aligned_in == self._decided_in
+        if not self.archives or self._aligned_in == self._decided_in:
+            return True
+        try:
+            if await self.archived.align():
+                self._aligned_in = self._decided_in
+        except (ArchiveError, StorageError) as error:
+            log.error("nothing is trimmed: the archive cannot be held against Redis", problem=str(error))
+        return self._aligned_in == self._decided_in
 
     def _allowed(self, stream: StreamName) -> str | None:
         """The id below which all entries are archived; None where they need not be."""
@@ -164,8 +170,8 @@ class Trimmer:
         return START if last_id == START else id_after(last_id)
 
     async def collect_claims(self) -> None:
-        """Remove the payloads of settled tickets that no entry claims, in Redis or without its payload in the
-        archive. While the store is down they stay."""
+        """Remove the payloads of settled tickets. Those stay that an entry in Redis claims, or one that was
+        archived without its payload. While the store is down all stay."""
         try:
             settled = await self._claims.threads.run(self._claims.settled, self.first_ticket)
             if settled:

@@ -274,6 +274,7 @@ def missing_mask(trajectory: Trajectory) -> str:
     if kept is None or kept.offsets is None:
         return "it has no sampling masks, and its tokens were sampled from some ids only"
     completion_ids = _joined([segment.completion_ids for segment in trajectory.segments])
+    # The token that each kept id belongs to; a token is missing where none of its ids is the sampled one.
     row_of_value = np.repeat(np.arange(len(kept)), np.diff(kept.offsets))
     is_missing = _joined([segment.mask for segment in trajectory.segments]).copy()
     is_missing[row_of_value[kept.values == completion_ids[row_of_value]]] = False

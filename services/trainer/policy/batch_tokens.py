@@ -72,6 +72,7 @@ class BatchTokens:
         # Divisions are done by now, in float64 on the host; products with the loss follow in the dtype of the
         # logprobs.
         self._numbers_CM = np.empty((len(self._names) + len(shared), counts.sum()))
+        # Not strict: the rows after those of the columns are for `shared`.
         for name, numbers_M in zip(self._names, self._numbers_CM, strict=False):
             _fill_column(numbers_M, name, rows, samples)
         for number, of_rows in enumerate(shared.values(), len(self._names)):

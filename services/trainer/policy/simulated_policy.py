@@ -34,7 +34,9 @@ from tidemill.services.trainer.policy.usage import Profiled, Usage
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
 PROGRESS = TensorInfo("simulated", "I64", (17,))
+"""The number of updates, and the 16 bytes of the digest."""
 UNCHANGING = TensorInfo("unchanging", "U8", (4096,))
+"""Zeros, beside which a change is small: a delta is smaller than a full version."""
 
 
 class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
@@ -54,6 +56,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         self._compared = ("", np.zeros(0, dtype=np.int64))
         """Digest and exported numbers of the last comparison."""
         self._changed: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(0, dtype=np.int64)
+        """Which numbers of `PROGRESS` differ between the last two comparisons."""
 
     def accumulate(self, batch: MicroBatch) -> Sums:
         """Take `group_s` for each `group_size` samples."""
@@ -86,6 +89,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         """Take `prepare_s` for each `group_size` samples; logprobs of all models are those of the rollout."""
         time.sleep(self._trainer.simulated.prepare_s * len(samples) / self._trainer.group_size)
         algorithm = self._trainer.algorithm
+        # Whether a column is needed, and its factor to the rollout's logprob; an entropy is -logprob here.
         factors = {
             "proximal_logprobs": (self._trainer.needs_proximal, 1.0),
             "reference_logprobs": (algorithm.needs_reference, 1.0),
@@ -112,7 +116,8 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         yield UNCHANGING.name, torch.zeros(UNCHANGING.shape, dtype=torch.uint8)
 
     def state(self) -> PolicyState:
-        tensors = {PROGRESS.name: dict(self.named_parameters_for_export())[PROGRESS.name]}
+        exported = dict(self.named_parameters_for_export())
+        tensors = {PROGRESS.name: exported[PROGRESS.name]}
         values = {"policy": "simulated", "updates": self._num_updates}
         return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
 
@@ -130,15 +135,17 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         self.zero()
 
     def compare_weights(self) -> WeightState:
-        """The digest is the end of the chain, which no worker can prove; only one small tensor changes."""
+        """The digest is the end of the chain and not of the tensors, so that no worker can check it. Only one
+        small tensor changes."""
         digest = self.digest()
-        now = np.array([self._num_updates, *self._chain], dtype=np.int64)
-        before, held = self._compared
-        self._compared = (digest, now)
-        self._changed = np.flatnonzero(now != held) if before else now[:0]
+        numbers = np.array([self._num_updates, *self._chain], dtype=np.int64)
+        digest_before, numbers_before = self._compared
+        self._compared = (digest, numbers)
+        self._changed = np.flatnonzero(numbers != numbers_before) if digest_before else numbers[:0]
         num_elements = PROGRESS.num_elements + UNCHANGING.num_elements
-        share = len(self._changed) / num_elements if before else -1.0
-        return WeightState(digest, digest, before, share, PROGRESS.num_bytes + UNCHANGING.num_bytes)
+        num_bytes = PROGRESS.num_bytes + UNCHANGING.num_bytes
+        share = len(self._changed) / num_elements if digest_before else -1.0
+        return WeightState(digest, digest, digest_before, share, num_bytes)
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         if parent < 0:
@@ -146,7 +153,8 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
             save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         else:
             writer = DeltaWriter(folder / delta_name(0, 1))
-            writer.add(PROGRESS, self._changed, self._compared[1][self._changed].view(PROGRESS.bits_dtype))
+            _, numbers = self._compared
+            writer.add(PROGRESS, self._changed, numbers[self._changed].view(PROGRESS.bits_dtype))
             writer.write()
         written: Future[tuple[WeightFile, ...]] = Future()
         written.set_result(list_files(folder))

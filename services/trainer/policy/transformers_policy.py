@@ -299,8 +299,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         """One AdamW step, or none where the gradients are not finite or there is nothing to divide by. At the
         end of a step the reference model follows, where that is due."""
         result = self._update(denominator)
-        num_steps, within = divmod(self._num_updates, self._config.updates_per_step)
-        if self._reference is not None and not within and self._reference.is_due(num_steps):
+        num_steps, updates_within = divmod(self._num_updates, self._config.updates_per_step)
+        is_end_of_step = updates_within == 0
+        if self._reference is not None and is_end_of_step and self._reference.is_due(num_steps):
             self._reference.update(self._model)
         return result
 
@@ -417,8 +418,11 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         for a model of that precision."""
         # float64, so that comparisons of gradients are not rounded.
         wide = np.float64 if self._dtype == torch.float64 else np.float32
-        names = ["logprobs"] + ["entropies"] * self._config.algorithm.needs_start_entropies
-        names += ["values"] * (head is not None)
+        names = ["logprobs"]
+        if self._config.algorithm.needs_start_entropies:
+            names.append("entropies")
+        if head is not None:
+            names.append("values")
         columns: list[SampleColumns] = []
         for sample in chain.from_iterable(parts):
             num_tokens = len(sample.completion_ids)

@@ -183,7 +183,7 @@ def rejected_tokens(
     is_out_N = torch.zeros_like(log_N, dtype=torch.bool)
     is_out_S = torch.zeros(num_sequences, dtype=torch.bool, device=log_N.device)
     for name, bound in rejection.bounds.items():
-        of, _, measure = name.rpartition("_")
+        of, _, measure = name.rpartition("_")  # "seq_max_k3" is "seq_max" of "k3"
         if of == "token":
             is_out_N = is_out_N | _is_outside(measures[measure], bound)
         else:
