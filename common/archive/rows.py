@@ -20,18 +20,25 @@ RawEntry = tuple[str, Fields]
 ArchivedRecord = Entry[Message] | Garbled
 
 ID = "id"
+"""Column of the entry's id."""
 SCHEMA_VERSION = "schema"
+"""Column of the entry's field `v`."""
 PAYLOAD = "payload"
+"""Column of the entry's field `p`."""
 OTHERS = "other_fields"
-"""Columns of the entry's fields `v` and `p`, and of any others, which no release writes."""
+"""Column of any other fields of the entry; no release writes one."""
 INT64_MIN = -(2**63)
 INT64_MAX = 2**63 - 1
 
 _INTEGERS = ("ticket", "last_ticket", "index", "step", "version", "last_version")
 _TEXTS = ("worker", "status")
 INDEX = (*_INTEGERS, "time", "value", *_TEXTS)
-"""Columns to search by. A commit has its least and greatest ticket, a trajectory its versions; elsewhere the
-second of a pair equals the first."""
+"""Columns to search by.
+
+`ticket` and `last_ticket` are the least and the greatest ticket of a commit, `version` and `last_version` the
+least and the greatest version of a trajectory. Other messages have one ticket and one version at most: both
+columns of a pair hold it.
+"""
 SCHEMA = pa.schema(
     [
         (ID, pa.string()),
@@ -71,13 +78,15 @@ def raw_entries_of(table: pa.Table, places: Iterable[int] | None = None) -> Iter
     schemas = table[SCHEMA_VERSION]
     payloads = table[PAYLOAD]
     others_of_rows = table[OTHERS]
-    for index in range(len(table)) if places is None else places:
+    indices = range(len(table)) if places is None else places
+    for index in indices:
         entry_id = ids[index].as_py()
         schema = schemas[index].as_py()
         payload = payloads[index].as_py()
         others = others_of_rows[index].as_py()
-        fields = {VERSION_FIELD: schema, PAYLOAD_FIELD: payload}
-        yield entry_id, {name: value for name, value in fields.items() if value is not None} | dict(others)
+        columns = {VERSION_FIELD: schema, PAYLOAD_FIELD: payload}
+        fields = {name: value for name, value in columns.items() if value is not None}
+        yield entry_id, fields | dict(others)
 
 
 def records_of(
@@ -91,8 +100,9 @@ def widen(bounds: MutableMapping[str, tuple[float, float]], table: pa.Table) -> 
     """Extend `bounds`, column -> (least, greatest), to these rows."""
     for name, last in BOUNDED.items():
         values = [*table[name].to_pylist(), *table[last].to_pylist(), *bounds.get(name, ())]
-        # Without NaN and infinity: bounds with one would exclude rows that match, or none.
-        if finite := [value for value in values if value is not None and math.isfinite(value)]:
+        # Without NaN, which would exclude rows that match, and infinity, which would exclude no row.
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if finite:
             bounds[name] = (min(finite), max(finite))
 
 
@@ -100,13 +110,15 @@ def _index_of(record: ArchivedRecord) -> Mapping[str, Any]:
     if isinstance(record, Garbled):
         return {}
     message = record.message
-    index = {
+    bounds = {
         "ticket": min(tickets_of(message), default=None),
         "last_ticket": max(tickets_of(message), default=None),
         "version": min(versions_of(message), default=None),
         "last_version": max(versions_of(message), default=None),
-    } | {name: vars(message).get(name) for name in ("index", "step", "value", "worker", "status")}
+    }
+    fields = {name: vars(message).get(name) for name in ("index", "step", "value", "worker", "status")}
+    columns = bounds | fields
     # Values beyond 64 bits are clamped: the payload has the exact one.
-    integers = {name: index[name] for name in _INTEGERS if index[name] is not None}
+    integers = {name: columns[name] for name in _INTEGERS if columns[name] is not None}
     clamped = {name: min(max(value, INT64_MIN), INT64_MAX) for name, value in integers.items()}
-    return index | clamped | {"time": time_of(message)}
+    return columns | clamped | {"time": time_of(message)}

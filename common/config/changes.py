@@ -28,7 +28,8 @@ FIXED = {
     "trainer.policy": "the checkpoints are those of this kind of policy",
     "trainer.batch_order": "tickets that are outstanding were issued for this order",
 }
-"""Field or section -> why a run cannot change it."""
+"""Field or section -> why a run cannot change it. Of a field and its section the first one here gives the
+reason, so `model.special_tokens` stands before `model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,11 @@ class FieldChange:
     @property
     def refusal(self) -> str:
         """Why a run cannot take this change; empty where it can."""
-        return next((why for name, why in FIXED.items() if f"{self.field}.".startswith(f"{name}.")), "")
+        for name, reason in FIXED.items():
+            # With the dots: "model.path" is in the section "model", "models" is not.
+            if f"{self.field}.".startswith(f"{name}."):
+                return reason
+        return ""
 
     def __str__(self) -> str:
         return f"{self.field}: {self.before!r} -> {self.after!r}"

@@ -16,7 +16,9 @@ MAX_CAUSE_CHARS = 80
 OTHER = "other causes"
 
 _LINE = re.compile(r"\(([^()]+, line \d+)\)")
+"""`(my_reward.py, line 4)`, anywhere in a reason."""
 _EXCEPTION = re.compile(r"\s*([A-Za-z_][\w.]*):")
+"""`KeyError:`, at the beginning of a reason."""
 
 
 @dataclass(slots=True)
@@ -59,8 +61,15 @@ class FailureLog:
 
 
 def cause_of(reason: str) -> str:
-    """What reasons of one cause have in common: the exception's type and its line, or the words without their
-    numbers. `KeyError: 'a' (f.py, line 4)` and `KeyError: 'b' (f.py, line 4)` have one cause."""
+    """What reasons of one cause have in common: the exception's type and its line, else the line alone, else
+    the words without their numbers.
+
+    | reason | cause |
+    |---|---|
+    | `KeyError: 'a' (f.py, line 4)` | `KeyError (f.py, line 4)` |
+    | `no number was returned (f.py, line 4)` | `f.py, line 4` |
+    | `HTTP 503 after 20 s` | `HTTP # after # s` |
+    """
     line = _LINE.search(reason)
     exception = _EXCEPTION.match(reason)
     if line is not None and exception is not None:
@@ -75,12 +84,15 @@ def added_up(failures: Iterable[Failure]) -> list[Failure]:
     sums: dict[tuple[str, str, str], Failure] = {}
     for failure in failures:
         key = (failure.what, failure.kind, failure.cause)
-        before = sums.get(key)
-        num_before = before.count if before is not None else 0
-        sums[key] = replace(failure, count=num_before + failure.count)
+        earlier = sums.get(key)
+        num_earlier = 0 if earlier is None else earlier.count
+        sums[key] = replace(failure, count=num_earlier + failure.count)
     return sorted(sums.values(), key=lambda failure: -failure.count)
 
 
 def doubling(count: int) -> int:
-    """The largest power of two that is at most `count`: what is said at each doubling is said once for it."""
+    """The largest power of two that is at most `count`: 4 for 4, 5, 6 and 7.
+
+    It changes for the 1st, the 2nd, the 4th, the 8th failure, and so on: callers log these alone.
+    """
     return 1 << (count.bit_length() - 1) if count > 0 else 0

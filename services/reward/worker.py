@@ -79,7 +79,10 @@ class WorkerMetrics:
     ) -> None:
         """`failures` returns the counts of failures outside of `reward`, by name; `failed_attempts` the
         attempts outside of it that failed, by cause."""
-        self._activity, self._config, self._reward, self._failures = activity, config, reward, failures
+        self._activity = activity
+        self._config = config
+        self._reward = reward
+        self._failures = failures
         self._failed_attempts = failed_attempts
         self._executions = [
             named.reward.execution for named in reward.rewards if isinstance(named.reward, FunctionReward)
@@ -90,7 +93,9 @@ class WorkerMetrics:
         self._statuses: Counter[ScoreStatus] = Counter()
         self._attempts: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
         """When heartbeats were made, with the scores and the failed attempts until then."""
-        self._rated_at, self._rated = time.monotonic(), 0
+        self._rated_at = time.monotonic()
+        self._num_rated = 0
+        """When the last heartbeat was made, and the scores until then."""
         self._gathered = {lane: Batched(partial(_observe, lane)) for lane in Lane}
         for lane in Lane:
             metrics.SCORES_IN_FLIGHT.labels(lane).set_function(partial(self._in_flight.__getitem__, lane))
@@ -127,15 +132,17 @@ class WorkerMetrics:
 
     def report(self, beat: Heartbeat) -> None:
         """Fill in this worker's part of a heartbeat, and which functions block."""
-        now, scored = time.monotonic(), self._statuses.total()
-        rate = (scored - self._rated) / max(now - self._rated_at, 1e-3)
-        self._rated_at, self._rated = now, scored
+        now = time.monotonic()
+        num_scored = self._statuses.total()
+        rate = (num_scored - self._num_rated) / max(now - self._rated_at, 1e-3)
+        self._rated_at = now
+        self._num_rated = num_scored
         parallel = [count for execution in self._executions if (count := execution.parallel) is not None]
         notes = [note for execution in self._executions for note in execution.notes]
         beat.counts.update(
             in_flight=self._in_flight.total(),
             parallel=min([self.slots(), *parallel]),
-            scored=scored,
+            scored=num_scored,
             failed=self._statuses[ScoreStatus.FAILED],
             timeout=self._statuses[ScoreStatus.TIMEOUT],
             per_s=round(rate, 2),
@@ -145,7 +152,9 @@ class WorkerMetrics:
         beat.failures += self._reward.failed_attempts + self._failed_attempts()
         beat.counts[FAILING_SHARE] = round(self._failing_share(beat.failures), 4)
         beat.counts[BLOCKING] = beat.counts.get(BLOCKING, 0) + len(notes)
-        beat.detail = "; ".join([*([beat.detail] if beat.detail else []), *notes])
+        if beat.detail:
+            notes.insert(0, beat.detail)
+        beat.detail = "; ".join(notes)
 
     def _failing_share(self, failures: Sequence[Failure]) -> float:
         """Share of the last minute's attempts that failed."""
@@ -225,8 +234,10 @@ async def serve(context: ServiceContext) -> None:
 
 class Scorer:
     def __init__(self, reward: WeightedSum, config: RewardConfig, worker: str, seed: int) -> None:
-        self.reward, self._config = reward, config
-        self._worker, self._seed = worker, seed
+        self.reward = reward
+        self._config = config
+        self._worker = worker
+        self._seed = seed
 
     def begin(self, trajectory: Trajectory, lane: Lane, on_end: OnEnd) -> BreakOff | None:
         """Begin to score a trajectory where no task has to wait for it; see `Reward.begin`."""
@@ -277,7 +288,8 @@ class RewardLane(LaneWorker[Trajectory]):
         quarantine: Quarantine | None = None,
     ) -> None:
         super().__init__(context, lane, context.keys.trajectories(lane), REWARD_GROUP, Trajectory)
-        self.scorer, self.counts = scorer, counts
+        self.scorer = scorer
+        self.counts = counts
         self.groups = GroupScoring(
             self.consumer, context, lane, scorer.reward, post_processing, counts.published
         )
@@ -345,8 +357,11 @@ class RewardLane(LaneWorker[Trajectory]):
             await self.quarantine.run_suspects(self.consumer, suspects, self.start)
 
     def given_up(self, delivery: Delivery[Trajectory]) -> str:
-        """Why to dead-letter a trajectory, or "". It was alone when its worker died; or it has a fault and
-        groups are scored as a whole: the others of its group would wait for it."""
+        """Why to dead-letter a trajectory, or "".
+
+        Either it was alone when its worker died. Or it has a fault, and groups are scored as a whole: then
+        the others of its group would wait for its score.
+        """
         if self.groups.is_needed and (problem := fault_of(delivery.message)):
             return problem
         if not self.quarantine.attempts_exhausted(delivery):
@@ -477,12 +492,14 @@ class RewardLane(LaneWorker[Trajectory]):
                 self._cancel_timer()
             if not batch:
                 continue
-            # If every slot is taken, the lane does not fetch: this call then fetches for the slots it frees.
-            # Before the number of slots changes: else `run` might be fetching for the same ones.
+            # If every slot is taken, `run` does not fetch: this call then fetches for the slots it frees.
+            # Asked before the number of slots changes, after which `run` might be fetching for the same ones.
             is_full = self.num_free <= 0 and self._takes_new
             self._set_extra_slots(batch)
-            # Without those that `run` has not taken yet.
-            num_wanted = self.num_free + len(batch) - self.consumer.num_ahead if is_full else 0
+            num_wanted = 0
+            if is_full:
+                # Less those that such a call has fetched before and `run` has not taken yet.
+                num_wanted = self.num_free + len(batch) - self.consumer.num_ahead
             are_published = await self.consumer.complete(batch, out_key, num_wanted)
             self.counts.count(self.lane, unpublished=-len(batch))
             self._release(len(batch))

@@ -98,7 +98,7 @@ class RunFolder:
             ) from None
 
     def clear(self) -> None:
-        """Remove all that a run left which ended before its first step; its logs stay."""
+        """Remove the files of a run that ended before its first step, but not its logs."""
         for path in self.path.iterdir():
             if path == self.logs:
                 continue
@@ -108,8 +108,8 @@ class RunFolder:
                 path.unlink()
 
     def _keep_tokenizer(self, model: Path) -> None:
-        """Copy the model's `tokenizer.json`: in a folder that was copied to another machine, tokens have
-        texts only by it. The run itself does not need the copy."""
+        """Copy the model's `tokenizer.json`. The run itself does not need the copy: it is for a folder that
+        is moved to a machine without the model, where tokens could not be shown as text otherwise."""
         from tidemill.common.data.prompt_lengths import TOKENIZER_FILE
 
         with contextlib.suppress(OSError, StorageError):
@@ -145,16 +145,23 @@ def folder_of_runs(folder: str | Path | None) -> Path:
 
 
 def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunFolder:
-    """The run that the user means: by id, by its folder wherever it is, by the environment, or the latest."""
+    """The run that the user means: by id, by its folder wherever it is, by the environment, or the latest.
+
+    Examples, with the runs in /work/runs: "a" is /work/runs/a, and "/old/runs/a" is that folder. "latest" is
+    what the link /work/runs/latest points at. None is the run that `RUN_VARIABLE` names, else the latest.
+    """
     run_name = str(run or os.environ.get(RUN_VARIABLE, ""))
     runs = folder_of_runs(runs_dir)
     if run_name and "/" in run_name:
         folder = Path(run_name).resolve()  # runs/latest is a link
         return RunFolder(folder.parent if folder.is_dir() else runs, folder.name)
-    if run_name and (run_name != LATEST or not (runs / LATEST).is_symlink()):
+    # A run may have the id "latest" itself: then a folder is there, not the link.
+    is_link = run_name == LATEST and (runs / LATEST).is_symlink()
+    if run_name and not is_link:
         return RunFolder(runs, run_name)
     try:
-        return RunFolder(runs, os.readlink(runs / LATEST).rstrip("/").rpartition("/")[2])
+        target = os.readlink(runs / LATEST)
+        return RunFolder(runs, target.rstrip("/").rpartition("/")[2])
     except OSError:
         raise ConfigError(
             f"no run id was given and {runs / LATEST} does not exist. Give the id of a run, or its folder of "
@@ -163,13 +170,17 @@ def find_run(run: str | Path | None, runs_dir: str | Path | None = None) -> RunF
 
 
 def new_run_id(config: Path, default: str = "run") -> str:
-    """The id of a run that was given none: the name of its config's folder, and the time."""
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.resolve().parent.name).lstrip("._-")[:80] or default
+    """The id of a run that was given none: the name of its config's folder, and the time.
+
+    Example: "my-sums-20260131-093000" for `my sums/config.yaml`.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.resolve().parent.name)
+    stem = name.lstrip("._-")[:80] or default
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def nearest(path: Path) -> str:
-    """A path as short as it can be from here."""
+    """A path for messages: relative where it lies in the current folder, else as it is."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

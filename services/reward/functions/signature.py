@@ -67,13 +67,20 @@ COMPLETION_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class CallConvention:
-    """How to call a function: it takes the arguments `names`, with `takes_any` any others too."""
+    """How to call a function.
+
+    Example: `async def reward(completions, *, level=1, **columns)` has style TRL, `is_async`, `names`
+    completions and level, `takes_any`, and `required` completions.
+    """
 
     style: Style
     is_async: bool
     names: frozenset[str]
+    """Arguments that it takes by keyword."""
     takes_any: bool = False
+    """Whether it takes any others too."""
     required: frozenset[str] = frozenset()
+    """Arguments without a default."""
 
     def takes(self, name: str) -> bool:
         return self.takes_any or name in self.names
@@ -96,11 +103,11 @@ def recognise(
     signature = signature_of(function, name)
     parameters = signature.parameters.values()
     call = CallConvention(
-        _style_of(signature) if style == "auto" else Style(style),
-        is_async(function),
-        frozenset(p.name for p in parameters if p.kind in _BY_KEYWORD),
-        any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
-        frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC),
+        style=_style_of(signature) if style == "auto" else Style(style),
+        is_async=is_async(function),
+        names=frozenset(p.name for p in parameters if p.kind in _BY_KEYWORD),
+        takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+        required=frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC),
     )
     _check_given(call, signature, kwargs, name)
     _check_kwargs(call, signature, kwargs, name)
@@ -125,60 +132,83 @@ def _style_of(signature: inspect.Signature) -> Style:
     names = signature.parameters.keys()
     if "solution_strs" in names:
         return Style.VERL_BATCH
-    if "completions" in names or (not names & set(SOLUTION_NAMES) and names & set(TRL_LISTS)):
+    if "completions" in names:
         return Style.TRL
-    return Style.VERIFIERS if "completion" in names and "solution_str" not in names else Style.VERL
+    # The other lists have names that a function in verl's style may have too.
+    if names & set(TRL_LISTS) and not names & set(SOLUTION_NAMES):
+        return Style.TRL
+    if "completion" in names and "solution_str" not in names:
+        return Style.VERIFIERS
+    return Style.VERL
 
 
 def _check_given(
     call: CallConvention, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str
 ) -> None:
-    """Check that it takes the completion, and that all it requires is given, and by name. For TRL's style,
-    the dataset's columns are known only with the first sample."""
-    own, problem, hint = OWN_ARGUMENTS[call.style], "", ""
-    known = {*own, *kwargs}
-    missing = [p for p in signature.parameters if p in call.required - known]
-    if not any(call.takes(each) for each in COMPLETION_ARGUMENTS[call.style]):
-        problem, hint = "", ". The arguments are passed by keyword, so the names matter."
+    """Check that it takes the completion, and that all it requires is passed, and can be passed by keyword.
+
+    For TRL's style, the dataset's columns are known only with the first sample, so nothing is missing yet.
+    """
+    passed = OWN_ARGUMENTS[call.style]
+    takes_completion = any(call.takes(argument) for argument in COMPLETION_ARGUMENTS[call.style])
+    not_passed = call.required - {*passed, *kwargs}
+    missing = [p for p in signature.parameters if p in not_passed]
+    unnamed = sorted(call.required - call.names)
+    problem = ""
+    hint = ""
+    if not takes_completion:
+        hint = ". The arguments are passed by keyword, so the names matter."
     elif missing and call.style is not Style.TRL:
-        problem, hint = f", but nothing gives {', '.join(missing)}", ", with further ones from reward.kwargs."
-    elif unnamed := sorted(call.required - call.names):
+        problem = f", but nothing gives {', '.join(missing)}"
+        hint = ", with further ones from reward.kwargs."
+    elif unnamed:
         problem = f", where {', '.join(unnamed)} cannot be passed by keyword"
     else:
         return
-    adapter = _adapter(call, signature, name, own) if hint else ""
+    adapter = _adapter(call, signature, name, passed) if hint else ""
     raise ConfigError(
         f"reward.function {name} takes ({', '.join(signature.parameters)}){problem}; expected "
         f"{EXPECTED}{hint}{adapter}"
     )
 
 
-def _adapter(call: CallConvention, signature: inspect.Signature, name: str, own: Collection[str]) -> str:
-    """A hint with a line that adapts a function with other names; empty if none can be guessed."""
+def _adapter(call: CallConvention, signature: inspect.Signature, name: str, passed: Collection[str]) -> str:
+    """A hint with a line that adapts a function with other names; empty if none can be guessed.
+
+    `passed` are the arguments that every call passes. Examples of lines, for `judge(text, truth)` and for
+    `judge(solution_str, level)`, where `level` is for the user to fill in:
+
+        def compute_score(solution_str, ground_truth, **_): return judge(solution_str, ground_truth)
+        def compute_score(solution_str, **_): return judge(solution_str=solution_str, level=level)
+    """
     function = name.rpartition(":")[2]
     required = [p for p in signature.parameters if p in call.required]
-    known = [p for p in required if p in own]
-    if not known and 1 <= len(required) <= 2:
-        given = ", ".join(("solution_str", "ground_truth")[: len(required)])
-        head, passed = given, given
-    elif known:
-        head, passed = ", ".join(known), ", ".join(f"{each}={each}" for each in required)
+    usable = [p for p in required if p in passed]
+    if usable:
+        parameters = ", ".join(usable)
+        arguments = ", ".join(f"{p}={p}" for p in required)
+    elif 1 <= len(required) <= 2:
+        # A guess by position: the completion first, then the truth.
+        parameters = ", ".join(("solution_str", "ground_truth")[: len(required)])
+        arguments = parameters
     else:
         return ""
     adapter = "compute_score" if function != "compute_score" else "reward"
-    return f" Write beside it: def {adapter}({head}, **_): return {function}({passed}), and name that one."
+    line = f"def {adapter}({parameters}, **_): return {function}({arguments})"
+    return f" Write beside it: {line}, and name that one."
 
 
 def _check_kwargs(
     call: CallConvention, signature: inspect.Signature, kwargs: Mapping[str, Any], name: str
 ) -> None:
     """Check that the function takes all of `reward.kwargs`, and that these replace nothing of the sample."""
-    own = OWN_ARGUMENTS[call.style]
-    if reserved := sorted(set(own) & set(kwargs)):
-        raise ConfigError(f"reward.kwargs must not set {', '.join(reserved)}: each sample brings its own")
+    passed = OWN_ARGUMENTS[call.style]
+    replaced = sorted(set(passed) & set(kwargs))
+    if replaced:
+        raise ConfigError(f"reward.kwargs must not set {', '.join(replaced)}: each sample brings its own")
     unknown = [key for key in kwargs if not call.takes(key)]
     if unknown:
-        others = [p for p in signature.parameters if p in call.names and p not in own]
+        others = [p for p in signature.parameters if p in call.names and p not in passed]
         close = difflib.get_close_matches(unknown[0], others, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(others) or 'no others'}"
         raise ConfigError(f"reward.kwargs has {unknown[0]!r}, which {name} does not take; {hint}")

@@ -32,9 +32,9 @@ Frame = dict[str, Any]
 CAPACITY = "CAPACITY_REACHED"
 INVALID = "VALIDATION_ERROR"
 UNSENDABLE = "Unable to serialize unknown type"
-"""The server's words where its answer has an object that is no JSON, which ends the session."""
+"""Part of the server's error where its answer has an object that cannot be sent as JSON: the session ends."""
 OTHER_FIELDS = {"missing", "extra_forbidden"}
-"""Errors of an action that say that it has other fields than `action_field`."""
+"""Types of errors of an action which mean that its field is not named `action_field`, or not the only one."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 """Pause before asking a full server again; doubles each time."""
@@ -114,8 +114,8 @@ class OpenEnvStage:
                         "step that never returns keeps its place on the server",
                         "start",
                     ) from None
-            # Also where it was cancelled: the server counts the session until its connection ends.
             except BaseException:
+                # Also where this was cancelled: the server counts the session until its connection ends.
                 await environment.close()
                 raise
             # Random: sessions that were refused together would retry together.
@@ -130,9 +130,9 @@ class OpenEnvStage:
         from websockets.exceptions import WebSocketException
 
         try:
-            # Its defaults end the connection at observations above 1 MiB, and take the environment's proxies.
-            # They also end it 20 s after an unanswered ping, in the middle of a step that blocks the server:
-            # how long an answer may take says call_timeout_s alone.
+            # The defaults of `connect` would end the connection at observations above 1 MiB, and use the
+            # proxies that environment variables name. They would also end it 20 s after an unanswered ping,
+            # in the middle of a step that blocks the server: only call_timeout_s limits a step.
             return await connect(
                 self._url,
                 open_timeout=CONNECT_S,
@@ -180,7 +180,7 @@ class OpenEnvEnvironment(Environment):
         try:
             answer = await self._ask("step", action)
         except _RefusedError as error:
-            # A text is no call, and counts as none.
+            # A text is not a call of a tool, so it is not counted as a wrong one.
             is_call = self._options.action_schema is not None
             return Act([{**role, "content": f"error: {error}"}], is_wrong=is_call)
         reward = number_of(answer.get("reward"), f"{self._url}: reward is", "step")
@@ -195,7 +195,8 @@ class OpenEnvEnvironment(Environment):
             async with asyncio.timeout(self._timeout_s):
                 if kind == "step":
                     await self._check_unread()
-                with contextlib.suppress(ConnectionClosed):  # of a full server: it has said so before
+                # A full server says so and closes, before it is asked: `recv` below returns what it said.
+                with contextlib.suppress(ConnectionClosed):
                     await self._connection.send(json.dumps({"type": kind, "data": data}, default=str))
                 frame = json.loads(await self._connection.recv())
         except TimeoutError:
@@ -204,7 +205,9 @@ class OpenEnvEnvironment(Environment):
             ) from None
         except (OSError, WebSocketException, ValueError, RecursionError) as error:
             raise EnvironmentFaultError(f"{self._url}: {kind} failed: {error}", kind) from None
-        content: Any = (frame.get("data") or {}) if isinstance(frame, dict) else None
+        content: Any = None
+        if isinstance(frame, dict):
+            content = frame.get("data") or {}
         if not isinstance(content, dict):
             said = f"{str(frame)[:MAX_CHARS]}; expected an object with type and data"
             raise EnvironmentFaultError(f"{self._url}: {kind} was answered by {said}", kind)
@@ -217,7 +220,9 @@ class OpenEnvEnvironment(Environment):
         if code == INVALID:
             errors = content.get("errors") or ()
             message = "; ".join(_explained(error) for error in errors) or message
-            if kind == "step" and (self._options.action_schema is not None or _is_of_text(errors)):
+            # The model gets the error as an answer where other words of it may be accepted.
+            is_models_mistake = self._options.action_schema is not None or _is_of_text(errors)
+            if kind == "step" and is_models_mistake:
                 raise _RefusedError(message)
         if UNSENDABLE in message:
             message += (
@@ -235,6 +240,11 @@ class OpenEnvEnvironment(Environment):
                 raise EnvironmentFaultError(f"{self._url}: a second answer to one step: {frame}", "step")
 
     def _text(self, observation: Any) -> str:
+        """What the model reads of an observation: its text, or what is there as JSON.
+
+        Examples, without `observation_field`: "you win" of `{"text": "you win", "score": 1}`, and
+        '{"score": 1}' of `{"score": 1}`.
+        """
         if not isinstance(observation, Mapping):
             return "" if observation is None else str(observation)
         field = self._options.observation_field
@@ -245,10 +255,11 @@ class OpenEnvEnvironment(Environment):
                 "step",
             )
         names = (field,) if field else TEXTS
-        value = next((observation[n] for n in names if isinstance(observation.get(n), str)), None)
-        if value is None:
-            value = observation.get(field) if field else dict(observation)
-        return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        for name in names:
+            if isinstance(observation.get(name), str):
+                return str(observation[name])
+        value = observation.get(field) if field else dict(observation)
+        return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _explained(error: Mapping[str, Any]) -> str:
@@ -256,12 +267,15 @@ def _explained(error: Mapping[str, Any]) -> str:
 
 
 def _is_of_text(errors: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an action was refused for its text, so that another text of the model may be accepted."""
+    """Whether an action was refused for its text, so that another text of the model may be accepted.
+
+    Of the types of errors, `string_too_long` is about the text. `missing` is not: the field has another name.
+    `list_type` and `is_instance_of` are not: no text is ever a list, or an object of a class.
+    """
     types = {str(error.get("type")) for error in errors}
     if types & OTHER_FIELDS:
         return False
-    # `list_type` and the like: no text is ever of that type.
-    return any(not (name.endswith("_type") or name == "is_instance_of") for name in types)
+    return any(not name.endswith("_type") and name != "is_instance_of" for name in types)
 
 
 class _FullError(Exception):

@@ -30,35 +30,40 @@ def contained(field: str) -> Iterator[None]:
 def load_users_function(
     field: str, reference: str, offered: Collection[str]
 ) -> tuple[Callable[..., Any], frozenset[str]]:
-    """The function that `reference` names, to be called by keyword, and those of the arguments `offered` that
-    it takes and is given. `field` is the config's field, for messages.
+    """The function that `reference` names, and which of the arguments `offered` it takes. It is called by
+    keyword, with any of the offered arguments: those that it does not take are left out of the call.
+
+    Example: of the offered "logprobs", "advantages" and "mask", `loss(logprobs, mask)` takes two. `field` is
+    the config's field, for messages.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
     """
     function = load_users(field, reference, "function")
-    field = f"{field} {reference}"
+    label = f"{field} {reference}"
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{field} is no function, but {type(function).__name__}")
-    names = _arguments(field, function, offered)
+        raise ConfigError(f"{label} is no function, but {type(function).__name__}")
+    names = _arguments(label, function, offered)
 
     def call(**arguments: Any) -> Any:
-        with contained(field):
+        with contained(label):
             return function(**{key: value for key, value in arguments.items() if key in names})
 
     return call, names
 
 
-def _arguments(field: str, function: Callable[..., Any], offered: Collection[str]) -> frozenset[str]:
-    """Names among `offered` that the function takes; the first of them is required."""
+def _arguments(label: str, function: Callable[..., Any], offered: Collection[str]) -> frozenset[str]:
+    """Names among `offered` that the function takes. It must take the first of them, and must not require any
+    other name."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return frozenset(offered)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
-    if unknown or next(iter(offered)) not in names:
+    first_offered = next(iter(offered))
+    if unknown or first_offered not in names:
         raise ConfigError(
-            f"{field} takes ({', '.join(p.name for p in parameters)}); expected arguments among "
+            f"{label} takes ({', '.join(p.name for p in parameters)}); expected arguments among "
             f"({', '.join(offered)}), the first of them always. They are passed by keyword, so the "
             "names matter"
         )

@@ -56,31 +56,47 @@ class _Watch:
     check: Check
     patience_steps: int
     num_outside: int = 0
+    """Steps in a row, up to the last one."""
     num_inside: int = 0
     worst: float = 0.0
+    """The value farthest outside, of these steps in a row; `warning.worst` is that of the whole warning."""
     warning: Warned | None = None
+    """The one that holds now."""
 
     def judge(self, step: int, numbers: Mapping[str, Any]) -> Warned | None:
         """Returns the warning that begins or ends with this step."""
-        check = self.check
-        value = numbers[check.metric]
+        value = numbers[self.check.metric]
         number = math.nan if value is None else float(value)  # a record has null for what is not finite
-        if check.healthy.holds(number):
-            self.num_inside += 1
-            self.num_outside = 0
-            ended = self.warning if self.num_inside >= self.patience_steps else None
-            if ended is not None:
-                ended.until_step = step - self.num_inside + 1
-                self.warning = None
-            return ended
-        self.worst = _worse(check.healthy, self.worst, number) if self.num_outside else number
+        if self.check.healthy.holds(number):
+            return self._note_inside(step)
+        self._note_outside(number)
+        if self.warning is not None or self.num_outside < self.patience_steps:
+            return None
+        self.warning = self._begun(step, number, numbers)
+        return self.warning
+
+    def _note_inside(self, step: int) -> Warned | None:
+        """Returns the warning that ends with this step."""
+        self.num_inside += 1
+        self.num_outside = 0
+        if self.warning is None or self.num_inside < self.patience_steps:
+            return None
+        ended = self.warning
+        ended.until_step = step - self.num_inside + 1
+        self.warning = None
+        return ended
+
+    def _note_outside(self, number: float) -> None:
+        healthy = self.check.healthy
+        self.worst = _worse(healthy, self.worst, number) if self.num_outside else number
         self.num_outside += 1
         self.num_inside = 0
         if self.warning is not None:
-            self.warning.worst = _plain(_worse(check.healthy, self.warning.worst, number))
-            return None
-        if self.num_outside < self.patience_steps:
-            return None
+            self.warning.worst = _plain(_worse(healthy, self.warning.worst, number))
+
+    def _begun(self, step: int, number: float, numbers: Mapping[str, Any]) -> Warned:
+        """The warning that begins with this step."""
+        check = self.check
         problem = check.problem
         advice = check.advice
         if check.problem_low and check.healthy.low is not None and number < check.healthy.low:
@@ -89,9 +105,8 @@ class _Watch:
         if check.name == "waiting":
             advice = time_advice(numbers)
         text = f"{problem}: {check.metric} is {number:.4g}, healthy is {_shown(check.healthy)}"
-        since = step - self.num_outside + 1
-        self.warning = Warned(check.name, check.metric, since, _plain(self.worst), text, advice)
-        return self.warning
+        since_step = step - self.num_outside + 1
+        return Warned(check.name, check.metric, since_step, _plain(self.worst), text, advice)
 
 
 class Diagnostics:
@@ -130,18 +145,23 @@ class Diagnostics:
             metrics.UNHEALTHY.labels(watch.check.name).set(watch.warning is not None)
         self.warnings += [warning for warning in changed if warning.until_step is None]
         while len(self.warnings) > MAX_WARNINGS:
-            ended = (item for item in self.warnings if item.until_step is not None)
-            self.warnings.remove(next(ended, self.warnings[0]))
+            ended = (warning for warning in self.warnings if warning.until_step is not None)
+            oldest_ended = next(ended, None)
+            self.warnings.remove(self.warnings[0] if oldest_ended is None else oldest_ended)
         return changed
 
 
 def _worse(healthy: HealthyRange, worst: float | None, new: float) -> float:
-    """The value farther outside of the range; NaN is the worst."""
+    """The value farther outside of the range; NaN is the worst, also as a `worst` of None (see `Warned`)."""
     if worst is None or math.isnan(worst) or math.isnan(new):
         return math.nan
     low = -math.inf if healthy.low is None else healthy.low
     high = math.inf if healthy.high is None else healthy.high
-    return max(worst, new, key=lambda value: max(low - value, value - high))
+
+    def distance(value: float) -> float:
+        return max(low - value, value - high)
+
+    return max(worst, new, key=distance)
 
 
 def _plain(value: float) -> float | None:

@@ -1,9 +1,12 @@
 """Logprobs and entropies of tokens under a causal language model, without whole logits in memory.
 
-Guarantees: logprobs are those of softmax(logits / temperature), over the ids that a token was sampled from
-where these are known, computed in at least float32: the distribution that the engine samples from. Logits
-exist a chunk at a time (`head.py`), as long as the model ends in a plain `base -> lm_head`. Models that do
-more (scaled or soft-capped logits) are found by a probe and go through their own forward, with whole logits.
+Guarantees: logprobs are those of the distribution that the engine samples from. This is
+softmax(logits / temperature), over the ids that a token was sampled from where these are known. It is
+computed in at least float32.
+
+Logits exist a chunk at a time (`head.py`) where a probe (`find_scaling`) confirms what the model does after
+its base: `lm_head`, and perhaps a known scale or cap of the logits. Other models go through their own
+forward, with whole logits.
 
 Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 """
@@ -50,7 +53,8 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
     """How the model scales `lm_head(body_of(model)(...).last_hidden_state)`; None where that is not known.
 
     Replaces the head's output by marked values for one pass. What the model gives back is held against what
-    its configuration says.
+    its configuration says. Example: the marked values are -60 to 60, the model gives back -120 to 120, and
+    its configuration has `logit_scale` 2: the scaling is known.
     """
     head = output_head(model)
     base = body_of(model)
@@ -73,14 +77,17 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
             hidden = getattr(base(input_ids=ids_BT, use_cache=False), "last_hidden_state", None)
     finally:
         hook.remove()
-    if len(seen) != 1 or hidden is None or hidden.shape != seen[0].shape or logits.shape != marked[0].shape:
+    if len(seen) != 1 or hidden is None:
+        return None
+    if hidden.shape != seen[0].shape or logits.shape != marked[0].shape:
         return None
     # A model that scales hidden states hands the head something else than its base returns.
     if not torch.allclose(hidden.to(seen[0].dtype), seen[0], rtol=1e-3, atol=1e-3):
         return None
     if torch.equal(logits.to(marked[0].dtype), marked[0]):
         return PLAIN
-    if (configured := configured_scaling(model.config.get_text_config())) == PLAIN:
+    configured = configured_scaling(model.config.get_text_config())
+    if configured == PLAIN:
         return None  # however small the difference is: rounding does not explain it
     tolerance = 1e-4 if marked[0].dtype.itemsize > 2 else 2e-2
     expected = configured.of(marked[0].float())
@@ -108,7 +115,7 @@ def fill_columns(name: str, values_N: Tensor, tile: Tile, results: Sequence[Samp
 
 
 class _Scores(NamedTuple):
-    """A tile's scores, by the names of its fields. A tuple, in which the sharding finds the tensors."""
+    """A tile's scores, named as the fields of `Tile`. It is a tuple: in these the sharding finds tensors."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -119,8 +126,10 @@ class _Scores(NamedTuple):
 
 
 class TokenScorer:
-    """Scores the tokens of tiles with one model, whose weights may change between calls; within the root of
-    its sharding, where it has one (`fsdp/rank_policy.py`)."""
+    """Scores the tokens of tiles with one model, whose weights may change between calls.
+
+    A model that is sharded runs within `root`, the root of its sharding (`fsdp/rank_policy.py`).
+    """
 
     def __init__(
         self,
@@ -137,17 +146,23 @@ class TokenScorer:
         self._compute_dtype = compute_dtype
         if self._is_half:
             round_alike(model)
-        with torch.no_grad(), self._autocast(), routers.trying() if routers else nullcontext():
-            # Under autocast, because flash attention takes no float32.
-            self.scaling: Scaling | None = self._try(model)
+        trying = routers.trying() if routers else nullcontext()
+        # Under autocast, because flash attention takes no float32.
+        with torch.no_grad(), self._autocast(), trying:
+            self.scaling: Scaling | None = self._find_scaling(model)
             """None where the model needs whole logits."""
 
-    def _try(self, model: PreTrainedModel) -> Scaling | None:
-        """The first pass of the model. Raises ConfigError: its code mixes dtypes that torch does not mix."""
+    def _find_scaling(self, model: PreTrainedModel) -> Scaling | None:
+        """`find_scaling`, which is the model's first pass.
+
+        Raises:
+            ConfigError: the model's code mixes dtypes that torch does not mix.
+        """
         try:
             return self._run(find_scaling, model)
         except RuntimeError as error:
-            if not self._is_half or not any(word in str(error) for word in ("dtype", "scalar type")):
+            is_of_dtypes = any(word in str(error) for word in ("dtype", "scalar type"))
+            if not self._is_half or not is_of_dtypes:
                 raise
             raise ConfigError(
                 f"model.dtype: transformers does not compute a {model.config.model_type} in half precision "
@@ -171,16 +186,20 @@ class TokenScorer:
     def score(
         self, tile: Tile, temperature: float, *, entropy_gradient: bool = False, keep_hidden: bool = False
     ) -> Tile:
-        """The tile with its scores: logprobs and entropies in float32, with gradients of the logprobs, of the
-        kept ids' mass and, if asked, of the entropies; routing where there is a gradient and it is wanted. A
-        tile with `columns` gives scores of all its tokens, with gradients for this rank's; `hidden_NH` cover
-        this rank's alone."""
+        """The tile with its scores: logprobs and entropies are in float32.
+
+        Logprobs and the mass of the kept ids have gradients; entropies have them if `entropy_gradient`.
+        Routing is there if gradients are computed and it is wanted.
+
+        A tile with `columns` gives the scores of all its tokens, with gradients for this rank's. Its
+        `hidden_NH` cover this rank's tokens alone.
+        """
         scores = self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
         return replace(tile, **scores._asdict())
 
     def _score_routed(self, tile: Tile, *options: Any) -> _Scores:
         if self._routers is None:
-            scores = _of_all(self._score(tile, *options), tile)
+            scores = _of_all_ranks(self._score(tile, *options), tile)
         else:
             routes = None if tile.routes is None else tile.routes.to(self._device)
             with self._routers.passing(routes, is_noted=torch.is_grad_enabled()):
@@ -190,7 +209,7 @@ class TokenScorer:
                     scores = scores._replace(
                         routing=self._routers.at(sources_N), changed_N=self._routers.changed_at(sources_N)
                     )
-                scores = _of_all(scores, tile)
+                scores = _of_all_ranks(scores, tile)
         if self._root is None:
             return scores
         # The sharding hooks the gradients of tensors in a returned tuple; these must not be views.
@@ -200,10 +219,10 @@ class TokenScorer:
         sources_N = tile.sources_N.to(self._device)
         targets_N = tile.targets_N.to(self._device)
         kwargs = self._inputs(tile)
-        hidden_NH: Tensor | None = None
         with self._autocast():
             if self.scaling is None:
                 output = self._model(**kwargs, output_hidden_states=keep_hidden)
+                hidden_NH: Tensor | None = None
                 if keep_hidden:
                     hidden_NH = rows_at(output.hidden_states[-1].flatten(0, 1), sources_N)
                 logits_NV = rows_at(output.logits.flatten(0, 1), sources_N)
@@ -212,7 +231,7 @@ class TokenScorer:
             hidden_BTH = body_of(self._model)(**kwargs).last_hidden_state
             hidden_NH = rows_at(hidden_BTH.flatten(0, 1), sources_N)
             head = output_head(self._model)
-            assert head is not None and hidden_NH is not None, "a chunked model has a head"
+            assert head is not None, "a model whose scaling is known has a head"
             scores = score_hidden(
                 hidden_NH,
                 head,
@@ -236,7 +255,8 @@ class TokenScorer:
             else:
                 hidden_BTH = self._model(**kwargs, output_hidden_states=True).hidden_states[-1]
         hidden_NH = rows_at(hidden_BTH.flatten(0, 1), tile.sources_N.to(self._device))
-        return hidden_NH if self._root is None else hidden_NH.clone()  # as above
+        # The sharding hooks the gradient of the returned tensor, which must not be a view.
+        return hidden_NH if self._root is None else hidden_NH.clone()
 
     def _inputs(self, tile: Tile) -> dict[str, Any]:
         kwargs = {
@@ -259,17 +279,23 @@ class TokenScorer:
         return self._compute_dtype not in (torch.float32, torch.float64)
 
 
-def _of_all(scores: _Scores, tile: Tile) -> _Scores:
+def _of_all_ranks(scores: _Scores, tile: Tile) -> _Scores:
+    """Scores of all the tile's tokens, from each rank's; `hidden_NH` stay those of this rank."""
     columns = tile.columns
     if columns is None:
         return scores
+
+    def joined(layer: LayerRouting) -> LayerRouting:
+        return LayerRouting(layer.affinity, columns.joined(layer.logits_NE), columns.joined(layer.chosen_NK))
+
+    # Every rank takes part in each of these calls, so their order must be the same on all.
     return _Scores(
-        columns.joined(scores.logprobs_N),
-        columns.joined(scores.entropies_N),
-        columns.joined(scores.log_mass_N),
-        scores.hidden_NH,
-        tuple(LayerRouting(layer.affinity, *map(columns.joined, layer[1:])) for layer in scores.routing),
-        None if scores.changed_N is None else columns.joined(scores.changed_N),
+        logprobs_N=columns.joined(scores.logprobs_N),
+        entropies_N=columns.joined(scores.entropies_N),
+        log_mass_N=columns.joined(scores.log_mass_N),
+        hidden_NH=scores.hidden_NH,
+        routing=tuple(joined(layer) for layer in scores.routing),
+        changed_N=None if scores.changed_N is None else columns.joined(scores.changed_N),
     )
 
 
@@ -281,11 +307,12 @@ SHORT = 7
 
 
 def pick_layout(model: PreTrainedModel, scorer: TokenScorer, packing: bool, longest: int) -> Layout:
-    """The layout of this model's tiles: that of `choose_layout`, if it holds.
+    """The layout of this model's tiles: that of `choose_layout`, or "padded" where a trial shows that its
+    sequences change each other's numbers.
 
     Raises:
-        ConfigError: a token's prediction depends on later tokens, or, in padded tiles too, on the length of
-            the other sequences (up to `longest` tokens).
+        ConfigError: a token's prediction depends on later tokens. Or it depends on the length of the other
+            sequences (up to `longest` tokens), in padded tiles too.
     """
     config = model.config.get_text_config()
     _check_numbers(scorer, config.vocab_size)
@@ -326,8 +353,13 @@ def _check_numbers(scorer: TokenScorer, vocab_size: int) -> None:
 def _find_leak(
     scorer: TokenScorer, layout: Layout, vocab_size: int, longest: int, window: int | None = None
 ) -> str:
-    """What goes wrong with a short sequence beside one of `longest` tokens; empty where it comes out as it
-    does alone. In trees it begins with the first half of the long one."""
+    """What goes wrong with a short sequence beside one of `longest` tokens; empty where its hidden states are
+    those that it has alone.
+
+    In trees the short sequence begins with the first half of the long one (at least `SHORTEST` tokens), so
+    that the two share these. Example: beside the long one [1 2 3 4 5 6], a short one of [11 12 13] becomes
+    [1 2 3 11 12 13].
+    """
     long = _made_up_row(0, longest, vocab_size)
     short = _made_up_row(1, SHORT, vocab_size)
     if layout.startswith("tree"):
@@ -335,7 +367,6 @@ def _find_leak(
         places = np.arange(len(ids) - SHORT, len(ids))
         short = Row(1, ids, places, ids[places], places)
     tile = lay_out(Tile(layout, [long, short]))
-    most = MAX_DIFFERENCE
     try:
         beside = _hidden(scorer, tile)[-SHORT:]
         alone = _hidden(scorer, lay_out(Tile("padded", [short])))
@@ -343,27 +374,30 @@ def _find_leak(
         if layout == "padded":
             raise
         return " ".join(str(error).split())[:200]
+    limit = MAX_DIFFERENCE
     tree: Tree | None = tile.model_kwargs.get(TREE)
     if tree is not None:
-        most = min(most, 3.0 * scorer.rounding**0.5)
-        # A window of more tokens than these changes no number.
+        limit = min(limit, 3.0 * scorer.rounding**0.5)
+        # Asked of the layers: a window that is wider than these sequences changes none of their numbers.
         if window is not None and window not in tree.windows:
             return f"its layers do not say that they attend to {window} tokens"
-    difference = float(((beside - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
-    return "" if difference < most else f"its hidden states differ by {difference:.2%}"
+    differences = (beside - alone).norm(dim=-1) / alone.norm(dim=-1)
+    difference = float(differences.max())
+    return "" if difference < limit else f"its hidden states differ by {difference:.2%}"
 
 
 @torch.no_grad()
 def _looks_ahead(scorer: TokenScorer, vocab_size: int) -> bool:
     """Whether the first half of a sequence is computed otherwise where the second half has other tokens."""
-    row = _made_up_row(0, 2 * SHORT, vocab_size)
-    row_of_others = _made_up_row(1, 2 * SHORT, vocab_size)
+    some_ids = _made_up_row(0, 2 * SHORT, vocab_size).ids
+    other_ids = _made_up_row(1, 2 * SHORT, vocab_size).ids
+    first_half = some_ids[:SHORT]
     places = np.arange(SHORT)
     hidden = []
-    for second in (row.ids, row_of_others.ids):
-        ids = np.concatenate([row.ids[:SHORT], second[SHORT:]])
-        changed = Row(0, ids, places, ids[places], places)
-        hidden.append(_hidden(scorer, lay_out(Tile("padded", [changed]))))
+    for second_half in (some_ids[SHORT:], other_ids[SHORT:]):
+        ids = np.concatenate([first_half, second_half])
+        row = Row(0, ids, places, ids[places], places)
+        hidden.append(_hidden(scorer, lay_out(Tile("padded", [row]))))
     gap = (hidden[0] - hidden[1]).norm()
     norm = hidden[0].norm()
     # Not exactly equal: kernels that sort tokens by expert may round otherwise.

@@ -1,10 +1,14 @@
 """The weights that a run starts with, of which a rank reads no more than its own shard.
 
-A model is made without storage, as transformers would load it: it gets stand-ins for the tensors of the
-files, which note what is read of them. `exported.py` says which elements of a model's tensors are which
-elements of its published ones; the other way round, that fills each shard from slices of the files.
+1. The model is made without storage, by transformers. In place of the files' tensors it gets stand-ins
+   (`TensorInFile`), which note whether they are read.
+2. `exported.py` plans how the model would be saved: which published tensor is made of which elements of the
+   model's tensors. The plan is used the other way round: it says from which slice of which file's tensor
+   the elements of a shard come.
+3. Each rank reads these slices. Beside its shards it holds `CHUNK` elements.
+
 Guarantee: the weights are those of `from_pretrained`, bit for bit. Where transformers reads other tensors
-than the export has, UnclearError is raised. Beside its shards a rank holds `CHUNK` elements.
+than the plan has, UnclearError is raised.
 """
 
 from collections import defaultdict
@@ -46,6 +50,7 @@ class TensorInFile:
     is_read: bool = False
 
     def __getitem__(self, _: Any) -> "TensorInFile":
+        """Itself: transformers takes `tensor[...]` to read a tensor of a file."""
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -69,10 +74,11 @@ class PretrainedWeights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             low, high = held_range(tensor)
             for start, values in self._pieces(name, low, high):
-                local.view(-1)[start - low : start - low + len(values)].copy_(values)
+                begin = start - low
+                local.view(-1)[begin : begin + len(values)].copy_(values)
 
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
-        """`digest_parameters` of these tensors as the files have them, in their dtypes."""
+        """`digest_parameters` of the whole tensors with the files' values, in the dtypes of `tensors`."""
         return digest_in_order(
             values.to(tensors[name].dtype)
             for name in sorted(tensors)
@@ -80,7 +86,8 @@ class PretrainedWeights:
         )
 
     def _pieces(self, name: str, low: int, high: int) -> Iterator[tuple[int, Tensor]]:
-        """The elements [low, high) of a tensor of the model in their order: where some begin, and these."""
+        """The elements [low, high) of a tensor of the model, some at a time and in their order: the flat
+        position of the first of them, and their values."""
         for piece in self._slices[name]:
             begin = max(low, piece.first)
             end = min(high, piece.end)
@@ -88,8 +95,8 @@ class PretrainedWeights:
                 continue
             file = self._files[piece.info.name]
             if file.path not in self._opened:
-                # Not mapped: pages of a mapping would count as this process's memory. And not by slices of
-                # safetensors: unmapped, each of them reads the whole tensor.
+                # Not mapped: pages of a mapping would count as this process's memory. Nor by slices of
+                # safetensors: where a file is not mapped, each slice reads the whole tensor.
                 self._opened[file.path] = FileIO(file.path)
             for start in range(begin, end, CHUNK):
                 stop = min(start + CHUNK, end)
@@ -110,14 +117,18 @@ def open_pretrained(
     path: str, config: PreTrainedConfig, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any], PretrainedWeights]:
     """The model without its weights, what transformers says of loading it, and where its weights are.
-    Buffers that are not in the files have their values. Raises UnclearError."""
+    Buffers that are not in the files have their values.
+
+    Raises:
+        UnclearError: it is not known where the files have the weights.
+    """
     if getattr(config, "quantization_config", None) is not None:
         raise UnclearError("its weights are quantised")
     files = _find_tensors(path, config)
     # Made for its class alone: nothing is allocated.
     with torch.device("meta"):
         model_class: Any = type(AutoModelForCausalLM.from_config(config))
-    # Of a config with several parts, some classes take that of the text alone.
+    # A config may have several parts, such as text and vision: some classes take the text's part alone.
     own_config = config if isinstance(config, model_class.config_class) else config.get_text_config()
     try:
         model, info = model_class.from_pretrained(
@@ -172,7 +183,9 @@ def _locate(model: PreTrainedModel, files: Mapping[str, TensorInFile]) -> dict[s
         raise UnclearError(f"{plan.converted[0].name} is not a part of one tensor of the model")
     published = {piece.info.name: piece.info.shape for piece in plan.slices}
     read = {name: file.info.shape for name, file in files.items() if file.is_read}
-    if unlike := sorted(dict(published.items() ^ read.items())):
+    # Names of tensors that only one of the two has, or that have another shape in each.
+    unlike = sorted({name for name, _ in published.items() ^ read.items()})
+    if unlike:
         raise UnclearError(f"transformers reads {unlike[0]}, and the model is saved with other tensors")
     slices: dict[str, list[Slice]] = defaultdict(list)
     for piece in sorted(plan.slices, key=lambda piece: piece.first):
@@ -184,15 +197,16 @@ def _locate(model: PreTrainedModel, files: Mapping[str, TensorInFile]) -> dict[s
 
 
 def give_storage(root: nn.Module, device: torch.device) -> None:
-    """Allocate the weights on the device; of sharded ones this rank's rows. Tied weights stay tied, buffers
-    with values keep them."""
-    places = defaultdict(list)
+    """Allocate the weights on the device: this rank's rows of those that are sharded, all of the others.
+    Tied weights stay tied, buffers with values keep them."""
+    uses_of_weights = defaultdict(list)
     for module in root.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
-                places[id(weight)].append((module, name))
+                uses_of_weights[id(weight)].append((module, name))
     root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     # `_apply` makes a parameter for each module: what was tied has come apart.
-    for (first, first_name), *others in places.values():
-        for module, name in others:
-            module._parameters[name] = first._parameters[first_name]
+    for uses in uses_of_weights.values():
+        weights = [module._parameters[name] for module, name in uses]
+        for module, name in uses:
+            module._parameters[name] = weights[0]
