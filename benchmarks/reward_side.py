@@ -38,7 +38,8 @@ TOKENS = 256
 APPEND_BATCH = 512
 READY_S = 300.0
 READ_COUNT = 1000
-POLL_S = 0.01
+POLL_S = 0.5
+"""Between two looks at how many scores there are: with more, asking would be much of what is measured."""
 PATIENCE_S = 60.0
 """A sample is lost where no score has come for so long: twice the lease after which the samples of a dead
 worker are scored by another one, and far longer than a reward takes."""

@@ -51,7 +51,6 @@ NOT_YET_PLAIN = (
     "services/reward/rewards",
     "services/reward/sample.py",
     "services/reward/worker.py",
-    "services/trainer/batch",
     "services/trainer/policy",
     "tests/integration",
     "tests/simulation",

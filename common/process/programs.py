@@ -47,7 +47,7 @@ class Program(StrEnum):
     SANDBOX_QUEUE = "tidemill.services.reward.sandbox.rq_worker"
     SANDBOX_CHECK = "tidemill.services.reward.sandbox.check"
     EXPORTER = "tidemill.services.console.exporter"
-    NODE = "tidemill.services.console.cluster"
+    NODE = "tidemill.services.console.up.node"
     """The part of a run on one node of a cluster."""
     FORK_SERVER = "tidemill.common.process.fork_server"
     """Becomes several services that compute with a model."""
@@ -71,8 +71,8 @@ SHARED_IMPORTS = (
 """Modules that the fork server imports: torch, transformers, and our modules that need them."""
 
 RUN_CODE = "tidemill.services.jobs.sandbox.job.run_code"
-"""Function name in RQ jobs of the sandbox. A worker compares it, and never imports it. It stays, whatever
-moves: workers of other releases write and expect it."""
+"""Function name in RQ jobs of the sandbox. A worker compares the name, and never imports it. It stays,
+whatever moves: workers of other releases write and expect it."""
 
 
 class Child(StrEnum):
@@ -81,7 +81,7 @@ class Child(StrEnum):
     SCORING = "tidemill.services.reward.functions.child"
     ENVIRONMENTS = "tidemill.services.rollout.environments.stages"
     AGENTS = "tidemill.services.rollout.environments.agent_host"
-    REQUESTS = "tidemill.services.console.serving.request_reader"
+    REQUESTS = "tidemill.services.console.serve.request_reader"
 
 
 VLLM_EXTENSION = "tidemill.services.rollout.engines.vllm_worker.WeightLoader"

@@ -180,10 +180,10 @@ MAX_BATCH = 256
 """Most scores in one call, so that a script never holds up Redis for long."""
 GATHER_S = 0.002
 """How long the first score of a call waits for others: fewer calls, and fewer fetches after them."""
-AHEAD_SHARE = 0.1
+AHEAD_SHARE = 0.15
 """Most samples that a full lane holds beyond its slots, as a share of these. The process that runs the
 function begins one the moment another ends, which needs no wake-up of the worker."""
-AHEAD_S = 0.04
+AHEAD_S = 0.08
 """Time in which these must begin at the pace of the last scores. A worker whose rewards take long holds none,
 as other workers may begin them earlier."""
 PACE_SHARE = 0.1

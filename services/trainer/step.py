@@ -99,17 +99,20 @@ def make_commit(
 ) -> Commit:
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
-    keys = [key for mini in result.mini_batches for batch in mini.micro_batches for key in batch.keys]
-    mini_batches = []
+    compositions = []
+    keys: list[tuple[int, int]] = []
     for mini in result.mini_batches:
-        mini_batches.append(tuple(batch.keys for batch in mini.micro_batches))
+        composition = tuple(batch.keys for batch in mini.micro_batches)
+        compositions.append(composition)
+        for members in composition:
+            keys.extend(members)
     advantages = {}
     for group in result.groups:
         advantages[str(group.ticket)] = [sample.mean_advantage for sample in group.samples]
     return Commit(
         step=step,
         version=step + 1,
-        mini_batches=tuple(mini_batches),
+        mini_batches=tuple(compositions),
         passes=result.passes,
         groups=tuple(group.ticket for group in result.groups),
         dropped=(*dropped, *left_out),

@@ -64,9 +64,9 @@ BLOCKED_S = 0.5
 MOST_THREADS = 256
 READ_BYTES = 1 << 18
 UNRESTRICTED = 1 << 30
-GATHER_SHARE = 0.05
+GATHER_SHARE = 0.1
 """How long an answer waits for others, as a share of the time that its call took."""
-LONGEST_GATHER_S = 0.025
+LONGEST_GATHER_S = 0.05
 EARLIEST_SHARE = 0.75
 """Share of that time after which a wake-up for something else takes the answers along."""
 MOST_ENDED = 256

@@ -2,6 +2,25 @@
 
 A step always gets `groups_per_step` groups: a filtered, failed, stale or dead one is replaced by a fresh
 ticket for the same step, and the reason goes into the step's commit.
+
+What runs at the same time, all in the trainer's event loop but the policy's thread:
+
+    readers of StreamJoin, one a stream      the trainer's task
+    ------------------------------------     ----------------------------------------------
+    wait for entries of trajectories,        StepRunner waits in `BatchAssembler.take`:
+    scores and dead letters
+      | join an entry with its group    (1)    take what is complete; replace what is refused
+      |------ join.changed -----------------> wait for `changed`, QUIET_S at most
+      | or note a dead group                   |                                (2)
+                                               |-- waiting groups --> PolicyThread computes logprobs
+    Reconciler.watch, every WATCH_S            |                      of the start; `take` waits for it
+    asks Redis who it is, and keeps            |-- a quiet time ----> Reconciler: has Redis restarted,
+    the answer for `take`             (3)      |                      is something lost?
+                                             v groups of the step
+
+(1) A group may change at each `await`: what `take` decides between two of them holds only until the next.
+(2) Readers go on meanwhile, and the same group is not precomputed twice.
+(3) A restart is acted upon in `take` alone, so that nothing is read again while a step is taken.
 """
 
 import asyncio
@@ -43,19 +62,23 @@ REST_PER_LOOK = 4.0
 milliseconds, and something may arrive hundreds of times a second."""
 LEAST_WARN = 8
 """So many groups, or a step's worth, replaced in a row are a warning; twice as many the next one."""
-LEAST_GIVE_UP, STEPS_GIVE_UP = 256, 8
+LEAST_GIVE_UP = 256
+STEPS_GIVE_UP = 8
 """This many groups, or steps' worth of them, replaced in a row end the run: none will ever be trained."""
 
 Dropped = tuple[int, int, str]
-"""`(ticket, index, reason)`; index -1 means the whole group."""
+"""`(ticket, index, reason)`: (7, 2, "failed_score"); index -1 means the whole group."""
 
 
 class Precompute:
     """Proximal and reference logprobs, values and entropies of groups, where the algorithm uses them."""
 
     def __init__(self, trainer: TrainerConfig, policy: Policy, thread: PolicyThread) -> None:
-        self.trainer, self.policy, self.thread = trainer, policy, thread
-        algorithm, needs_proximal = trainer.algorithm, trainer.needs_proximal
+        self.trainer = trainer
+        self.policy = policy
+        self.thread = thread
+        algorithm = trainer.algorithm
+        needs_proximal = trainer.needs_proximal
         needs_start = algorithm.needs_values or algorithm.needs_statistics
         self.is_needed_always = (
             algorithm.needs_reference or needs_start or (trainer.passes > 1 and needs_proximal)
@@ -101,8 +124,11 @@ class Precompute:
 
 
 def _num_tokens(group: Group) -> int:
-    rows = [segment for one in group.trajectories.values() for segment in one.segments]
-    return sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+    num_tokens = 0
+    for trajectory in group.trajectories.values():
+        for segment in trajectory.segments:
+            num_tokens += len(segment.prompt_ids) + len(segment.completion_ids)
+    return num_tokens
 
 
 def select_groups(
@@ -123,8 +149,11 @@ def select_groups(
     # Groups that are not complete yet count too: they will need places.
     counts = Counter(group.oldest_version + max_staleness for group in groups.values() if not group.is_taken)
     horizons = range(step, step + max_staleness + 1)
-    due = {h: sum(n for deadline, n in counts.items() if deadline <= h) for h in horizons}
-    capacity = {h: places + (h - step) * trainer.groups_per_step for h in horizons}
+    due: dict[int, int] = {}
+    capacity: dict[int, int] = {}
+    for horizon in horizons:
+        due[horizon] = sum(count for deadline, count in counts.items() if deadline <= horizon)
+        capacity[horizon] = places + (horizon - step) * trainer.groups_per_step
     waiting: dict[int, list[int]] = defaultdict(list)
     """Tickets by deadline, the lowest last."""
     for ticket in sorted(complete, reverse=True):
@@ -149,7 +178,8 @@ class ReplacementLimit:
 
     def __init__(self, trainer: TrainerConfig, run_id: str) -> None:
         self._run_id = run_id
-        self._groups_per_step, self._rounds = trainer.groups_per_step, trainer.algorithm.max_filter_rounds
+        self._groups_per_step = trainer.groups_per_step
+        self._rounds = trainer.algorithm.max_filter_rounds
         self._rewards: Counter[float] = Counter()
         """The reward of all samples of each group without variance since the last group that was trained."""
         self.begin_step()
@@ -165,7 +195,8 @@ class ReplacementLimit:
         return self._in_a_row >= max(LEAST_WARN, self._groups_per_step)
 
     def note_trained(self) -> None:
-        self._in_a_row, self._warns_at = 0, max(LEAST_WARN, self._groups_per_step)
+        self._in_a_row = 0
+        self._warns_at = max(LEAST_WARN, self._groups_per_step)
         self._rewards.clear()
 
     def note_replaced(self, ticket: int, reason: str, detail: str, rewards: Sequence[float]) -> None:
@@ -184,7 +215,8 @@ class ReplacementLimit:
                 last_reason=reason,
                 detail=detail,
             )
-        size, equal = self._groups_per_step, "were replaced because all their rewards are equal."
+        size = self._groups_per_step
+        equal = "were replaced because all their rewards are equal."
         if self._rounds is not None and self._num_filtered > (self._rounds - 1) * size:
             raise ConfigError(
                 f"a step of {size} groups needs more than {self._rounds} times as many "
@@ -206,11 +238,11 @@ class ReplacementLimit:
                 f"groups. Look at what the reward function is given and returns (`{trace}`), then resume the "
                 "run."
             )
-        found = ", ".join(f"{value:g} in {n} groups" for value, n in self._rewards.most_common(5))
+        rewards = ", ".join(f"{value:g} in {n} groups" for value, n in self._rewards.most_common(5))
         return (
-            f"Rewards were {found or 'not kept'} recently: prompts are too easy or too hard. Choose them by "
-            "difficulty (data.curriculum), raise trainer.group_size, or turn filter_zero_variance off; then "
-            "resume the run."
+            f"Rewards were {rewards or 'not kept'} recently: prompts are too easy or too hard. Choose them "
+            "by difficulty (data.curriculum), raise trainer.group_size, or turn filter_zero_variance off; "
+            "then resume the run."
         )
 
 
@@ -224,11 +256,15 @@ class BatchAssembler:
         group_filter: GroupFilter,
         precompute: Precompute | None = None,
     ) -> None:
-        self.context, self.trainer = context, context.config.trainer
-        self.scheduler, self.join, self.reconciler = streams.scheduler, streams.join, streams.reconciler
+        self.context = context
+        self.trainer = context.config.trainer
+        self.scheduler = streams.scheduler
+        self.join = streams.join
+        self.reconciler = streams.reconciler
         # With GPUs used in turn nothing is computed before all groups are there: engines would have to leave.
         self.takes_turns = context.config.rollout.trainer_gpus == "turns"
-        self.group_filter, self.precompute = group_filter, None if self.takes_turns else precompute
+        self.group_filter = group_filter
+        self.precompute = None if self.takes_turns else precompute
         self.dropped: list[Dropped] = []
         self.limit = ReplacementLimit(self.trainer, context.keys.run_id)
         self.code_errors = CodeErrors.of_training(context.config)
@@ -290,7 +326,8 @@ class BatchAssembler:
             metrics.GROUPS_SETTLED.labels("trained").inc()
 
     def drain_dropped(self) -> list[Dropped]:
-        dropped, self.dropped = self.dropped, []
+        dropped = self.dropped
+        self.dropped = []
         self.limit.begin_step()
         return dropped
 
@@ -348,11 +385,14 @@ class BatchAssembler:
     async def _report_stale(self, group: Group, step: int, detail: str) -> None:
         """Count a violation of the staleness bound, and dead-letter the sample for the operator."""
         metrics.STALENESS_VIOLATIONS.inc()
-        samples = group.trajectories.values()
-        oldest, newest = min(samples, key=lambda t: t.min_version), max(samples, key=lambda t: t.max_version)
-        sample = oldest if step - oldest.min_version > self.trainer.max_staleness else newest
-        fields, error = codec.encode(sample), f"staleness bound violated: {detail}"
-        dead = dead_letter("trajectories", "", fields, error, self.context.name, message=sample)
+        trajectories = group.trajectories.values()
+        oldest = min(trajectories, key=lambda trajectory: trajectory.min_version)
+        newest = max(trajectories, key=lambda trajectory: trajectory.max_version)
+        is_too_old = step - oldest.min_version > self.trainer.max_staleness
+        example = oldest if is_too_old else newest
+        fields = codec.encode(example)
+        error = f"staleness bound violated: {detail}"
+        dead = dead_letter("trajectories", "", fields, error, self.context.name, message=example)
         await append_dead_letter(self.context.broker, self.context.keys.dead, dead)
 
     async def _replace_dead(self, step: int) -> None:
@@ -400,13 +440,17 @@ class BatchAssembler:
         """
         groups = [group for group in self.join.groups.values() if not group.is_demonstration]
         for _ in range(2):
-            found = set(await self.reconciler.find_abandoned(groups))
-            groups = [group for group in groups if group.ticket in found]
+            abandoned = set(await self.reconciler.find_abandoned(groups))
+            groups = [group for group in groups if group.ticket in abandoned]
             if not groups or not await self.join.has_read_all() or await self._recover_if_redis_restarted():
                 return []
-        left = self.join.groups
-        # Meanwhile a group may have been closed, or completed after all.
-        return [g.ticket for g in groups if left.get(g.ticket) is g and not g.is_complete and not g.is_taken]
+        tickets = []
+        for group in groups:
+            # Meanwhile a group may have been closed, or completed after all.
+            is_open = self.join.groups.get(group.ticket) is group
+            if is_open and not group.is_complete and not group.is_taken:
+                tickets.append(group.ticket)
+        return tickets
 
     def _waiting_for(self, step: int) -> tuple[str, str]:
         """What the trainer waits for: trajectories that are missing, or only their scores."""

@@ -65,14 +65,14 @@ class CodeErrors:
         self._num_in_row += 1
         self._reason = score.error
 
-    def check(self, what: str = "") -> None:
+    def check(self, about: str = "") -> None:
         """Raises ConfigError: so many scores in a row failed by the reward's own code or data that all will.
-        `what` was to be scored, for the message."""
+        `about` says in the message what was to be scored."""
         is_slow = self._num_in_row >= LEAST_SLOW and time.monotonic() - self._first_at > SLOW_S
         if not self._is_on or not (self._num_in_row >= self._limit or is_slow):
             return
         raise ConfigError(
-            f"the reward's own code fails: the last {self._num_in_row} scores{what} failed, and none had a "
+            f"the reward's own code fails: the last {self._num_in_row} scores{about} failed, and none had a "
             f"value. The reason of the last one: {self._reason}. Such an error does not pass by itself: "
             "correct the code, or the ground truths where the reason names one, try it with "
             f"`{command_line('check', 'CONFIG')}`, then resume the run"

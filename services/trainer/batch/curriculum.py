@@ -40,9 +40,11 @@ class Deck:
     """The prompts of one source. Places are those of `prompts.prompts`."""
 
     def __init__(self, prompts: PromptSource, config: CurriculumConfig) -> None:
-        self.prompts, self.config = prompts, config
+        self.prompts = prompts
+        self.config = config
         self.tried: dict[int, Tried] = {}
-        self._position, self._num_drawn = 0, 0
+        self._position = 0
+        self._num_drawn = 0
         # Exact: with floats, rounding would decide which draws are focused.
         self._focus = Fraction(str(config.focus))
         self._between: dict[int, None] = {}
@@ -55,37 +57,39 @@ class Deck:
         was drawn so longest ago. All others follow the order of the epoch, without what is left out.
         Where a whole epoch is left out, the next prompt in order comes all the same.
         """
-        drawn, self._num_drawn = self._num_drawn, self._num_drawn + 1
+        drawn = self._num_drawn
+        self._num_drawn += 1
         is_focused = floor((drawn + 1) * self._focus) > floor(drawn * self._focus)
         if is_focused and self._between:
-            place = next(iter(self._between))
+            index = next(iter(self._between))
             # To the end: a dict keeps the order of insertion.
-            self._between.pop(place)
-            self._between[place] = None
-            return place
+            self._between.pop(index)
+            self._between[index] = None
+            return index
         first = self._position
         for position in range(first, first + len(self.prompts)):
-            place, epoch = self.prompts.index_at(position), position // len(self.prompts)
-            tried = self.tried.get(place)
-            if tried is None or place in self._between or epoch - tried.epoch >= self.config.revisit:
+            index = self.prompts.index_at(position)
+            epoch = position // len(self.prompts)
+            tried = self.tried.get(index)
+            if tried is None or index in self._between or epoch - tried.epoch >= self.config.revisit:
                 self._position = position + 1
-                return place
+                return index
         self._position = first + 1
         return self.prompts.index_at(first)
 
     def learn(self, row: int, num_solved: int, num_scored: int) -> None:
         """Take in the outcome of a group of the prompt in this row; one without scores is ignored."""
-        place = self.prompts.place_of(row)
-        if not num_scored or place is None:
+        index = self.prompts.place_of(row)
+        if not num_scored or index is None:
             return
         rate = num_solved / num_scored
-        if place in self.tried:
-            rate = MEMORY * self.tried[place].rate + (1.0 - MEMORY) * rate
-        self.tried[place] = Tried(rate, self._position // len(self.prompts))
+        if index in self.tried:
+            rate = MEMORY * self.tried[index].rate + (1.0 - MEMORY) * rate
+        self.tried[index] = Tried(rate, self._position // len(self.prompts))
         if self.config.hard < rate < self.config.easy:
-            self._between.setdefault(place)
+            self._between.setdefault(index)
         else:
-            self._between.pop(place, None)
+            self._between.pop(index, None)
 
     def shares(self) -> dict[str, float]:
         """Shares of the source's prompts that are easy, hard, between the two, and not tried yet."""
@@ -103,20 +107,22 @@ class Deck:
             "position": self._position,
             "num_drawn": self._num_drawn,
             "between": list(self._between),
-            "tried": [[place, *tried] for place, tried in self.tried.items()],
+            "tried": [[index, *tried] for index, tried in self.tried.items()],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._position, self._num_drawn = int(state["position"]), int(state["num_drawn"])
-        self._between = dict.fromkeys(int(place) for place in state["between"])
-        self.tried = {int(place): Tried(float(rate), int(epoch)) for place, rate, epoch in state["tried"]}
+        self._position = int(state["position"])
+        self._num_drawn = int(state["num_drawn"])
+        self._between = dict.fromkeys(int(index) for index in state["between"])
+        self.tried = {int(index): Tried(float(rate), int(epoch)) for index, rate, epoch in state["tried"]}
 
 
 class Curriculum:
     """The decks of all sources, and the outcomes that wait until a ticket may be drawn from them."""
 
     def __init__(self, sources: Sequence[PromptSource], config: CurriculumConfig) -> None:
-        self._sources, self._config = sources, config
+        self._sources = sources
+        self._config = config
         self.decks = [Deck(source, config) for source in sources]
         self._by_name = {source.name: deck for source, deck in zip(sources, self.decks, strict=True)}
         self.unreported: dict[int, Outcome] = {}
@@ -130,8 +136,8 @@ class Curriculum:
 
     def draw(self, number: int, source: int, min_version: int) -> int:
         self.adopt(number, source, min_version)
-        place = self._draw_queued(self._num_committed)
-        return self._draw_ahead() if place is None else place
+        index = self._draw_queued(self._num_committed)
+        return self._draw_ahead() if index is None else index
 
     def adopt(self, number: int, source: int, min_version: int) -> None:
         """Take in the next ticket, which an earlier process issued: its prompt is in it."""
@@ -153,7 +159,7 @@ class Curriculum:
     def _draw_queued(self, num_committed: int) -> int | None:
         """Draw for the queued tickets, in order, up to one that follows from more than these steps. Returns
         the place of the last ticket, None where that is not drawn now."""
-        place = None
+        index = None
         while self._queue and self._queue[0][1] <= num_committed:
             source, min_version = self._queue.popleft()
             self._num_drawn += 1
@@ -163,17 +169,17 @@ class Curriculum:
                 for name, row, num_solved, num_scored in self._waiting.pop(step):
                     if name in self._by_name:
                         self._by_name[name].learn(row, num_solved, num_scored)
-            place = self.decks[source].draw()
-        return None if self._queue else place
+            index = self.decks[source].draw()
+        return None if self._queue else index
 
     def _draw_ahead(self) -> int:
         """The place of the last ticket in the queue, from what is committed by now: a replacement cannot wait
         for the step that waits for it. The decks themselves stay as they are."""
         ahead = Curriculum(self._sources, self._config)
         ahead.restore(self.state())
-        place = ahead._draw_queued(max(min_version for _, min_version in self._queue))
-        assert place is not None
-        return place
+        index = ahead._draw_queued(max(min_version for _, min_version in self._queue))
+        assert index is not None
+        return index
 
     def forget_reported(self, tickets: Iterable[int]) -> None:
         """A commit has reported these replaced groups."""
@@ -181,21 +187,26 @@ class Curriculum:
             self.unreported.pop(ticket, None)
 
     def state(self) -> dict[str, Any]:
+        waiting = []
+        for step, outcomes in self._waiting.items():
+            waiting.append([step, [list(outcome) for outcome in outcomes]])
         return {
             "num_drawn": self._num_drawn,
             "horizon": self._horizon,
             "queue": [list(item) for item in self._queue],
             "unreported": [[ticket, *outcome] for ticket, outcome in self.unreported.items()],
-            "waiting": [[step, [[*item] for item in reported]] for step, reported in self._waiting.items()],
+            "waiting": waiting,
             "decks": [deck.state() for deck in self.decks],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._num_drawn, self._horizon = int(state["num_drawn"]), int(state["horizon"])
+        self._num_drawn = int(state["num_drawn"])
+        self._horizon = int(state["horizon"])
         self._queue = deque((int(source), int(version)) for source, version in state["queue"])
         self.unreported = {int(ticket): outcome_of(values) for ticket, *values in state["unreported"]}
-        waiting = state["waiting"]
-        self._waiting = {int(step): [outcome_of(item) for item in reported] for step, reported in waiting}
+        self._waiting = {}
+        for step, outcomes in state["waiting"]:
+            self._waiting[int(step)] = [outcome_of(values) for values in outcomes]
         for deck, saved in zip(self.decks, state["decks"], strict=True):
             deck.restore(saved)
 

@@ -132,10 +132,13 @@ def _encoded(rows: Sequence[Row], data: DataConfig, model: _Model) -> Iterator[D
             continue
         trained = np.flatnonzero(mask)
         if not len(trained) or not trained[0]:
-            what = "nothing before its first token" if len(trained) else "no token"
-            raise ConfigError(f"{row.origin}: the demonstration has {what} that is trained.")
-        first, end = trained[0], trained[-1] + 1  # what follows the last one predicts nothing
-        prompt_ids, completion_ids, mask = ids[:first], ids[first:end], mask[first:end]
+            lack = "nothing before its first token" if len(trained) else "no token"
+            raise ConfigError(f"{row.origin}: the demonstration has {lack} that is trained.")
+        first = trained[0]
+        end = trained[-1] + 1  # what follows the last one predicts nothing
+        prompt_ids = ids[:first]
+        completion_ids = ids[first:end]
+        mask = mask[first:end]
         for array in (prompt_ids, completion_ids, mask):
             array.flags.writeable = False
         reading = model.reader.read(completion_ids.tolist(), mask.tolist(), prompt_ids.tolist())
@@ -220,10 +223,10 @@ def _of_chat(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> 
         return np.array(ids, np.int32), mask
     ids = _numbers(render(chat))
     mask = np.zeros(len(ids), np.bool_)
-    for place in range(len(prompt), len(chat)):
-        if chat[place]["role"] == "assistant":
-            first = length(chat[:place], add_generation_prompt=True)
-            mask[first : length(chat[: place + 1])] = True
+    for number in range(len(prompt), len(chat)):
+        if chat[number]["role"] == "assistant":
+            first = length(chat[:number], add_generation_prompt=True)
+            mask[first : length(chat[: number + 1])] = True
     return np.array(ids, np.int32), mask
 
 
@@ -249,12 +252,13 @@ def _of_blocks(
     mask = np.zeros(len(ids), np.bool_)
     for start, end in blocks:
         borders = []
-        for place in (start, end):
-            before = _numbers(tokenizer(text[:place], add_special_tokens=False))
+        for border in (start, end):
+            before = _numbers(tokenizer(text[:border], add_special_tokens=False))
             if ids[: len(before)] != before:
+                before_border = text[max(0, border - SHOWN) : border]
                 raise ConfigError(
                     f"{row.origin}: a token reaches over a border of the chat template's {{% generation %}} "
-                    f"block, at {text[max(0, place - SHOWN) : place]!r} | {text[place : place + SHOWN]!r}, "
+                    f"block, at {before_border!r} | {text[border : border + SHOWN]!r}, "
                     "so whether it is the assistant's is not known. Move white space at the border into the "
                     "block or out of it in the template; a special token with lstrip or rstrip takes what is "
                     "beside it."
@@ -267,11 +271,13 @@ def _of_blocks(
 def _of_ids(row: Row, columns: dict[str, Any], model: _Model) -> tuple[Int32, Bits]:
     """Ids and mask from columns of ids, such as those of another run."""
     try:
-        prompt, completion = (np.asarray(columns[name], np.int32) for name in IDS)
+        arrays = [np.asarray(columns[name], np.int32) for name in IDS]
+        prompt, completion = arrays
         mask = np.ones(len(completion), np.bool_)
         if columns.get("loss_mask") is not None:
             mask = np.asarray(columns["loss_mask"], np.bool_)
-        ids, all_masks = np.concatenate([prompt, completion]), [np.zeros(len(prompt), np.bool_), mask]
+        ids = np.concatenate(arrays)
+        all_masks = [np.zeros(len(prompt), np.bool_), mask]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{row.origin}: {' and '.join(IDS)} must be lists of whole numbers: {error}."

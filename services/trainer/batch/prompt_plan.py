@@ -60,7 +60,8 @@ class Mixture:
         self._weights = [int(fraction * scale) for fraction in fractions]
         self._limits = list(limits) or [None] * len(fractions)
         self._seed = seed
-        self._sources, self._positions = array("H"), array("Q")
+        self._sources = array("H")
+        self._positions = array("Q")
         self._counts = [0] * len(fractions)
         self._mixed: list[int] = []
         """The sources that are left, and since when: their counts and the number of tickets at that time."""
@@ -86,14 +87,16 @@ class Mixture:
     def _advance(self) -> None:
         number = len(self._sources)
         limits = enumerate(self._limits)
-        left = [source for source, limit in limits if limit is None or self._counts[source] < limit]
-        if not left:
+        mixed = [source for source, limit in limits if limit is None or self._counts[source] < limit]
+        if not mixed:
             raise ConfigError(
                 f"data.train: every source has been used for all its epochs, after {number:,} groups. Raise "
                 "epochs, leave one source without, or lower trainer.steps."
             )
-        if left != self._mixed:
-            self._mixed, self._base, self._begun = left, list(self._counts), number
+        if mixed != self._mixed:
+            self._mixed = mixed
+            self._base = list(self._counts)
+            self._begun = number
         source = self._earliest(number)
         self._sources.append(source)
         self._positions.append(self._counts[source])
@@ -103,16 +106,19 @@ class Mixture:
         """The source whose next unit is due first, of those whose next unit may come."""
         total = sum(self._weights[source] for source in self._mixed)
         slot = number - self._begun + 1
-        best, best_key = -1, (0, 0)
+        best = -1
+        best_key = (0, 0)
         for source in self._mixed:
-            weight, units = self._weights[source], self._counts[source] - self._base[source]
+            weight = self._weights[source]
+            units = self._counts[source] - self._base[source]
             if units * total >= slot * weight:
                 continue
             due = -((units + 1) * total // -weight)
             # A hash and not the place in the list: of equal weights the first would always come first.
             tie = xxhash.xxh3_64_intdigest(f"{self._seed} {number} {source}".encode())
             if best < 0 or (due, tie) < best_key:
-                best, best_key = source, (due, tie)
+                best = source
+                best_key = (due, tie)
         assert best >= 0, "the shares sum to 1, so one source is always behind its own"
         return best
 
@@ -123,16 +129,14 @@ class BatchPlaces:
     def __init__(
         self, sources: Sequence[PromptSource], limits: Sequence[int | None], config: RunConfig
     ) -> None:
-        data, self._size, self._max_staleness = (
-            config.data,
-            config.trainer.groups_per_step,
-            config.trainer.max_staleness,
-        )
+        data = config.data
+        self._size = config.trainer.groups_per_step
+        self._max_staleness = config.trainer.max_staleness
         self.sources = sources
         weights: list[float | Fraction] = [source.weight for source in data.demonstrations]
         # Exact: floats that are added up would be other shares.
-        rest = sum((Fraction(str(source.weight)) for source in data.prompt_sources), Fraction())
-        more: list[Fraction] = [rest] if rest else []
+        of_prompts = sum((Fraction(str(source.weight)) for source in data.prompt_sources), Fraction())
+        more: list[Fraction] = [of_prompts] if of_prompts else []
         self._mixture = Mixture([*weights, *more], config.seed, [*limits, *(None for _ in more)])
         self._prompts = array("Q", [0])
         """For each step, how many places of the steps before it have tickets."""
@@ -142,8 +146,8 @@ class BatchPlaces:
         while len(self._prompts) <= steps:
             first = (len(self._prompts) - 1) * self._size
             places = map(self._mixture.place_at, range(first, first + self._size))
-            own = sum(source == len(self.sources) for source, _ in places)
-            self._prompts.append(self._prompts[-1] + own)
+            num_prompts = sum(source == len(self.sources) for source, _ in places)
+            self._prompts.append(self._prompts[-1] + num_prompts)
         return self._prompts[steps]
 
     def step_of(self, number: int) -> int:
@@ -151,16 +155,20 @@ class BatchPlaces:
         return bisect_right(self._prompts, number) - 1
 
     def trajectory(self, ticket: int) -> Trajectory:
-        place = ticket - FIRST_DEMONSTRATION
-        source, position = self._mixture.place_at(place)
-        shown, step = self.sources[source].prompt_at(position), place // self._size
-        assert isinstance(shown, Demonstration)
-        return shown.trajectory(ticket, step, max(0, step - self._max_staleness))
+        number = ticket - FIRST_DEMONSTRATION
+        source, position = self._mixture.place_at(number)
+        demonstration = self.sources[source].prompt_at(position)
+        assert isinstance(demonstration, Demonstration)
+        step = number // self._size
+        return demonstration.trajectory(ticket, step, max(0, step - self._max_staleness))
 
     def tickets(self, step: int) -> list[int]:
-        places = range(step * self._size, (step + 1) * self._size)
-        shown = [place for place in places if self._mixture.place_at(place)[0] < len(self.sources)]
-        return [FIRST_DEMONSTRATION + place for place in shown]
+        tickets = []
+        for number in range(step * self._size, (step + 1) * self._size):
+            source, _ = self._mixture.place_at(number)
+            if source < len(self.sources):
+                tickets.append(FIRST_DEMONSTRATION + number)
+        return tickets
 
 
 class PromptPlan:
@@ -170,15 +178,18 @@ class PromptPlan:
     def __init__(
         self, sources: Sequence[PromptSource], config: RunConfig, demonstrations: Sequence[PromptSource] = ()
     ) -> None:
-        self.sources, self._config = sources, config
+        self.sources = sources
+        self._config = config
         named = config.data.prompt_sources
         weights = [source.weight for source in named]
         limits = _limits(named, sources)
-        shown = _limits(config.data.demonstrations, demonstrations)
-        _check_limits([*(limits if sources else ()), *shown], config)
+        limits_of_demonstrations = _limits(config.data.demonstrations, demonstrations)
+        _check_limits([*(limits if sources else ()), *limits_of_demonstrations], config)
         # One source without a name has all the weight; without sources the mixture is not used.
         self._mixture = Mixture(weights or [1.0], config.seed, limits)
-        self.places = BatchPlaces(demonstrations, shown, config) if demonstrations else None
+        self.places: BatchPlaces | None = None
+        if demonstrations:
+            self.places = BatchPlaces(demonstrations, limits_of_demonstrations, config)
         self._curriculum: Curriculum | None = None
         if config.data.curriculum is not None and sources:
             self._curriculum = Curriculum(sources, config.data.curriculum)
@@ -189,11 +200,13 @@ class PromptPlan:
                 (source.name, source.fingerprint, weight, limit)
                 for source, weight, limit in zip(sources, weights, limits, strict=True)
             ]
-            own = zip(demonstrations, config.data.demonstrations, shown, strict=True)
-            parts += [(s.name, s.fingerprint, one.weight, n) for s, one, n in own]
+            for source, settings, limit in zip(
+                demonstrations, config.data.demonstrations, limits_of_demonstrations, strict=True
+            ):
+                parts.append((source.name, source.fingerprint, settings.weight, limit))
             self.fingerprint = xxhash.xxh3_128_hexdigest(repr(parts).encode())
         sampling = list(map(config.sampling_of, named)) or [config.rollout.sampling]
-        self._sampling = [SamplingParams(**own.model_dump()) for own in sampling]
+        self._sampling = [SamplingParams(**settings.model_dump()) for settings in sampling]
         self._sizes = [config.group_size(source.name) for source in sources]
 
     def fields(self, number: int, min_version: int) -> dict[str, Any]:
@@ -201,19 +214,19 @@ class PromptPlan:
         source, position = self._mixture.place_at(number)
         if self._curriculum is None:
             return self._fields(source, self.sources[source].prompt_at(position))
-        place = self._curriculum.draw(number, source, min_version)
-        return self._fields(source, self.sources[source].prompts[place])
+        index = self._curriculum.draw(number, source, min_version)
+        return self._fields(source, self.sources[source].prompts[index])
 
     def fields_of_row(self, number: int, row: int) -> dict[str, Any]:
         """The same for a ticket that was issued before, with the prompt in this row."""
         source, _ = self._mixture.place_at(number)
-        place = self.sources[source].place_of(row)
-        assert place is not None, "the fingerprint is that of the same rows"
-        return self._fields(source, self.sources[source].prompts[place])
+        index = self.sources[source].place_of(row)
+        assert index is not None, "the fingerprint is that of the same rows"
+        return self._fields(source, self.sources[source].prompts[index])
 
     def _fields(self, source: int, prompt: Prompt) -> dict[str, Any]:
-        own = {"group_size": self._sizes[source], "sampling": self._sampling[source]}
-        return prompt.ticket_fields() | own
+        of_source = {"group_size": self._sizes[source], "sampling": self._sampling[source]}
+        return prompt.ticket_fields() | of_source
 
     def sizes(self, tickets: Iterable[int]) -> dict[str, int]:
         """Size of each group whose size is not `trainer.group_size`, by ticket."""
@@ -244,7 +257,8 @@ class PromptPlan:
         commit reports it too. None without a curriculum."""
         if self._curriculum is None:
             return None
-        self._curriculum.unreported[ticket.ticket] = outcome = self._outcome(ticket, rewards)
+        outcome = self._outcome(ticket, rewards)
+        self._curriculum.unreported[ticket.ticket] = outcome
         return outcome
 
     def outcomes(self, trained: Iterable[tuple[Ticket, Sequence[float]]]) -> tuple[Outcome, ...]:
@@ -252,9 +266,9 @@ class PromptPlan:
         of those replaced since the commit before."""
         if self._curriculum is None:
             return ()
-        found = {ticket.ticket: self._outcome(ticket, rewards) for ticket, rewards in trained}
-        found |= self._curriculum.unreported
-        return tuple(found[ticket] for ticket in sorted(found))
+        outcomes = {ticket.ticket: self._outcome(ticket, rewards) for ticket, rewards in trained}
+        outcomes |= self._curriculum.unreported
+        return tuple(outcomes[ticket] for ticket in sorted(outcomes))
 
     def _outcome(self, ticket: Ticket, rewards: Sequence[float]) -> Outcome:
         threshold = self._config.trainer.algorithm.success_threshold
@@ -311,10 +325,11 @@ def _limits(named: Sequence[SourceConfig], sources: Sequence[PromptSource]) -> l
 
 def _check_limits(limits: Sequence[int | None], config: RunConfig) -> None:
     trainer = config.trainer
-    needed, known = trainer.steps * trainer.groups_per_step, [limit for limit in limits if limit is not None]
-    if len(known) == len(limits) and sum(known) < needed:
+    needed = trainer.steps * trainer.groups_per_step
+    ends = [limit for limit in limits if limit is not None]
+    if len(ends) == len(limits) and sum(ends) < needed:
         raise ConfigError(
-            f"data.train has {sum(known):,} groups in all epochs of its sources, and trainer.steps x "
+            f"data.train has {sum(ends):,} groups in all epochs of its sources, and trainer.steps x "
             f"trainer.groups_per_step are {needed:,}. Raise epochs, leave one source without, or lower "
             "trainer.steps."
         )

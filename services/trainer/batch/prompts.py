@@ -77,10 +77,13 @@ class PromptSource:
             raise ValueError("a prompt source needs at least one prompt")
         self.name = name
         if isinstance(prompts, StreamedPrompts):
-            self.rows, content = prompts.rows, prompts.content
+            self.rows = prompts.rows
+            content = prompts.content
         else:
             self.rows, content = _content(prompts)
-        self.prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        self.prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
         order = f"{len(prompts)} {seed if shuffle else 'in order'}"
         self.fingerprint = xxhash.xxh3_128_hexdigest(f"{order} {content}".encode())
         """Digest over everything that decides which prompt is at which position, and its ground truth."""
@@ -98,13 +101,13 @@ class PromptSource:
 
     def index_at(self, position: int) -> int:
         """The place of that prompt in `prompts`."""
-        epoch, place = divmod(position, len(self.prompts))
-        return int(self._order(epoch)[place])
+        epoch, position_in_epoch = divmod(position, len(self.prompts))
+        return int(self._order(epoch)[position_in_epoch])
 
     def place_of(self, row: int) -> int | None:
         """The place in `prompts` of the prompt in a row of the dataset; None where it was left out."""
-        place = int(np.searchsorted(self.rows, row))
-        return place if place < len(self.rows) and self.rows[place] == row else None
+        index = int(np.searchsorted(self.rows, row))
+        return index if index < len(self.rows) and self.rows[index] == row else None
 
     def _compute_order(self, epoch: int) -> NDArray[np.int64]:
         num_rows = len(self.prompts)
@@ -142,10 +145,10 @@ def load_training_prompts(
 ) -> list[PromptSource]:
     """Read, tokenise and check the training files: each source of prompts in order; one without a name where
     `train` names files."""
-    own = {source.name: data.of_source(source) for source in data.sources}
+    settings = {source.name: data.of_source(source) for source in data.sources}
     encode = _encoder(tokenizer, data)
     return [
-        PromptSource(read_prompts(rows, encode, data), seed, own.get(name, data).shuffle, name)
+        PromptSource(read_prompts(rows, encode, data), seed, settings.get(name, data).shuffle, name)
         for name, rows in read_training_rows(data, data.prompt_sources).items()
     ]
 
@@ -185,15 +188,16 @@ class StreamedPrompts:
     and for the digest; only the row of each is kept, 8 bytes. Raises ConfigError: as `encode_rows`."""
 
     def __init__(self, rows: Sequence[Row], encode: Encode) -> None:
-        self._encode, self._source = encode, rows
+        self._encode = encode
+        self._source = rows
         self._read = lru_cache(maxsize=STREAMED_KEPT)(self._read_prompt)
         self.rows, self.content = _content(self._encode(rows))
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, place: int) -> Prompt:
-        return self._read(int(self.rows[place]))
+    def __getitem__(self, index: int) -> Prompt:
+        return self._read(int(self.rows[index]))
 
     def _read_prompt(self, row: int) -> Prompt:
         (prompt,) = self._encode([self._source[row]])
@@ -211,8 +215,8 @@ def _encoded(
     num_ends = 0 if use_template else num_appended_by(tokenizer)
     starts = range(0, len(rows), BATCH_ROWS)
     quiet = len(rows) < PROGRESS_ROWS or not sys.stderr.isatty()
-    shown = track(starts, "tokenising prompts", console=Console(stderr=True), disable=quiet, transient=True)
-    for start in shown:
+    console = Console(stderr=True)
+    for start in track(starts, "tokenising prompts", console=console, disable=quiet, transient=True):
         batch = rows[start : start + BATCH_ROWS]
         texts = [_render(row, tokenizer, data, use_template) for row in batch]
         # A template writes the special tokens itself; doubling them would shift every logprob.
@@ -229,9 +233,11 @@ def _encoded(
                 text = str(tokenizer.decode(ids, skip_special_tokens=False))
             # Every ticket of this prompt shares the array.
             ids.flags.writeable = False
-            own = row.prompt if isinstance(row.prompt, str) and row.prompt != text else ""
-            about = row.data_source, row.ground_truth, row.extra, row.number
-            yield Prompt(ids, text, *about, own, row.source)
+            original = ""
+            if isinstance(row.prompt, str) and row.prompt != text:
+                original = row.prompt
+            about = (row.data_source, row.ground_truth, row.extra, row.number)
+            yield Prompt(ids, text, *about, original, row.source)
     if overlong and (len(rows) > 1 or data.overlong_prompts in ("error", "drop")):
         _report_overlong(overlong, len(rows), data)
 
@@ -291,7 +297,8 @@ def _report_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: D
 
 def _content(prompts: Iterable[Prompt]) -> tuple[NDArray[np.int64], str]:
     """The dataset's row of each prompt, ascending, and a digest over all of them."""
-    rows, digest = array("q"), xxhash.xxh3_128()
+    rows = array("q")
+    digest = xxhash.xxh3_128()
     for prompt in prompts:
         rows.append(prompt.row)
         # With lengths and separators: other rows with their borders elsewhere must not give the same bytes.

@@ -49,7 +49,8 @@ log = structlog.get_logger(__name__)
 
 REGISTRATION = "trainer"
 """Field of the run's state: a token of the trainer process that has registered it."""
-COMMITTING, TRIMMING = "committing", "trimming"
+COMMITTING = "committing"
+TRIMMING = "trimming"
 """Fields of the run's state: marks for the next commit and the next trim."""
 WATCH_S = 5.0
 """How often the server is checked, whatever the trainer does."""
@@ -61,7 +62,9 @@ class Reconciler:
     """Compares the streams with what they must hold; a check takes one Redis round trip or a few."""
 
     def __init__(self, broker: Broker, keys: Keys, scheduler: Scheduler) -> None:
-        self.broker, self.keys, self.scheduler = broker, keys, scheduler
+        self.broker = broker
+        self.keys = keys
+        self.scheduler = scheduler
         self.manifest: WeightManifest | None = None
         self.term = 0
         """Which trainer process of the run this is: each has a greater number than those before it."""
@@ -142,7 +145,8 @@ class Reconciler:
     async def take_restart(self) -> bool:
         """Check the server; returns whether it has restarted since this was last called."""
         await self.check_server()
-        has_restarted, self._has_restarted = self._has_restarted, False
+        has_restarted = self._has_restarted
+        self._has_restarted = False
         return has_restarted
 
     async def check_server(self) -> bool:
@@ -152,7 +156,8 @@ class Reconciler:
         identity = await self._identity()
         # Nothing may be awaited between here and `_note_restart`: another caller would find the server known
         # already, and commit what it may have lost.
-        before, self._server = self._server, identity
+        before = self._server
+        self._server = identity
         is_other = before not in ("", identity)
         if is_other:
             self._note_restart()
@@ -163,7 +168,8 @@ class Reconciler:
         return self.needs_checkpoint
 
     def _note_restart(self) -> None:
-        self._has_restarted = self.needs_checkpoint = True
+        self._has_restarted = True
+        self.needs_checkpoint = True
         self.epoch += 1
 
     async def _rewrite_file(self) -> None:
@@ -189,7 +195,8 @@ class Reconciler:
 
     async def _identity(self) -> str:
         """A text that differs for each server process, and after each failover, also back to the first."""
-        server, replication = await self.broker.info("server"), await self.broker.info("replication")
+        server = await self.broker.info("server")
+        replication = await self.broker.info("replication")
         return f"{server['run_id']} {replication.get('master_replid', '')}"
 
     async def announce(self, manifest: WeightManifest | None = None) -> bool:
@@ -199,7 +206,8 @@ class Reconciler:
         version of a lost history return to it.
         """
         if manifest is not None:
-            self.manifest, self._announced_as = manifest.model_copy(update={"term": self.term}), ""
+            self.manifest = manifest.model_copy(update={"term": self.term})
+            self._announced_as = ""
         if self.manifest is None:
             return False
         while True:
@@ -245,8 +253,8 @@ class Reconciler:
         log.warning(
             "taking back versions of a lost history", version=version, newest=lost[-1].message.version
         )
-        taken = dict.fromkeys((entry.entry_id for entry in lost), b"")
-        await take_back(self.broker, self.keys, key, taken, entry_id_of(version - 1))
+        dead_letters = dict.fromkeys((entry.entry_id for entry in lost), b"")
+        await take_back(self.broker, self.keys, key, dead_letters, entry_id_of(version - 1))
 
     async def learn_started_versions(self, groups: Iterable[Group]) -> None:
         """Read at which version incomplete groups were started: no token of theirs will be older."""

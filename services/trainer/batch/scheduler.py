@@ -46,7 +46,10 @@ class Scheduler:
         prompts: which prompt each ticket has.
         expect: gets tickets before the stream has them: a worker may answer sooner than Redis does.
         """
-        self.broker, self.keys, self.prompts, self.expect = broker, keys, prompts, expect
+        self.broker = broker
+        self.keys = keys
+        self.prompts = prompts
+        self.expect = expect
         self.trainer = config.trainer
         self.next_ticket = 0
         self.num_replacements = 0
@@ -80,10 +83,10 @@ class Scheduler:
     async def show(self, tickets: Sequence[int]) -> None:
         """Publish these demonstrations, also where Redis has lost them."""
         assert self.prompts.places is not None
-        made = [self.prompts.places.trajectory(ticket) for ticket in tickets]
+        trajectories = [self.prompts.places.trajectory(ticket) for ticket in tickets]
         # Before they are appended, as with tickets: the reader may get them before `append` returns.
-        self.expect(made)
-        await append(self.broker, self.keys.trajectories(), *made)
+        self.expect(trajectories)
+        await append(self.broker, self.keys.trajectories(), *trajectories)
 
     async def replace(self, ticket: int, step: int, rewards: Sequence[float] = ()) -> list[Ticket]:
         """Issue a fresh ticket in place of one whose group cannot be trained, while `step` is in progress.
@@ -127,11 +130,12 @@ class Scheduler:
         """
         key = self.keys.prompts()
         end = id_order(await last_id(self.broker, key))
-        places = {n: entry_id_of(n) for n in sorted(self.outstanding) if id_order(entry_id_of(n)) <= end}
-        if not places:
+        entry_ids = {n: entry_id_of(n) for n in sorted(self.outstanding) if id_order(entry_id_of(n)) <= end}
+        if not entry_ids:
             return []
-        found = await self.broker.pipeline([("XRANGE", key, place, place) for place in places.values()])
-        return [number for number, entries in zip(places, found, strict=True) if entries == []]
+        commands = [("XRANGE", key, entry_id, entry_id) for entry_id in entry_ids.values()]
+        replies = await self.broker.pipeline(commands)
+        return [number for number, entries in zip(entry_ids, replies, strict=True) if entries == []]
 
     async def _withdraw(self, orphans: list[Entry[Ticket]]) -> None:
         """Take tickets back that follow no other: an earlier trainer gave them to a Redis that was emptied.
@@ -139,13 +143,13 @@ class Scheduler:
         log.warning(
             "taking back tickets of a lost history", first=orphans[0].message.ticket, count=len(orphans)
         )
-        taken = dict.fromkeys((entry.entry_id for entry in orphans), b"")
-        await take_back(self.broker, self.keys, self.keys.prompts(), taken, self._floor)
+        dead_letters = dict.fromkeys((entry.entry_id for entry in orphans), b"")
+        await take_back(self.broker, self.keys, self.keys.prompts(), dead_letters, self._floor)
         numbers = [entry.message.ticket for entry in orphans]
         # Progress that says "published" would hold for the ticket that gets this number next.
         progress = [self.keys.progress(number) for number in numbers]
-        left = (*progress, *map(self.keys.parts, progress), *map(self.keys.results, numbers))
-        await self.broker.execute("DEL", *left)
+        remains = (*progress, *map(self.keys.parts, progress), *map(self.keys.results, numbers))
+        await self.broker.execute("DEL", *remains)
 
     async def reissue_lost(self) -> int:
         """Issue again, unchanged, the outstanding tickets above the stream's last id: Redis has lost them."""
@@ -196,17 +200,20 @@ class Scheduler:
     async def _append_missing(self, new: Container[int] = ()) -> set[int]:
         """Append outstanding tickets that the stream lacks: those that Redis has lost, then `new` ones."""
         # All outstanding ones, in order: behind a new ticket the stream takes no lost one.
-        key, numbers = self.keys.prompts(), sorted(self.outstanding)
-        appended = await append_missing(self.broker, key, numbers, self.outstanding.__getitem__)
+        numbers = sorted(self.outstanding)
+        appended = await append_missing(
+            self.broker, self.keys.prompts(), numbers, self.outstanding.__getitem__
+        )
         if lost := [number for number in appended if number not in new]:
             log.warning("issued tickets again that Redis has lost", count=len(lost), first=lost[0])
         return set(appended)
 
     async def _check_issued(self, new: Collection[int]) -> None:
         """Some ids were taken: by these tickets, if Redis did the append before the connection broke."""
-        key, first, last = self.keys.prompts(), min(new), max(new)
-        found = await read_range(self.broker, key, Ticket, entry_id_of(first), entry_id_of(last))
-        there = {entry.message.ticket for entry in found if isinstance(entry, Entry)}
+        key = self.keys.prompts()
+        first = min(new)
+        entries = await read_range(self.broker, key, Ticket, entry_id_of(first), entry_id_of(max(new)))
+        there = {entry.message.ticket for entry in entries if isinstance(entry, Entry)}
         if first not in there and await self.remove_unexpected():
             there |= await self._append_missing(new)
         if missing := sorted(set(new) - there):

@@ -39,14 +39,18 @@ BLOCK_S = 1.0
 READ_COUNT = 256
 OBSERVE_S = 1.0
 
-STREAMS = TRAJECTORIES, SCORES, DEAD = StreamName.TRAJECTORIES, StreamName.SCORES, StreamName.DEAD
+TRAJECTORIES = StreamName.TRAJECTORIES
+SCORES = StreamName.SCORES
+DEAD = StreamName.DEAD
+STREAMS = (TRAJECTORIES, SCORES, DEAD)
 
 
 class StreamJoin:
     """Outstanding groups, filled by three background readers; `changed` is set when something arrived."""
 
     def __init__(self, broker: Broker, keys: Keys) -> None:
-        self._broker, self._keys = broker, keys
+        self._broker = broker
+        self._keys = keys
         if broker.claims is not None:
             broker.claims.reads_choices = True
         self.groups: dict[int, Group] = {}
@@ -157,9 +161,12 @@ class StreamJoin:
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, besides the positions. `trails` are some of what was read of each
         stream: they show whether a position is still valid."""
+        trails = {}
+        for stream, reader in self._readers.items():
+            trails[stream] = [list(rung) for rung in reader.trail.sure]
         return {
             "high_water": self.high_water(),
-            "trails": {name: [list(rung) for rung in r.trail.sure] for name, r in self._readers.items()},
+            "trails": trails,
             "num_trajectories": self.num_trajectories,
         }
 
@@ -175,7 +182,8 @@ class StreamJoin:
     def restore(self, positions: Mapping[StreamName, str], state: Mapping[str, Any]) -> None:
         """Continue reading at a checkpoint's positions, or below them where Redis has lost its tail since."""
         for stream, old in self._readers.items():
-            first, trails = positions.get(stream, START), state["trails"]
+            first = positions.get(stream, START)
+            trails = state["trails"]
             trail = Trail(trails[stream]) if stream in trails else None
             self._readers[stream] = OffsetReader(old.broker, old.key, old.message_type, first, trail)
         self._seen_up_to = dict(state["high_water"])
@@ -183,13 +191,13 @@ class StreamJoin:
 
     async def standing_positions(self) -> dict[StreamName, str]:
         """Where a replay begins to read: at the positions, or below if Redis has lost its tail since."""
-        found: dict[StreamName, str] = {}
+        positions: dict[StreamName, str] = {}
         for name in (TRAJECTORIES, SCORES):
             reader = self._readers[name]
             standing = await Trail(reader.trail.sure).last_standing(self._broker, reader.key)
             trimmed = id_before(await trimmed_below(self._broker, self._keys.state, reader.key))
-            found[name] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
-        return found
+            positions[name] = min(reader.position, max(standing, trimmed, key=id_order), key=id_order)
+        return positions
 
     def _low_water(self, groups: Iterable[Group]) -> dict[StreamName, str]:
         groups = list(groups)
@@ -221,16 +229,17 @@ class StreamJoin:
             self.num_trajectories += 1
         group = self.groups.get(entry.message.ticket)
         refused = [entry] if group is None else group.take(entry)
-        for one in refused:
-            stream = TRAJECTORIES if isinstance(one.message, Trajectory) else SCORES
-            if self._is_new(stream, one.entry_id):
+        for refused_entry in refused:
+            message = refused_entry.message
+            stream = TRAJECTORIES if isinstance(message, Trajectory) else SCORES
+            if self._is_new(stream, refused_entry.entry_id):
                 metrics.DUPLICATES_DROPPED.labels(stream).inc()
-            if group is not None and group.is_of_other_tokens(one.message):
-                log.warning("score of other tokens refused", ticket=group.ticket, index=one.message.index)
+            if group is not None and group.is_of_other_tokens(message):
+                log.warning("score of other tokens refused", ticket=group.ticket, index=message.index)
                 # Its worker may have acknowledged the entry that now has the lost trajectory's id.
                 self.unread_at = time.monotonic()
         # What was refused may be an older score in place of this entry, which then counts.
-        if group is not None and not any(one is entry for one in refused):
+        if group is not None and not any(refused_entry is entry for refused_entry in refused):
             if sample is not None:
                 group.oldest_sampled = min(group.oldest_sampled, sample.min_version)
                 # Judged as it arrives: by the time of training that version may exist, with other weights.

@@ -55,21 +55,22 @@ async def remove_unexpected(
     last id was taken back or the stream has vanished meanwhile. Where it has no entry of its own left, its
     last id becomes `floor`: what lies below was trimmed."""
     newest = await last_id(broker, key)
-    own = await read_back(broker, key, message_type, count=1)
-    if not own and newest in (START, floor):
+    last_entries = await read_back(broker, key, message_type, count=1)
+    if not last_entries and newest in (START, floor):
         return 0
-    if own and own[0].entry_id == newest and not is_unexpected(own[0]):
+    if last_entries and last_entries[0].entry_id == newest and not is_unexpected(last_entries[0]):
         return 0
     unexpected = await _unexpected_at_end(broker, key, message_type)
-    if not unexpected and not own and not _is_beyond(newest):
+    if not unexpected and not last_entries and not _is_beyond(newest):
         return 0
     name = keys.name_of(key)
-    known, dead_letters = DeadLetterWriter(broker, keys, key), dict[str, bytes]()
+    writer = DeadLetterWriter(broker, keys, key)
+    dead_letters: dict[str, bytes] = {}
     for entry in unexpected:
         fields = entry.fields if isinstance(entry, Garbled) else codec.encode(entry.message)
         dead = dead_letter(name, entry.entry_id, fields, UNEXPECTED, "trainer")
         # A worker may have dead-lettered it already.
-        is_known = await known.has(entry.entry_id)
+        is_known = await writer.has(entry.entry_id)
         dead_letters[entry.entry_id] = b"" if is_known else codec.encode_payload(dead)
     # Without dead letters: an entry was removed by hand, and only the last id is left to be taken back.
     moved = await take_back(broker, keys, key, dead_letters, floor)
@@ -99,15 +100,15 @@ async def take_back(
 
 async def _unexpected_at_end(broker: Broker, key: str, message_type: type[Message]) -> list[Record]:
     """The unexpected entries behind the stream's own last entry, oldest first."""
-    found: list[Record] = []
+    unexpected: list[Record] = []
     last = "+"
     while records := await read_back(broker, key, message_type, last=last, count=SCAN_COUNT):
         for record in records:
             if not is_unexpected(record):
-                return found[::-1]
-            found.append(record)
+                return unexpected[::-1]
+            unexpected.append(record)
         last = id_before(records[-1].entry_id)
-    return found[::-1]
+    return unexpected[::-1]
 
 
 def is_unexpected(record: Record) -> bool:

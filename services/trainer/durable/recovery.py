@@ -263,9 +263,9 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Group
         LostPayloadError: a sample has lost its tokens.
         OtherSamplesError: the tokens or rewards are not those that were trained.
     """
-    recorded_groups = await cursor.groups(commit.groups)
+    recorded = await cursor.groups(commit.groups)
     was_left_out = {(ticket, index) for ticket, index, reason in commit.dropped if reason != GREEDY}
-    for group in recorded_groups.values():
+    for group in recorded.values():
         for index, trajectory in group.trajectories.items():
             if (fault := fault_of(trajectory)) and (group.ticket, index) not in was_left_out:
                 raise LostPayloadError(
@@ -277,7 +277,7 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Group
     cursor.close(commit.groups)
     groups = {
         ticket: Group(ticket, commit.step, group.trajectories, group.scores)
-        for ticket, group in recorded_groups.items()
+        for ticket, group in recorded.items()
     }
     if commit.samples_digest and commit.samples_digest != samples_digest(commit.trained_keys, groups):
         raise OtherSamplesError(

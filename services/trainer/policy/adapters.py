@@ -51,7 +51,8 @@ class Adapters:
         seed: int,
         base_digest: str = "",
     ) -> None:
-        self._model, self._config = model, config
+        self._model = model
+        self._config = config
         targets = find_targets(model, config)
         base_digest = base_digest or digest_parameters(model_tensors(model).items())
         self._peft_config = _inject(model, config, targets, seed)
@@ -131,7 +132,8 @@ def _delta(layer: Any) -> Tensor:
     the number of ranks."""
     up, down = (getattr(layer, name)[_NAME].weight for name in ("lora_B", "lora_A"))
     if isinstance(up, DTensor):
-        up, down = up.full_tensor(), down.full_tensor()
+        up = up.full_tensor()
+        down = down.full_tensor()
     product = up @ down
     delta: Tensor = (product.T if layer.fan_in_fan_out else product) * layer.scaling[_NAME]
     return delta
@@ -142,7 +144,8 @@ def _add(delta: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(weight, DTensor):
         # Added in float32 and rounded once: the base may be in bfloat16.
         return (weight.to(delta.dtype) + delta).to(dtype)
-    (low, high), local = held_range(weight), weight.to_local()
+    low, high = held_range(weight)
+    local = weight.to_local()
     own = delta.reshape(-1)[low:high].view_as(local)
     return DTensor.from_local(
         (local.to(delta.dtype) + own).to(dtype),

@@ -46,9 +46,11 @@ def choose_attention(
     """
     if device.type != "cuda" or dtype == torch.float32:
         return exact_attention(config)
-    kernel, reason = VARLEN, why_no_flash(config)
+    kernel = VARLEN
+    reason = why_no_flash(config)
     if not reason and (no_varlen := why_no_varlen(config, torch.cuda.get_device_capability(device))):
-        kernel, reason = FLASH, "" if is_flash_attn_2_available() else no_varlen
+        kernel = FLASH
+        reason = "" if is_flash_attn_2_available() else no_varlen
     if reason:
         log.warning(
             "training with dense attention masks, which is slow", model=config.model_type, reason=reason
@@ -166,7 +168,8 @@ def attend_varlen(
     if tree is not None:
         given = tree.spread(flat[1], flat[2], sliding_window)
     else:
-        boundaries, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q", width)
+        boundaries = kwargs.get("cu_seq_lens_q")
+        longest = kwargs.get("max_length_q", width)
         if boundaries is None:
             boundaries = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=query.device)
         given = flat[1], flat[2], boundaries, boundaries, longest, longest

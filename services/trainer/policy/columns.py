@@ -23,14 +23,17 @@ class ContextGroup:
     """The ranks that share tiles; `rank` is this one's number among `size`."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self.group, self.rank, self.size = group, rank, size
+        self.group = group
+        self.rank = rank
+        self.size = size
 
 
 class Columns:
     """The columns and scored tokens of one tile that each rank has."""
 
     def __init__(self, context: ContextGroup, num_columns: int, sources_N: Tensor) -> None:
-        self._context, self._num_columns = context, num_columns
+        self._context = context
+        self._num_columns = num_columns
         self._width = width = -(-num_columns // context.size)
         self.own = slice(context.rank * width, (context.rank + 1) * width)
         holders_N = sources_N // width
@@ -58,7 +61,8 @@ class Columns:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_columns(self, attended: Tensor) -> Tensor:
         """The way back: [1, T, H / C, D] to [1, W, H, D]."""
-        size, width = self._context.size, self._width
+        size = self._context.size
+        width = self._width
         padded = F.pad(attended[0], [0, 0, 0, 0, 0, size * width - self._num_columns])
         blocks = padded.unflatten(0, (size, width)).contiguous()
         swapped = all_to_all_single_autograd(blocks, None, None, self._context.group)

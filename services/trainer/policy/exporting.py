@@ -90,7 +90,9 @@ class ExportsWeights(SavesState):
             own.append(("base", self._adapters.mark))
         if not own:
             return str(exported)
-        is_leader, parts, headers = self.peers.rank == 0, DigestSum(), Digest()
+        is_leader = self.peers.rank == 0
+        parts = DigestSum()
+        headers = Digest()
         for name, tensor in own:
             info = TensorInfo(name, DTYPES[tensor.dtype], tuple(tensor.shape))
             low, high = owned_range(tensor, is_leader)

@@ -27,7 +27,8 @@ CPU_ELEMENTS = 1 << 26
 """Logits at once: 256 MiB of float32, or 441 tokens of a vocabulary of 152,064."""
 GPU_ELEMENTS = 1 << 28
 """The same on a GPU: with fewer tokens it waits for the matrix and its gradient, which each chunk moves."""
-CACHED_ELEMENTS, CHUNK_TOKENS = 1 << 22, 512
+CACHED_ELEMENTS = 1 << 22
+CHUNK_TOKENS = 512
 """A CPU is fastest with chunks that stay in its cache; with fewer tokens it, too, waits for the matrix."""
 
 
@@ -206,7 +207,8 @@ def score_hidden(
             logits_CV = scaling.of(logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float())
         return score_logits(logits_CV, targets_C, temperature, entropy_gradient, kept)
 
-    kind, vocabulary = hidden_NH.device.type, cast(Tensor, head.weight).shape[0]
+    kind = hidden_NH.device.type
+    vocabulary = cast(Tensor, head.weight).shape[0]
     chunk = max(1, (max_elements or (CPU_ELEMENTS if kind == "cpu" else GPU_ELEMENTS)) // vocabulary)
     is_one = len(targets_N) <= chunk
     if type(head) is nn.Linear:
@@ -274,7 +276,8 @@ class ChunkedScores(torch.autograd.Function):
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N)
         ctx.options = options
         head = _cast_head(weight_VH, bias_V, options.dtype)
-        parts, ctx.probabilities = [], {}
+        parts = []
+        ctx.probabilities = {}
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for start in range(0, max(1, len(targets_N)), options.chunk):  # a rank may have no token at all
                 own = slice(start, start + options.chunk)
@@ -407,7 +410,8 @@ def has_wide_products(kind: str, dtype: torch.dtype) -> bool:
     """Whether torch multiplies matrices of this dtype into float32 on such a device; tried once."""
     if kind == "cpu" or dtype in (torch.float32, torch.float64):
         return False
-    ones, total = torch.ones((16, 16), dtype=dtype, device=kind), torch.ones((16, 16), device=kind)
+    ones = torch.ones((16, 16), dtype=dtype, device=kind)
+    total = torch.ones((16, 16), device=kind)
     try:
         add_wide_product(total, ones, ones)
         product = wide_product(ones, ones)

@@ -60,7 +60,9 @@ class OffloadedAdamW(AdamW):
                 **{name: host_like(parameter).zero_() for name in MOMENTS},
             }
         assert parameter.grad is not None, "parameters without a gradient stay as they are"
-        state, weight, gradient = self.state[parameter], _flat(parameter), _flat(parameter.grad)
+        state = self.state[parameter]
+        weight = _flat(parameter)
+        gradient = _flat(parameter.grad)
         moments = [_flat(state[name]) for name in MOMENTS]
         for begin in range(0, len(weight), self.slice_size):
             piece = slice(begin, begin + self.slice_size)

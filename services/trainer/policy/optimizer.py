@@ -83,7 +83,8 @@ def learning_rate(config: OptimizerConfig, update: int, num_steps: int, updates_
     wasted. Then `constant`, or with x = (n - W) / (num_updates - W): `linear` lr * (1 - x), `cosine` lr * (1
     + cos(pi x)) / 2. Past the end x stays 1.
     """
-    warmup, num_updates = config.warmup_steps * updates_per_step, num_steps * updates_per_step
+    warmup = config.warmup_steps * updates_per_step
+    num_updates = num_steps * updates_per_step
     if update < warmup:
         return config.lr * (update + 1) / (warmup + 1)
     progress = min(1.0, (update - warmup) / max(1, num_updates - warmup))
@@ -145,7 +146,8 @@ def load_optimizer(optimizer: AdamW, parameters: NamedParameters, source: ShardR
     """Replace the optimizer's state by the result of `optimizer_tensors`: each tensor is read into its place,
     so that none is in memory twice. Raises ConfigError: a tensor belongs to no parameter, or has another
     shape; nothing is changed."""
-    by_name, shapes = dict(parameters), source.shapes
+    by_name = dict(parameters)
+    shapes = source.shapes
     owners = {}
     for key in (key for key in shapes if key.startswith(OPTIMIZER)):
         name, _, moment = key.removeprefix(OPTIMIZER).rpartition(".")

@@ -168,7 +168,8 @@ class PolicyThread:
     async def taking_turns(self, lock: GpuLock, activity: Activity) -> AsyncIterator[None]:
         """Within the block calls wait for the GPU."""
         # `inf`: others wait until the step is over, however long it takes.
-        self._gate, self._activity = GpuGate(lock, self._enter, self._exit, math.inf), activity
+        self._gate = GpuGate(lock, self._enter, self._exit, math.inf)
+        self._activity = activity
         self._gate.start()
         try:
             yield
@@ -209,7 +210,9 @@ class PolicyThread:
         self._is_held = True
 
     def release(self) -> None:
-        leave, self._leave, self._is_held = self._leave, None, False
+        leave = self._leave
+        self._leave = None
+        self._is_held = False
         if leave is not None:
             leave()
 

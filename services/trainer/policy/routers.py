@@ -33,7 +33,8 @@ class GivenExperts(TorchFunctionMode):
 
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()
-        self._chosen_NK, self._num_experts = chosen_NK, num_experts
+        self._chosen_NK = chosen_NK
+        self._num_experts = num_experts
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -41,7 +42,8 @@ class GivenExperts(TorchFunctionMode):
         kwargs = kwargs or {}
         num_tokens, num_chosen = self._chosen_NK.shape
         if func in (torch.topk, Tensor.topk):
-            scores, k = args[0], kwargs.get("k", args[1] if len(args) > 1 else None)
+            scores = args[0]
+            k = kwargs.get("k", args[1] if len(args) > 1 else None)
             # Not a choice among groups of experts, which some models make first.
             is_of_experts = scores.shape[-1] == self._num_experts
             if k == num_chosen and is_of_experts and scores.numel() == num_tokens * self._num_experts:
@@ -57,7 +59,8 @@ class Routers:
     def __init__(self, model: PreTrainedModel, measures: bool = True, replays: bool = False) -> None:
         """`measures`: logits are wanted; `replays`: routes may be given. Raises ConfigError: it is a mixture
         whose routers are not known."""
-        self._name, self._measures = type(model).__name__, measures
+        self._name = type(model).__name__
+        self._measures = measures
         self._seen: list[tuple[nn.Module, Any]] | None = None
         self._routes: Tensor | None = None
         self._changed: list[Tensor] = []
@@ -86,7 +89,8 @@ class Routers:
         if self._routes is not None:
             parts = parts_of(output)
             assert parts is not None, "it was tried"
-            given_NK, own_NK = self._routes[:, number].to(parts[2].dtype), parts[2]
+            given_NK = self._routes[:, number].to(parts[2].dtype)
+            own_NK = parts[2]
             # Padding has no routes.
             chosen_NK = torch.where(given_NK < 0, own_NK, given_NK)
             if self._seen is not None:
@@ -102,8 +106,10 @@ class Routers:
         """Try a replay. Raises ConfigError: the router cannot be given its experts."""
         if (parts := parts_of(output)) is None:
             raise self._no_replay("one does not return logits, weights and experts")
-        own, other = parts[2], (parts[2] + 1) % parts[0].shape[-1]
-        same, moved = parts_of(again(own)), parts_of(again(other))
+        own = parts[2]
+        other = (parts[2] + 1) % parts[0].shape[-1]
+        same = parts_of(again(own))
+        moved = parts_of(again(other))
         if same is None or moved is None or not all(map(torch.equal, same, parts)):
             raise self._no_replay("one returns others each time")
         if not torch.equal(moved[2], other):
@@ -120,7 +126,8 @@ class Routers:
         """One forward pass, with routes or without; until the end of the block, note what routers return.
         Layers that run again in its backward pass get the same routes. Shape [tokens, layers, experts of a
         token]; -1: the router's own."""
-        self._routes, self._changed = None, []
+        self._routes = None
+        self._changed = []
         if routes is not None:
             # Engines may count all layers, with those that have no router.
             own = range(len(self._layers)) if routes.shape[1] == len(self._layers) else self._layers

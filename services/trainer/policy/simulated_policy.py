@@ -64,7 +64,8 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
             advantage = sample.columns["advantages"] if sample.advantage is None else sample.advantage
             self._pending.append(np.array(advantage, dtype="<f8").tobytes())
         self._pending.append(b"|")
-        normalisation, num_trained = self._trainer.algorithm.normalisation, batch.num_trained
+        normalisation = self._trainer.algorithm.normalisation
+        num_trained = batch.num_trained
         sums = count_batch(batch, normalisation, self._max_completion_tokens)
         sums["weight_sum"] = float(num_trained)
         sums["weight_max"] = 1.0 if num_trained else 0.0
@@ -120,15 +121,18 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
                 "resume with the policy the run was started with"
             )
         updates, *chain = state.read("simulated").tolist()
-        self._num_updates, self._chain = updates, bytes(chain)
+        self._num_updates = updates
+        self._chain = bytes(chain)
         self._set_coefficients(self._trainer.algorithm, state.values.get("coefficients"))
         self.zero()
 
     def compare_weights(self) -> WeightState:
         """The digest is the end of the chain, which no worker can prove; only one small tensor changes."""
-        digest, now = self.digest(), np.array([self._num_updates, *self._chain], dtype=np.int64)
+        digest = self.digest()
+        now = np.array([self._num_updates, *self._chain], dtype=np.int64)
         before, held = self._compared
-        self._compared, self._changed = (digest, now), np.flatnonzero(now != held) if before else now[:0]
+        self._compared = (digest, now)
+        self._changed = np.flatnonzero(now != held) if before else now[:0]
         num_elements = PROGRESS.num_elements + UNCHANGING.num_elements
         share = len(self._changed) / num_elements if before else -1.0
         return WeightState(digest, digest, before, share, PROGRESS.num_bytes + UNCHANGING.num_bytes)

@@ -90,7 +90,8 @@ def policy_options(
 ) -> dict[str, Any]:
     """A policy's arguments besides model and config. The model gets adapters, kernels and compiled layers
     where they are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
-    trainer, dtype = config.trainer, compute_dtype(config.model)
+    trainer = config.trainer
+    dtype = compute_dtype(config.model)
     adapters = Adapters(model, trainer.lora, dtype, config.seed, base_digest) if trainer.lora else None
     accelerate_model(model, trainer, dtype, device)
     return {
@@ -120,7 +121,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         device: torch.device | None = None,
     ) -> None:
         """`device` is where the weights will be, if the model has none yet."""
-        self._model, self._adapters, self._device = model, adapters, device or model.device
+        self._model = model
+        self._adapters = adapters
+        self._device = device or model.device
         self._are_weights_checked = False
         self._config = config
         self._dtype = dtype
@@ -444,7 +447,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         """Read a state into this policy, tensor by tensor, on ranks each its rows; all is checked before
         anything is changed."""
         state = ShardReader(folder)
-        values, own = state.values, self._saved_weights()
+        values = state.values
+        own = self._saved_weights()
         self._check_state(values, state.shapes, own)
         load_optimizer(self._optimizer, self._parameters, state)
         for name, tensor in own.items():

@@ -135,7 +135,8 @@ class Tree:
         self.windows.add(window)
         places, *boundaries = self.boundaries(key.device)
         if places is not None:
-            key, value = rows_at(key, places), rows_at(value, places)
+            key = rows_at(key, places)
+            value = rows_at(value, places)
         return key, value, *boundaries  # type: ignore[return-value]
 
     def _boundaries(self, device: torch.device) -> Boundaries:
@@ -179,7 +180,8 @@ class Tree:
                 seen = torch.from_numpy(_mask(runs, widest, longest, window)).to(device)
                 # Once for all layers: attention would make, and keep, one of its own in each.
                 mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
-            queries, keys = torch.from_numpy(queries_nQ).to(device), torch.from_numpy(keys_nK).to(device)
+            queries = torch.from_numpy(queries_nQ).to(device)
+            keys = torch.from_numpy(keys_nK).to(device)
             buckets.append(Bucket(queries, keys, mask))
         return buckets, torch.from_numpy(back_T).to(device)
 
@@ -263,7 +265,8 @@ def _attend_buckets(
 ) -> Tensor:
     buckets, back_T = tree.buckets(query.device, window, autocast_dtype(query) or query.dtype)
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    groups, is_grouped = query.shape[1] // key.shape[1], query.device.type == "cpu"
+    groups = query.shape[1] // key.shape[1]
+    is_grouped = query.device.type == "cpu"
     if not is_grouped:  # a kernel of GPUs that takes a mask takes no groups
         key_THD, value_THD = (x.repeat_interleave(groups, 1) for x in (key_THD, value_THD))
     outputs = []

@@ -60,7 +60,8 @@ class ModelFlops:
 
 def count_flops(model: PreTrainedModel) -> ModelFlops:
     """FLOPs of a model, which may be on the meta device, or split over ranks."""
-    text, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    text = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
     chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
     token = sum(
         (6.0 if weight.requires_grad else 4.0)
@@ -136,10 +137,12 @@ class Profiled:
         kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
         profiler = profile(activities=kinds)
         profiler.start()
-        self._profiler, self._folder = profiler, folder
+        self._profiler = profiler
+        self._folder = folder
 
     def _write(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         if profiler is None:
             return
         if torch.cuda.is_available():

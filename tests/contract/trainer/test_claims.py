@@ -165,9 +165,9 @@ async def test_without_a_folder_a_claim_is_no_trajectory_and_never_an_empty_one(
 STEPS = 6
 
 
-def chosen(ticket: Ticket, index: int, token: int = 30) -> Trajectory:
+def chosen(ticket: Ticket, index: int, alternative: int = 30) -> Trajectory:
     ids = np.arange(3, dtype=np.int32) + index
-    rows = Rows.of_lists([[token, token + ticket.ticket] for token in ids.tolist()])
+    rows = Rows.of_lists([[token, alternative + ticket.ticket] for token in ids.tolist()])
     return make_trajectory(
         ticket.ticket, index, step=ticket.step, group_size=ticket.group_size, completion_ids=ids,
         spans=((ticket.min_version, 0),), choices=Choices(rows={"kept": rows}),
@@ -187,7 +187,7 @@ async def test_a_run_with_choices_trains_archives_and_replays(
 
     def answer(ticket, index):
         # Of a worker that was killed between claim and entry: nobody claims it.
-        store.check_in_choices(chosen(ticket, index, token=31))
+        store.check_in_choices(chosen(ticket, index, alternative=31))
         sample = store.check_in(store.check_in_choices(chosen(ticket, index)))
         if sample.key == lost:
             (store.folder / sample.choices.claim.pointer).unlink()

@@ -53,8 +53,8 @@ def test_a_fixture_of_a_module_that_fails_once_is_one_cause_however_many_tests_i
     ids=["fails alone", "not collected", "stopped", "too many", "none"],
 )
 def test_anything_else_is_no_success(files, words, code, tmp_path):
-    found, output = look(tmp_path, *words, **files)
-    assert found == code, output
+    report, output = look(tmp_path, *words, **files)
+    assert report == code, output
     assert HEADING not in output
 
 

@@ -58,8 +58,8 @@ async def test_an_error_of_a_callback_stops_the_run_and_reaches_the_caller(tmp_p
     with pytest.raises(KeyError):
         await tidemill.run_async(config, run_id="one", runs_dir=runs, on_step=fail, quiet=True)
     # A loop runs here, as in a notebook.
-    place: dict[str, Any] = {"run_id": "one", "runs_dir": runs, "resume": True, "quiet": True}
-    result = tidemill.run(config, {"trainer.steps": 201}, on_step=lambda step: step["step"] < 5, **place)
+    fields: dict[str, Any] = {"run_id": "one", "runs_dir": runs, "resume": True, "quiet": True}
+    result = tidemill.run(config, {"trainer.steps": 201}, on_step=lambda step: step["step"] < 5, **fields)
     assert result.exit_code == 130 and "--run-id one --runs-dir" in result.why_not_finished
     assert 5 < len(await asyncio.to_thread(tidemill.History("one", runs).steps)) < 201
 

@@ -65,10 +65,10 @@ class TestServers:
 
     @pytest.fixture
     def check(self, run_files: Path) -> Any:
-        def check(given: dict[str, Any], *overrides: str) -> preflight.Findings:
+        def check(trainer_fields: dict[str, Any], *overrides: str) -> preflight.Findings:
             """`given` has a reward, and `asked`, its servers."""
-            asked = given.pop("asked")
-            sections = {"reward": {"rewards": {"rm": given}}, "servers": {"rm": asked}}
+            asked = trainer_fields.pop("asked")
+            sections = {"reward": {"rewards": {"rm": trainer_fields}}, "servers": {"rm": asked}}
             return preflight.examine(
                 run_files, [*(f"{name}={json.dumps(tree)}" for name, tree in sections.items()), *overrides]
             )

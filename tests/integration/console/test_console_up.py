@@ -217,8 +217,8 @@ def test_a_run_id_that_exists_must_be_resumed_by_name_and_a_run_that_disappoints
 def test_a_port_in_use_is_found_before_anything_starts(config: Path) -> None:
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         with pytest.raises(TidemillError, match=f"cannot serve metrics on 127.0.0.1:{port}") as caught:
             run_up(UpOptions(config=config, run_id="busy", metrics_port=port))
     assert caught.value.exit_code == 2

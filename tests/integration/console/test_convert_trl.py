@@ -78,8 +78,8 @@ def play(folder: Path, **options: Any) -> Seen:
 
 
 def converted(**options: Any) -> dict[str, Any]:
-    given = {"reward_funcs": "mine.reward", "train_dataset": "rows.jsonl", "eval_dataset": "held.jsonl"}
-    draft = convert_options("trl", given | BASE | options)
+    arguments = {"reward_funcs": "mine.reward", "train_dataset": "rows.jsonl", "eval_dataset": "held.jsonl"}
+    draft = convert_options("trl", arguments | BASE | options)
     assert draft.problem() == ""
     return draft.fields
 

@@ -53,7 +53,7 @@ async def poison(run: ServiceRun) -> None:
     numbered = {run.keys.prompts(lane) for lane in Lane} | {run.keys.weights, run.keys.commits}
     for key, misfit in misfits(run.keys).items():
         for fields in (GARBAGE, NEWER, STRANGE, misfit):
-            flat = [part for pair in fields.items() for part in pair]
+            flat = [word for pair in fields.items() for word in pair]
             if key in numbered:
                 await _append_next(run, key, flat)
             else:
@@ -134,8 +134,8 @@ async def test_poison_and_refused_prompts_do_not_stop_the_run(tmp_path: Path) ->
     assert Counter(letter.origin for letter in unreadable) == dict.fromkeys(BURIED, 8)
     for origin in BURIED:
         misfit = misfits(keys)[keys.prompts().replace("prompts", origin)]
-        found = [letter.fields for letter in unreadable if letter.origin == origin]
-        assert all(found.count(kind) == 2 for kind in (GARBAGE, NEWER, STRANGE, misfit)), origin
+        fields_of_letters = [letter.fields for letter in unreadable if letter.origin == origin]
+        assert all(fields_of_letters.count(kind) == 2 for kind in (GARBAGE, NEWER, STRANGE, misfit)), origin
     errors = " ".join(letter.error for letter in unreadable)
     for expected in ("schema 2.0 cannot be read", "3 completion ids but 99 logprobs", "not a whole number"):
         assert expected in errors

@@ -44,9 +44,9 @@ def run(tmp_path: Path) -> Path:
 def assert_is_policy(folder: Path, version: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     expected = tiny_llama(seed=version).state_dict()
-    found = model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    weights = model.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "w0 w1"
     origin = json.loads((folder / "tidemill.json").read_text())
     assert (origin["run_id"], origin["version"]) == ("one", version)
@@ -78,8 +78,8 @@ def test_an_export_has_the_overrides_of_its_model(run: Path, tmp_path: Path) -> 
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     done = tidemill(run, "-o", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.rope_parameters
-    assert (found["rope_type"], found["factor"]) == ("linear", 2.0)
+    rope = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.rope_parameters
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 2.0)
 
 
 def test_versions_are_found_by_name_and_number(run: Path) -> None:
@@ -114,9 +114,9 @@ def runs(tmp_path: Path) -> Path:
 
 def rows(runs: Path, capsys: pytest.CaptureFixture[str], verify: bool) -> list[dict[str, object]]:
     code = list_versions(ExportOptions(run_id="one", verify=verify, as_json=True, runs_dir=runs))
-    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
-    assert code == (verify and any(row["problem"] for row in found))
-    return found
+    printed: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    assert code == (verify and any(row["problem"] for row in printed))
+    return printed
 
 
 def test_versions_are_listed_and_verified(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,10 +148,10 @@ def test_a_version_is_exported_from_its_chain(runs: Path) -> None:
     result = export_version(runs / "one", config, "last", runs / "out")
     manifest = read_manifest(runs / "one", 2)
     assert manifest is not None and (result["version"], result["digest"]) == (2, manifest.digest)
-    found = load_file(runs / "out" / "model.safetensors")
+    weights = load_file(runs / "out" / "model.safetensors")
     expected = load_file(runs / "expected" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,16 @@ def fetch(url: str) -> str:
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """All samples of an exposition; a family or sample that comes twice is an error."""
-    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     names = set()
     for family in text_string_to_metric_families(text):
         assert family.name not in names, family.name
         names.add(family.name)
         for sample in family.samples:
             key = (sample.name, frozenset(sample.labels.items()))
-            assert key not in found, key
-            found[key] = sample.value
-    return found
+            assert key not in samples, key
+            samples[key] = sample.value
+    return samples
 
 
 def sample(text: str, name: str, **labels: str) -> float | None:
@@ -72,8 +72,8 @@ def is_up(address: str) -> bool:
 
 def targets(address: str) -> dict[str, str]:
     """Address of each target by its worker's name."""
-    found = json.loads(fetch(f"{address}/sd"))
-    return {item["labels"].get("worker", item["labels"]["service"]): item["targets"][0] for item in found}
+    targets = json.loads(fetch(f"{address}/sd"))
+    return {item["labels"].get("worker", item["labels"]["service"]): item["targets"][0] for item in targets}
 
 
 async def test_every_process_of_a_run_is_discovered_and_scraped_and_an_outage_is_outlived(tmp_path, exporter):

@@ -61,8 +61,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for index in range(GROUP_SIZE):
             # Longer is better in all groups but that of ticket 5, where the reward turns everything around.
             text = "x" * (9 - index if ticket == 5 else index) + str(index)
-            made = make_trajectory(ticket, index, text, group_size=GROUP_SIZE, step=ticket // 4)
-            trajectories.append(made)
+            trajectory = make_trajectory(ticket, index, text, group_size=GROUP_SIZE, step=ticket // 4)
+            trajectories.append(trajectory)
             scores.append(
                 Score(ticket=ticket, index=index, status=ScoreStatus.OK, value=float(index), worker="then")
             )
@@ -91,22 +91,22 @@ def test_another_reward_is_held_against_the_recorded_one_and_the_run_is_as_it_wa
     assert report["cost"]["trajectories"] == NUM_TICKETS * GROUP_SIZE
     assert json.loads((runs / report["sandbox"] / "rescore.json").read_text()) == report
     assert fingerprint(runs / "base") == before
-    shown = tidemill(runs, "streams", "show", "scores", "5.0", "--run", report["sandbox"], "--json")
-    assert shown.returncode == 0 and '"value": 10.0' in shown.stdout, shown.stdout + shown.stderr
+    output = tidemill(runs, "streams", "show", "scores", "5.0", "--run", report["sandbox"], "--json")
+    assert output.returncode == 0 and '"value": 10.0' in output.stdout, output.stdout + output.stderr
 
 
 def test_a_stretch_of_steps_a_failing_reward_and_a_name_for_the_sandbox(runs: Path) -> None:
-    given = [
+    settings = [
         "--reward",
         f"{runs / 'mine.py'}:broken",
         *["--from-step", "1", "--to-step", "1", "--into", "second"],
     ]
-    done = tidemill(runs, "rescore", "base", *given)
+    done = tidemill(runs, "rescore", "base", *settings)
     assert done.returncode == 0, done.stderr
     assert "12 trajectories in 4 groups" in done.stdout
     assert "0 before, 4 now" in done.stdout
     assert "cannot score a three" in done.stdout
-    again = tidemill(runs, "rescore", "base", *given)
+    again = tidemill(runs, "rescore", "base", *settings)
     assert again.returncode == 2 and "second is there already" in again.stderr
 
 
@@ -118,7 +118,7 @@ def test_sessions_are_rescored_from_their_conversation_and_from_what_their_envir
         reward={"workers": 1, "rewards": {"game": {"environment": True}}},
     )
     tickets = [recorded_ticket(number) for number in range(2)]
-    made = [
+    samples = [
         as_session(
             make_trajectory(ticket, index, group_size=GROUP_SIZE, step=0), reward=0.1 + index, messages=said
         )
@@ -126,23 +126,29 @@ def test_sessions_are_rescored_from_their_conversation_and_from_what_their_envir
         for index, said in enumerate((MESSAGES[:1], MESSAGES[:3], MESSAGES, MESSAGES[:2]))
     ]
     scores = [
-        Score(ticket=one.ticket, index=one.index, status=ScoreStatus.OK, value=0.1 + one.index, worker="then")
-        for one in made
+        Score(
+            ticket=sample.ticket,
+            index=sample.index,
+            status=ScoreStatus.OK,
+            value=0.1 + sample.index,
+            worker="then",
+        )
+        for sample in samples
     ]
-    asyncio.run(record(tmp_path, config, tickets, made, scores))
+    asyncio.run(record(tmp_path, config, tickets, samples, scores))
     again = tidemill(tmp_path, "rescore", "sessions", "--json")
     assert again.returncode == 0, again.stderr
     report = json.loads(again.stdout)
-    assert report["agreement"]["compared"] == len(made)
+    assert report["agreement"]["compared"] == len(samples)
     assert report["agreement"]["spearman_within_groups"] == pytest.approx(1.0)
-    other = tidemill(
+    second_output = tidemill(
         tmp_path, "rescore", "sessions", "--reward", f"{tmp_path / 'calls.py'}:compute_score", "--json"
     )
-    assert other.returncode == 0, other.stderr
-    report = json.loads(other.stdout)
+    assert second_output.returncode == 0, second_output.stderr
+    report = json.loads(second_output.stdout)
     assert report["agreement"]["groups_with_another_best"] == [0, 1]
-    shown = tidemill(tmp_path, "streams", "show", "scores", "1.2", "--run", report["sandbox"], "--json")
-    assert '"value": 306.0' in shown.stdout, shown.stdout  # 3 turns, a prompt and 5 messages
+    output = tidemill(tmp_path, "streams", "show", "scores", "1.2", "--run", report["sandbox"], "--json")
+    assert '"value": 306.0' in output.stdout, output.stdout  # 3 turns, a prompt and 5 messages
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ async def test_a_run_goes_on_where_a_node_is_drained_and_its_job_requeued(tmp_pa
         slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")
         await wait_until(lambda: (run / "summary.json").exists())
         await wait_until(lambda: "COMPLETED" in slurm.call("scontrol", "show", "job", job))
-        shown = slurm.call("scontrol", "show", "job", job)
-    assert "Restarts=1" in shown and "NodeList=n[1,3]" in shown, shown
+        output = slurm.call("scontrol", "show", "job", job)
+    assert "Restarts=1" in output and "NodeList=n[1,3]" in output, output
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["lost"], summary["duplicated_in_training"]) == (0, 0)
     assert steps() == 30 and summary["trajectories_trained"] >= 30 * 4 * 8

@@ -104,12 +104,12 @@ async def test_an_early_link_opens_by_itself_once_there_is_what_it_names(
     async with (
         serving(tmp_path, redis_server.url, keys.run_id) as base,
         browsing(expected=missing) as page,
-        browsing(expected=missing) as other,
+        browsing(expected=missing) as second,
     ):
         await page.goto(f"http://{base}/groups/6")
         await page.get_by_text("Ticket 6 is not issued yet").wait_for()
-        await other.goto(f"http://{base}/steps/2")
-        await other.get_by_text("Step 2 has no commit yet").wait_for()
+        await second.goto(f"http://{base}/steps/2")
+        await second.get_by_text("Step 2 has no commit yet").wait_for()
         await append_numbered(broker, keys.prompts(), [(6, question(6))])
         await page.get_by_text("0 of 4 completions so far").wait_for()
         await append(broker, keys.trajectories(), *(completion(6, i, f"text {i}") for i in range(4)))
@@ -120,7 +120,7 @@ async def test_an_early_link_opens_by_itself_once_there_is_what_it_names(
         await page.locator("article.sample", has_text="reward 6.3").wait_for()
         assert await page.locator("[data-wait]").count() == 0
         await append_numbered(broker, keys.commits, [(2, commit_of(2))])
-        await other.get_by_role("heading", name="Step 2").wait_for()
+        await second.get_by_role("heading", name="Step 2").wait_for()
 
 
 async def test_curves_and_links_are_seen_as_such_at_once(tmp_path, redis_server, broker, keys):
@@ -168,8 +168,8 @@ async def test_hostile_completions_are_shown_and_do_nothing(tmp_path, redis_serv
 
 async def test_fifty_thousand_groups_are_a_small_page_that_answers_keys(tmp_path, redis_server, broker, keys):
     await publish_config(broker, keys, write_folder(tmp_path, keys))
-    one = question(0).model_copy(update={"group_size": 1})
-    numbered = ((t, one.model_copy(update={"ticket": t, "step": t // 8})) for t in range(NUM_GROUPS))
+    ticket = question(0).model_copy(update={"group_size": 1})
+    numbered = ((t, ticket.model_copy(update={"ticket": t, "step": t // 8})) for t in range(NUM_GROUPS))
     await append_numbered(broker, keys.prompts(), numbered)
     scores = (Score(ticket=t, index=0, status=ScoreStatus.OK, value=t % 97) for t in range(NUM_SCORED))
     await append(broker, keys.scores(), *scores)

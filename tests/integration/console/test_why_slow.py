@@ -71,12 +71,12 @@ async def test_a_planted_bottleneck_is_named(tmp_path: Path, stage: str) -> None
                 run.start(role)
             exporter = start_exporter(run) if PROMETHEUS else ""
             await run.reach(ENOUGH_STEPS)
-            status, shown = await asyncio.gather(
+            status, output = await asyncio.gather(
                 asyncio.to_thread(tidemill, run, "status", "test"), shown_bottleneck(tmp_path, exporter)
             )
             assert status["bottleneck"]["stage"] == stage, status["bottleneck"]
             assert status["bottleneck"]["text"].lower().startswith(f"{stage} is the bottleneck")
-            assert shown == (stage if PROMETHEUS else "")
+            assert output == (stage if PROMETHEUS else "")
 
 
 async def shown_bottleneck(folder: Path, exporter: str) -> str:
@@ -88,8 +88,8 @@ async def shown_bottleneck(folder: Path, exporter: str) -> str:
         looked = "sum(count_over_time(tidemill:bottleneck[1m])) >= 6"
         await wait_until(lambda: prometheus.query(looked), awaited="six evaluations of the rules")
         panel = next(item for item in panel_expressions() if item.where.startswith("pipeline: Bottleneck"))
-        found = await prometheus.query(substituted(panel.promql, "20s", "test"))
-        return " and ".join(str(series["metric"]["stage"]) for series in found)
+        answers = await prometheus.query(substituted(panel.promql, "20s", "test"))
+        return " and ".join(str(series["metric"]["stage"]) for series in answers)
 
 
 def tidemill(run: ServiceRun, *arguments: str) -> Any:

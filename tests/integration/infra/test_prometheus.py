@@ -83,22 +83,22 @@ async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: P
     async with a_run(tmp_path) as run, PrometheusServer(tmp_path, start_exporter(run)) as prometheus:
         await cause_mishaps(run, prometheus)
         wanted = promised(run.keys.run_id)
-        missing = {place for place, promql in wanted.items() if not reason_of(promql)}
+        missing = {panel for panel, promql in wanted.items() if not reason_of(promql)}
         empty = wanted.keys() - missing
 
         async def all_have_data() -> bool:
-            for place in sorted(missing):
-                if await prometheus.query(wanted[place]):
-                    missing.discard(place)
+            for panel in sorted(missing):
+                if await prometheus.query(wanted[panel]):
+                    missing.discard(panel)
             return not missing
 
         try:
             await wait_until(all_have_data, awaited="data for every expression")
         except AssertionError:
-            lines = [f"{place}: {wanted[place]}" for place in sorted(missing)]
+            lines = [f"{panel}: {wanted[panel]}" for panel in sorted(missing)]
             raise AssertionError("\n".join(["these have no data:", *lines])) from None
-        for place in sorted(empty):
-            assert not await prometheus.query(wanted[place]), f"{place} has data: it needs no reason"
+        for panel in sorted(empty):
+            assert not await prometheus.query(wanted[panel]), f"{panel} has data: it needs no reason"
         for alert in ALERTS:
             await prometheus.query(alert.expr)
         fired = await prometheus.alerts()
@@ -110,10 +110,12 @@ async def test_every_expression_has_data_from_a_real_run_or_a_reason(tmp_path: P
 
 def promised(run_id: str) -> dict[str, str]:
     """What must have data, by where it stands. Of an alert, which has none in health, what it reads."""
-    shown = {item.where: substituted(item.promql, WINDOW, run_id) for item in panel_expressions()}
+    shown_promql = {item.where: substituted(item.promql, WINDOW, run_id) for item in panel_expressions()}
     recorded = {item.where: item.promql for item in expressions() if item.name.startswith("tidemill:")}
-    read = {f"{alert.name} reads {found}": found for alert in ALERTS for found in selectors(alert.expr)}
-    return shown | recorded | read
+    read = {
+        f"{alert.name} reads {selector}": selector for alert in ALERTS for selector in selectors(alert.expr)
+    }
+    return shown_promql | recorded | read
 
 
 def test_every_reason_is_needed() -> None:
@@ -127,9 +129,9 @@ def test_every_reason_is_needed() -> None:
 def reason_of(promql: str) -> str:
     """Why an expression has no data here; empty where it must have some."""
     names = metric_names(promql)
-    found = [why for pattern, why in EMPTY.items() if any(re.match(pattern, name) for name in names)]
-    found += [why for label, why in EMPTY_LABELS.items() if label in promql]
-    return found[0] if found else ""
+    reasons = [why for pattern, why in EMPTY.items() if any(re.match(pattern, name) for name in names)]
+    reasons += [why for label, why in EMPTY_LABELS.items() if label in promql]
+    return reasons[0] if reasons else ""
 
 
 @asynccontextmanager
@@ -137,9 +139,9 @@ async def a_run(folder: Path) -> AsyncIterator[ServiceRun]:
     """A small run with evaluation, a judge that fails at times and is slow at times, and a reward model."""
     failing = [says(500) if number % 4 == 0 else answers() for number in range(4000)]
     async with (
-        MisbehavingServer(None, *failing) as one,
+        MisbehavingServer(None, *failing) as failing_server,
         MisbehavingServer(answers(delay_s=0.3)) as two,
-        ServiceRun(folder, make_config(folder, (one.url, two.url))) as run,
+        ServiceRun(folder, make_config(folder, (failing_server.url, two.url))) as run,
     ):
         run.start("reward.replica", "replica-0", arguments=("--servers", "model", "--index", "0"))
         run.start("trainer")

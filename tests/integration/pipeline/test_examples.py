@@ -91,23 +91,23 @@ def check_distillation(
     teacher: Path, trajectories: list[Trajectory], scores: list[Score], commits: list[Commit]
 ) -> None:
     """Every reward is 0, every sampled token has the teacher's logprob, and the commit its mean distance."""
-    made = {trajectory.key: trajectory for trajectory in trajectories}
+    by_key = {trajectory.key: trajectory for trajectory in trajectories}
     scored = {score.key: score for score in scores}
     assert {(score.status, score.value) for score in scored.values()} == {(ScoreStatus.OK, 0.0)}
     model = AutoModelForCausalLM.from_pretrained(teacher).eval()
     for key in sorted(scored)[:20]:
-        trajectory = made[key]
+        trajectory = by_key[key]
         logprobs = scored[key].teacher_logprobs
         ids = [*trajectory.prompt_ids.tolist(), *trajectory.completion_ids.tolist()]
         with torch.inference_mode():
             whole = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         places = range(len(trajectory.prompt_ids), len(ids))
-        expected = [float(whole[place - 1, ids[place]]) for place in places]
+        expected = [float(whole[position - 1, ids[position]]) for position in places]
         np.testing.assert_allclose(logprobs, expected, atol=1e-4)
     for commit in commits:
         keys = commit.trained_keys
         assert len(keys) == 64
-        gaps = [made[k].logprobs.astype(np.float64) - scored[k].teacher_logprobs for k in keys]
+        gaps = [by_key[k].logprobs.astype(np.float64) - scored[k].teacher_logprobs for k in keys]
         assert commit.metrics["teacher/teacher/reverse_kl"] == pytest.approx(np.concatenate(gaps).mean())
         # One sample a group and no reward: its advantage is the teacher's alone.
         for key, gap in list(zip(keys, gaps, strict=True))[:8]:
@@ -143,9 +143,9 @@ async def test_a_mixture_is_trained_along_the_engines_experts_and_within_its_sam
         assert (profile / "rank-0.json.gz").exists()
         (run.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
         assert_replays(tmp_path, "mixture", list(range(steps)), run.url)
-        shown = tidemill(tmp_path, "step", str(steps - 1), "mixture", url=run.url)
+        output = tidemill(tmp_path, "step", str(steps - 1), "mixture", url=run.url)
         for name in ("routes/changed_tokens", "routes/logprob_gap_without"):
-            assert name in shown
+            assert name in output
 
 
 def up(run_id: str, runs: Path, **data: str) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def up(run_id: str, runs: Path, **data: str) -> list[dict[str, Any]]:
         trainer__loggers="[]", data__eval="{}", expect__eval_gain="null",
         **{f"data__{name}": value for name, value in data.items()},
     )  # fmt: skip
-    changes = [part for word in words for part in ("--set", word)]
+    changes = [word for word in words for word in ("--set", word)]
     tidemill(runs, "up", str(REPO / "examples/sft/config.yaml"), "--no-live", "--run-id", run_id, *changes)
     return [record for record in read_records(runs / run_id / METRICS_FILE) if record["kind"] == STEP]
 
@@ -163,9 +163,9 @@ def up(run_id: str, runs: Path, **data: str) -> list[dict[str, Any]]:
 def test_from_demonstrations_to_rewards_to_demonstrations(tmp_path: Path) -> None:
     """Fine-tuning, then rewards; its successes are what another run is shown, which has no workers."""
     path = f"path: {REPO}/examples/sft/demonstrations.jsonl"
-    shown = f"{{name: shown, kind: demonstrations, {path}, weight: 1000000, epochs: 1}}"
+    source = f"{{name: shown, kind: demonstrations, {path}, weight: 1000000, epochs: 1}}"
     sums = f"{{name: sums, path: {REPO}/examples/arith/train.jsonl}}"
-    steps = up("first", tmp_path, max_rows="96", train=f"[{shown}, {sums}]")
+    steps = up("first", tmp_path, max_rows="96", train=f"[{source}, {sums}]")
     shares = [step.get("imitation/token_share", 0.0) for step in steps]
     assert shares == [1.0] * 6 + [0.0] * 3, "96 rows in batches of 16"
     assert ["reward" in step for step in steps] == [False] * 6 + [True] * 3

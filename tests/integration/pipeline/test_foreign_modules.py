@@ -76,8 +76,8 @@ def test_a_run_and_its_reward_each_import_their_own(site, folder, tmp_path, rewa
 
 def test_our_own_modules_are_started_without_the_working_directory(folder, monkeypatch):
     path = [entry for entry in sys.path if entry not in ("", str(ROOT))]
-    for place in (folder, ROOT):
-        monkeypatch.chdir(place)
+    for directory in (folder, ROOT):
+        monkeypatch.chdir(directory)
         monkeypatch.setattr(sys, "path", path)
         assert run_own(Program.SANDBOX, "run") == [sys.executable, "-P", "-m", Program.SANDBOX, "run"]
     monkeypatch.setattr(sys, "path", [str(ROOT), *path])  # what `python -m tidemill` does in a clone

@@ -143,14 +143,14 @@ async def test_what_stands_still_is_handed_over_unfinished_and_wants_the_device_
     device = Device()
     path = tmp_path / "device-0"
     still = device.gate("still", path, 0.05)
-    other = device.gate("other", path, 3600.0)
+    second = device.gate("other", path, 3600.0)
     still._stands_still = True
     still.start()
-    other.start()
+    second.start()
     async with asyncio.timeout(60), still.use():
-        async with other.use():  # it has it, though work is under way there
+        async with second.use():  # it has it, though work is under way there
             assert device.on == {"other"} and not still.is_open
-            leave = other.stay()
+            leave = second.stay()
         assert device.on == {"other"}
         await asyncio.sleep(0.05)
         assert device.on == {"other"}, "it stays after its work"
@@ -158,7 +158,7 @@ async def test_what_stands_still_is_handed_over_unfinished_and_wants_the_device_
         await wait_until(lambda: still.is_open)  # without that anybody asked again
         assert device.on == {"still"}
     await still.close()
-    await other.close()
+    await second.close()
 
 
 async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ async def test_a_device_that_cannot_be_entered_fails_who_waits_for_it(tmp_path: 
     with pytest.raises(Exception, match="out of memory"):
         async with asyncio.timeout(120), gate.use():
             pass
-    other = GpuLock([tmp_path / "device-0"])
-    await asyncio.wait_for(other.acquire(), 120)
-    other.release()
+    second = GpuLock([tmp_path / "device-0"])
+    await asyncio.wait_for(second.acquire(), 120)
+    second.release()
 
 
 @pytest.fixture

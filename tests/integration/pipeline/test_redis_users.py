@@ -101,7 +101,7 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(t
                 run.start(role)
             admin.xadd(run.keys.trajectories(), {"p": b"poison"})
             await wait_until(lambda: admin.xlen(run.keys.commits) > 0)
-            shown = command_lines([process.pid for process in run.processes.values()])
+            lines = command_lines([process.pid for process in run.processes.values()])
             run.kill("rollout")
             run.start("rollout", "second-rollout")
             assert await run.wait("trainer") == 0, run.log_of("trainer")
@@ -111,8 +111,8 @@ async def test_a_whole_run_works_over_tls_with_each_service_under_its_own_user(t
         assert admin.xlen(run.keys.commits) == config.trainer.steps
         assert admin.xlen(run.keys.dead) > 0
         everything = "\n".join(f"{key!r} {admin.dump(key)!r}" for key in admin.scan_iter())
-    texts = texts_below(tmp_path) | {"command lines": shown, "Redis": everything}
-    assert "trainer.log" in texts and "tidemill.services.trainer" in shown
+    texts = texts_below(tmp_path) | {"command lines": lines, "Redis": everything}
+    assert "trainer.log" in texts and "tidemill.services.trainer" in lines
     passwords = server.passwords().values()
     leaky = {name for name, text in texts.items() if any(password in text for password in passwords)}
     assert leaky == {"passwords.env"}
@@ -316,25 +316,25 @@ async def run_code(
     reward = code_reward(broker, KEYS, LIMITS)
     try:
         tests = {"inputs": ["1"], "outputs": ["2"]}
-        found = await asyncio.wait_for(reward.run("print(int(input()) * 2)", tests), 120)
+        outcome = await asyncio.wait_for(reward.run("print(int(input()) * 2)", tests), 120)
     finally:
         await reward.close()
         await broker.close()
         worker.terminate()
         await asyncio.to_thread(worker.wait, 60)
-    return found
+    return outcome
 
 
 async def test_an_id_of_no_job_in_the_queue_ends_no_worker(isolated, server, monkeypatch, tmp_path):
     """Reward workers may write the queue. The worker may not look at jobs of other names."""
     ids = [b"\xff", b"any", b"", f"{OTHER.sandbox_names}1".encode()]
     server.client_of("reward").rpush(f"rq:queue:{KEYS.sandbox_queue}", *ids)
-    found = await run_code(server, "", monkeypatch, tmp_path)
-    assert found["passed"] == 1
+    outcome = await run_code(server, "", monkeypatch, tmp_path)
+    assert outcome["passed"] == 1
     assert server.refusals() == []
     assert server.client_of("admin").llen(f"rq:queue:{KEYS.sandbox_queue}") == 0
-    left = server.client_of("sandbox").lrange(f"rq:queue:{KEYS.sandbox_queue}:intermediate", 0, -1)
-    assert len(left) == len({*left} & {*ids})
+    queued = server.client_of("sandbox").lrange(f"rq:queue:{KEYS.sandbox_queue}:intermediate", 0, -1)
+    assert len(queued) == len({*queued} & {*ids})
 
 
 async def test_a_heartbeat_is_told_for_its_own_role_only(server, monkeypatch):
@@ -354,8 +354,8 @@ async def test_a_heartbeat_is_told_for_its_own_role_only(server, monkeypatch):
 
 async def test_users_of_one_run_reach_no_other(isolated, tmp_path, monkeypatch):
     with ServerWithUsers(tmp_path, runs=(KEYS.run_id, OTHER.run_id)) as server:
-        found = await run_code(server, f"{KEYS.run_id}.", monkeypatch, tmp_path)
-        assert found["passed"] == 1
+        outcome = await run_code(server, f"{KEYS.run_id}.", monkeypatch, tmp_path)
+        assert outcome["passed"] == 1
         assert server.refusals() == []
         admin = server.client_of("admin")
         assert not any("on" in admin.acl_getuser(name)["flags"] for name in ("trainer", "rollout", "reward"))

@@ -106,15 +106,15 @@ async def test_a_worker_that_is_killed_in_the_middle_of_sessions_costs_a_turn_of
         assert sample.session.reward == turns / 2, "rewards of turns that others have played count"
         assert sample.worker == f"worker-{kills}", "no kill came too late for it"
         ids.append(int(sample.session.metrics["id"]))
-        made = sample.completion_ids[sample.mask].tolist()
+        trained = sample.completion_ids[sample.mask].tolist()
         for hashes in kept:
             raw = hashes[sample.ticket]
             fields = dict(zip(raw[::2], raw[1::2], strict=True))
             play = read_play(fields, sample.index, tickets[sample.ticket].prompt_ids, pytest.fail)
-            recorded = [token for part in play.parts for token in part.token_ids.tolist()]
-            assert recorded and made[: len(recorded)] == recorded
+            recorded = [token for piece in play.parts for token in piece.token_ids.tolist()]
+            assert recorded and trained[: len(recorded)] == recorded
         assert asked[key] <= turns + kills
-        assert generated[key] <= len(made) + kills * TOKENS
+        assert generated[key] <= len(trained) + kills * TOKENS
         assert steps[ids[-1]] <= turns + kills
     assert len(set(ids)) == len(ids) == num_groups * SIZE
 
@@ -190,10 +190,10 @@ async def test_a_run_trains_on_all_segments_of_an_agents_sessions_and_leaves_no_
         run.start("trainer")
         started = psutil.Process(killed.pid)
         await wait_until(lambda: started.children(recursive=True), 120)
-        left = started.children(recursive=True)
+        children = started.children(recursive=True)
         killed.kill()
         run.start("rollout", "second")
         assert await run.wait("trainer", 240) == 0, run.log_of("trainer")
-        await wait_until(lambda: not any(process.is_running() for process in left))
+        await wait_until(lambda: not any(process.is_running() for process in children))
         commits = await commits_of(run.broker, run.keys)
     assert [len(set(commit.trained_keys)) for commit in commits] == [8, 8]

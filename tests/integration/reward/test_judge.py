@@ -50,8 +50,8 @@ class Worker:
             yield
 
     async def put(self, count: int, lane: Lane = Lane.TRAIN, first: int = 0) -> None:
-        made = [make_trajectory(t, text=f"answer {t}") for t in range(first, first + count)]
-        await append(self.broker, self.keys.trajectories(lane), *made)
+        samples = [make_trajectory(t, text=f"answer {t}") for t in range(first, first + count)]
+        await append(self.broker, self.keys.trajectories(lane), *samples)
 
     async def scores(self, count: int, lane: Lane = Lane.TRAIN) -> list[Score]:
         return await scores(self.broker, self.keys, count, lane)

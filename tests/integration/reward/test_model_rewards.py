@@ -68,7 +68,7 @@ async def logprobs_of(teacher: TeacherReward, trajectory: Trajectory) -> np.ndar
 def by_hand(path: Path, trajectory: Trajectory, own_prompt: list[int] | None = None) -> np.ndarray:
     """One row after the other, with whole logits."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    found = []
+    logprobs_of_tokens = []
     old = len(trajectory.prompt_ids)
     for segment in trajectory.segments:
         prompt = segment.prompt_ids.tolist()
@@ -77,8 +77,8 @@ def by_hand(path: Path, trajectory: Trajectory, own_prompt: list[int] | None = N
         with torch.inference_mode():
             logprobs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         places = len(prompt) + np.flatnonzero(segment.mask)
-        found += [float(logprobs[place - 1, ids[place]]) for place in places]
-    return np.array(found, np.float32)
+        logprobs_of_tokens += [float(logprobs[position - 1, ids[position]]) for position in places]
+    return np.array(logprobs_of_tokens, np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ class TestServer:
             for i, size in enumerate(sizes)
         ]
         async with teacher_at(url) as teacher:
-            found = await asyncio.gather(*(logprobs_of(teacher, t) for t in trajectories))
-        for trajectory, logprobs in zip(trajectories, found, strict=True):
+            results = await asyncio.gather(*(logprobs_of(teacher, t) for t in trajectories))
+        for trajectory, logprobs in zip(trajectories, results, strict=True):
             np.testing.assert_allclose(logprobs, by_hand(path, trajectory), atol=2e-6)
 
     async def test_every_segment_of_a_session_is_scored_and_only_the_models_tokens(self, url, path):
@@ -127,10 +127,10 @@ class TestServer:
             completion_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), spans=((0, 0),)
         )
         async with teacher_at(url) as teacher:
-            found = await logprobs_of(teacher, session)
+            result = await logprobs_of(teacher, session)
             nothing = await logprobs_of(teacher, empty)
-        assert len(found) == sum(int(s.mask.sum()) for s in session.segments) == 5
-        np.testing.assert_allclose(found, by_hand(path, session), atol=2e-6)
+        assert len(result) == sum(int(s.mask.sum()) for s in session.segments) == 5
+        np.testing.assert_allclose(result, by_hand(path, session), atol=2e-6)
         assert len(nothing) == 0
 
     async def test_a_prompt_of_its_own_stands_where_the_rows_prompt_stood(self, url: str, path: Path) -> None:
@@ -139,15 +139,15 @@ class TestServer:
         plain = make_trajectory(extra=extra, completion_ids=np.array([5, 6, 7], np.int32))
         first = make_segment((3, 4), (6,), (8, 9), (11, 12))
         session = make_session(0, 1, first, make_segment((3, 4, 16), (17, 18)), extra=extra)
-        for fields, own in (
+        for fields, extra_ids in (
             ({"prompt_column": "hint"}, [7, 8, 9]),
             ({"template": "{{ extra.hint }} w0"}, [7, 8, 9, 3]),
             ({"prompt_column": "chat"}, [2, 10]),
         ):
             async with teacher_at(url, **fields) as teacher:
                 for trajectory in (plain, session):
-                    found = await logprobs_of(teacher, trajectory)
-                    np.testing.assert_allclose(found, by_hand(path, trajectory, own), atol=2e-6)
+                    result = await logprobs_of(teacher, trajectory)
+                    np.testing.assert_allclose(result, by_hand(path, trajectory, extra_ids), atol=2e-6)
         elsewhere = make_session(0, 1, first, make_segment((14, 15), (17, 18)), extra=extra)
         async with teacher_at(url, prompt_column="hint") as teacher:
             with pytest.raises(AttemptError, match="segment 1 of the session does not begin") as caught:
@@ -256,7 +256,7 @@ async def test_a_replica_of_a_run_dies_and_every_sample_has_its_score_and_its_te
 
 
 def _sent(ticket: int) -> Trajectory:
-    ids = np.array([3 + (ticket * 7 + place) % 29 for place in range(1 + ticket % 5)], np.int32)
+    ids = np.array([3 + (ticket * 7 + position) % 29 for position in range(1 + ticket % 5)], np.int32)
     return make_trajectory(
         ticket,
         data_source="taught" if ticket % 3 else "other",
@@ -266,8 +266,8 @@ def _sent(ticket: int) -> Trajectory:
 
 
 async def _have_replicas(run: ServiceRun, **counts: int) -> bool:
-    found = {name: len(await read_replicas(run.broker, run.keys, name)) for name in counts}
-    return found == counts
+    counted = {name: len(await read_replicas(run.broker, run.keys, name)) for name in counts}
+    return counted == counts
 
 
 async def scores_of(run: ServiceRun) -> list[Score]:

@@ -41,14 +41,14 @@ from tidemill.services.reward.model_server.scoring_model import ScoringModel
 ROWS = [[5, 6, 7], [9] * 20, [3]]
 
 
-def options_of(**given: Any) -> ServerOptions:
+def options_of(**fields: Any) -> ServerOptions:
     wanted: dict[str, Any] = {
         "max_batch_tokens": 4096,
         "max_batch_rows": 64,
         "flush_ms": 5.0,
         "max_queued_rows": 8,
     }
-    return ServerOptions(model="m", max_padding=0.3, **wanted | given)
+    return ServerOptions(model="m", max_padding=0.3, **wanted | fields)
 
 
 class StandingModel:
@@ -100,8 +100,8 @@ async def server(model: ScoringModel, path: Path) -> AsyncIterator[httpx.AsyncCl
 
 
 async def raw(client: httpx.AsyncClient, lane: str = "train", **body: Any) -> list[list[float]]:
-    given = {"use_activation": False, **body}
-    response = await client.post("/classify", json=given, headers={LANE_HEADER: lane})
+    settings = {"use_activation": False, **body}
+    response = await client.post("/classify", json=settings, headers={LANE_HEADER: lane})
     assert response.status_code == 200, response.text
     return [item["probs"] for item in response.json()["data"]]
 
@@ -197,12 +197,12 @@ async def test_every_field_that_vllm_knows_is_taken_at_its_default(server, kind,
     protocol = pytest.importorskip(f"vllm.entrypoints.pooling.{where}.protocol")
     request = getattr(protocol, f"{'Classification' if where == 'classify' else 'Pooling'}{kind}Request")
     chat = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
-    given = {"input": "w0 w1"} if kind == "Completion" else {"messages": chat}
-    body = request(**given, use_activation=False).model_dump(mode="json")
+    content = {"input": "w0 w1"} if kind == "Completion" else {"messages": chat}
+    body = request(**content, use_activation=False).model_dump(mode="json")
     answer = await server.post(f"/{where}", json=body)
     assert answer.status_code == 200, answer.text
-    found = answer.json()["data"][0]["probs" if where == "classify" else "data"]
-    assert [found] == await raw(server, **given)
+    scored = answer.json()["data"][0]["probs" if where == "classify" else "data"]
+    assert [scored] == await raw(server, **content)
 
 
 async def test_a_long_input_is_cut_where_the_request_says_so(server: httpx.AsyncClient) -> None:
@@ -250,7 +250,8 @@ async def test_a_score_that_is_no_number_fails_in_words(model: ScoringModel, pat
         def score(self, rows: list[list[int]]) -> list[Tensor]:
             scores = [model.score([row])[0] for row in rows]
             return [
-                one * float("nan") if len(row) == 7 else one for one, row in zip(scores, rows, strict=True)
+                score * float("nan") if len(row) == 7 else score
+                for score, row in zip(scores, rows, strict=True)
             ]
 
     async with batching(Overflowing(model)) as batcher, client_of(model, path, batcher) as client:

@@ -33,7 +33,7 @@ async def test_several_rewards_and_a_ranking_train_a_run_and_leave_nothing_behin
         run.start("trainer")
         assert await run.wait("trainer") == 0
         commits = await commits_of(run.broker, run.keys)
-        left = await run.broker.execute("KEYS", f"{run.keys.results(0).rpartition(':')[0]}:*")
+        names = await run.broker.execute("KEYS", f"{run.keys.results(0).rpartition(':')[0]}:*")
         tickets = await run.broker.execute("SMEMBERS", run.keys.result_tickets())
     assert len(commits) == 3
     assert all(len(commit.groups) == config.trainer.groups_per_step for commit in commits)
@@ -50,4 +50,4 @@ async def test_several_rewards_and_a_ranking_train_a_run_and_leave_nothing_behin
     # Only groups that were still outstanding at the end of the run may have left something.
     trained = {str(ticket).encode() for commit in commits for ticket in commit.groups}
     assert not trained & set(tickets)
-    assert len(left) == len(tickets)
+    assert len(names) == len(tickets)

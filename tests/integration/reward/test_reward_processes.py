@@ -216,7 +216,7 @@ async def test_a_call_that_never_ends_fails_alone_also_where_it_lets_no_other_ru
         calls = [pool.score(stuck, limit_s), *(pool.score(other, other_limit_s) for _ in range(7))]
         late, *others = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(late, AttemptError) and late.is_timeout
-        assert [type(one) for one in others] == [RewardOutcome] * 7
+        assert [type(outcome) for outcome in others] == [RewardOutcome] * 7
 
 
 async def test_an_async_function_that_blocks_is_named_and_holds_up_its_own_loop_only(tmp_path: Path) -> None:

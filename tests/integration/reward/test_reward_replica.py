@@ -44,8 +44,8 @@ async def registered(run: ServiceRun) -> list[str]:
 
 async def urls(run: ServiceRun, count: int = 1) -> list[str]:
     async def enough() -> list[str]:
-        found = await registered(run)
-        return found if len(found) == count else []
+        replicas = await registered(run)
+        return replicas if len(replicas) == count else []
 
     return await wait_until(enough, 60, f"{count} replicas")
 

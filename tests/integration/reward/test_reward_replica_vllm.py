@@ -79,12 +79,12 @@ async def test_a_vllm_replica_judges_teaches_and_dies_with_its_keeper(tmp_path: 
         (url,) = await wait_until(lambda: read_replicas(run.broker, run.keys, "grader"), 400, "a replica")
         assert url == f"http://127.0.0.1:{port}/v1"
         run.start("reward", "worker")
-        made = trajectories()
-        await append(run.broker, run.keys.trajectories(), *made)
-        await wait_until(lambda: num_scores(run, len(made)), awaited="all scores")
+        samples = trajectories()
+        await append(run.broker, run.keys.trajectories(), *samples)
+        await wait_until(lambda: num_scores(run, len(samples)), awaited="all scores")
         scores = {score.ticket: score for score in await scores_of(run)}
         assert {score.status for score in scores.values()} == {ScoreStatus.OK}, scores
-        for trajectory in made:
+        for trajectory in samples:
             score = scores[trajectory.ticket]
             assert score.teacher_logprobs is not None
             np.testing.assert_allclose(score.teacher_logprobs, by_hand(model, trajectory), atol=1e-4)
@@ -94,10 +94,10 @@ async def test_a_vllm_replica_judges_teaches_and_dies_with_its_keeper(tmp_path: 
                 assert detail["judge_tokens"] == 7  # three of the prompt, four of the answer
         hinted = make_trajectory(9, completion_ids=COMPLETION, extra=EXTRA)
         async with httpx.AsyncClient() as http:
-            for column, own in (("hint", [7, 8, 9]), ("chat", [2, 10])):
+            for column, extra_ids in (("hint", [7, 8, 9]), ("chat", [2, 10])):
                 seer = teacher_of(url, http, prompt_column=column)
-                found = await logprobs_of(seer, hinted)
-                np.testing.assert_allclose(found, by_hand(model, hinted, own), atol=1e-4)
+                logprobs = await logprobs_of(seer, hinted)
+                np.testing.assert_allclose(logprobs, by_hand(model, hinted, extra_ids), atol=1e-4)
                 await seer._servers.close()
         family = psutil.Process(run.processes["replica"].pid).children(recursive=True)
         assert len(family) >= 3  # the server, its engine, the guard

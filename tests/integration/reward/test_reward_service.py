@@ -31,16 +31,16 @@ def run_of(
 
 
 async def put(run: ServiceRun, *texts: str, first: int = 0, **fields: Any) -> None:
-    made = [make_trajectory(first + place, text=text, **fields) for place, text in enumerate(texts)]
-    await append(run.broker, run.keys.trajectories(), *made)
+    samples = [make_trajectory(first + number, text=text, **fields) for number, text in enumerate(texts)]
+    await append(run.broker, run.keys.trajectories(), *samples)
 
 
 async def scores(run: ServiceRun, count: int = 0) -> list[Score]:
     """All scores, once there are `count`."""
 
     async def found() -> list[Score] | None:
-        made = await messages(run.broker, run.keys.scores(), Score)
-        return made if len(made) >= count else None
+        published = await messages(run.broker, run.keys.scores(), Score)
+        return published if len(published) >= count else None
 
     return await wait_until(found) or []
 
@@ -88,9 +88,9 @@ async def test_scores_flow_and_sigterm_drains(tmp_path: Path) -> None:
         await wait_until(lambda: "draining" in run.log_of("w1"))
         gate.touch()
         assert await run.wait("w1") == 0, run.log_of("w1")
-        made = await scores(run)
-        assert sorted(score.key for score in made) == [(t, 0) for t in range(60)]
-        assert {score.components["slept"] for score in made} == {0.01, 0.0}
+        published = await scores(run)
+        assert sorted(score.key for score in published) == [(t, 0) for t in range(60)]
+        assert {score.components["slept"] for score in published} == {0.01, 0.0}
         assert await num_pending(run.broker, run.keys) == 0
         assert await read_heartbeats(run.broker, run.keys) == []
 
@@ -141,7 +141,7 @@ async def test_a_reward_that_blocks_in_async_def_costs_no_lease_and_is_named(tmp
 
         async def is_named() -> bool:
             said = [beat.detail for beat in await read_heartbeats(run.broker, run.keys)]
-            return any("blocks its event loop" in one and "reward.py, line 5" in one for one in said)
+            return any("blocks its event loop" in line and "reward.py, line 5" in line for line in said)
 
         await wait_until(is_named)
         assert {score.status for score in await scores(run, 80)} == {ScoreStatus.OK}
@@ -175,6 +175,6 @@ async def test_of_forty_samples_that_die_with_their_worker_only_the_one_to_blame
             if worker.poll() is None:
                 break
             assert worker.returncode == -signal.SIGKILL
-        made = await scores(run, 39)
+        published = await scores(run, 39)
         assert [letter.ticket for letter in await messages(run.broker, run.keys.dead, DeadLetter)] == [17]
-    assert sorted(score.ticket for score in made) == [i for i in range(40) if i != 17]
+    assert sorted(score.ticket for score in published) == [i for i in range(40) if i != 17]

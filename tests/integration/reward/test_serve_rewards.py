@@ -144,21 +144,21 @@ def test_every_sample_gets_its_own_score_and_a_failure_has_none(service: Service
     assert [score["value"] for score in service.scores(*many)] == [0.0, *(n + 0.25 for n in range(1, 50))]
     chat = [{"role": "assistant", "content": "4 and 4"}]
     tools = [{"role": "assistant", "content": "4"}, {"role": "tool", "content": "4"}, *chat]
-    found = service.scores(
+    scored = service.scores(
         sample(chat, prompt=[{"role": "user", "content": "What?"}]),
         sample(tools),
         sample("fail"),
         sample("4", evaluation=True, step=3, data_source="d", extra_info={"a": [1, None]}),
     )
-    assert [score["value"] for score in found] == [2.25, 2.25, None, 1.25]
-    assert found[2]["status"] == "failed" and "cannot score this" in found[2]["error"]
+    assert [score["value"] for score in scored] == [2.25, 2.25, None, 1.25]
+    assert scored[2]["status"] == "failed" and "cannot score this" in scored[2]["error"]
 
 
 def test_a_group_that_is_to_be_dropped_has_no_value_at_all_and_others_keep_theirs(service: Service) -> None:
-    found = service.scores(
+    scored = service.scores(
         sample("4", group="a"), sample("fail", group="a"), sample("4", group="b"), sample("4")
     )
-    assert [score["value"] for score in found] == [None, None, 1.25, 1.25]
+    assert [score["value"] for score in scored] == [None, None, 1.25, 1.25]
 
 
 def test_the_endpoint_is_what_its_openapi_says(service: Service) -> None:
@@ -183,8 +183,8 @@ def test_the_endpoint_is_what_its_openapi_says(service: Service) -> None:
 def test_records_are_those_of_a_run(service: Service) -> None:
     service.scores(sample("44", data_source="seen"))
     runs = service.folder / "runs"
-    shown = tidemill(runs, "streams", "tail", "scores", "--run", "served", "-n", "1", "--json")
-    assert '"value": 2.25' in shown.stdout, shown.stdout + shown.stderr
+    output = tidemill(runs, "streams", "tail", "scores", "--run", "served", "-n", "1", "--json")
+    assert '"value": 2.25' in output.stdout, output.stdout + output.stderr
     assert tidemill(runs, "status", "served").returncode == 0
 
 
@@ -194,15 +194,15 @@ def test_a_token_group_functions_an_explicit_value_and_a_second_start(tmp_path: 
         "function: 'functions.py:digits', max_attempts: 1, on_failure: -1.0, group: 'functions.py:relative'"
     )
     started = Service(tmp_path, reward, TIDEMILL_REWARDS_TOKEN=token)
-    shown = {"authorization": f"Bearer {token}"}
+    headers = {"authorization": f"Bearer {token}"}
     with started.running():
         assert started.post({"samples": [sample("4")]}).status_code == 401
-        found = started.scores(*(sample("4" * n, group=7) for n in (1, 3)), sample("fail"), **shown)
-        assert [score["value"] for score in found] == [-1.0, 1.0, -1.0]
-        assert found[2]["status"] == "failed", "a value that the config gives is said to be one"
+        scored = started.scores(*(sample("4" * n, group=7) for n in (1, 3)), sample("fail"), **headers)
+        assert [score["value"] for score in scored] == [-1.0, 1.0, -1.0]
+        assert scored[2]["status"] == "failed", "a value that the config gives is said to be one"
     with started.running():
-        found = started.scores(*(sample("4" * n, group=7) for n in (2, 4)), **shown)
-        assert [score["value"] for score in found] == [-1.0, 1.0]
+        scored = started.scores(*(sample("4" * n, group=7) for n in (2, 4)), **headers)
+        assert [score["value"] for score in scored] == [-1.0, 1.0]
     done = tidemill(tmp_path / "runs", "streams", "tail", "trajectories", "--run", "served", "--json")
     messages = [json.loads(line)["message"] for line in done.stdout.splitlines()]
     keys = [(message["ticket"], message["index"]) for message in messages]
@@ -292,8 +292,8 @@ async def test_a_worker_that_is_killed_as_it_finishes_a_group_costs_nothing_and_
         assert len(set(finishing.read_text().split())) == 2, "another worker has finished the group"
         assert sorted((tmp_path / "counted.txt").read_text().split()) == ["1", "2", "3", "4"], "scored once"
         entries = await read_range(broker, keys.scores(), Score)
-        found = [entry.message.key for entry in entries if isinstance(entry, Entry)]
-        assert found == [(0, index) for index in range(4)], "0 lost, 0 twice"
+        scored_keys = [entry.message.key for entry in entries if isinstance(entry, Entry)]
+        assert scored_keys == [(0, index) for index in range(4)], "0 lost, 0 twice"
 
         async def is_clean() -> bool:
             return not await broker.execute("EXISTS", results, keys.result_tickets())
@@ -320,18 +320,18 @@ def test_trl_trains_the_demos_model_with_the_same_scores_while_a_worker_is_kille
             victim = service.workers()[0]
             os.kill(victim, signal.SIGSTOP)
             threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
-        found = adapters.reward(prompts, completions, **columns)
-        kinds["plain"] += found
+        scored = adapters.reward(prompts, completions, **columns)
+        kinds["plain"] += scored
         truths = columns["answer"]
         seen.extend(
             namespace["digits"]("", text, truth) for text, truth in zip(completions, truths, strict=True)
         )
-        return found
+        return scored
 
     async def asynchronous(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        found = await adapters.reward_async(prompts, completions, **columns)
-        kinds["asynchronous"] += found
-        return found
+        scored = await adapters.reward_async(prompts, completions, **columns)
+        kinds["asynchronous"] += scored
+        return scored
 
     rows = [json.loads(line) for line in (MODEL.parent / "train.jsonl").read_text().splitlines()[:8]]
     rows = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in rows]
@@ -372,9 +372,9 @@ def test_an_adapter_sends_again_what_a_service_that_was_killed_has_not_answered(
             assert started.scores(sample("4"))[0]["value"] == 1.25
             asked = pool.submit(adapters.compute_score_plain, "d", "44", "4")
             assert not futures.wait([asked], 0.3).done
-            left = psutil.Process(started.pid).children(recursive=True)
+            children = psutil.Process(started.pid).children(recursive=True)
             os.kill(started.pid, signal.SIGKILL)
-        psutil.wait_procs(left, PATIENCE_S)  # its guard ends them, and Redis last
+        psutil.wait_procs(children, PATIENCE_S)  # its guard ends them, and Redis last
         with started.running():
             assert asked.result(PATIENCE_S) == 2.25
 

@@ -65,7 +65,7 @@ def test_trl_counts_a_failed_reward_as_0_beside_another_one(advantages: Any) -> 
 
 def test_one_function_made_of_both_leaves_the_sample_out(advantages: Any) -> None:
     """Rewards 1, 2, none, 2 and their mean 5/3."""
-    found, metrics = advantages(combine_rewards(graded, constant))
-    assert found == pytest.approx([-2 / 3, 1 / 3, 0.0, 1 / 3])
+    combined, metrics = advantages(combine_rewards(graded, constant))
+    assert combined == pytest.approx([-2 / 3, 1 / 3, 0.0, 1 / 3])
     assert metrics["combined/graded"] == pytest.approx(2 / 3)
     assert (metrics["combined/graded/failed"], metrics["combined/constant/failed"]) == (0.25, 0.0)

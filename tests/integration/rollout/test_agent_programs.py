@@ -82,7 +82,7 @@ async def test_a_plain_function_gives_its_reward_and_all_that_it_heard_is_kept()
     async with player(function("twice")) as agent:
         models = [ScriptedModel("2", "yes"), ScriptedModel("2", "no")]
         played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
-        assert [one.session.reward for one in played] == [1.0, 0.0]
+        assert [trajectory.session.reward for trajectory in played] == [1.0, 0.0]
         assert played[0].session.metrics == {"asked": 2.0} and played[0].session.histories == {"clean": 1}
         assert played[0].first.prompt_ids.tolist() == models[0].seen[0]
         said = [message["content"] for message in played[0].session.messages]
@@ -94,7 +94,7 @@ async def test_clients_made_as_the_file_is_imported_ask_their_own_session(monkey
     async with player("tests.support.module_level_agent:with_clients_of_the_module") as agent:
         models = [ScriptedModel(*"abcd"), ScriptedModel(*"abcx")]
         played = await asyncio.gather(*(agent.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
-        assert [one.session.reward for one in played] == [1.0, 0.0]
+        assert [trajectory.session.reward for trajectory in played] == [1.0, 0.0]
         assert [len(model.seen) for model in models] == [4, 4]
 
 
@@ -108,7 +108,7 @@ async def test_a_program_cannot_claim_the_connection_of_another_session(tmp_path
         models = [honest, claiming]
         plays = [agent.play(t, t.prompt_text, m.ask) for t, m in zip(tickets, models, strict=True)]
         played = await asyncio.gather(*plays)
-    assert [one.session.reward for one in played] == [1.0, 1.0], "each heard its own model only"
+    assert [trajectory.session.reward for trajectory in played] == [1.0, 1.0], "each heard its own model only"
     assert [len(model.seen) for model in models] == [2, 1]
     assert played[1].session.metrics == {"num_claims": 2.0, "num_taken": 0.0}
 
@@ -281,11 +281,11 @@ async def test_what_a_dead_worker_left_is_killed_and_what_a_living_one_runs_is_n
         return asyncio.create_subprocess_exec("sleep", "3600", env={SESSION: "s", WORKER: worker})
 
     me = psutil.Process()
-    left = await sleeper("999999:1.00")
+    sleeping = await sleeper("999999:1.00")
     kept = await sleeper(f"{me.pid}:{me.create_time():.2f}")
     try:
         assert end_leftovers({"s"}) == 1
-        assert await left.wait() == -9 and kept.returncode is None
+        assert await sleeping.wait() == -9 and kept.returncode is None
         assert end_leftovers({"another"}) == 1
         assert await kept.wait() == -9
     finally:
@@ -308,7 +308,7 @@ async def test_no_more_commands_start_at_once_than_there_are_cores(monkeypatch, 
     )
     async with player(f"$ {sys.executable} {script}") as agent:
         plays = [agent.play(TICKET, f"s{number}", ScriptedModel("a").ask) for number in range(3)]
-        assert [one.session.reward for one in await asyncio.gather(*plays)] == [1.0, 1.0, 1.0]
+        assert [trajectory.session.reward for trajectory in await asyncio.gather(*plays)] == [1.0, 1.0, 1.0]
 
 
 async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_long(monkeypatch, tmp_path):
@@ -318,10 +318,10 @@ async def test_a_program_that_left_its_group_does_not_outlive_its_session_for_lo
     async with player(command) as agent:
         playing = asyncio.create_task(agent.play(TICKET, "s", ScriptedModel().ask))
         await wait_until(lambda: started.exists() and started.read_text().strip())
-        left = psutil.Process(int(started.read_text()))
+        program = psutil.Process(int(started.read_text()))
         playing.cancel()
         await asyncio.wait({playing})
-        await wait_until(lambda: has_ended(left))
+        await wait_until(lambda: has_ended(program))
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ async def test_a_history_that_grows_is_extended_whatever_the_client_does_to_its_
     async with opened("thinking " + call_line("add", a=1, b=2), call_line("add", a=3), "three") as run:
         first = await run.say([USER], tools=[TOOL], temperature=0.1)
         assert json.loads(first.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
-        told = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"}
-        second = await run.say([USER, first, told], tools=[TOOL])
+        reply = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"}
+        second = await run.say([USER, first, reply], tools=[TOOL])
         assert second.content is None
         rewritten = {
             "role": "assistant",
@@ -136,7 +136,7 @@ async def test_a_history_that_grows_is_extended_whatever_the_client_does_to_its_
         }
         parts = {"role": "user", "content": [{"type": "text", "text": USER["content"]}]}
         last = {"role": "tool", "tool_call_id": "y", "content": [{"type": "text", "text": "4"}]}
-        third = await run.say([parts, rewritten, {**told, "tool_call_id": "x"}, second, last], tools=[TOOL])
+        third = await run.say([parts, rewritten, {**reply, "tool_call_id": "x"}, second, last], tools=[TOOL])
         assert third.content == "three"
         assert run.session.counts == {"clean": 2} and len(run.segments) == 1
         assert [turn.num_calls for turn in run.segments[0].turns] == [1, 1, 0]
@@ -414,9 +414,9 @@ async def test_without_the_sessions_key_nothing_is_answered() -> None:
         assert [model.id async for model in await run.openai.models.list()] == ["m"]
         assert (await run.openai.models.retrieve("m")).id == "m"
         assert (await run.anthropic.models.retrieve("folder/any")).id == "m"
-        for other in ("another", run.session.token):  # programs log the address, and the token with it
+        for text in ("another", run.session.token):  # programs log the address, and the token with it
             with pytest.raises(openai.AuthenticationError):
-                await run.openai.with_options(api_key=other).chat.completions.create(
+                await run.openai.with_options(api_key=text).chat.completions.create(
                     model="m", messages=[USER]
                 )
         with pytest.raises(openai.NotFoundError, match="no session"):

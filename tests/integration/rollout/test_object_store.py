@@ -73,9 +73,9 @@ def url(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReq
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
-    made = Chain(tmp_path / "run")
-    made.full(0, tiny_model(tmp_path / "model") / "model.safetensors")
-    return made
+    chain = Chain(tmp_path / "run")
+    chain.full(0, tiny_model(tmp_path / "model") / "model.safetensors")
+    return chain
 
 
 def publish(chain: Chain, url: str, manifest: WeightManifest) -> None:
@@ -107,7 +107,7 @@ def test_a_version_of_another_history_is_replaced_manifest_last(chain, url, tmp_
     publish(chain, url, chain.delta(1))
     chain.delta(2)
     chain.tensors = {name: (info, bits + 1) for name, (info, bits) in chain.tensors.items()}
-    other = chain.base(2)
+    second_base = chain.base(2)
     written = list[str]()
     write = ObjectStore.write
 
@@ -117,19 +117,19 @@ def test_a_version_of_another_history_is_replaced_manifest_last(chain, url, tmp_
             raise WeightsError("the store went away")
         write(store, path, file)
 
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     monkeypatch.setattr(ObjectStore, "write", write_some)
-    changed = other.model_copy(update={"digest": chain.manifests[1].digest})
+    changed = second_base.model_copy(update={"digest": chain.manifests[1].digest})
     with pytest.raises(StorageError, match="went away") as raised:
         publish(chain, url, changed)
     assert raised.value.can_clear
     assert download(url, tmp_path / "cache").manifest(1) == chain.manifests[1]
     with pytest.raises(WeightsError):
         download(url, tmp_path / "cache").manifest(2)
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     assert written[-1] == MANIFEST_FILE
     written.clear()
-    publish(chain, url, other)
+    publish(chain, url, second_base)
     assert not written, "it was there already"
 
 

@@ -107,11 +107,11 @@ async def test_a_session_ends_where_the_server_says_done_and_more_than_it_holds_
     models = [ScriptedModel("3", "7") for _ in range(5)]
     played = await asyncio.gather(*(playing.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
     await playing.close()
-    for one in played:
-        assert one.session.reward == 1.0 and one.session.end == "done"
-        assert [message["content"] for message in one.session.messages] == ["3", "1: no", "7", "2: no"]
-        assert CHAT.decode(one.first.prompt_ids.tolist()).startswith("user\nGuess. Begin.")
-        assert [turn.reward for turn in one.first.turns] == [0.0, 1.0]
+    for trajectory in played:
+        assert trajectory.session.reward == 1.0 and trajectory.session.end == "done"
+        assert [message["content"] for message in trajectory.session.messages] == ["3", "1: no", "7", "2: no"]
+        assert CHAT.decode(trajectory.first.prompt_ids.tolist()).startswith("user\nGuess. Begin.")
+        assert [turn.reward for turn in trajectory.first.turns] == [0.0, 1.0]
 
 
 async def test_the_model_acts_by_a_tool_and_hears_what_is_wrong_with_its_arguments(use: str) -> None:
@@ -162,7 +162,7 @@ async def test_a_server_of_one_session_plays_one_after_the_other(serve_game: Ser
         played = await asyncio.gather(*(playing.play(TICKET, f"s{i}", m.ask) for i, m in enumerate(models)))
         await playing.close()
         await wait_until(lambda: (tmp_path / "calls").read_text().count("close") == 4)
-    assert [one.session.reward for one in played] == [1.0] * 4
+    assert [trajectory.session.reward for trajectory in played] == [1.0] * 4
     names = [json.loads(line)[1] for line in (tmp_path / "calls").read_text().splitlines()]
     assert names == ["reset", "step", "step", "close"] * 4
 
@@ -227,7 +227,7 @@ async def test_a_server_that_dies_is_never_followed_by_a_game_that_was_not_reset
                 second.enter_context(serve_game(port=int(use.rpartition(":")[2])))
             return await model.ask(ids, sampling)
 
-        async def keep(play: bytes, number: int, part: Part) -> bool:
+        async def keep(play: bytes, number: int, piece: Part) -> bool:
             return True
 
         playing = player(use, attempts=2, options={"repeatable": is_repeatable})

@@ -33,9 +33,9 @@ def python() -> Path:
 def index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Harnesses are installed by uv, which does not read pip's configuration."""
     command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    if not found.returncode and "UV_DEFAULT_INDEX" not in os.environ:
-        monkeypatch.setenv("UV_DEFAULT_INDEX", found.stdout.strip())
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if not finished.returncode and "UV_DEFAULT_INDEX" not in os.environ:
+        monkeypatch.setenv("UV_DEFAULT_INDEX", finished.stdout.strip())
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
 
 

@@ -232,8 +232,8 @@ async def test_cancelling_a_request_leaves_the_others_alone(engine: VllmEngine) 
     cancelled = [task for task in tasks[::2] if task.cancel()]
     await asyncio.gather(*tasks, return_exceptions=True)
     assert cancelled and all(task.cancelled() for task in cancelled)
-    kept = [place for place, task in enumerate(tasks) if task not in cancelled]
-    assert_parity([requests[place] for place in kept], [tasks[place].result() for place in kept])
+    kept = [number for number, task in enumerate(tasks) if task not in cancelled]
+    assert_parity([requests[number] for number in kept], [tasks[number].result() for number in kept])
     assert engine.num_running == 0
 
 
@@ -265,7 +265,7 @@ async def test_who_asks_hears_while_it_grows_of_a_long_generation_with_its_versi
     assert len(heard) > 4
     for so_far in heard:
         count = len(so_far.token_ids)
-        (whole,) = [one for one in results if one.token_ids[:count] == so_far.token_ids]
+        (whole,) = [result for result in results if result.token_ids[:count] == so_far.token_ids]
         assert count >= 16 and so_far.logprobs == whole.logprobs[:count]
         assert so_far.spans == tuple(span for span in whole.spans if span[1] < count)
 

@@ -43,7 +43,7 @@ class Words:
 
 
 def ticket_of(number: int) -> Ticket:
-    ids = np.array([3 + (number * 7 + place * 5) % 29 for place in range(8)], dtype=np.int32)
+    ids = np.array([3 + (number * 7 + position * 5) % 29 for position in range(8)], dtype=np.int32)
     return make_ticket("", max_tokens=24, prompt_ids=ids, extra={"number": number}, ticket=number)
 
 
@@ -104,8 +104,8 @@ async def test_of_every_turn_ids_are_those_that_the_engine_saw_and_logprobs_thos
             assert row[start : start + turn.num_tokens] == generation.token_ids, "what it sampled"
             assert segment.mask[turn.first : turn.end].all()
             expected = expected_logprobs(ids, generation.token_ids, generation.spans, models)
-            found = segment.logprobs[turn.first : turn.end]
-            worst = max(worst, float(np.abs(found - np.asarray(expected, np.float32)).max()))
+            logprobs = segment.logprobs[turn.first : turn.end]
+            worst = max(worst, float(np.abs(logprobs - np.asarray(expected, np.float32)).max()))
             versions.add(tuple(version for version, _ in generation.spans))
         assert int(segment.mask.sum()) == sum(turn.num_tokens for turn in segment.turns)
     assert worst < TOLERANCE

@@ -167,11 +167,11 @@ def test_only_files_of_manifests_are_served_and_only_with_the_token(server: Serv
     manifest = written(server, 1, 7.0)
     (server.runs / RUN / "config.yaml").write_text("secret")
     (server.runs / RUN / WEIGHTS_FOLDER / "v00000001" / "notes.txt").write_text("not of the manifest")
-    known = f"/runs/{RUN}/weights/v00000001/model.safetensors"
-    assert server.status_of(known) == 200
+    weights_path = f"/runs/{RUN}/weights/v00000001/model.safetensors"
+    assert server.status_of(weights_path) == 200
     assert server.status_of(f"/runs/{RUN}/weights/v00000001/manifest.json") == 200
-    assert server.status_of(known, token="a guess") == 401
-    assert server.status_of(known, token="") == 401
+    assert server.status_of(weights_path, token="a guess") == 401
+    assert server.status_of(weights_path, token="") == 401
     for path in (
         f"/runs/{RUN}/weights/v00000001/notes.txt",
         f"/runs/{RUN}/weights/v00000002/model.safetensors",

@@ -122,10 +122,10 @@ async def test_in_bfloat16_the_engine_gets_rounded_weights_and_stays_near_the_tr
     await engine.close()
     gaps = np.abs(np.concatenate(scores) - np.concatenate(logprobs_of(policy, samples)))
     assert 0.0 < gaps.mean() < 0.05 and gaps.max() < 0.3
-    own = [
+    rescored = [
         changed(sample, rollout_logprobs=logprobs) for sample, logprobs in zip(samples, scores, strict=True)
     ]
-    metrics = policy.accumulate(one_batch(own))
+    metrics = policy.accumulate(one_batch(rescored))
     assert metrics.rollout_kl_sum / metrics.tokens < 2e-3
 
 

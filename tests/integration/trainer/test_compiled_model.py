@@ -46,15 +46,15 @@ def test_a_compiled_model_has_the_same_gradients_for_every_shape():
 def test_the_engines_choices_are_replayed_alike_by_compiled_layers(monkeypatch):
     samples = with_masks(with_foreign([*make_relatives(9), *session_samples(3)]))
     compiled = wide_mixtral(monkeypatch)
-    found = []
+    results = []
     assert compile_model(compiled, torch.float64)
     for model in (compiled, wide_mixtral(monkeypatch)):
         policy = make_policy(torch.float64, model=model, replays_routes=True)
         sums = accumulate_all(policy, form_micro_batches(samples, 80))
-        found.append((torch.tensor(sums.loss_sum), gradients_of(policy), sums.changed_layers))
-    assert found[0][2] == found[1][2] > 0
-    for mine, other in zip(found[0][:2], found[1][:2], strict=True):
-        assert (mine - other).abs().max() < 1e-12 * other.abs().max()
+        results.append((torch.tensor(sums.loss_sum), gradients_of(policy), sums.changed_layers))
+    assert results[0][2] == results[1][2] > 0
+    for mine, theirs in zip(results[0][:2], results[1][:2], strict=True):
+        assert (mine - theirs).abs().max() < 1e-12 * theirs.abs().max()
 
 
 def without_compiler(*_: object) -> None:

@@ -109,7 +109,7 @@ def some_samples() -> list[list[Sample]]:
 
 def of_families(ranks: Ranks | None, families: tuple[str, ...]) -> dict[str, tuple[Tensor, Tensor]]:
     """Logprobs of samples, and the gradient of micro-batches as one vector."""
-    found = {}
+    results = {}
     for family in families:
         with never_in_float32():
             model = make_model(family, **FAMILIES[family]).double()
@@ -118,8 +118,8 @@ def of_families(ranks: Ranks | None, families: tuple[str, ...]) -> dict[str, tup
             batches = some_samples()
             logprobs = [values for batch in batches for values in logprobs_of(policy, batch)]
             gradient = gradient_of(policy, [MicroBatch(tuple(batch)) for batch in batches])
-            found[family] = torch.from_numpy(np.concatenate(logprobs or [np.zeros(0)])), gradient
-    return found
+            results[family] = torch.from_numpy(np.concatenate(logprobs or [np.zeros(0)])), gradient
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_architectures_give_the_gradient_of_one(family, families_of_four):
 
 
 def refusals(ranks: Ranks) -> list[str]:
-    found = []
+    results = []
     for family, more, changes in (
         ("Mamba", {}, {}),
         ("Llama", {"packing": False}, {}),
@@ -148,8 +148,8 @@ def refusals(ranks: Ranks) -> list[str]:
         try:
             policy_on(ranks, model, config)
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 def test_what_cannot_be_shared_is_refused_by_name(tmp_path):
@@ -174,6 +174,6 @@ def test_a_state_is_continued_with_and_without_shared_passes(tmp_path):
     run = partial(digest_and_norm, folder=tmp_path / "state")
     digest, norm = on_ranks(4, partial(run, context_size=4, begins=True), tmp_path)
     again, same = on_ranks(4, partial(run, context_size=4), tmp_path)
-    other, near = on_ranks(4, partial(run, context_size=1), tmp_path)
-    assert digest == again == other
+    distant, near = on_ranks(4, partial(run, context_size=1), tmp_path)
+    assert digest == again == distant
     assert norm == same == pytest.approx(near, rel=1e-9)

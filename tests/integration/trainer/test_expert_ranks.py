@@ -87,21 +87,21 @@ def config_of(name: str, **more: Any) -> TrainerConfig:
 def largest_part(policy: RankPolicy) -> float:
     """Share of its experts that this rank has."""
     experts = [weight for name, weight in policy._model.named_parameters() if ".experts." in name]
-    own = [weight.to_local().numel() for weight in experts if isinstance(weight, DTensor)]
-    return sum(own) / sum(weight.numel() for weight in experts)
+    sizes = [weight.to_local().numel() for weight in experts if isinstance(weight, DTensor)]
+    return sum(sizes) / sum(weight.numel() for weight in experts)
 
 
 def train_all(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     with never_in_float32():
         for name in OPTIONS:
             config = config_of(name, num_ranks=SIZE)
-            found[name] = outcome_of(policy_on(ranks, copy.deepcopy(model_of(name)), config), config)
-        found["families"] = {name: family_gradient(ranks, name) for name in FAMILIES}
-        found["resharded"] = reshard(ranks, folder)
-    found["written"] = {name: write(ranks, folder, name) for name in WRITERS}
-    found["refused"] = [refusal(ranks, "Llama", 2), refusal(ranks, "Mixtral", 2)]
-    return found
+            written[name] = outcome_of(policy_on(ranks, copy.deepcopy(model_of(name)), config), config)
+        written["families"] = {name: family_gradient(ranks, name) for name in FAMILIES}
+        written["resharded"] = reshard(ranks, folder)
+    written["written"] = {name: write(ranks, folder, name) for name in WRITERS}
+    written["refused"] = [refusal(ranks, "Llama", 2), refusal(ranks, "Mixtral", 2)]
+    return written
 
 
 def family_gradient(ranks: Ranks | None, family: str) -> Tensor:
@@ -122,7 +122,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def reshard(ranks: Ranks, folder: Path) -> list[tuple[str, float]]:
     """The digest and the next update's norm of a state that goes from layout to layout, and at the end back
     to the first; each writes what it has read."""
-    found = []
+    results = []
     source = None
     for number, fields in enumerate([*LAYOUTS, LAYOUTS[0]]):
         config = TrainerConfig.model_validate(FIELDS | {"num_ranks": SIZE} | fields)
@@ -134,8 +134,8 @@ def reshard(ranks: Ranks, folder: Path) -> list[tuple[str, float]]:
         source = folder / f"state-{number}"
         save_state(policy, source)
         digest = policy.digest()
-        found.append((digest, update(policy, make_samples(9, seed=1))[1].grad_norm))
-    return found
+        results.append((digest, update(policy, make_samples(9, seed=1))[1].grad_norm))
+    return results
 
 
 WRITERS: dict[str, dict[str, Any]] = {
@@ -161,13 +161,13 @@ def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
     """What a trainer publishes of a model that ranks read from its files; the state at each version, and what
     torch itself gathers of the ranks' shards."""
     config = writer_config(folder, name)
-    own = load_rank_policy(config, ranks)
-    share = largest_part(own)
-    logprobs = logprobs_of(own, make_samples(6))
+    rank_policy = load_rank_policy(config, ranks)
+    share = largest_part(rank_policy)
+    logprobs = logprobs_of(rank_policy, make_samples(6))
     manifests = []
     gathered = []
     if ranks.is_leader:
-        policy: Any = ShardedPolicy(own, ranks)
+        policy: Any = ShardedPolicy(rank_policy, ranks)
         store = WeightStore(folder / name, config.weights)
         store.max_chain_share = 10.0
         for version in range(NUM_VERSIONS):
@@ -178,7 +178,7 @@ def write(ranks: Ranks, folder: Path, name: str) -> dict[str, Any]:
             save_state(policy, folder / name / f"state-{version}")
         ranks.broadcast(pack((STOP, ())))
     else:
-        serve_calls(own, ranks)
+        serve_calls(rank_policy, ranks)
     return {"share": share, "logprobs": logprobs, "manifests": manifests, "gathered": gathered}
 
 
@@ -199,8 +199,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def of_four(folder):
     make_model("Mixtral", num_local_experts=4).save_pretrained(folder / "model")
-    found: dict[str, Any] = on_ranks(SIZE, partial(train_all, folder=folder), folder)
-    return found
+    results: dict[str, Any] = on_ranks(SIZE, partial(train_all, folder=folder), folder)
+    return results
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -213,15 +213,15 @@ def test_losses_gradients_and_weights_after_three_steps_are_those_of_one(name, o
 @pytest.mark.parametrize("family", FAMILIES)
 def test_architectures_give_the_gradient_of_one(family, of_four):
     with never_in_float32():
-        own = family_gradient(None, family)
-    assert ((of_four["families"][family] - own).norm() / own.norm()).item() < 1e-6
+        gradient = family_gradient(None, family)
+    assert ((of_four["families"][family] - gradient).norm() / gradient.norm()).item() < 1e-6
 
 
 def test_a_state_goes_through_all_layouts_and_back_bit_by_bit(of_four, folder):
     (digest, norm), *others = of_four["resharded"]
-    assert {other for other, _ in others} == {digest}
+    assert {digest_of_rank for digest_of_rank, _ in others} == {digest}
     assert others[-1][1] == norm
-    assert [other for _, other in others] == pytest.approx([norm] * len(others), rel=1e-9)
+    assert [norm_of_rank for _, norm_of_rank in others] == pytest.approx([norm] * len(others), rel=1e-9)
     first, *states = (read_policy_state(folder / f"state-{number}") for number in range(len(LAYOUTS) + 1))
     for state in states:
         assert state.values == first.values and state.tensors.keys() == first.tensors.keys()
@@ -232,16 +232,16 @@ def test_versions_are_those_of_ranks_with_all_experts(of_four, folder):
     expected = of_four["written"]["one has all"]
     first, second, third, *_ = expected["manifests"]
     trained = weights_of(folder / "one has all", third)
-    for name, own in of_four["written"].items():
-        assert own["share"] == 1 / (WRITERS[name].get("shard_ranks") or SIZE)
-        assert own["manifests"][0].digest == first.digest
-        for mine, other in zip(own["logprobs"], expected["logprobs"], strict=True):
-            assert abs(mine - other).max() < 1e-6, "all round in the same places"
+    for name, written in of_four["written"].items():
+        assert written["share"] == 1 / (WRITERS[name].get("shard_ranks") or SIZE)
+        assert written["manifests"][0].digest == first.digest
+        for mine, theirs in zip(written["logprobs"], expected["logprobs"], strict=True):
+            assert abs(mine - theirs).max() < 1e-6, "all round in the same places"
         if "lora" not in WRITERS[name]:
-            assert own["manifests"][1].share_changed == pytest.approx(second.share_changed, abs=0.02)
-            found = weights_of(folder / name, own["manifests"][2])
+            assert written["manifests"][1].share_changed == pytest.approx(second.share_changed, abs=0.02)
+            stored = weights_of(folder / name, written["manifests"][2])
             for tensor in trained:
-                torch.testing.assert_close(found[tensor], trained[tensor], rtol=0.05, atol=0.01, msg=tensor)
+                torch.testing.assert_close(stored[tensor], trained[tensor], rtol=0.05, atol=0.01, msg=tensor)
 
 
 def weights_of(run: Path, manifest: WeightManifest) -> dict[str, Tensor]:
@@ -269,7 +269,7 @@ def test_workers_hold_the_weights_of_every_version_bit_by_bit(name, of_four, fol
         loaded = weights_of(folder / name, manifest)
         assert_same_bits(loaded, expected)
         copy_weights(match_weights(started, loaded))
-        assert all(torch.equal(mine, other) for mine, other in match_weights(started, expected))
+        assert all(torch.equal(mine, theirs) for mine, theirs in match_weights(started, expected))
 
         follower.load(*find_route(LocalVersions(folder / name), manifest, follower.manifest), manifest)
         assert_same_bits(follower.tensors, expected)
@@ -289,7 +289,7 @@ class Follower:
             assert apply(changes) == 0
         else:
             read = read_tensors(files)
-            self.tensors = {name: as_tensor(*one).clone() for name, one in read.items()}
+            self.tensors = {name: as_tensor(*tensor).clone() for name, tensor in read.items()}
             model = SimpleNamespace(state_dict=lambda: self.tensors)
             self.held = pieces_of(model, [info for info, _ in read.values()])
             self.digest = Digest.parse(manifest.digest)

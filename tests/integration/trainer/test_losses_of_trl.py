@@ -36,7 +36,10 @@ def trl_loss(
     entropies_BT = torch.tensor(data.entropies)
     loss_type = LOSS_TYPES[algorithm.normalisation]
     identity = SimpleNamespace(
-        num_processes=1, sync_gradients=True, gather=lambda own: own, reduce=lambda own, reduction: own
+        num_processes=1,
+        sync_gradients=True,
+        gather=lambda tensor: tensor,
+        reduce=lambda tensor, reduction: tensor,
     )
     args = SimpleNamespace(
         delta=algorithm.dual_clip_bound, steps_per_generation=1, use_bias_correction_kl=corrects_kl,

@@ -26,8 +26,8 @@ from tidemill.services.trainer.policy.transformers_policy import TransformersPol
 def make_policy(ranks: Ranks | None, dtype: torch.dtype = torch.float32, **fields: Any) -> TransformersPolicy:
     torch.manual_seed(1)
     model = make_model("GPTNeoX")
-    given = FIELDS | {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}} | fields
-    config = TrainerConfig.model_validate(given | {"num_ranks": ranks.size if ranks else 1})
+    merged = FIELDS | {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}} | fields
+    config = TrainerConfig.model_validate(merged | {"num_ranks": ranks.size if ranks else 1})
     return policy_on(ranks, model, config, dtype=dtype)
 
 
@@ -63,9 +63,9 @@ def leaving(policy: TransformersPolicy) -> TransformersPolicy:
 
     def move() -> None:
         for go in (policy.leave, policy.enter):
-            left = [local(parameter.detach()) for _, parameter in policy._parameters]
+            weights = [local(parameter.detach()) for _, parameter in policy._parameters]
             go()
-            for tensor in left:
+            for tensor in weights:
                 tensor.fill_(torch.nan)  # who still computes with what was left is found out
 
     policy.update = update_between
@@ -83,9 +83,9 @@ def compare(ranks: Ranks | None, folder: Path) -> list[bool]:
     are_same = [a.name == b.name and a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True)]
     # Each goes on from what the other has written.
     there.load_state(folder / "here")
-    other = make_policy(ranks, offload_optimizer=True)
-    other.load_state(folder / "there")
-    later = [trained(policy, range(3, 5)) for policy in (there, other)]
+    resumed = make_policy(ranks, offload_optimizer=True)
+    resumed.load_state(folder / "there")
+    later = [trained(policy, range(3, 5)) for policy in (there, resumed)]
     both = LEAVING if ranks is None or ranks.size == 2 else {}
     stayed = [trained(make_policy(ranks, torch.bfloat16, **fields), range(3)) for fields in both.values()]
     moved = [
@@ -121,18 +121,19 @@ def test_moments_on_the_hosts_of_ranks_train_the_same(size, tmp_path):
 def resume(ranks: Ranks | None, folder: Path) -> list[tuple[int, int]]:
     """What a resume takes beside the weights, and what it may: both moments and one tensor, twice where it is
     joined of two files."""
-    trained(policy := make_policy(ranks), range(1))
+    policy = make_policy(ranks)
+    trained(policy, range(1))
     save_state(policy, folder)
     sizes = [4 * local(p).numel() for _, p in policy._parameters]
-    found = []
+    peaks = []
     for fields in ({}, {"offload_optimizer": True}):
         resumed = make_policy(ranks, **fields)
-        found.append((peak_bytes(partial(resumed.load_state, folder)), 2 * sum(sizes) + 2 * max(sizes)))
-    return found
+        peaks.append((peak_bytes(partial(resumed.load_state, folder)), 2 * sum(sizes) + 2 * max(sizes)))
+    return peaks
 
 
-def assert_small(found: list[tuple[int, int]]) -> None:
-    for peak, allowed in found:
+def assert_small(peaks: list[tuple[int, int]]) -> None:
+    for peak, allowed in peaks:
         assert allowed // 2 < peak < allowed + 10_000  # steps of the optimizer, and random states
 
 

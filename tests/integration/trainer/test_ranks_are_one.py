@@ -115,7 +115,7 @@ def train_and_mask(ranks: Ranks | None, model: PreTrainedModel) -> list[bool]:
     config = config_of("", num_ranks=ranks.size if ranks else 1, algorithm={"normalisation": "sequence"})
     policy = policy_on(ranks, model, config)
     samples = make_samples(8)
-    return [update(policy, given)[1].skipped for given in (samples, list(map(masked, samples)))]
+    return [update(policy, batch)[1].skipped for batch in (samples, list(map(masked, samples)))]
 
 
 def test_ranks_without_any_token_skip_the_update_as_one_does(tmp_path):
@@ -187,7 +187,7 @@ def bytes_received(ranks: Ranks, model: PreTrainedModel) -> list[int]:
 
     ranks.deal = counted
     policy.accumulate(MicroBatch(tuple(make_samples(24))))
-    return [unpack(part) for part in ranks.gather(pack(received[0]))]
+    return [unpack(packed) for packed in ranks.gather(pack(received[0]))]
 
 
 def test_each_rank_receives_its_own_samples_alone(tmp_path):
@@ -200,9 +200,9 @@ def test_each_rank_receives_its_own_samples_alone(tmp_path):
 def precomputed(ranks: Ranks, model: PreTrainedModel) -> list[list[Any]]:
     """Of one group's samples, alone and among those of others."""
     policy = policy_on(ranks, model, config_of("all sums", num_ranks=2), dtype=torch.float32)
-    samples = [changed(one, key=(n // 4, n % 4)) for n, one in enumerate(make_relatives(16))]
-    found = [policy.precompute(samples[4:8]), policy.precompute(samples)[4:8]]
-    return [[part["reference_logprobs"].tolist() for part in parts] for parts in found]
+    samples = [changed(sample, key=(n // 4, n % 4)) for n, sample in enumerate(make_relatives(16))]
+    results = [policy.precompute(samples[4:8]), policy.precompute(samples)[4:8]]
+    return [[columns["reference_logprobs"].tolist() for columns in parts] for parts in results]
 
 
 def test_a_groups_numbers_are_the_same_bits_whichever_groups_come_with_it(tmp_path):
@@ -231,7 +231,7 @@ def in_dtype(
     ranks: Ranks | None, dtype: torch.dtype, families: Iterable[str] = IN_HALF
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each family, logprobs of some samples, and the gradient of a micro-batch as one vector."""
-    found = {}
+    results = {}
     for family in families:
         model = copy.deepcopy(unrounded(family))
         config = TrainerConfig.model_validate(FIELDS | {"num_ranks": ranks.size if ranks else 1})
@@ -239,8 +239,8 @@ def in_dtype(
         samples = make_samples(24)
         # Rank 0 has those of all, the others none.
         logprobs = torch.from_numpy(np.concatenate(logprobs_of(policy, samples) or [np.zeros(0)]))
-        found[family] = logprobs, gradient_of(policy, [MicroBatch(tuple(samples))])
-    return found
+        results[family] = logprobs, gradient_of(policy, [MicroBatch(tuple(samples))])
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -250,10 +250,10 @@ def half_of_two(tmp_path_factory):
 
 @pytest.mark.parametrize("family", IN_HALF)
 def test_in_bfloat16_ranks_round_where_one_does(family, half_of_two):
-    exact, one = (in_dtype(None, dtype, [family])[family] for dtype in (torch.float32, torch.bfloat16))
-    for mine, other, true, allowed in zip(half_of_two[family], one, exact, (0.05, 0.4), strict=True):
+    exact, one_rank = (in_dtype(None, dtype, [family])[family] for dtype in (torch.float32, torch.bfloat16))
+    for mine, of_two, true, allowed in zip(half_of_two[family], one_rank, exact, (0.05, 0.4), strict=True):
         # Gradients are rounded in each pass, and passes have other samples.
-        assert (mine - other).norm() < allowed * (other - true).norm()
+        assert (mine - of_two).norm() < allowed * (of_two - true).norm()
 
 
 def use_and_profile(ranks: Ranks, folder: Path) -> Usage:

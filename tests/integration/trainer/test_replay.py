@@ -59,11 +59,11 @@ async def test_a_flipped_reward_is_found_in_three_commands(tmp_path):
         async with ServiceRun(tmp_path, config, "bad", server.url) as bad:
             await train(bad)
 
-        found = tidemill(tmp_path, "diff", "good", "bad", url=server.url)
-        assert found.returncode == 1, found.stderr
-        line = found.stdout.splitlines()[0]
+        difference = tidemill(tmp_path, "diff", "good", "bad", url=server.url)
+        assert difference.returncode == 1, difference.stderr
+        line = difference.stdout.splitlines()[0]
         match = re.fullmatch(rf"first difference: step {BUGGY_STEP}, rewards ({ticket.ticket}\.\d+)", line)
-        assert match, found.stdout
+        assert match, difference.stdout
 
         step = tidemill(tmp_path, "step", str(BUGGY_STEP), "bad", "--json", url=server.url)
         assert step.returncode == 0, step.stderr

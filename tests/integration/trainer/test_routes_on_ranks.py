@@ -40,9 +40,9 @@ def gradient_on(ranks: Ranks, model: Any, fields: dict[str, Any]) -> tuple[torch
 def test_gradient_of_foreign_routes(name, tmp_path, monkeypatch):
     size, fields = CASES[name]
     model = wide_mixtral(monkeypatch)
-    found, sums = on_ranks(size, partial(gradient_on, model=model, fields=fields), tmp_path)
-    own = {"lora": fields["lora"]} if "lora" in fields else {}
-    expected = gradient_by_hand(wide_mixtral(monkeypatch), samples(), monkeypatch, **own)
-    assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+    gradient, sums = on_ranks(size, partial(gradient_on, model=model, fields=fields), tmp_path)
+    settings = {"lora": fields["lora"]} if "lora" in fields else {}
+    expected = gradient_by_hand(wide_mixtral(monkeypatch), samples(), monkeypatch, **settings)
+    assert (gradient - expected).abs().max() < 1e-12 * expected.abs().max()
     assert 0.5 < sums.changed_layers / sums.tokens < sums.changed_tokens / sums.tokens <= 1.0
     assert sums.compared_tokens and sums.replayed_gap_sum != sums.unreplayed_gap_sum

@@ -71,12 +71,13 @@ def test_tokens_loss_and_gradient_are_those_of_trl(tmp_path, rows, template, opt
 
     source = {"name": "shown", "kind": "demonstrations", "path": str(path)}
     config = DataConfig.model_validate({"train": [source]})
-    (found,) = load_demonstrations(config, tokenizer, 0, ModelConfig(path=str(folder), max_model_len=128))
-    shown = [one for one in found.prompts if isinstance(one, Demonstration)]
-    assert len(shown) == len(rows)
+    (loaded,) = load_demonstrations(config, tokenizer, 0, ModelConfig(path=str(folder), max_model_len=128))
+    demonstrations = [prompt for prompt in loaded.prompts if isinstance(prompt, Demonstration)]
+    assert len(demonstrations) == len(rows)
     policy = make_policy(torch.float64, model=AutoModelForCausalLM.from_pretrained(folder))
     samples = [
-        changed(make_sample(one.trajectory(10**9 + n, 0, 0)), imitation=1.0) for n, one in enumerate(shown)
+        changed(make_sample(demonstration.trajectory(10**9 + n, 0, 0)), imitation=1.0)
+        for n, demonstration in enumerate(demonstrations)
     ]
     sums = accumulate_all(policy, form_micro_batches(samples, 64))
     assert sums.loss_sum / sums.denominator == pytest.approx(sum(losses), rel=1e-6)

@@ -61,10 +61,10 @@ def test_two_ranks_train_continue_and_skip_as_one_does(tmp_path):
     with closing(ranks) as policy:
         assert policy.digest() == start
         assert_alike(train(policy, config.trainer, range(STEPS)), expected)
-        for left, right in zip(policy.precompute(samples), alone.precompute(samples), strict=True):
-            assert left.keys() == right.keys() >= {"proximal_logprobs", "reference_logprobs", "entropies"}
+        for ours, right in zip(policy.precompute(samples), alone.precompute(samples), strict=True):
+            assert ours.keys() == right.keys() >= {"proximal_logprobs", "reference_logprobs", "entropies"}
             for name, values in right.items():
-                np.testing.assert_allclose(left[name], values, rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(ours[name], values, rtol=1e-5, atol=1e-5)
         # Losses of both ranks are in the sums that are compared above.
         assert policy.coefficients() == alone.coefficients()
         assert policy.coefficients().kl == pytest.approx(0.1 * 1.2**STEPS)
@@ -118,12 +118,12 @@ def test_ranks_write_what_one_writes(tmp_path, num_ranks, options):
         policy.load_state(tmp_path / "state")
         second = write_version(store, 1, policy)
         assert policy.digest() == alone.digest() and policy.digest().startswith(second.digest)
-        for one in (alone, policy):
-            one.accumulate(MicroBatch(tuple(make_samples(6, seed=1))))
+        for policy_to_train in (alone, policy):
+            policy_to_train.accumulate(MicroBatch(tuple(make_samples(6, seed=1))))
         assert policy.update(6.0).grad_norm == pytest.approx(alone.update(6.0).grad_norm, rel=0.02)
     assert start.startswith(first.digest) and values(verified_files(run, first)) == values([full])
     assert second.is_delta and len(second.files) == num_ranks
-    base, *deltas = [verified_files(run, part) for part in read_chain(run, second)]
+    base, *deltas = [verified_files(run, link) for link in read_chain(run, second)]
     (tmp_path / "whole").mkdir()
     paths = write_whole(base, deltas, tmp_path / "whole")
     check_whole(paths, second)

@@ -56,18 +56,18 @@ def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def load_shards(ranks: Ranks, configs: list[ModelConfig], shard_ranks: int | None) -> list[dict[str, Tensor]]:
     """Each model's tensors, gathered."""
     ranks.lay_out(shard_ranks)
-    found = []
+    results = []
     for config in configs:
         model, weights = open_model(config, ranks.device)
         assert weights is not None and all(weight.is_meta for weight in model.parameters())
         root = ShardedModel(model, ranks, torch.float32)
         give_storage(root, ranks.device)
         weights.fill(model_tensors(model))
-        found.append({name: whole_tensor(tensor).clone() for name, tensor in all_tensors(model).items()})
+        results.append({name: whole_tensor(tensor).clone() for name, tensor in all_tensors(model).items()})
         assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == (
             model.config.get_text_config().tie_word_embeddings
         )
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("size", "shard_ranks"), [(1, None), (2, None), (4, 2)])

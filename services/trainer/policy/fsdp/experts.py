@@ -33,7 +33,8 @@ except ImportError:
 
 from tidemill.common.errors import ConfigError
 
-SENDS, SPLIT = "ep_dispatch_experts", "grouped_gemm"
+SENDS = "ep_dispatch_experts"
+SPLIT = "grouped_gemm"
 """In transformers' plans: a module that sends tokens to their experts, and a tensor with a row for each."""
 
 

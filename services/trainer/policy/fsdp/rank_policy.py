@@ -148,7 +148,9 @@ class RankPolicy(TransformersPolicy):
         **options: Any,
     ) -> None:
         """`weights` fill a model that has none yet, and the models beside it."""
-        self._ranks, self.peers, self._pretrained = ranks, ranks, weights
+        self._ranks = ranks
+        self.peers = ranks
+        self._pretrained = weights
         self._roots: list[FSDPModule] = []
         """Sharded modules that are trained."""
         self._holds_gradients = False
@@ -214,7 +216,8 @@ class RankPolicy(TransformersPolicy):
         return whole if self._context is None else cut_tile(whole, self._context)
 
     def _split(self, samples: Sequence[Sample]) -> list[list[tuple[int, ...]]]:
-        size, tokens = self._config.num_bins, self._config.bin_tokens
+        size = self._config.num_bins
+        tokens = self._config.bin_tokens
         scores_of_a_token = max(SCORES_OF_A_TOKEN, SCORES_PER_WIDTH * self._width)
         return [[members] for members in split_samples(samples, size, tokens, self.layout, scores_of_a_token)]
 
@@ -288,7 +291,8 @@ class RankPolicy(TransformersPolicy):
     def own_state(self) -> PolicyState:
         """This rank's shard; nothing where another copy of the model has the same. What is not sharded, and
         values, are with rank 0."""
-        state, ranks = self.state(), self._ranks
+        state = self.state()
+        ranks = self._ranks
         if ranks.replica:
             return PolicyState({})
         named = state.tensors.items()

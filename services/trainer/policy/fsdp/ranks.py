@@ -37,7 +37,8 @@ GRACE_S = 10.0
 """Time for the call under way to raise, and for the trainer to end as it does after errors."""
 EXPLANATION_S = 2.0
 """A broken connection may be noticed before the process whose end broke it."""
-BEAT_S, SILENT_S = 2.0, 60.0
+BEAT_S = 2.0
+SILENT_S = 60.0
 """Time between two heartbeats, and the time without one after which a rank is lost: loading may block all
 threads of a process."""
 SHUTDOWN_TIMEOUT_S = 60.0
@@ -57,8 +58,11 @@ class RankWatch:
     def __init__(self, started: Mapping[int, "subprocess.Popen[bytes]"] | None = None) -> None:
         """Watch the processes that this one has started, by rank."""
         self._started = dict(started or {})
-        self._is_over, self._lost = threading.Event(), threading.Event()
-        self._lock, self._reason, self._exit_code = threading.Lock(), "", EXIT_CODE
+        self._is_over = threading.Event()
+        self._lost = threading.Event()
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._exit_code = EXIT_CODE
         self._explains = bool(started)
         for rank in self._started:
             self._run(self._wait_for, rank)
@@ -96,10 +100,12 @@ class RankWatch:
         self._lose(f"rank {rank} has ended with {ending_in_words(code)}; see its output above", code)
 
     def _count(self, beats: "Heartbeats") -> None:
-        num_failed, reason = 0, ""
+        num_failed = 0
+        reason = ""
         while not reason and not self._is_over.wait(BEAT_S):
             try:
-                reason, num_failed = beats.look(), 0
+                reason = beats.look()
+                num_failed = 0
             except RuntimeError as error:  # once, it may be that rank 0 has just ended, as this one will
                 num_failed += 1
                 reason = f"rank 0 cannot be reached any more ({error})" if num_failed > 1 else ""
@@ -119,7 +125,8 @@ class RankWatch:
             if self._is_over.is_set() or self._lost.is_set():
                 return
             # A rank that was killed has a negative code, which no process can exit with.
-            self._reason, self._exit_code = reason, code if code > 0 else EXIT_CODE
+            self._reason = reason
+            self._exit_code = code if code > 0 else EXIT_CODE
             self._lost.set()
         log.error("a rank of the trainer is lost", reason=reason)
         for process in self._started.values():
@@ -134,7 +141,9 @@ class Heartbeats:
     """Counters in torch's store: a rank counts up its own, and looks at those of others."""
 
     def __init__(self, store: Any, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._rank, self._clock = store, rank, clock
+        self._store = store
+        self._rank = rank
+        self._clock = clock
         others = range(1, size) if rank == 0 else range(1)
         self._looked_at = clock()
         self._seen = {other: (0, clock()) for other in others}
@@ -188,7 +197,9 @@ class Ranks:
     """Axes: copies of the model, shards of the same experts, other experts. None where all have the same."""
 
     def __init__(self, rank: int, size: int, device: torch.device, watch: RankWatch | None = None) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        self.rank = rank
+        self.size = size
+        self.device = device
         self._watch = watch or RankWatch()
         # One group for each thread: within a group, all ranks have to make their calls in the same order.
         self._groups = {
@@ -216,7 +227,8 @@ class Ranks:
 
     def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
         """A mesh of axes by name, from ranks that are far apart to neighbours."""
-        kind, names = self.device.type, tuple(sizes)
+        kind = self.device.type
+        names = tuple(sizes)
         if len(sizes) == 1:
             return init_device_mesh(kind, (self.size,), mesh_dim_names=names)
         # Groups that torch makes itself for a mesh have its own timeout, and not that of the whole.
@@ -327,7 +339,8 @@ def join_ranks(
 ) -> Ranks:
     """Meet the other ranks, as torchrun's variables say; `started` are those that this process has started.
     Raises ConfigError: there are more ranks on this machine than GPUs."""
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank = int(environment["RANK"])
+    size = int(environment["WORLD_SIZE"])
     device = torch.device("cpu")
     if torch.cuda.is_available():
         local = int(environment.get("LOCAL_RANK", rank))
@@ -339,7 +352,8 @@ def join_ranks(
         device = torch.device("cuda", local)
         # Before the group is made: NCCL, and all that names no device, takes this one.
         torch.cuda.set_device(device)
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    host = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
     watch = RankWatch(started)
     # A store of our own: torch's would wait for ranks to join only as long as a collective call may take.
     store, *_ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=JOIN_TIMEOUT))

@@ -29,7 +29,8 @@ class ShardedPolicy:
     ranks."""
 
     def __init__(self, own: Policy, ranks: Ranks) -> None:
-        self._own, self._ranks = own, ranks
+        self._own = own
+        self._ranks = ranks
 
     def __getattr__(self, name: str) -> Any:
         # Code that looks for an optional method (`copy`, say) must not start a call of all ranks.

@@ -85,7 +85,8 @@ def longest_part(config: RunConfig) -> int:
 
 def held(config: RunConfig, sizes: ModelSizes) -> float:
     """Parameters of the model on the rank that has the most of them."""
-    shards, apart = num_shards(config), config.trainer.expert_size
+    shards = num_shards(config)
+    apart = config.trainer.expert_size
     same = shards / apart
     most = ceil(ceil(sizes.num_experts / apart) / same) / max(sizes.num_experts, 1)
     return (sizes.parameters - sizes.experts) / shards + sizes.experts * most
@@ -101,7 +102,9 @@ def trainer_take(
 ) -> Take:
     """What a GPU of the trainer takes with `num_tokens` in a forward pass, or with its part of the longest
     sequence where that is more."""
-    trainer, shards, copies = config.trainer, num_shards(config), 1 + has_critic(config)
+    trainer = config.trainer
+    shards = num_shards(config)
+    copies = 1 + has_critic(config)
     num_tokens = max(num_tokens, longest_part(config))
     states = _states(config, sizes, gpu_bytes)
     training = {
@@ -126,10 +129,14 @@ def trainer_take(
 
 
 def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str, float]:
-    trainer, algorithm = config.trainer, config.trainer.algorithm
-    shards, trained, width = num_shards(config), num_trained(config, sizes), element_bytes(config)
+    trainer = config.trainer
+    algorithm = config.trainer.algorithm
+    shards = num_shards(config)
+    trained = num_trained(config, sizes)
+    width = element_bytes(config)
     own = held(config, sizes)
-    own_trained, masters = own, 4.0 * own
+    own_trained = own
+    masters = 4.0 * own
     if trainer.lora is not None:
         own_trained = trained / shards
         # Experts stay in float32: only linear layers are read in the dtype of the products.
@@ -162,7 +169,8 @@ def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str,
 
 def _working_weights(config: RunConfig, sizes: ModelSizes, copies: int) -> dict[str, float]:
     """Weights in the dtype of the products: all on one rank, else those of two layers and the root."""
-    width, trainer = element_bytes(config), config.trainer
+    width = element_bytes(config)
+    trainer = config.trainer
     if trainer.num_ranks == 1:
         kept = 0.0 if trainer.lora is not None else copies * sizes.copied_bytes
         return {"weights in the compute dtype": kept} if kept else {}
@@ -196,7 +204,8 @@ class EngineTake:
 
 def engine_take(config: RunConfig, sizes: ModelSizes, gpu_bytes: float, ways: int) -> EngineTake:
     """What a GPU of a vLLM engine takes that `ways` GPUs hold together."""
-    vllm, width = config.rollout.vllm, element_bytes(config)
+    vllm = config.rollout.vllm
+    width = element_bytes(config)
     parts = {
         "weights": float(width * sizes.parameters) / ways,
         "activations and graphs": ENGINE_WORK_BYTES,
@@ -239,9 +248,12 @@ def host_take(
     config: RunConfig, sizes: ModelSizes, ranks: int, engines: int, takes_turns: bool = False
 ) -> Take:
     """What a host with so many ranks and engines takes; with GPUs in turn, also for those that wait."""
-    count, trained, shards = sizes.parameters, num_trained(config, sizes), num_shards(config)
+    count = sizes.parameters
+    trained = num_trained(config, sizes)
+    shards = num_shards(config)
     always = {"processes and their libraries": 4.0 * GIB * (ranks + engines)} if ranks + engines else {}
-    training, starting = {}, {}
+    training = {}
+    starting = {}
     if engines:
         always["full versions that engines stage"] = element_bytes(config) * count * engines
         if config.weights.base_every > 1 and element_bytes(config) == 2:

@@ -52,8 +52,10 @@ log = structlog.get_logger(__name__)
 
 Settings = dict[str, Any]
 """Fields of the config, and values."""
-TOKENS, RECOMPUTES = "trainer.micro_batch_tokens", "trainer.gradient_checkpointing"
-CONTEXT, EXPERTS = "trainer.context_ranks", "trainer.expert_ranks"
+TOKENS = "trainer.micro_batch_tokens"
+RECOMPUTES = "trainer.gradient_checkpointing"
+CONTEXT = "trainer.context_ranks"
+EXPERTS = "trainer.expert_ranks"
 PASSES_FILE = "passes.json"
 """File in the run's folder with the sizes of passes that the run started with. Another GPU would choose
 others, and sum gradients in another order: a replay there would not give the recorded bits."""
@@ -190,7 +192,8 @@ def experts_apart(config: RunConfig, sizes: ModelSizes, width: int) -> int:
 def _choices(config: RunConfig, sizes: ModelSizes) -> list[tuple[int, bool]]:
     """Tokens of a pass, and whether layers are computed again, from fast to small. A pass holds a rank's part
     of the longest sequence in any case."""
-    tokens, recomputed = config.trainer.micro_batch_tokens, config.trainer.gradient_checkpointing
+    tokens = config.trainer.micro_batch_tokens
+    recomputed = config.trainer.gradient_checkpointing
     if isinstance(tokens, int):
         tiles = [tokens]
     else:
@@ -239,7 +242,8 @@ def find_settings(
         trainer = changed.trainer
         if trainer.num_ranks % trainer.context_size or num_shards(changed) % trainer.expert_size:
             continue
-        settings, fit = tried, _fit(changed, sizes, machine)
+        settings = tried
+        fit = _fit(changed, sizes, machine)
         if not fit.problems:
             break
     if fit.trainer is not None:
@@ -254,9 +258,13 @@ def _value(config: RunConfig, field: str) -> Any:
 
 
 def _fit(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
-    trainer, rollout, gpu_bytes = config.trainer, config.rollout, machine.gpu_bytes
-    trains, engines = trains_on_gpus(config), num_engines(config)
-    ranks, ways = trainer.num_ranks if trains else 0, rollout.vllm.tensor_parallel_size
+    trainer = config.trainer
+    rollout = config.rollout
+    gpu_bytes = machine.gpu_bytes
+    trains = trains_on_gpus(config)
+    engines = num_engines(config)
+    ranks = trainer.num_ranks if trains else 0
+    ways = rollout.vllm.tensor_parallel_size
     generates = rollout.engine_traits.reserves_gpu_memory
     is_crowded = machine.gpus == 1 and ranks == 1 and engines == 1 == ways
     turns = ranks > 0 and engines > 0 and takes_turns(config, is_crowded)
@@ -331,7 +339,8 @@ def _fullest_host(
 def _remedies(config: RunConfig, sizes: ModelSizes) -> Iterator[Settings]:
     """Settings to try, from what costs least to what changes the training: passes alone, experts that ranks
     divide, moments on the host, passes that ranks share, the reference's dtype, adapters."""
-    trainer, reference = config.trainer, config.trainer.algorithm.reference
+    trainer = config.trainer
+    reference = config.trainer.algorithm.reference
     offload: Settings = {"trainer.offload_optimizer": True}
     divides = sizes.num_experts > 1 and trainer.expert_size == 1
     apart: list[Settings] = [{}, {EXPERTS: GPUS_OF_A_HOST}] if divides else [{}]
@@ -361,8 +370,10 @@ def _context_sizes(config: RunConfig, sizes: ModelSizes) -> list[int]:
 def _placements(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Iterator[Settings]:
     """Ranks of the trainer and GPUs of an engine: half of the GPUs for each, then more for the trainer. On
     one GPU the engine leaves what the trainer needs."""
-    trains, generates = trains_on_gpus(config), num_engines(config) > 0
-    ways_field, ranks = "rollout.vllm.tensor_parallel_size", {"trainer.shard_ranks": None}
+    trains = trains_on_gpus(config)
+    generates = num_engines(config) > 0
+    ways_field = "rollout.vllm.tensor_parallel_size"
+    ranks = {"trainer.shard_ranks": None}
     if machine.gpus == 1:
         workers = min(1, config.rollout.workers)
         shared = {**ranks, "trainer.num_ranks": 1, "rollout.workers": workers, ways_field: 1}

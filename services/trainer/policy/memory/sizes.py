@@ -78,7 +78,8 @@ class ModelSizes:
     def kept_bytes(self, num_tokens: int, recomputed: bool) -> float:
         """Bytes kept at the beginning of the backward pass, without `copied_bytes`. With `recomputed` layers,
         whose inputs alone are kept, that is when the first of them has been computed again."""
-        inputs, last_norm = float(WIDE * self.num_layers * self.hidden), 2.0 * WIDE * self.hidden
+        inputs = float(WIDE * self.num_layers * self.hidden)
+        last_norm = 2.0 * WIDE * self.hidden
         layers = inputs + self.layer_bytes if recomputed else self.layers_bytes
         return num_tokens * (layers + last_norm)
 
@@ -95,7 +96,8 @@ def read_model(config: RunConfig) -> ModelSizes:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"model.path: {config.model.path} has no config.json to read: {reason}") from None
     model = build_on_meta(found, attention_on_gpus(found))
-    dtype, row_tokens = compute_dtype(config.model), config.model.max_model_len
+    dtype = compute_dtype(config.model)
+    row_tokens = config.model.max_model_len
     return count_sizes(model, dtype, row_tokens, config.trainer.lora)
 
 
@@ -132,7 +134,8 @@ def count_sizes(
     Raises:
         ConfigError: transformers names no layers of this model, or it has none with an adapter.
     """
-    text, blocks = model.config.get_text_config(), layers_of(model)
+    text = model.config.get_text_config()
+    blocks = layers_of(model)
     of_text = set(model.get_decoder().modules())
     width = dtype.itemsize
     scores = _scores(text, width, row_tokens)
@@ -146,7 +149,8 @@ def count_sizes(
             f"transformers names no layers of {type(model).__name__}, so its memory is not known"
         )
     experts = expert_weights(model)
-    total, inside = _count(model.parameters()), _count(p for block in blocks for p in block.parameters())
+    total = _count(model.parameters())
+    inside = _count(p for block in blocks for p in block.parameters())
     matrices = _count(p for block in blocks for p in block.parameters() if block in of_text and p.ndim > 1)
     embedding = cast(Tensor, model.get_input_embeddings().weight)
     head = cast(Tensor, getattr(model.get_output_embeddings(), "weight", embedding))
@@ -218,7 +222,8 @@ def _experts(module: nn.Module, text: Any, width: int) -> float:
     if not shapes:
         return 0.0
     chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
-    num_experts, hidden = shapes[0][0], int(text.hidden_size)
+    num_experts = shapes[0][0]
+    hidden = int(text.hidden_size)
     inner = sum(shape.numel() for shape in shapes) / (3 * hidden * num_experts)
     return width * (chosen * (2 * hidden + 4 * inner) + hidden) + WIDE * num_experts
 

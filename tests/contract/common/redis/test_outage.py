@@ -159,13 +159,13 @@ async def test_who_starts_takes_at_once_what_was_given_back(broker, keys):
     await publish(broker, keys, 3)
     leaving = make_consumer(broker, keys, "leaving")
     silent = make_consumer(broker, keys, "silent")
-    deliveries = await leaving.fetch(2, 0)
+    given_back = await leaving.fetch(2, 0)
     kept = await silent.fetch(1, 0)
     await leaving.leave()
     await fall_silent(broker, keys, "silent", [delivery.entry_id for delivery in kept])
     async with make_consumer(broker, keys, "new") as starting:
-        deliveries = [(held.entry_id, held.attempts) for held in await starting.fetch(3, 0)]
-        assert deliveries == [(delivery.entry_id, 1) for delivery in deliveries]
+        taken_over = [(held.entry_id, held.attempts) for held in await starting.fetch(3, 0)]
+        assert taken_over == [(delivery.entry_id, 1) for delivery in given_back]
         starting.takeover.next_at = 0.0
         starting.takeover.patient_until = 0.0
         assert [held.attempts for held in await starting.fetch(3, 0)] == [2]

@@ -49,13 +49,13 @@ async def test_a_garbled_entry_of_a_dead_consumer_is_dead_lettered_by_the_next_o
     await broker.execute("XADD", keys.trajectories(), "*", "v", "1.0", "p", b"torn")
     dead = make_consumer(broker, keys, "dead")
     rival = make_consumer(broker, keys, "rival")
-    (delivery,) = await dead.fetch(10, 0)
-    assert isinstance(delivery, Garbled)
-    await fall_silent(broker, keys, "dead", [delivery.entry_id])
-    (delivery,) = await rival.fetch(10, 0)
-    assert isinstance(delivery, Garbled)
-    assert not await dead.dead_letter(delivery, make_dead_letter(delivery, "dead"))
-    assert await rival.dead_letter(delivery, make_dead_letter(delivery, "rival"))
+    (lost,) = await dead.fetch(10, 0)
+    assert isinstance(lost, Garbled)
+    await fall_silent(broker, keys, "dead", [lost.entry_id])
+    (garbled,) = await rival.fetch(10, 0)
+    assert isinstance(garbled, Garbled)
+    assert not await dead.dead_letter(lost, make_dead_letter(lost, "dead"))
+    assert await rival.dead_letter(garbled, make_dead_letter(garbled, "rival"))
     assert await streams.length(broker, keys.dead) == 1
 
 
