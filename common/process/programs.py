@@ -27,7 +27,7 @@ class Program(StrEnum):
     REWARD = "tidemill.services.reward"
     TRAINER_CHECK = "tidemill.services.trainer.check"
     """Loads and tries a user's own advantage and loss."""
-    TRAINER_MEMORY = "tidemill.services.trainer.policy.memory.fit"
+    TRAINER_MEMORY = "tidemill.services.trainer.policy.memory.advice"
     """Computes what a run takes of GPUs and hosts."""
     TRAINER_MACHINE = "tidemill.services.trainer.machine"
     """Looks at the machine, and measures it."""

@@ -134,23 +134,23 @@ def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str,
     shards = num_shards(config)
     trained = num_trained(config, sizes)
     width = element_bytes(config)
-    own = held(config, sizes)
-    own_trained = own
-    masters = 4.0 * own
+    on_rank = held(config, sizes)
+    trained_on_rank = on_rank
+    masters = 4.0 * on_rank
     if trainer.lora is not None:
-        own_trained = trained / shards
+        trained_on_rank = trained / shards
         # Experts stay in float32: only linear layers are read in the dtype of the products.
-        masters = 4.0 * own + ((width - 4) * sizes.linears + 4 * trained) / shards
+        masters = 4.0 * on_rank + ((width - 4) * sizes.linears + 4 * trained) / shards
     parts = {
         "master weights": masters,
-        "gradients": 4.0 * own_trained,
-        "AdamW moments": 8.0 * own_trained,
+        "gradients": 4.0 * trained_on_rank,
+        "AdamW moments": 8.0 * trained_on_rank,
     }
     if trainer.offload_optimizer:
         passing = float(8 * PLACES * min(SLICE, trained))
         parts["AdamW moments"] = min(passing, parts["AdamW moments"])
     if width == 2:
-        parts["version before, for deltas"] = 2.0 * own
+        parts["version before, for deltas"] = 2.0 * on_rank
     # As `rank_policy.reduces_once` decides.
     summed = trained - (others_experts(config, sizes.experts) if trainer.lora is None else 0.0)
     is_small = trainer.sum_gradients == "auto" and 4 * summed <= gpu_bytes / 4
@@ -158,12 +158,12 @@ def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str,
         parts["gradients until an update"] = 4.0 * summed
     if algorithm.needs_reference and trainer.lora is None:
         size = 2.0 if algorithm.reference.dtype == "bfloat16" else 4.0
-        parts["reference model"] = size * own
+        parts["reference model"] = size * on_rank
     if has_critic(config):
-        parts["critic"] = 16.0 * own
+        parts["critic"] = 16.0 * on_rank
     needs_start = trainer.needs_proximal or algorithm.needs_values or algorithm.needs_statistics
     if trainer.updates_per_step > 1 and needs_start:
-        parts["held weights"] = 4.0 * own_trained
+        parts["held weights"] = 4.0 * trained_on_rank
     return parts
 
 
@@ -226,8 +226,9 @@ def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
     kinds = list(getattr(text, "layer_types", None) or [usual] * num_layers)
     lengths = {"full_attention": length, "chunked_attention": length}
     lengths["sliding_attention"] = min(window, length)
-    own = layer_configs(config)
-    layers = own if len(own) == num_layers else own * num_layers
+    layers = layer_configs(config)
+    if len(layers) != num_layers:
+        layers = layers * num_layers
     return float(
         sum(
             lengths.get(kind, 0) * _key_bytes(layer, width, ways)

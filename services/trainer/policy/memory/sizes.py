@@ -91,11 +91,11 @@ def read_model(config: RunConfig) -> ModelSizes:
         ConfigError: there is no config.json, or it is of no model whose sizes can be known.
     """
     try:
-        found = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
+        model_config = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"model.path: {config.model.path} has no config.json to read: {reason}") from None
-    model = build_on_meta(found, attention_on_gpus(found))
+    model = build_on_meta(model_config, attention_on_gpus(model_config))
     dtype = compute_dtype(config.model)
     row_tokens = config.model.max_model_len
     return count_sizes(model, dtype, row_tokens, config.trainer.lora)
@@ -139,11 +139,10 @@ def count_sizes(
     of_text = set(model.get_decoder().modules())
     width = dtype.itemsize
     scores = _scores(text, width, row_tokens)
-    layers = [
-        scores + sum(_kept(module, text, width) for module in block.modules())
-        for block in blocks
-        if block in of_text
-    ]
+    layers = []
+    for block in blocks:
+        if block in of_text:
+            layers.append(scores + sum(_kept(module, text, width) for module in block.modules()))
     if not layers:
         raise ConfigError(
             f"transformers names no layers of {type(model).__name__}, so its memory is not known"
@@ -193,7 +192,7 @@ def _kept(module: nn.Module, text: Any, width: int) -> float:
     for name, norm in norms.items():
         size = next((p.numel() for p in norm.parameters(recurse=False)), int(text.hidden_size))
         prefix = name.replace("layernorm", "").replace("norm", "").rstrip("_")
-        of_heads = [linear.out_features for other, linear in linears.items() if other.startswith(prefix)]
+        of_heads = [linear.out_features for child, linear in linears.items() if child.startswith(prefix)]
         if prefix and of_heads:  # such as `q_norm`, over the output of `q_proj`
             kept += (WIDE + width) * max(size, of_heads[0])
         else:  # input and normalised values; in float32 the matrices behind it keep the output
@@ -208,11 +207,11 @@ def _matrix_elements(linears: Sequence[nn.Linear], module: nn.Module, width: int
     if not linears:
         return 0
     *first, last = linears
-    given = sum(linear.out_features for linear in first)
+    outputs = sum(linear.out_features for linear in first)
     # For a gated product the activation is kept beside both factors.
-    is_gated = given >= 2 * last.in_features and "Attention" not in type(module).__name__
+    is_gated = outputs >= 2 * last.in_features and "Attention" not in type(module).__name__
     read = sum(linear.in_features for linear in first) if width < WIDE else 0
-    return read + given + last.in_features * (2 if is_gated else 1)
+    return read + outputs + last.in_features * (2 if is_gated else 1)
 
 
 def _experts(module: nn.Module, text: Any, width: int) -> float:

@@ -1,5 +1,7 @@
 """The estimate of what a run takes: against what real passes keep, and by hand."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy import loading, transformers_policy
 from tidemill.services.trainer.policy.memory import fit
+from tidemill.services.trainer.policy.memory.advice import Machine, examine_fit, find_settings, report
 from tidemill.services.trainer.policy.memory.estimate import (
     GIB,
     engine_take,
@@ -24,14 +27,7 @@ from tidemill.services.trainer.policy.memory.estimate import (
     trainer_take,
     usable,
 )
-from tidemill.services.trainer.policy.memory.fit import (
-    Machine,
-    choose_passes,
-    choose_ranks,
-    examine_fit,
-    find_settings,
-    report,
-)
+from tidemill.services.trainer.policy.memory.fit import choose_passes, choose_ranks
 from tidemill.services.trainer.policy.memory.sizes import (
     ModelSizes,
     attention_on_gpus,
@@ -345,6 +341,14 @@ def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_adv
         config_of(), model_of(1e3, replace(SIZES, parameters=4 * 10**9)), Machine(8, 40 * GIB)
     )
     assert "trainer.context_ranks" not in short.settings
+
+
+def test_a_trainer_does_not_import_the_search_for_settings():
+    program = "import sys, tidemill.services.trainer.policy.loading; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert "tidemill.services.trainer.policy.memory.fit" in modules
+    assert "tidemill.services.trainer.policy.memory.advice" not in modules
 
 
 def test_a_request_is_answered_from_config_json_alone():
