@@ -64,9 +64,9 @@ def _file_of(text: str) -> Path | None:
     module, colon, _ = text.rpartition(":")
     if colon and module.replace(".", "").replace("_", "").isalnum():
         with contextlib.suppress(ImportError, ValueError):
-            found = importlib.util.find_spec(module)
-            if found and found.origin and Path(found.origin).is_file():
-                return Path(found.origin)
+            spec = importlib.util.find_spec(module)
+            if spec and spec.origin and Path(spec.origin).is_file():
+                return Path(spec.origin)
     return None
 
 
@@ -88,7 +88,8 @@ class RewardCache:
         if (call := self._calls.get(digest)) is not None:
             metrics.REWARD_CACHE.labels("shared").inc()
         else:
-            call = self._calls[digest] = asyncio.create_task(self._look_or_make(digest, make))
+            call = asyncio.create_task(self._look_or_make(digest, make))
+            self._calls[digest] = call
             # From here on what succeeded is in Redis, and what failed is tried again.
             call.add_done_callback(lambda _: self._calls.pop(digest))
         return await asyncio.shield(call)
@@ -118,7 +119,8 @@ class RewardCache:
 
 def _digest(version: str, sample: RewardSample) -> str:
     """Digest of all that decides the result. msgpack stores lengths, so no two samples give equal bytes."""
-    trajectory, last = sample.trajectory, sample.last
+    trajectory = sample.trajectory
+    last = sample.last
     parts = [
         version,
         sample.is_evaluation,
