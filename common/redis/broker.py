@@ -89,7 +89,10 @@ def redis_url() -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory that Redis uses, its limit (0: none), and what it does at the limit."""
+    """Memory that Redis uses, its limit (0: none), and what it does at the limit.
+
+    Example: `used_bytes` 1 GiB, `max_bytes` 4 GiB, `policy` "noeviction": a share of 0.25.
+    """
 
     used_bytes: int
     max_bytes: int

@@ -166,7 +166,10 @@ Render = Callable[[list[dict[str, str]], bool], str]
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How special tokens are read: `marks` are those that part a thought, and `mentioned` the special tokens
-    that have a meaning otherwise."""
+    that have a meaning otherwise.
+
+    Example: `mode` "parted" with the marks `[THINK]` and `[/THINK]`: texts are without the thoughts.
+    """
 
     mode: str
     marks: Marks | None = None

@@ -15,7 +15,10 @@ Range = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Conditions that all have to hold. A message without the field of a condition is excluded."""
+    """Conditions that all have to hold. A message without the field of a condition is excluded.
+
+    Example: `steps` (40, 45), `rewards` (0.9, None): of steps 40 to 45, with a reward of 0.9 or more.
+    """
 
     first_id: str = "-"
     last_id: str = "+"

@@ -48,7 +48,10 @@ GPUS_OF_A_HOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The hardware that a run has to fit on."""
+    """The hardware that a run has to fit on.
+
+    Example: a host with 8 GPUs of 80 GiB and 1 TiB: `gpus` 8, `gpu_bytes` 80 * GIB, `host_bytes` 1024 * GIB.
+    """
 
     gpus: int
     """GPUs of the whole run, over all hosts."""
@@ -59,7 +62,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What the processes of a run take, and what is wrong with that."""
+    """What the processes of a run take, and what is wrong with that.
+
+    Example: `ranks` 4 with passes of `tokens` 8192, `engines` 4 on `ways` 1 GPU each; `problems` ("the
+    trainer takes 91.0 GiB of each GPU ...",), `settings` {"trainer.offload_optimizer": True}.
+    """
 
     ranks: int
     tokens: int

@@ -35,7 +35,10 @@ Uses = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What one device takes; `parts` are those of its peak."""
+    """What one device takes; `parts` are those of its peak.
+
+    Example: `parts` {"master weights": 4e9, "activations": 2e9}, `peak` 6e9, `running` 6e9.
+    """
 
     parts: Uses
     peak: float
