@@ -260,8 +260,8 @@ async def _post(body: bytes) -> tuple[int, bytes]:
     first, *lines = answer.decode("latin-1").split("\r\n")
     headers = {}
     for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
+        header, _, text = line.partition(":")
+        headers[header.lower()] = text.strip()
     if len(content) != int(headers.get("content-length", -1)):
         raise OSError("the connection ended before the answer did")
     return int(first.split()[1]), content
