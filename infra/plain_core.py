@@ -20,17 +20,6 @@ from pathlib import Path
 from infra.plain_lines import REPO, violations_in
 
 FOLDERS = ("common", "services")
-IMPORTED = """
-import sys
-import tidemill.services.trainer.__main__
-import tidemill.services.trainer.service
-import tidemill.services.trainer.policy.transformers_policy
-
-for name, module in sys.modules.items():
-    if name.startswith(("tidemill.common", "tidemill.services")) and module.__file__:
-        print(module.__file__)
-"""
-"""A program that prints the files which the trainer's process and its policy have imported."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +67,14 @@ def measure_core(root: Path) -> Core:
             for violation in violations_in(text, path.relative_to(root).as_posix()):
                 nested_comprehensions += violation.rule == "nested"
                 vague_names += violation.rule == "vague"
-    imported = imported_files(root)
-    imported_lines = sum(len(path.read_text().splitlines()) for path in imported)
+    imported_files, imported_lines = imports_of_trainer(root)
     return Core(
         num_lines,
         tuple_assignments,
         walruses,
         nested_comprehensions,
         vague_names,
-        len(imported),
+        imported_files,
         imported_lines,
     )
 
@@ -99,17 +87,15 @@ def _is_tuple_assignment(node: ast.AST) -> bool:
     return is_several and isinstance(node.value, ast.Tuple | ast.List)
 
 
-def imported_files(root: Path) -> list[Path]:
-    """Files of `common` and `services` at `root` that a trainer with a plain policy imports."""
+def imports_of_trainer(root: Path) -> tuple[int, int]:
+    """Files of `common` and `services` at `root` that a trainer of a plain GRPO run imports, and their lines;
+    `infra/trainer_imports.py` counts them."""
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", IMPORTED]
-    printed = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
-    # The package has links to both folders: a file counts once, and only if it is of this tree.
-    files = {Path(line).resolve() for line in printed.stdout.splitlines()}
-    strangers = [file for file in files if not file.is_relative_to(root.resolve())]
-    if strangers:
-        raise RuntimeError(f"{strangers[0]} was imported, which is not in {root}: is it installed?")
-    return sorted(files)
+    # Without the script's folder in the path: it has a folder `redis`.
+    command = [sys.executable, "-P", str(REPO / "infra/trainer_imports.py")]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+    num_files, _, num_lines, _ = done.stdout.replace(",", "").split()
+    return int(num_files), int(num_lines)
 
 
 @contextmanager

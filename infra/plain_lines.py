@@ -43,7 +43,6 @@ NOT_YET_PLAIN = (
     "services/reward/functions",
     "services/reward/outcome.py",
     "services/reward/worker.py",
-    "services/trainer/policy",
     "tests/integration",
     "tests/simulation",
     "tests/unit",

@@ -7,6 +7,7 @@ For the interpreter of the virtual environment that has `verifiers` and the task
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -53,10 +54,21 @@ def result_of(episode: dict[str, Any]) -> dict[str, Any]:
         sys.exit(f"the rollout failed: {errors[-1]['message'] if errors else 'without a reason'}")
     if len(trained) != 1:
         sys.exit(f"{len(trained)} agents of the environment are trained; a session has one reward")
-    rewards = trained[0]["rewards"]
-    scores = {name: reward["score"] for name, reward in rewards.items()}
-    total = sum(reward["score"] * reward["weight"] for reward in rewards.values())
-    return {"reward": total, "metrics": trained[0]["metrics"] | scores}
+    (trace,) = trained
+    scores = {}
+    total = 0.0
+    for name, reward in trace["rewards"].items():
+        score = (reward or {}).get("score")
+        # `ok` does not say that there are scores: a late scoring leaves none, and NaN is written as null.
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            reason = trace.get("stop_condition") or "without a reason"
+            sys.exit(f"the rollout has no reward: {name} is {score} ({reason})")
+        scores[name] = score
+        total += score * reward["weight"]
+    metrics = {name: value for name, value in trace["metrics"].items() if value is not None}
+    # Whether the engine was slow, or the policy, is what the session's worker knows.
+    is_late = trace.get("stop_condition") == "agent_timeout"
+    return {"reward": total, "metrics": metrics | scores, "timeout": is_late}
 
 
 if __name__ == "__main__":

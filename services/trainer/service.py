@@ -36,8 +36,7 @@ from tidemill.services.trainer.evaluation import Evaluator
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
-from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.loading import closer_of, open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.step import StepRunner
 from tidemill.services.trainer.trainer import Trainer
@@ -88,8 +87,9 @@ async def _train(context: ServiceContext) -> None:
             runner = StepRunner(context.config, policy, thread, context.activity, context.stopping)
             await _train_policy(context, runner, streams, evaluator, trimmer)
         finally:
-            if isinstance(policy, ShardedPolicy):
-                await thread.call_anywhere(policy.close)
+            close = closer_of(policy)
+            if close is not None:
+                await thread.call_anywhere(close)
 
 
 async def _train_policy(

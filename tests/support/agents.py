@@ -42,6 +42,31 @@ def for_ever() -> None:
         messages += [said.choices[0].message, {"role": "user", "content": "On."}]  # type: ignore[list-item]
 
 
+def asking_and_working() -> None:
+    """Works on the first answer for longer than a session lasts."""
+    _ask_once()
+    time.sleep(3600)
+
+
+def impatient() -> float:
+    """Asks twice, and scores what it has where the second answer does not come."""
+    import openai
+
+    client = openai.OpenAI(timeout=8.0, max_retries=0)
+    client.completions.create(model="m", prompt="x")
+    try:
+        client.completions.create(model="m", prompt="y")
+    except openai.APITimeoutError:
+        return 0.0
+    return 1.0
+
+
+def late_by_itself() -> dict[str, Any]:
+    """Has a limit of time of its own."""
+    _ask_once()
+    return {"reward": 0.25, "timeout": True}
+
+
 def branching() -> None:
     """One branch asks too much, the other goes on; then the program fails with the first one's error."""
     import openai

@@ -34,6 +34,7 @@ from tidemill.services.rollout.environments.agent_host import COMMAND
 from tidemill.services.rollout.environments.environment import Closing, Row, row_of
 from tidemill.services.rollout.environments.program_errors import ProgramError
 from tidemill.services.rollout.environments.stages import check_machine
+from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.chat import ChatFormat
@@ -178,6 +179,7 @@ class AgentPlayer(Player):
         # What agents call the model: the last part of its path.
         model = NOT_IN_ALIAS.sub("-", config.model.path.rstrip("/").rpartition("/")[2]).strip("-") or "model"
         self._gateway = Gateway(model, section.gateway_host, section.structured_output == "refuse")
+        self._pace = EnginePace()
         self._program = AgentProgram(section.agent, model, self._gateway.placeholder_key)
         self._starts = asyncio.Semaphore(len(os.sched_getaffinity(0)))
         self._has_ended = asyncio.Event()
@@ -216,13 +218,22 @@ class AgentPlayer(Player):
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         session = GatewaySession(
-            self.chat, self.decode, ask, ticket.sampling, self.section, self._max_model_len, self.read
+            self.chat,
+            self.decode,
+            ask,
+            ticket.sampling,
+            self.section,
+            self._max_model_len,
+            self.read,
+            self._pace,
         )
         try:
             with self._gateway.serving(session) as root:
                 program = await self._start(row_of(ticket), root, session)
                 try:
                     result = await self._watched(program, session)
+                    # Before the session is closed, which ends what the engine has not answered yet.
+                    fault = session.find_fault(result.is_late)
                 finally:
                     # Inside `serving`: the program is killed before its address and its claims are removed.
                     program.cancel()
@@ -237,8 +248,13 @@ class AgentPlayer(Player):
                 "(base_url or OPENAI_BASE_URL)",
                 "start",
             )
+        if fault:
+            raise EnvironmentFaultError(fault, "engine")
         if not session.read_histories:
             raise EnvironmentFaultError("no answer of the model has reached the agent's program", "lost")
+        if result.is_late and session.end == "done":
+            session.late = "program"
+            session.reached.append("timeout")
         played = session.played(result.reward, result.metrics, num_faults)
         return replace(played, finish="length") if result.is_truncated else played
 
@@ -271,7 +287,7 @@ class AgentPlayer(Player):
                     # Once the model has answered, it may be the reason that the program does not end: the
                     # session is truncated. It stays so, also if a turn ends before the program is killed.
                     session.reached.append("timeout" if session.end == "done" else session.end)
-                    return Closing(self.section.program_error_value)
+                    return Closing(self.section.program_error_value, is_late=is_over)
                 raise EnvironmentFaultError(
                     f"the agent neither asked the model nor ended for {silent_s:.0f} s "
                     "(rollout.environment.call_timeout_s, session_timeout_s)",

@@ -187,7 +187,8 @@ def result_of(returned: Any, verb: str) -> dict[str, Any]:
     if not isinstance(returned, Mapping):
         returned = {"reward": returned}
     reward = number_of(returned.get("reward"), verb, "reward")
-    return {"reward": reward, "metrics": metrics_of(returned.get("metrics"))}
+    metrics = metrics_of(returned.get("metrics"))
+    return {"reward": reward, "metrics": metrics, "is_late": returned.get("timeout") is True}
 
 
 class Placeholder:

@@ -72,6 +72,8 @@ class Closing:
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_truncated: bool = False
     """Whether an error of the program ended it; the session is scored by what is there."""
+    is_late: bool = False
+    """Whether the time of an agent was over: its program's own limit, or that of the session."""
 
 
 @dataclass(frozen=True, slots=True)

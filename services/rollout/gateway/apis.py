@@ -33,6 +33,8 @@ DONE = "[DONE]"
 """The last event of OpenAI's streams."""
 BILLING = "x-anthropic-billing-header"
 """A block of the system prompt that begins with this differs in every request, and is not for the model."""
+IN_NAMESPACE = "__"
+"""Between the name of a namespace and that of a function in it, in what the model reads."""
 ANTHROPIC_FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 NOT_TEXT = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 """Anthropic's blocks that are not a part of a message's text."""
@@ -165,13 +167,44 @@ def _logprobs(answer: Answer) -> Event | None:
 
 def _function_tools(body: Body) -> tuple[Tool, ...]:
     """The tools; `/v1/responses` has their fields beside `type`, the chat API in `function`."""
-    tools = []
+    tools: list[Tool] = []
     for tool in objects(body, "tools"):
+        if tool.get("type") == "namespace":
+            tools += _tools_of_namespace(tool)
+            continue
+        # A search in what a provider has stored, which codex offers by default. The model is not shown it.
+        if tool.get("type") == "web_search" and tool.get("external_web_access") is False:
+            continue
         function = tool.get("function", tool)
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give functions")
         tools.append(tool_of(function.get("name"), function.get("description"), function.get("parameters")))
     return tuple(tools)
+
+
+def _tools_of_namespace(namespace: Body) -> Iterator[Tool]:
+    """The functions of a tool of type `namespace`: the model reads the namespace in their names."""
+    for tool in objects(namespace, "tools"):
+        if tool.get("type") != "function":
+            raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give functions")
+        name = _full_name(namespace.get("name"), tool.get("name"))
+        yield tool_of(name, tool.get("description"), tool.get("parameters"))
+
+
+def _full_name(namespace: Any, name: Any) -> Any:
+    """The name of a function as the model reads it, such as `agents__close` in the namespace `agents`."""
+    return f"{namespace}{IN_NAMESPACE}{name}" if namespace and name else name
+
+
+def _namespaces(body: Body) -> dict[str, tuple[str, str]]:
+    """Name of a function as the model reads it -> its namespace and its name in there."""
+    names = {}
+    for namespace in objects(body, "tools"):
+        if namespace.get("type") == "namespace":
+            for tool in objects(namespace, "tools"):
+                pair = (str(namespace.get("name")), str(tool.get("name")))
+                names[_full_name(*pair)] = pair
+    return names
 
 
 def responses_question(body: Body) -> Question:
@@ -211,7 +244,8 @@ def _responses_messages(body: Body) -> Located:
             continue
         if kind == "function_call":
             said = said or (where, {"role": "assistant", "tool_calls": []})
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = _full_name(item.get("namespace"), item.get("name"))
+            function = {"name": name, "arguments": item.get("arguments")}
             said[1]["tool_calls"].append({"id": item.get("call_id"), "function": function})
             continue
         if said:
@@ -234,7 +268,7 @@ def response(answer: Answer, model: str, body: Body) -> Event:
     return _response_head(answer, model, body) | {
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _items(answer),
+        "output": _items(answer, body),
         "usage": {
             "input_tokens": answer.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": answer.num_cached_tokens},
@@ -254,7 +288,7 @@ def _response_events(answer: Answer, model: str, body: Body) -> Iterator[Event]:
     start = _response_head(answer, model, body) | {"status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": start}
     yield {"type": "response.in_progress", "response": start}
-    for index, item in enumerate(_items(answer)):
+    for index, item in enumerate(_items(answer, body)):
         location: Event = {"output_index": index}
         is_call = item["type"] == "function_call"
         empty: Event = {"arguments": ""} if is_call else {"content": []}
@@ -307,7 +341,8 @@ def _response_head(answer: Answer, model: str, body: Body) -> Event:
     }
 
 
-def _items(answer: Answer) -> list[Event]:
+def _items(answer: Answer, body: Body) -> list[Event]:
+    namespaces = _namespaces(body)
     items: list[Event] = []
     status = "incomplete" if answer.finish == "length" else "completed"
     if answer.text or not answer.calls:
@@ -316,6 +351,9 @@ def _items(answer: Answer) -> list[Event]:
         items.append(message | {"content": [content_part]})
     for number, call in enumerate(answer.calls):
         named = {"call_id": call["id"], **call["function"], "status": status}
+        if named["name"] in namespaces:
+            namespace, name = namespaces[named["name"]]
+            named |= {"namespace": namespace, "name": name}
         items.append({"type": "function_call", "id": f"fc_{answer.id}_{number}"} | named)
     return items
 
@@ -325,7 +363,7 @@ def anthropic_question(body: Body) -> Question:
         raise RequestError("nothing is stored here; send the whole history", "thread_unsupported_request")
     if not objects(body, "messages"):
         raise RequestError("`messages` is empty; send at least one message")
-    tools = []
+    tools: list[Tool] = []
     for tool in objects(body, "tools"):
         if tool.get("type") not in (None, "custom"):
             raise RequestError(f"a tool of type {tool.get('type')!r} cannot be used; give tools of your own")

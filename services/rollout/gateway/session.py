@@ -41,10 +41,13 @@ from tidemill.services.rollout.gateway.histories import (
     in_order,
     num_within,
 )
+from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.sessions.chat import ChatFormat, Parsed, call_of, num_shared
 from tidemill.services.rollout.sessions.player import Ask, Decode, Played, Read
 from tidemill.services.rollout.sessions.recorder import choices_of
 
+BAD_REQUEST = 400
+NOT_FOUND = 404
 MAX_REPEATS = 8
 """How often one answer is given again. Clients retry twice; one that asks more often wants another answer."""
 LONG_CHARACTERS = 20_000
@@ -63,6 +66,11 @@ class Exchange:
     """Exchanges of the same question, in the order in which they were asked, this one among them, of which
     none was read before the next was asked: each may be the retry of those before it."""
     task: "asyncio.Task[Answer]" = field(init=False)
+    asked_at: float = field(default_factory=time.monotonic)
+    max_tokens: int = 0
+    """Most tokens that its turn may have; 0 while it waits for the tokens of other turns."""
+    is_broken: bool = False
+    """Whether a response has broken before it had brought the answer."""
     is_streamed: bool = False
     num_repeats: int = 0
     num_delivered: int = 0
@@ -112,6 +120,7 @@ class GatewaySession:
         limits: EnvironmentConfig,
         max_model_len: int,
         read: Read | None = None,
+        pace: EnginePace | None = None,
     ) -> None:
         """`limits` hold for all segments together; `max_tokens` 0 is no limit but the model's length."""
         # Two secrets: the token is a part of the address, which programs log.
@@ -125,6 +134,9 @@ class GatewaySession:
         """Done once its program has asked a question."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with the engine's error: the session cannot go on after that."""
+        self._pace = pace or EnginePace()
+        self._last_asked: Exchange | None = None
+        self._delivered_at = 0.0
         self._chat = chat
         self._decode = decode
         self._ask = ask
@@ -154,6 +166,8 @@ class GatewaySession:
         """The limits that were reached, in order: by refused questions, or by the session as a whole."""
         self._num_passed = 0
         """Number of these that no longer count, because a question that was asked later was answered."""
+        self._refusals: set[tuple[SessionEnd, str]] = set()
+        """The limits that have refused a question since the last answer, and what they refuse."""
 
     @property
     def max_body_bytes(self) -> int:
@@ -207,11 +221,37 @@ class GatewaySession:
         # A client that gives up must not stop what its retry will ask for.
         answer = await asyncio.shield(exchange.task)
         exchange.num_delivered += 1
+        self._delivered_at = time.monotonic()
         return answer
 
     def note_lost(self, answer: Answer) -> None:
         """Note that a response broke before it had brought the answer to its client."""
-        self._by_answer[answer.id].num_delivered -= 1
+        exchange = self._by_answer[answer.id]
+        exchange.num_delivered -= 1
+        exchange.is_broken = True
+
+    def find_fault(self, is_late: bool) -> str:
+        """Why the program's result says nothing of the model, as a sentence; empty where it may.
+
+        `is_late` says that its time was over.
+        """
+        last = self._last_asked
+        if last is None or (last.task.done() and last.answer is None):
+            return ""
+        now = time.monotonic()
+        if last.answer is None and self._pace.is_slow(last.max_tokens, now - last.asked_at):
+            return f"the program ended while the engine was slow: no answer after {now - last.asked_at:.0f} s"
+        is_unread = last.is_broken and not last.num_delivered and self._delivered_at < last.asked_at
+        if is_unread and not is_late:
+            return (
+                "the program ended after its last request had failed: no answer of the model has reached it"
+            )
+        turns = [turn for history in self.histories.recorded for turn in history.recorder.turns]
+        num_tokens = sum(turn.num_tokens for turn in turns)
+        engine_s = sum(turn.engine_s for turn in turns)
+        if is_late and self._pace.is_slow(num_tokens, engine_s):
+            return f"the time was over, and the engine was slow: {engine_s:.0f} s for {num_tokens} tokens"
+        return ""
 
     def _is_repeated(self, exchange: Exchange, is_retry: bool | None) -> bool:
         """Whether a question that comes again gets this answer again."""
@@ -265,9 +305,12 @@ class GatewaySession:
 
     def too_long(self, content: str, is_asked: bool) -> RequestError:
         """The error for a history that the model cannot read; a limit of the session only if `is_asked`."""
-        problem = f"the history has {content}, and the model reads {self._max_model_len} tokens"
-        problem += " (model.max_model_len)"
-        return self._limit("max_tokens", problem) if is_asked else RequestError(problem, SESSION_LIMIT)
+        # By these words clients know that the history is to be made shorter.
+        problem = f"prompt is too long: the history has {content}, and this model's maximum context length "
+        problem += f"is {self._max_model_len} tokens (model.max_model_len)"
+        if not is_asked:
+            return RequestError(problem, SESSION_LIMIT)
+        return self._limit("max_tokens", problem, refused=content)
 
     def played(self, reward: float | None, metrics: Mapping[str, float], num_faults: int = 0) -> Played:
         """The session as it was played. Raises ValueError: the model never answered."""
@@ -334,9 +377,17 @@ class GatewaySession:
         if self._is_closed:
             raise RequestError("the session is over", "session_over", 404)
 
-    def _limit(self, end: SessionEnd, problem: str) -> RequestError:
+    def _limit(self, end: SessionEnd, problem: str, refused: str = "") -> RequestError:
+        """The error for a question beyond a limit; `refused` says which questions it refuses, if not all.
+
+        Some programs ask again for minutes after a status of 400, and after one of 404 none does: the first
+        refusal lets a client go on with less, the same one again ends its loop.
+        """
         self.reached.append(end)
-        return RequestError(f"{problem}; it ends here", SESSION_LIMIT)
+        refusal = (end, refused)
+        status = NOT_FOUND if refusal in self._refusals else BAD_REQUEST
+        self._refusals.add(refusal)
+        return RequestError(f"{problem}; it ends here", SESSION_LIMIT, status)
 
     async def _find(self, question: Question) -> Continuation:
         """The history that the question continues; a long question is tokenized on a thread."""
@@ -402,6 +453,7 @@ class GatewaySession:
         exchange = Exchange(history, repeats)
         repeats.append(exchange)
         self._repeats[request_key] = repeats
+        self._last_asked = exchange
         return exchange
 
     async def _generate(self, continuation: Continuation, question: Question, exchange: Exchange) -> Answer:
@@ -409,6 +461,7 @@ class GatewaySession:
         num_reached = len(self.reached)
         max_tokens = await self._room(continuation, question.max_tokens)
         # No await between `_room`'s last look and this: two turns would be given the same tokens.
+        exchange.max_tokens = max_tokens
         reserved = continuation.num_added + max_tokens
         self._reserved_tokens += reserved
         try:
@@ -416,6 +469,7 @@ class GatewaySession:
         finally:
             self._reserved_tokens -= reserved
         self._num_passed = max(self._num_passed, num_reached)
+        self._refusals.clear()
         # No await since the history holds the answer: each last answer has its exchange.
         self._by_answer[answer.id] = exchange
         digests = digests_of(continuation.history.identities)
@@ -459,7 +513,9 @@ class GatewaySession:
         generation = _cut_at(whole, question.stop, self._decode)
         if history.recorder.turns:
             history.recorder.describe_last_turn(environment_s=started - history.answered_at)
-        continuation.record(generation, time.monotonic() - started)
+        engine_s = time.monotonic() - started
+        self._pace.note(len(whole.token_ids), engine_s)
+        continuation.record(generation, engine_s)
         # If it was cut, the token that ends a turn is missing: what follows has to close it.
         history.is_closed = generation is whole and whole.finish == "stop"
         runs = min(self._sampling.max_tokens, self._max_model_len - len(ids))

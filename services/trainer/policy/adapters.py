@@ -43,6 +43,9 @@ class Adapters:
     """The adapters of one model. Make it before the model is compiled, split, and before its optimizer. For a
     model whose weights are not read yet, `base_digest` is that of its files."""
 
+    folder = ADAPTER_FOLDER
+    """Beside a version's weights: the adapters alone."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -130,7 +133,8 @@ class Adapters:
 def _delta(layer: Any) -> Tensor:
     """What an adapter adds to its layer's weight, in full: as PEFT computes it, so that it does not depend on
     the number of ranks."""
-    up, down = (getattr(layer, name)[_NAME].weight for name in ("lora_B", "lora_A"))
+    up = layer.lora_B[_NAME].weight
+    down = layer.lora_A[_NAME].weight
     if isinstance(up, DTensor):
         up = up.full_tensor()
         down = down.full_tensor()
@@ -146,9 +150,9 @@ def _add(delta: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return (weight.to(delta.dtype) + delta).to(dtype)
     low, high = held_range(weight)
     local = weight.to_local()
-    own = delta.reshape(-1)[low:high].view_as(local)
+    rows_of_delta = delta.reshape(-1)[low:high].view_as(local)
     return DTensor.from_local(
-        (local.to(delta.dtype) + own).to(dtype),
+        (local.to(delta.dtype) + rows_of_delta).to(dtype),
         weight.device_mesh,
         weight.placements,
         run_check=False,
@@ -183,19 +187,19 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         return [name for name, module in linears.items() if module is not head]
     targets = []
     for target in config.target_modules:
-        found = [name for name in linears if f".{name}".endswith(f".{target}")]
-        if not found:
-            known = sorted({name.rpartition(".")[2] for name in linears})
+        names = [name for name in linears if f".{name}".endswith(f".{target}")]
+        if not names:
+            last_parts = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
                 f"trainer.lora.target_modules: the model has no linear layer {target!r}; it has "
-                f"{', '.join(known)}, or take all-linear"
+                f"{', '.join(last_parts)}, or take all-linear"
             )
-        if any(linears[name].weight is model.get_input_embeddings().weight for name in found):
+        if any(linears[name].weight is model.get_input_embeddings().weight for name in names):
             raise ConfigError(
                 f"trainer.lora.target_modules: {target} shares its weights with the embedding, which an "
                 "adapter on one of the two would tear apart; leave it out"
             )
-        targets += found
+        targets += names
     return targets
 
 
@@ -249,16 +253,17 @@ def _as_loaded(config: Any, model: PreTrainedModel, layers: Iterable[str]) -> An
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     def is_taken(target: str) -> bool:
-        own = replace(config, target_modules={target})
+        config_of_target = replace(config, target_modules={target})
         try:
-            convert_peft_config_for_transformers(own, model, None)
+            convert_peft_config_for_transformers(config_of_target, model, None)
         except ValueError:  # it wants all parts of what it takes them for
             return True
-        return target not in own.target_modules
+        return target not in config_of_target.target_modules
 
-    taken = {target for target in config.target_modules if is_taken(target)}
-    weights = [f"{name}.weight" for name in layers if any(f".{name}".endswith(f".{part}") for part in taken)]
-    return replace(config, target_modules=config.target_modules - taken, target_parameters=weights or None)
+    mistaken = {target for target in config.target_modules if is_taken(target)}
+    endings = tuple(f".{target}" for target in mistaken)
+    weights = [f"{name}.weight" for name in layers if f".{name}".endswith(endings)]
+    return replace(config, target_modules=config.target_modules - mistaken, target_parameters=weights or None)
 
 
 def lost_in_peft(model: PreTrainedModel, config: Any, layers: Iterable[str]) -> list[str]:

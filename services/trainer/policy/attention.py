@@ -72,8 +72,8 @@ def why_no_flash(config: PreTrainedConfig) -> str:
         return f"transformers has no flash attention for {name}"
     if getattr(config, "alibi", False):
         return f"{name} with ALiBi adds distances to its attention scores, which {FLASH} leaves out"
-    own = getattr(model_class, "_compatible_flash_implementations", None)
-    if own and FLASH not in own:
+    kernels = getattr(model_class, "_compatible_flash_implementations", None)
+    if kernels and FLASH not in kernels:
         return f"{name} has attention sinks or blocks of its own, which {FLASH} leaves out"
     return ""
 
@@ -155,7 +155,9 @@ def attend_varlen(
     if has_mask or any(kwargs.get(name) is not None for name in CHANGES_OF_SCORES):
         raise ValueError(f"{VARLEN} takes no mask, no cap of scores and no sinks")
     # Rotary embeddings of some models give float32, and autocast does not know this kernel.
-    query, key, value = (each.to(autocast_dtype(each) or each.dtype) for each in (query, key, value))
+    query = query.to(autocast_dtype(query) or query.dtype)
+    key = key.to(autocast_dtype(key) or key.dtype)
+    value = value.to(autocast_dtype(value) or value.dtype)
     columns = None if tree is None else tree.columns
     if columns is not None:
         query, key, value = map(columns.to_heads, (query, key, value))
@@ -166,16 +168,16 @@ def attend_varlen(
         value = F.pad(value, [0, size - own_size])
     flat = [x.transpose(1, 2).reshape(num_rows * width, x.shape[1], size) for x in (query, key, value)]
     if tree is not None:
-        given = tree.spread(flat[1], flat[2], sliding_window)
+        spread_arguments = tree.spread(flat[1], flat[2], sliding_window)
     else:
         boundaries = kwargs.get("cu_seq_lens_q")
         longest = kwargs.get("max_length_q", width)
         if boundaries is None:
             boundaries = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=query.device)
-        given = flat[1], flat[2], boundaries, boundaries, longest, longest
+        spread_arguments = flat[1], flat[2], boundaries, boundaries, longest, longest
     attended = varlen_attn(
         flat[0],
-        *given,
+        *spread_arguments,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

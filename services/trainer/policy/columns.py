@@ -34,8 +34,9 @@ class Columns:
     def __init__(self, context: ContextGroup, num_columns: int, sources_N: Tensor) -> None:
         self._context = context
         self._num_columns = num_columns
-        self._width = width = -(-num_columns // context.size)
-        self.own = slice(context.rank * width, (context.rank + 1) * width)
+        width = -(-num_columns // context.size)
+        self._width = width
+        self.own_columns = slice(context.rank * width, (context.rank + 1) * width)
         holders_N = sources_N // width
         self._order_N = torch.argsort(holders_N, stable=True)
         """The scored tokens of the first rank, of the second, and so on."""
@@ -45,7 +46,7 @@ class Columns:
     def cut(self, rows_RT: Tensor, filler: int = 0) -> Tensor:
         """This rank's columns of [R, T], padded with `filler`. Shape [R, W]."""
         padding = self._width * self._context.size - self._num_columns
-        return F.pad(rows_RT, [0, padding], value=filler)[:, self.own]
+        return F.pad(rows_RT, [0, padding], value=filler)[:, self.own_columns]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # widths differ from tile to tile
     def to_heads(self, states: Tensor) -> Tensor:
@@ -74,7 +75,8 @@ class Columns:
         padded[: len(values_n)] = values_n.detach()
         parts = [torch.empty_like(padded) for _ in self._counts]
         dist.all_gather(parts, padded, group=self._context.group)
-        known = torch.cat([part[:count] for part, count in zip(parts, self._counts, strict=True)])
-        values_N = torch.empty_like(known)
-        values_N[self._order_N] = known
+        pieces = [padded_n[:count] for padded_n, count in zip(parts, self._counts, strict=True)]
+        by_rank_N = torch.cat(pieces)
+        values_N = torch.empty_like(by_rank_N)
+        values_N[self._order_N] = by_rank_N
         return values_N.index_copy(0, self.own_n.to(values_n.device), values_n)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
+from tidemill.services.trainer.policy.layers import body_of, layers_of
 from tidemill.services.trainer.policy.precision import round_alike
 
 log = structlog.get_logger(__name__)
@@ -45,41 +46,20 @@ def compile_model(
         with torch.autocast(device.type, dtype=dtype if is_cast else None, enabled=is_cast):
             if model.device.type == "meta":
                 _try_copy(model, parts[0], device, backend)
-            for part in parts:
-                part.compile(backend=backend, dynamic=True)
+            for layer_part in parts:
+                layer_part.compile(backend=backend, dynamic=True)
             if model.device.type != "meta":
                 _output_of(model, device).sum().backward()
     except Exception as error:  # a defect of the compiler has any type, AssertionError for one
-        for part in parts:
+        for layer_part in parts:
             # torch has no call that undoes `compile`; its own `__call__` looks here.
-            part._compiled_call_impl = None
+            layer_part._compiled_call_impl = None
         reason = " ".join(str(error).split())[:300]
         log.warning("torch.compile does not work here, training without it", reason=reason)
         return False
     finally:
         model.zero_grad(set_to_none=True)
     return True
-
-
-def body_of(model: PreTrainedModel) -> nn.Module:
-    """The model below its output head; the model itself where it names no such part. Llama 4 names one that
-    it does not have, and calls it `model` as others do."""
-    body: nn.Module = model.base_model
-    return getattr(model, "model", model) if body is model else body
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that transformers keeps in one piece, and that are in no other such block; ranks gather them
-    one after the other."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return outermost(model, lambda module: type(module).__name__ in names)
-
-
-def outermost(module: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """The modules in it for which `is_meant` holds and that are in no other such module, in their order."""
-    if is_meant(module):
-        return [module]
-    return [found for child in module.children() for found in outermost(child, is_meant)]
 
 
 def _output_of(model: PreTrainedModel, device: torch.device, **named: Any) -> Tensor:
@@ -112,10 +92,10 @@ class _Reached(Exception):
 def _arguments_of(model: PreTrainedModel, layer: nn.Module) -> tuple[Any, Any]:
     """The arguments with which the model calls the layer, found on the meta device. Raises RuntimeError: they
     cannot be found out."""
-    found: list[Any] = []
+    arguments: list[Any] = []
 
     def stop(_: nn.Module, args: Any, named: Any) -> None:
-        found.extend((args, named))
+        arguments.extend((args, named))
         raise _Reached
 
     meta = torch.device("meta")
@@ -128,7 +108,7 @@ def _arguments_of(model: PreTrainedModel, layer: nn.Module) -> tuple[Any, Any]:
             with suppress(RuntimeError), torch.no_grad():
                 _output_of(model, meta, **named)
     except _Reached:
-        return found[0], found[1]
+        return arguments[0], arguments[1]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = str(error)
     finally:

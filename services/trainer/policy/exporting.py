@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_digest
 from tidemill.common.wire.messages import WeightFile
-from tidemill.services.trainer.policy.adapters import ADAPTER_FOLDER, Adapters
 from tidemill.services.trainer.policy.offload import local
-from tidemill.services.trainer.policy.side_models import VALUE_PREFIX
 from tidemill.services.trainer.policy.state import SavesState
 from tidemill.services.trainer.weights.exported import DTYPES
 from tidemill.services.trainer.weights.shadow import owned_range
 from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over_ranks
 from tidemill.services.trainer.weights.store import WeightState, model_tensors, whole_tensor
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.adapters import Adapters
 
 
 class ExportsWeights(SavesState):
@@ -36,7 +38,9 @@ class ExportsWeights(SavesState):
 
     _model: PreTrainedModel
     _dtype: torch.dtype
-    _adapters: Adapters | None
+    _adapters: "Adapters | None"
+    _beside_model: frozenset[str]
+    """Names of trained parameters that are not the model's, such as a value head's."""
     _parameters: Sequence[tuple[str, nn.Parameter]]
     max_share_changed = 1.0
     """Where a larger share of the weights changes, no delta is written: `weights.max_share_changed`."""
@@ -58,20 +62,20 @@ class ExportsWeights(SavesState):
             yield name, tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
 
     def compare_weights(self) -> WeightState:
-        found = self._writer.compare(self._sources())
-        has_delta = found.before is not None and self._writer.shadow.is_held
+        comparison = self._writer.compare(self._sources())
+        has_delta = comparison.before is not None and self._writer.shadow.is_held
         return WeightState(
-            digest=str(found.digest),
-            committed=self._committed(found.digest),
-            before=str(found.before) if has_delta else "",
-            share_changed=found.share_changed if has_delta else -1.0,
-            num_bytes=found.num_bytes,
+            digest=str(comparison.digest),
+            committed=self._committed(comparison.digest),
+            before=str(comparison.before) if has_delta else "",
+            share_changed=comparison.share_changed if has_delta else -1.0,
+            num_bytes=comparison.num_bytes,
         )
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
         """Write weights with adapters merged, and beside them a folder of the adapters alone."""
         if self._adapters:
-            self._adapters.save(folder / ADAPTER_FOLDER, writes=self.peers.rank == 0)
+            self._adapters.save(folder / self._adapters.folder, writes=self.peers.rank == 0)
         return self._writer.begin(self._sources, folder, version, parent)
 
     def finish_writing(self) -> None:
@@ -85,22 +89,22 @@ class ExportsWeights(SavesState):
     def _committed(self, exported: Digest) -> str:
         """The digest of exported weights, and where something else is trained the sum of that, to which each
         rank adds its rows."""
-        own = [(n, p.detach()) for n, p in self._parameters if self._adapters or n.startswith(VALUE_PREFIX)]
+        trained = [(n, p.detach()) for n, p in self._parameters if self._adapters or n in self._beside_model]
         if self._adapters:
-            own.append(("base", self._adapters.mark))
-        if not own:
+            trained.append(("base", self._adapters.mark))
+        if not trained:
             return str(exported)
         is_leader = self.peers.rank == 0
         parts = DigestSum()
         headers = Digest()
-        for name, tensor in own:
+        for name, tensor in trained:
             info = TensorInfo(name, DTYPES[tensor.dtype], tuple(tensor.shape))
             low, high = owned_range(tensor, is_leader)
             if low < high:
                 parts.add_run(info, low, _words(local(tensor)))
             headers += header_digest(info) if is_leader else Digest()
-        rest = sum_over_ranks(parts.read() + headers, self.peers)
-        return f"{exported}+{str(rest).removeprefix(PREFIX)}"
+        sum_of_trained = sum_over_ranks(parts.read() + headers, self.peers)
+        return f"{exported}+{str(sum_of_trained).removeprefix(PREFIX)}"
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def local_part_of(weight: Tensor) -> Tensor:
 def _describe(name: str, weight: Tensor) -> str:
     num_nan = int(weight.isnan().sum())
     num_infinite = int(weight.isinf().sum())
-    counts = [f"{count:,} {what}" for count, what in ((num_nan, "NaN"), (num_infinite, "infinite")) if count]
+    counts = [f"{count:,} {kind}" for count, kind in ((num_nan, "NaN"), (num_infinite, "infinite")) if count]
     return f"{name} ({' and '.join(counts)} of {weight.numel():,})"
 
 
@@ -52,12 +52,12 @@ def refuse_broken_weights(broken: list[str]) -> None:
     )
 
 
-def refuse_broken_numbers(numbers: Tensor, what: str, dtype: torch.dtype) -> None:
+def refuse_broken_numbers(numbers: Tensor, name: str, dtype: torch.dtype) -> None:
     """Raises ConfigError: finite weights have led to these numbers, and not all of them are finite."""
     if bool(numbers.isfinite().all()):
         return
     raise ConfigError(
-        f"model.path: the weights of the model are finite, and its {what} of a few made-up tokens, computed "
+        f"model.path: the weights of the model are finite, and its {name} of a few made-up tokens, computed "
         f"in {str(dtype).removeprefix('torch.')}, are not. Either its weights are too large, as in damaged "
         "files: download or convert it again; or it needs a wider type: set model.dtype: float32"
     )

@@ -11,7 +11,7 @@ Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
@@ -24,14 +24,16 @@ from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.trie import SHORTEST
-from tidemill.services.trainer.policy.compiling import body_of
 from tidemill.services.trainer.policy.finite import refuse_broken_numbers
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
+from tidemill.services.trainer.policy.layers import body_of
 from tidemill.services.trainer.policy.packing import choose_layout, kinds_of_layers
 from tidemill.services.trainer.policy.precision import round_alike
-from tidemill.services.trainer.policy.routers import Routers
 from tidemill.services.trainer.policy.tile import Row, Tile, lay_out
 from tidemill.services.trainer.policy.trees import TREE, Tree, no_mask, rows_at
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.routers import Routers
 
 log = structlog.get_logger(__name__)
 
@@ -124,7 +126,7 @@ class TokenScorer:
         self,
         model: PreTrainedModel,
         compute_dtype: torch.dtype,
-        routers: Routers | None = None,
+        routers: "Routers | None" = None,
         root: nn.Module | None = None,
     ) -> None:
         self._model = model

@@ -144,11 +144,11 @@ def kept_log_mass(logprobs_CV: Tensor, kept: Rows | None) -> Tensor:
         return logprobs_CV.new_zeros(len(logprobs_CV))
     rows: list[NDArray[np.int64]] = []
     masses: list[Tensor] = []
-    for part in KeptLogits.of(logprobs_CV, kept):
-        masses.append(part.values_RK.logsumexp(-1))
-        if part.rows is None:
+    for rows_of_kept in KeptLogits.of(logprobs_CV, kept):
+        masses.append(rows_of_kept.values_RK.logsumexp(-1))
+        if rows_of_kept.rows is None:
             return masses[0]
-        rows.append(part.rows)
+        rows.append(rows_of_kept.rows)
     in_order_C = torch.from_numpy(np.argsort(np.concatenate(rows))).to(logprobs_CV.device)
     return torch.cat(masses)[in_order_C]
 
@@ -227,9 +227,17 @@ def score_hidden(
     if torch.is_grad_enabled():
         score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
     owns = [slice(start, start + chunk) for start in range(0, len(targets_N), chunk)]
-    parts = [score(hidden_NH[own], targets_N[own], kept and kept[own]) for own in owns]
-    logprobs_N, entropies_N, log_mass_N = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logprobs_N, entropies_N, log_mass_N
+    parts = [
+        score(hidden_NH[chunk_slice], targets_N[chunk_slice], kept and kept[chunk_slice])
+        for chunk_slice in owns
+    ]
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Scored]) -> Scored:
+    """The scores of all tokens, from those of chunks."""
+    logprobs, entropies, log_masses = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_masses)
 
 
 class Options(NamedTuple):
@@ -250,9 +258,9 @@ class Options(NamedTuple):
         """The gradient of z, which the head returns, over that of `scale * z / temperature`."""
         return self.scaling.scale / self.temperature
 
-    def of(self, own: slice) -> "Options":
+    def of(self, chunk_slice: slice) -> "Options":
         """The options for some of the tokens."""
-        return self._replace(kept=self.kept and self.kept[own])
+        return self._replace(kept=self.kept and self.kept[chunk_slice])
 
 
 class ChunkedScores(torch.autograd.Function):
@@ -280,14 +288,14 @@ class ChunkedScores(torch.autograd.Function):
         ctx.probabilities = {}
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for start in range(0, max(1, len(targets_N)), options.chunk):  # a rank may have no token at all
-                own = slice(start, start + options.chunk)
-                hidden_CH = hidden_NH[own].to(options.dtype)
-                scored, p_CV = _score_chunk(hidden_CH, head, targets_N[own], options.of(own))
+                chunk_slice = slice(start, start + options.chunk)
+                hidden_CH = hidden_NH[chunk_slice].to(options.dtype)
+                scored, p_CV = _score_chunk(hidden_CH, head, targets_N[chunk_slice], options.of(chunk_slice))
                 parts.append(scored)
                 if options.keeps:
                     ctx.probabilities[start] = p_CV
                 del p_CV  # freed before the next chunk's is made
-        logprobs_N, entropies_N, log_mass_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        logprobs_N, entropies_N, log_mass_N = _joined(parts)
         constants = [] if options.entropy_gradient else [entropies_N]
         constants += [log_mass_N] if options.kept is None else []
         ctx.mark_non_differentiable(*constants)
@@ -306,16 +314,20 @@ class ChunkedScores(torch.autograd.Function):
         d_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if wants_weight else None
         d_bias_V = torch.zeros_like(bias_V, dtype=wide) if wants_bias else None
         for start in range(0, len(targets_N), options.chunk):
-            own = slice(start, start + options.chunk)
-            hidden_CH = hidden_NH[own].to(options.dtype)
+            chunk_slice = slice(start, start + options.chunk)
+            hidden_CH = hidden_NH[chunk_slice].to(options.dtype)
             if (p_CV := ctx.probabilities.pop(start, None)) is not None:
-                of_targets_C1 = gradients[0][own, None].to(p_CV.dtype) * options.factor
-                d_logits_CV = p_CV.mul_(-of_targets_C1).scatter_add_(1, targets_N[own, None], of_targets_C1)
+                of_targets_C1 = gradients[0][chunk_slice, None].to(p_CV.dtype) * options.factor
+                d_logits_CV = p_CV.mul_(-of_targets_C1).scatter_add_(
+                    1, targets_N[chunk_slice, None], of_targets_C1
+                )
                 d_logits_CV = d_logits_CV.to(options.dtype)
             else:
-                of_chunk = [gradient[own] for gradient in gradients]
-                d_logits_CV = _chunk_gradient(hidden_CH, head, targets_N[own], options.of(own), of_chunk)
-            d_hidden_NH[own] = d_logits_CV @ head[0]
+                of_chunk = [gradient[chunk_slice] for gradient in gradients]
+                d_logits_CV = _chunk_gradient(
+                    hidden_CH, head, targets_N[chunk_slice], options.of(chunk_slice), of_chunk
+                )
+            d_hidden_NH[chunk_slice] = d_logits_CV @ head[0]
             if d_weight_VH is not None:
                 add_product(d_weight_VH, d_logits_CV.T, hidden_CH)
             if d_bias_V is not None:
@@ -377,7 +389,8 @@ def _chunk_gradient(
 ) -> Tensor:
     """Gradient of what the head returns, in the dtype of the products; see `ChunkedScores`. Shape [C, V]."""
     logits_CV, slope_CV = _scaled_logits(hidden_CH, head, options)
-    of_logprobs_C, of_entropies_C, of_mass_C = (gradient * options.factor for gradient in gradients)
+    scaled = [gradient * options.factor for gradient in gradients]
+    of_logprobs_C, of_entropies_C, of_mass_C = scaled
     of_whole_C = of_logprobs_C
     if options.kept is not None:
         has_ids_C = torch.from_numpy(count_kept(options.kept) > 0).to(of_logprobs_C.device)
@@ -394,10 +407,10 @@ def _chunk_gradient(
         p_CV = F.softmax(logits_CV, dim=-1)
         d_logits_CV = p_CV.mul_(-of_whole_C[:, None])
     if options.kept is not None:
-        for part in KeptLogits.of(logits_CV, options.kept):
-            q_RK = F.softmax(part.values_RK, dim=-1)
-            of_part_R = part.of_rows(of_whole_C - of_logprobs_C)
-            part.add_to(d_logits_CV, q_RK.mul_(of_part_R[:, None]))
+        for rows_of_kept in KeptLogits.of(logits_CV, options.kept):
+            q_RK = F.softmax(rows_of_kept.values_RK, dim=-1)
+            of_part_R = rows_of_kept.of_rows(of_whole_C - of_logprobs_C)
+            rows_of_kept.add_to(d_logits_CV, q_RK.mul_(of_part_R[:, None]))
     del logits_CV  # before the gradient in fewer bits
     d_logits_CV.scatter_add_(1, targets_C[:, None], of_logprobs_C[:, None].to(d_logits_CV.dtype))
     if slope_CV is not None:
@@ -420,21 +433,21 @@ def has_wide_products(kind: str, dtype: torch.dtype) -> bool:
     return bool((total == 17.0).all() and (product == 16.0).all())
 
 
-def wide_product(left: Tensor, right: Tensor) -> Tensor:
+def wide_product(first: Tensor, second: Tensor) -> Tensor:
     """The product of matrices of 16 bits in float32, without rounding to 16 bits in between."""
-    return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(first, second, out_dtype=torch.float32)
 
 
-def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_wide_product(total: Tensor, first: Tensor, second: Tensor) -> None:
     """Add such a product to `total`, in place."""
-    torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    torch.addmm(total, first, second, out_dtype=torch.float32, out=total)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
     """Add a product of matrices, which may be of fewer bits than the sum."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif has_wide_products(left.device.type, left.dtype):
-        add_wide_product(total, left, right)
+    if total.dtype == first.dtype:
+        total.addmm_(first, second)
+    elif has_wide_products(first.device.type, first.dtype):
+        add_wide_product(total, first, second)
     else:
-        total += left @ right
+        total += first @ second

@@ -1,13 +1,12 @@
 """The policy that a run's config asks for: a model on one rank or several, or delays."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
 from tidemill.common.config import RunConfig
-from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
-from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from tidemill.services.trainer.policy.memory.fit import with_fitting_passes
 from tidemill.services.trainer.policy.model_loading import pick_device
 from tidemill.services.trainer.policy.policy import Policy
 
@@ -21,15 +20,35 @@ def open_policy(config: RunConfig, folder: Path | None = None) -> Policy:
         from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 
         return SimulatedPolicy(config)
-    if pick_device(config.trainer.device).type == "cuda" and config.model.dtype == "float32":
-        log.warning("training and generating in float32 is slow on GPUs; model.dtype: bfloat16 is faster")
-    config = with_fitting_passes(config, folder)
-    ranks = lead_ranks(config.trainer)
-    if ranks is not None:
-        from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
+    if pick_device(config.trainer.device).type == "cuda":
+        from tidemill.services.trainer.policy.memory.fit import with_fitting_passes
 
-        ranks.broadcast(config.model_dump_json().encode())
-        return ShardedPolicy(load_rank_policy(config, ranks), ranks)
+        if config.model.dtype == "float32":
+            log.warning("training and generating in float32 is slow on GPUs; model.dtype: bfloat16 is faster")
+        config = with_fitting_passes(config, folder)
+    is_one_of_several = int(os.environ.get("WORLD_SIZE", "0")) > 1
+    if config.trainer.num_ranks > 1 or is_one_of_several:
+        return _open_sharded_policy(config)
     from tidemill.services.trainer.policy.transformers_policy import load_policy
 
     return load_policy(config)
+
+
+def _open_sharded_policy(config: RunConfig) -> Policy:
+    """Raises ConfigError: torchrun started another number of ranks than the config has."""
+    from tidemill.services.trainer.policy.fsdp.ranks import lead_ranks
+    from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
+
+    ranks = lead_ranks(config.trainer)
+    assert ranks is not None, "there are several"
+    # The other ranks have been started: they import this while this one does.
+    from tidemill.services.trainer.policy.fsdp.rank_policy import load_rank_policy
+
+    ranks.broadcast(config.model_dump_json().encode())
+    return ShardedPolicy(load_rank_policy(config, ranks), ranks)
+
+
+def closer_of(policy: Policy) -> Callable[[], None] | None:
+    """What ends a policy over several ranks; None for the others, which need nothing."""
+    close: Callable[[], None] | None = getattr(policy, "close", None)
+    return close

@@ -25,7 +25,8 @@ from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import freeze_rope, with_overrides
 from tidemill.services.trainer.policy.attention import choose_attention
-from tidemill.services.trainer.policy.compiling import compile_model, outermost
+from tidemill.services.trainer.policy.layers import outermost
+from tidemill.services.trainer.policy.options import load_option
 from tidemill.services.trainer.weights.pretrained import (
     PretrainedWeights,
     UnclearError,
@@ -101,12 +102,12 @@ def open_model(
         model_config = freeze_rope(model_config, config.max_model_len)
         attention = choose_attention(model_config, device, compute_dtype(config))
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
-        found: Any = _open_empty(config.path, model_config, options) if reads_later else None
-        if found is None:
-            found = AutoModelForCausalLM.from_pretrained(
+        opened: Any = _open_empty(config.path, model_config, options) if reads_later else None
+        if opened is None:
+            opened = AutoModelForCausalLM.from_pretrained(
                 config.path, config=model_config, output_loading_info=True, **options
             )
-            found = (*found, None)
+            opened = (*opened, None)
     except ConfigError:
         raise
     except Exception as error:
@@ -116,7 +117,7 @@ def open_model(
             f"model.path: cannot load a causal language model from {config.path}: {reason}. Give a folder "
             "with config.json and safetensors weights, or the name of a model on the hub."
         ) from error
-    model, info, weights = found
+    model, info, weights = opened
     _check_weights(config, info)
     _check_context(config, model)
     if weights is None:
@@ -162,7 +163,7 @@ def accelerate_model(
     if wants_liger(config, device or model.device):
         _apply_liger(model)
     if config.compile:
-        compile_model(model, dtype, device=device)
+        load_option("compiler")(model, dtype, device=device)
 
 
 def wants_liger(config: TrainerConfig, device: torch.device) -> bool:
@@ -217,4 +218,4 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def recomputable_layers(module: nn.Module) -> list[nn.Module]:
     """Layers that transformers would checkpoint, and that are in no other such layer."""
-    return outermost(module, lambda part: isinstance(part, GradientCheckpointingLayer))
+    return outermost(module, lambda inner: isinstance(inner, GradientCheckpointingLayer))

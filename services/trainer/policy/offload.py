@@ -98,7 +98,8 @@ class _Lanes:
 
     def __init__(self, like: Tensor, size: int) -> None:
         self._device = like.device
-        self._coming, self._leaving = (torch.cuda.Stream(like.device) if like.is_cuda else None for _ in "io")
+        self._coming = torch.cuda.Stream(like.device) if like.is_cuda else None
+        self._leaving = torch.cuda.Stream(like.device) if like.is_cuda else None
         self._places = [
             _Place((like.new_empty(size), like.new_empty(size)), torch.cuda.Event() if like.is_cuda else None)
             for _ in range(PLACES)
@@ -110,16 +111,16 @@ class _Lanes:
     @contextmanager
     def passing(self, host: list[Tensor]) -> Iterator[list[Tensor]]:
         """Copies of these on the device, for an update within the block; then they are copied back."""
-        place = self._places.pop(0)
-        self._places.append(place)
-        assert place.buffers[0].dtype == host[0].dtype, "all that is trained is of one dtype"
+        buffers = self._places.pop(0)
+        self._places.append(buffers)
+        assert buffers.buffers[0].dtype == host[0].dtype, "all that is trained is of one dtype"
         if self._coming is not None:
             # The slice that was here before may still be on its way back to the host.
-            self._coming.wait_event(place.emptied)
+            self._coming.wait_event(buffers.emptied)
         with self._on(self._coming):
             device = [
-                buffer[: len(own)].copy_(own, non_blocking=True)
-                for buffer, own in zip(place.buffers, host, strict=True)
+                buffer[: len(on_host)].copy_(on_host, non_blocking=True)
+                for buffer, on_host in zip(buffers.buffers, host, strict=True)
             ]
         if self._coming is not None:
             self._updating().wait_stream(self._coming)
@@ -127,10 +128,10 @@ class _Lanes:
         if self._leaving is not None:
             self._leaving.wait_stream(self._updating())
         with self._on(self._leaving):
-            for own, moved in zip(host, device, strict=True):
-                own.copy_(moved, non_blocking=True)
+            for on_host, on_device in zip(host, device, strict=True):
+                on_host.copy_(on_device, non_blocking=True)
             if self._leaving is not None:
-                place.emptied.record(self._leaving)
+                buffers.emptied.record(self._leaving)
 
     def join(self) -> None:
         """Wait until all are back: checkpoints read them on the CPU."""
@@ -152,9 +153,9 @@ def local(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """This rank's elements as a vector."""
-    own = local(tensor.detach())
-    assert own.is_contiguous(), "weights, gradients and moments are dense rows"
-    return own.view(-1)
+    own_elements = local(tensor.detach())
+    assert own_elements.is_contiguous(), "weights, gradients and moments are dense rows"
+    return own_elements.view(-1)
 
 
 def host_like(tensor: Tensor) -> Tensor:

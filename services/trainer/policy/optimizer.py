@@ -50,9 +50,9 @@ def build_optimizer(
         chosen = [(name, parameter) for name, parameter in trained if rates.get(name, config.lr) == rate]
         share = {"lr": rate, "lr_share": rate / config.lr}
         for mesh in _meshes([p for _, p in chosen]):
-            own = [(name, p) for name, p in chosen if _mesh(p) == mesh]
-            matrices = [p for name, p in own if is_matrix(name, p)]
-            others = [p for name, p in own if not is_matrix(name, p)]
+            of_mesh = [(name, p) for name, p in chosen if _mesh(p) == mesh]
+            matrices = [p for name, p in of_mesh if is_matrix(name, p)]
+            others = [p for name, p in of_mesh if not is_matrix(name, p)]
             groups.append({"params": matrices, "weight_decay": config.weight_decay, **share})
             groups.append({"params": others, "weight_decay": 0.0, **share})
     groups = [group for group in groups if group["params"]]
@@ -120,10 +120,10 @@ def _total_norm(gradients: Sequence[Tensor]) -> float:
     norms = [float(total.full_tensor() if isinstance(total, DTensor) else total)]
     for mesh in others:
         # In one sum over a copy's ranks, which are those of the usual mesh: torch would go axis by axis.
-        own = get_total_norm([local(gradient) for gradient in gradients if _mesh(gradient) == mesh])
+        norm_of_mesh = get_total_norm([local(gradient) for gradient in gradients if _mesh(gradient) == mesh])
         assert usual is not None, "all parameters are split, or none"
         copies = [Replicate()] * (usual.ndim - 1)
-        sums = DTensor.from_local(own.square(), usual, [*copies, Partial()], run_check=False)
+        sums = DTensor.from_local(norm_of_mesh.square(), usual, [*copies, Partial()], run_check=False)
         norms.append(math.sqrt(float(sums.full_tensor())))
     return math.hypot(*norms)
 

@@ -66,17 +66,17 @@ class Routers:
         self._changed: list[Tensor] = []
         self._is_trial = False
         self._affinities: dict[nn.Module, str] = {}
-        found = find_routers(model)
-        self._layers = [layer for layer, _ in found]
-        self.replays = replays and bool(found)
+        routers = find_routers(model)
+        self._layers = [layer for layer, _ in routers]
+        self.replays = replays and bool(routers)
         """Whether passes can be given routes, and need them."""
         self.routing = Routing(tuple(self._layers), count_experts(model.config)) if self.replays else None
-        for number, (_, router) in enumerate(found):
+        for number, (_, router) in enumerate(routers):
             if self.replays:
                 # Compiled it would round otherwise than when it runs once more, in the hook.
                 router.forward = torch.compiler.disable(router.forward)
             router.register_forward_hook(partial(self._note, number), with_kwargs=True)
-        if replays and not found and is_mixture(model.config):
+        if replays and not routers and is_mixture(model.config):
             raise self._no_replay("transformers names none")
         if any(module._compiled_call_impl is not None for module in model.modules()):
             torch.compiler.reset()  # what was compiled before would go on without the hooks
@@ -106,13 +106,13 @@ class Routers:
         """Try a replay. Raises ConfigError: the router cannot be given its experts."""
         if (parts := parts_of(output)) is None:
             raise self._no_replay("one does not return logits, weights and experts")
-        own = parts[2]
-        other = (parts[2] + 1) % parts[0].shape[-1]
-        same = parts_of(again(own))
-        moved = parts_of(again(other))
+        experts = parts[2]
+        next_experts = (parts[2] + 1) % parts[0].shape[-1]
+        same = parts_of(again(experts))
+        moved = parts_of(again(next_experts))
         if same is None or moved is None or not all(map(torch.equal, same, parts)):
             raise self._no_replay("one returns others each time")
-        if not torch.equal(moved[2], other):
+        if not torch.equal(moved[2], next_experts):
             raise self._no_replay("one does not choose by torch.topk")
 
     def _no_replay(self, reason: str) -> ConfigError:
@@ -130,10 +130,10 @@ class Routers:
         self._changed = []
         if routes is not None:
             # Engines may count all layers, with those that have no router.
-            own = range(len(self._layers)) if routes.shape[1] == len(self._layers) else self._layers
-            if max(own) >= routes.shape[1]:
+            indices = range(len(self._layers)) if routes.shape[1] == len(self._layers) else self._layers
+            if max(indices) >= routes.shape[1]:
                 raise ValueError(f"routes of {routes.shape[1]} layers for {len(self._layers)} routers")
-            self._routes = routes[:, list(own)]
+            self._routes = routes[:, list(indices)]
         self._seen = [] if is_noted else None
         try:
             yield
@@ -165,7 +165,8 @@ class Routers:
     def _affinity_of(self, output: Any) -> str:
         parts = parts_of(output)
         if parts is not None:
-            logits_NE, weights_NK, chosen_NK = (part.detach() for part in parts)
+            constants = [tensor.detach() for tensor in parts]
+            logits_NE, weights_NK, chosen_NK = constants
             deviations = {
                 name: _deviation(affinity(logits_NE.float()), weights_NK.float(), chosen_NK)
                 for name, affinity in AFFINITIES.items()
@@ -183,13 +184,14 @@ class Routers:
         if not self._measures:
             return ()
         assert self._seen is not None and len(self._seen) == len(self._affinities), "every router was heard"
-        found = []
+        routings = []
         for router, output in self._seen:
             parts = parts_of(output)
             assert parts is not None, "it was when the model was loaded"
-            logits_NE, chosen_NK = (rows_at(part, sources_N) for part in (parts[0], parts[2]))
-            found.append(LayerRouting(self._affinities[router], logits_NE, chosen_NK))
-        return tuple(found)
+            logits_NE = rows_at(parts[0], sources_N)
+            chosen_NK = rows_at(parts[2], sources_N)
+            routings.append(LayerRouting(self._affinities[router], logits_NE, chosen_NK))
+        return tuple(routings)
 
     def changed_at(self, sources_N: Tensor) -> Tensor | None:
         """The share of layers in which the routers of these flat positions would have chosen otherwise, in

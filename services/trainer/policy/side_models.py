@@ -19,15 +19,15 @@ from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.tile import Tile
 from tidemill.services.trainer.weights.store import model_tensors
 
-REFERENCE_PREFIX = "reference."
-"""Prefix of its weights' names in a checkpoint."""
-
 MakeScorer = Callable[[PreTrainedModel], TokenScorer]
 """Makes the scorer of a model, which may be split over ranks."""
 
 
 class ReferenceModel:
     """A copy of the policy's model. Make it before the first update and before a checkpoint is loaded."""
+
+    prefix = "reference."
+    """Prefix of its weights' names in a checkpoint."""
 
     def __init__(self, model: PreTrainedModel, config: ReferenceConfig, make_scorer: MakeScorer) -> None:
         self._config = config
@@ -65,6 +65,8 @@ class ValueHead(nn.Module):
 
     reads_policy = True
     """Whether its input is the policy's hidden states."""
+    is_clipped_alone = False
+    """Whether its gradients are clipped by themselves, and not with the policy's."""
 
     def __init__(self, model: PreTrainedModel, detach: bool, device: torch.device) -> None:
         super().__init__()
@@ -82,6 +84,10 @@ class ValueHead(nn.Module):
             values: Tensor = self.layer(hidden_NH.to(self.layer.weight.dtype)).squeeze(-1)
         return values if tile.columns is None else tile.columns.joined(values)
 
+    def models(self) -> list[PreTrainedModel]:
+        """Its models, whose layers may be computed again for their gradient."""
+        return []
+
     def modules_to_move(self) -> list[nn.Module]:
         return [self.layer]
 
@@ -95,6 +101,7 @@ class Critic(ValueHead):
     moves the policy. Make it before the first update and before a checkpoint is loaded."""
 
     reads_policy = False
+    is_clipped_alone = True
 
     def __init__(self, model: PreTrainedModel, make_scorer: MakeScorer, device: torch.device) -> None:
         super().__init__(model, detach=False, device=device)
@@ -109,10 +116,13 @@ class Critic(ValueHead):
         """Like the head's; the policy's hidden states are not used."""
         return super().forward(tile, self._scorer.hidden(tile))
 
+    def models(self) -> list[PreTrainedModel]:
+        return [self.model]
+
     def modules_to_move(self) -> list[nn.Module]:
         return [self.layer, self._scorer.module]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The head's parameters, and those of the model that are trained."""
-        own = [(f"{VALUE_PREFIX}model.{name}", weight) for name, weight in self.model.named_parameters()]
-        return [*super().named(), *((name, weight) for name, weight in own if weight.requires_grad)]
+        of_model = [(f"{VALUE_PREFIX}model.{name}", weight) for name, weight in self.model.named_parameters()]
+        return [*super().named(), *((name, weight) for name, weight in of_model if weight.requires_grad)]

@@ -94,7 +94,10 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
             "entropies": (algorithm.needs_start_entropies, -1.0),
         }
         wanted = {name: np.float32(factor) for name, (is_needed, factor) in factors.items() if is_needed}
-        return [{name: f * sample.rollout_logprobs for name, f in wanted.items()} for sample in samples]
+        results = []
+        for sample in samples:
+            results.append({name: factor * sample.rollout_logprobs for name, factor in wanted.items()})
+        return results
 
     def hold_weights(self) -> None:
         """Nothing to do: there are no weights."""

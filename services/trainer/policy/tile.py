@@ -156,7 +156,7 @@ def cut_tile(tile: Tile, context: ContextGroup) -> Tile:
     return replace(
         tile,
         ids_BT=columns.cut(tile.ids_BT),
-        sources_N=tile.sources_N[columns.own_n] - columns.own.start,
+        sources_N=tile.sources_N[columns.own_n] - columns.own_columns.start,
         targets_N=tile.targets_N[columns.own_n],
         model_kwargs={"position_ids": columns.cut(tile.model_kwargs["position_ids"]), TREE: tree},
         columns=columns,

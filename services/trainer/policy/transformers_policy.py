@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
+from tidemill.common.run.routers import find_routers, is_mixture
 from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.routing import rerouted
@@ -30,7 +31,6 @@ from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample, without_choices
-from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.batch_tokens import BatchTokens
 from tidemill.services.trainer.policy.exporting import ExportsWeights
 from tidemill.services.trainer.policy.finite import find_broken_weights, refuse_broken_weights
@@ -52,16 +52,19 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
+from tidemill.services.trainer.policy.options import load_option
 from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, make_rows, plan_tiles
 from tidemill.services.trainer.policy.policy import UpdateResult
-from tidemill.services.trainer.policy.routers import Routers
-from tidemill.services.trainer.policy.side_models import REFERENCE_PREFIX as REFERENCE
-from tidemill.services.trainer.policy.side_models import Critic, ReferenceModel, ValueHead
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
 from tidemill.services.trainer.policy.tile import NO_ROW, NOTHING, Row, Tile, lay_out
 from tidemill.services.trainer.policy.usage import Measured, Profiled
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
+
+if TYPE_CHECKING:
+    from tidemill.services.trainer.policy.adapters import Adapters
+    from tidemill.services.trainer.policy.routers import Routers
+    from tidemill.services.trainer.policy.side_models import ReferenceModel, ValueHead
 
 ROWS_PER_COMPARED = 64
 """Samples of an update's first micro-batch, for each row that is scored without routes too."""
@@ -71,7 +74,7 @@ T = TypeVar("T")
 
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     """A list for each group, whose samples are neighbours."""
-    return [list(own) for _, own in groupby(samples, key=lambda sample: sample.key[0])]
+    return [list(of_group) for _, of_group in groupby(samples, key=lambda sample: sample.key[0])]
 
 
 def load_policy(config: RunConfig) -> "TransformersPolicy":
@@ -92,7 +95,9 @@ def policy_options(
     where they are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
     trainer = config.trainer
     dtype = compute_dtype(config.model)
-    adapters = Adapters(model, trainer.lora, dtype, config.seed, base_digest) if trainer.lora else None
+    adapters = None
+    if trainer.lora:
+        adapters = load_option("adapters")(model, trainer.lora, dtype, config.seed, base_digest)
     accelerate_model(model, trainer, dtype, device)
     return {
         "dtype": dtype,
@@ -115,7 +120,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         dtype: torch.dtype,
         temperature: float,
         max_completion_tokens: int,
-        adapters: Adapters | None = None,
+        adapters: "Adapters | None" = None,
         replays_routes: bool = False,
         max_model_len: int = 64,
         device: torch.device | None = None,
@@ -135,19 +140,24 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self._reference: ReferenceModel | None = None
         """None with adapters: the reference is the model with its adapters off."""
         if algorithm.needs_reference and adapters is None:
-            self._reference = ReferenceModel(model, algorithm.reference, self._make_scorer)
+            self._reference = load_option("reference")(model, algorithm.reference, self._make_scorer)
         self._value_head = self._make_value_head(model)
         # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
         measures = algorithm.router.is_on
-        routers = Routers(model, measures, replays_routes) if measures or replays_routes else None
+        routers: Routers | None = None
+        if measures or (replays_routes and (is_mixture(model.config) or find_routers(model))):
+            routers = load_option("routers")(model, measures, replays_routes)
         self.routing = None if routers is None else routers.routing
         self._scorer = self._make_scorer(model, routers if measures or self.routing else None)
         head_parameters = self._value_head.named() if self._value_head else []
         trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self._parameters = [*trained, *head_parameters]
+        self._beside_model = frozenset(name for name, _ in head_parameters)
         # A critic's gradients are clipped by themselves: they have nothing to do with the policy's.
         self._bounded = (
-            [trained, head_parameters] if isinstance(self._value_head, Critic) else [self._parameters]
+            [trained, head_parameters]
+            if self._value_head is not None and self._value_head.is_clipped_alone
+            else [self._parameters]
         )
         head_lr = algorithm.value.lr or config.optimizer.lr
         own_rates = {name: head_lr for name, _ in head_parameters}
@@ -167,10 +177,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             self._tile_tokens = min(CPU_TILE_TOKENS, config.bin_tokens)
         if config.gradient_checkpointing is True:  # and not `auto`: then nothing has chosen yet
             recompute_layers(model)
-            if isinstance(self._value_head, Critic):
-                recompute_layers(self._value_head.model)
+            for beside in self._value_head.models() if self._value_head else ():
+                recompute_layers(beside)
 
-    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+    def _make_scorer(self, model: PreTrainedModel, routers: "Routers | None" = None) -> TokenScorer:
         self._check_weights(model)
         return TokenScorer(model, self._dtype, routers)
 
@@ -188,13 +198,15 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             broken.update(unpack(answer))
         refuse_broken_weights(sorted(broken))
 
-    def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
+    def _make_value_head(self, model: PreTrainedModel) -> "ValueHead | None":
         algorithm = self._config.algorithm
         if not algorithm.needs_values:
             return None
         if algorithm.value.model == "own":
-            return Critic(model, self._make_scorer, self._device)
-        return ValueHead(model, algorithm.value.detach, self._device)
+            critic: ValueHead = load_option("critic")(model, self._make_scorer, self._device)
+            return critic
+        head: ValueHead = load_option("value_head")(model, algorithm.value.detach, self._device)
+        return head
 
     def accumulate(self, batch: MicroBatch) -> Sums:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
@@ -207,18 +219,18 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     def _num_missing(self, plan: Sequence[Tile]) -> int:
         """How many forward passes this rank has fewer than the one with the most."""
-        most: int = max(unpack(part) for part in self.peers.gather(pack(len(plan))))
+        most: int = max(unpack(answer) for answer in self.peers.gather(pack(len(plan))))
         return most - len(plan)
 
     def _plan_scored(self, parts: Sequence[Sequence[Sample]]) -> list[Tile]:
         """Tiles with every completion token, trained or not; no tile has samples of two parts."""
         tiles: list[Tile] = []
         first = 0
-        for part in parts:
-            everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in part]
-            rows = make_rows(part, everything, first)
+        for samples in parts:
+            everything = [np.ones(len(sample.completion_ids), dtype=np.bool_) for sample in samples]
+            rows = make_rows(samples, everything, first)
             tiles += plan_tiles(rows, self.layout, self._tile_tokens, most_shared=self._config.bin_tokens)
-            first += len(part)
+            first += len(samples)
         return tiles
 
     def _lay_out(self, tile: Tile) -> Tile:
@@ -307,8 +319,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             self.zero()
             return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
         bound = self._config.optimizer.max_grad_norm
-        norm, *others = [finish_gradients(part, denominator, bound) for part in self._bounded]
-        if unbounded := [one for one in (norm, *others) if not math.isfinite(one)]:
+        norms = [finish_gradients(parameters, denominator, bound) for parameters in self._bounded]
+        norm = norms[0]
+        if unbounded := [infinite for infinite in norms if not math.isfinite(infinite)]:
             norm = unbounded[0]
             self.zero()
             return UpdateResult(norm, lr, skipped=True, reason=f"the gradient norm is {norm}")
@@ -397,7 +410,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         parts: Sequence[Sequence[Sample]],
         scorer: TokenScorer,
         temperature: float,
-        head: ValueHead | None = None,
+        head: "ValueHead | None" = None,
     ) -> list[SampleColumns]:
         """`logprobs` of all completion tokens, `entropies` where they are needed, `values` where a head is
         given; in the order of the parts. Only samples of one part share a forward pass. float32, or float64
@@ -439,8 +452,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         tensors = {
             name if name in head else f"model.{name}": tensor for name, tensor in self._weights().items()
         }
-        reference = self._reference.tensors() if self._reference else {}
-        return tensors | {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
+        if self._reference is not None:
+            prefix = self._reference.prefix
+            tensors |= {f"{prefix}{name}": tensor for name, tensor in self._reference.tensors().items()}
+        return tensors
 
     @torch.no_grad()
     def load_state(self, folder: Path) -> None:
@@ -448,10 +463,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         anything is changed."""
         state = ShardReader(folder)
         values = state.values
-        own = self._saved_weights()
-        self._check_state(values, state.shapes, own)
+        weights = self._saved_weights()
+        self._check_state(values, state.shapes, weights)
         load_optimizer(self._optimizer, self._parameters, state)
-        for name, tensor in own.items():
+        for name, tensor in weights.items():
             fill(tensor, state, name)
         self._num_updates = int(values["updates"])
         self._set_coefficients(self._config.algorithm, values.get("coefficients"))
@@ -463,13 +478,13 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self.peers.gather(b"")
 
     def _check_state(
-        self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], own: dict[str, Tensor]
+        self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]], weights: dict[str, Tensor]
     ) -> None:
-        given = {name for name in shapes if not name.startswith((OPTIMIZER, "rng."))}
+        saved = {name for name in shapes if not name.startswith((OPTIMIZER, "rng."))}
         wrong = sorted(
             name
-            for name in own.keys() | given
-            if name not in own or name not in given or tuple(own[name].shape) != shapes[name]
+            for name in weights.keys() | saved
+            if name not in weights or name not in saved or tuple(weights[name].shape) != shapes[name]
         )
         policy = values.get("policy")
         if wrong or policy != "transformers":

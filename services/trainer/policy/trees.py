@@ -52,8 +52,8 @@ def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         return tensor[places]  # sorts the places and sums in their order; `index_select` adds atomically here
     # On a CPU it is the other way round: threads add the gradient of indexing in the order of their arrival.
-    found: Tensor = tensor.index_select(0, places.flatten()).unflatten(0, places.shape)
-    return found
+    rows: Tensor = tensor.index_select(0, places.flatten()).unflatten(0, places.shape)
+    return rows
 
 
 class Boundaries(NamedTuple):
@@ -114,8 +114,10 @@ class Tree:
 
     def boundaries(self, device: torch.device) -> Boundaries:
         """Made once: all layers ask for the same."""
-        made: Boundaries = self._made.get(device) or self._made.setdefault(device, self._boundaries(device))
-        return made
+        boundaries: Boundaries = self._made.get(device) or self._made.setdefault(
+            device, self._boundaries(device)
+        )
+        return boundaries
 
     def buckets(
         self, device: torch.device, window: int | None, dtype: torch.dtype
@@ -123,9 +125,9 @@ class Tree:
         """Buckets, and for each token of the tile its place among their padded outputs. Shape [T]."""
         self.windows.add(window)
         key = (device, window, dtype)
-        made: tuple[list[Bucket], Tensor]
-        made = self._made.get(key) or self._made.setdefault(key, self._buckets(*key))
-        return made
+        buckets: tuple[list[Bucket], Tensor]
+        buckets = self._made.get(key) or self._made.setdefault(key, self._buckets(*key))
+        return buckets
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would do its work again for each tree
     def spread(
@@ -196,23 +198,27 @@ def _runs_of(node: Node, path: Indices, window: int | None) -> list[Run]:
     runs: list[Run] = []
     for first in range(0, num_queries, size):
         queries = node.places[first : first + size]
-        place = node.start + first
-        first_key = max(0, place - window + 1)
-        runs.append(Run(queries, path[first_key : place + len(queries)], place - first_key))
+        first_position = node.start + first
+        first_key = max(0, first_position - window + 1)
+        runs.append(Run(queries, path[first_key : first_position + len(queries)], first_position - first_key))
     return runs
 
 
 def _alike(runs: Sequence[Run]) -> list[list[Run]]:
     """Groups of runs of so similar shapes that one call for a group computes few unneeded scores."""
     groups: list[list[Run]] = []
-    widest = longest = needed = 0
+    widest = 0
+    longest = 0
+    needed = 0
     for run in sorted(runs, key=lambda run: (-run.end, run.start)):
         keys = run.end
         queries = len(run.queries)
         computed = (len(groups[-1]) + 1) * max(widest, queries) * max(longest, keys) if groups else 0
         if not groups or computed > 1.5 * (needed + queries * keys) + SLACK:
             groups.append([])
-            widest = longest = needed = 0
+            widest = 0
+            longest = 0
+            needed = 0
         groups[-1].append(run)
         widest = max(widest, queries)
         longest = max(longest, keys)
@@ -246,10 +252,10 @@ def attend_sdpa(
     the tree has `columns`. Raises ValueError: scores are changed in a way that it does not know."""
     tree: Tree | None = kwargs.pop(TREE, None)
     if tree is None:
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        attended_plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **kwargs
         )
-        return found
+        return attended_plain
     has_mask = attention_mask is not None and attention_mask.numel() > 0
     if has_mask or any(kwargs.get(name) is not None for name in CHANGES_OF_SCORES):
         raise ValueError("attention along a tree takes no mask, no cap of scores, no sinks and no bias")
@@ -264,11 +270,14 @@ def _attend_buckets(
     tree: Tree, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
     buckets, back_T = tree.buckets(query.device, window, autocast_dtype(query) or query.dtype)
-    query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    query_THD = query[0].transpose(0, 1)
+    key_THD = key[0].transpose(0, 1)
+    value_THD = value[0].transpose(0, 1)
     groups = query.shape[1] // key.shape[1]
     is_grouped = query.device.type == "cpu"
     if not is_grouped:  # a kernel of GPUs that takes a mask takes no groups
-        key_THD, value_THD = (x.repeat_interleave(groups, 1) for x in (key_THD, value_THD))
+        key_THD = key_THD.repeat_interleave(groups, 1)
+        value_THD = value_THD.repeat_interleave(groups, 1)
     outputs = []
     for queries_nQ, keys_nK, mask in buckets:
         attended = F.scaled_dot_product_attention(

@@ -37,7 +37,7 @@ PEAK_FLOPS = {
 def peak_flops() -> float:
     """Peak FLOP/s of this process's device; 0 where it is not known."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in device), 0.0)
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,6 @@ class Profiled:
             torch.cuda.synchronize()  # kernels that still run would be cut off
         profiler.stop()
         name = f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json.gz"
-        part = self._folder / f".part-{name}"  # with the same suffix: by it torch compresses
-        profiler.export_chrome_trace(str(part))
-        os.replace(part, self._folder / name)
+        unfinished = self._folder / f".part-{name}"  # with the same suffix: by it torch compresses
+        profiler.export_chrome_trace(str(unfinished))
+        os.replace(unfinished, self._folder / name)

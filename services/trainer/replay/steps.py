@@ -30,8 +30,7 @@ from tidemill.services.trainer.durable.recovery import (
     weight_difference,
 )
 from tidemill.services.trainer.metrics.step_metrics import step_metrics
-from tidemill.services.trainer.policy.fsdp.sharded_policy import ShardedPolicy
-from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.loading import closer_of, open_policy
 from tidemill.services.trainer.policy.memory.fit import PASSES_FILE
 from tidemill.services.trainer.policy.policy import Policy, PolicyThread
 from tidemill.services.trainer.step import StepResult, StepRunner
@@ -229,6 +228,7 @@ async def replay_steps(
             is_equal = is_equal and result["equal"]
             say({"kind": "result", "seconds": time.monotonic() - started_at, **result})
     finally:
-        if isinstance(policy, ShardedPolicy):
-            await thread.call(policy.close)
+        close = closer_of(policy)
+        if close is not None:
+            await thread.call(close)
     return is_equal

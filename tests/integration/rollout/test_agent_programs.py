@@ -214,10 +214,28 @@ async def test_a_session_over_its_time_is_truncated_and_keeps_what_was_said() ->
     async def ask(ids: Any, sampling: SamplingParams) -> Any:
         return await (model.ask(ids, sampling) if model.lines else asyncio.Event().wait())
 
-    async with player(function("for_ever"), session_timeout_s=10.0) as agent:
+    async with player(function("asking_and_working"), session_timeout_s=10.0) as agent:
         played = await agent.play(TICKET, "s", ask)
         assert played.session.end == "timeout" and len(played.session.turns) == 1
         assert played.session.late == "session"
+
+
+@pytest.mark.parametrize(("name", "section"), [("for_ever", {"session_timeout_s": 15.0}), ("impatient", {})])
+async def test_time_that_a_hung_engine_took_is_a_fault_whoever_measured_it(name, section):
+    model = ScriptedModel("a")
+
+    async def ask(ids: Any, sampling: SamplingParams) -> Any:
+        return await (model.ask(ids, sampling) if model.lines else asyncio.Event().wait())
+
+    async with player(function(name), **section) as agent:
+        with pytest.raises(EnvironmentFaultError, match="the engine was slow"):
+            await agent.play(TICKET, "s", ask)
+
+
+async def test_a_program_that_says_that_its_time_was_over_is_truncated_with_its_reward() -> None:
+    async with player(function("late_by_itself")) as agent:
+        played = await agent.play(TICKET, "s", ScriptedModel("a").ask)
+    assert (played.session.end, played.session.late, played.session.reward) == ("timeout", "program", 0.25)
 
 
 @pytest.mark.parametrize(("policy", "reward"), [({}, None), (VALUE, -1.0)])

@@ -23,6 +23,7 @@ from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
+from tidemill.services.rollout.sessions.chat import Parsed
 
 anthropic, openai = late("anthropic"), late("openai")
 
@@ -70,13 +71,11 @@ class Behind:
 
 
 @contextlib.asynccontextmanager
-async def behind(
-    modes: Sequence[Mode], model: NumberedModel | None = None, **limits: Any
-) -> AsyncIterator[Behind]:
+async def behind(modes: Sequence[Mode], chat_format: ByteChat = CHAT, **limits: Any) -> AsyncIterator[Behind]:
     section = EnvironmentConfig.model_validate({"max_turns": 200, "max_segments": 200} | limits)
     sampling = SamplingParams(max_tokens=200)
-    ask = (model or NumberedModel()).ask
-    session = GatewaySession(CHAT, CHAT.decode, ask, sampling, section, 1 << 16)
+    ask = NumberedModel().ask
+    session = GatewaySession(chat_format, CHAT.decode, ask, sampling, section, 1 << 16)
     gateway = Gateway("m")
     await gateway.start()
     port = int(gateway.root.rpartition(":")[2])
@@ -196,12 +195,11 @@ async def test_a_program_that_ends_after_its_only_answer_was_lost_has_nothing_to
 async def test_a_response_that_breaks_in_the_middle_is_not_delivered() -> None:
     """The client leaves while most of the answer waits in the gateway's socket."""
 
-    class Wordy(NumberedModel):
-        async def ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-            said = [*b"x" * (6 << 20), END]
-            return Generation(said, [-0.5] * len(said), ((0, 0),), "stop")
+    class LongChat(ByteChat):
+        def parse(self, turn_ids: Sequence[int], tools: Sequence[Any] = (), is_cut: bool = False) -> Parsed:
+            return Parsed({"role": "assistant", "content": "x" * (6 << 20)})
 
-    async with behind([], Wordy()) as run:
+    async with behind([], LongChat()) as run:
         body = b'{"messages": [{"role": "user", "content": "go"}]}'
         caller = socket.socket()
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -89,21 +89,24 @@ COLUMN_ROW = """    # By a test.
     # By the estimator of advantages.
 """
 COLUMN_PROOF = """
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from tests.support.samples import sample_of
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
-from tidemill.services.trainer.policy.forward import TileScores, trained_tokens
-from tidemill.services.trainer.policy.packing import make_rows, make_tile, plan_tiles
+from tidemill.services.trainer.policy.batch_tokens import BatchTokens
+from tidemill.services.trainer.policy.packing import make_rows, plan_tiles
+from tidemill.services.trainer.policy.tile import lay_out
 
 sample = sample_of((0, 0), [3, 4], [5, 6], [-1.0, -2.0], advantage=0.25)
 sample.fill("surprises", np.array([0.5, 0.75], np.float32))
 rows = make_rows([sample], [sample.mask])
-(planned,) = plan_tiles(rows, "padded", 100)
-tile = make_tile(planned)
+plan = plan_tiles(rows, "padded", 100)
 zeros_N = torch.zeros(2)
-tokens = trained_tokens(tile, MicroBatch([sample]), TileScores(zeros_N, zeros_N, zeros_N), None, "token")
+scored = replace(lay_out(plan[0]), logprobs_N=zeros_N, entropies_N=zeros_N, log_mass_N=zeros_N)
+tokens = BatchTokens(plan, MicroBatch((sample,)), "token").of_tile(0, scored, None)
 assert tokens.columns["surprises"].tolist() == [0.5, 0.75]
 """
 

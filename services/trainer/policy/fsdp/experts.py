@@ -58,7 +58,8 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> Callable[[nn.Para
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 
-    *others, last = mesh.mesh_dim_names or ()
+    dimensions = mesh.mesh_dim_names or ()
+    *others, last = dimensions
     _check_experts(model, mesh[last].size())
     if TAKES_FULL_NAMES:
         apply_expert_parallelism(model, mesh[last], _mesh_of_one(mesh.device_type), _named_plan(model))

@@ -10,6 +10,7 @@ order: they agree on the number of forward passes, and a rank with fewer adds pa
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Routes, Sample, SegmentTokens, TurnEnd
 from tidemill.services.trainer.groups.trie import SCORES_OF_A_TOKEN
 from tidemill.services.trainer.policy.attention import layer_configs
-from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.forward import TokenScorer
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_experts
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
+from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
 from tidemill.services.trainer.policy.offload import local
 from tidemill.services.trainer.policy.routers import Routers
@@ -62,8 +63,10 @@ def take_share(device: torch.device, num_ranks: int, environment: Mapping[str, s
         local = int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
         torch.set_num_threads(max(1, len(cores) // local))
     if device.type == "cuda":
-        found: Any = torch.cuda.get_device_properties(device)
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        properties: Any = torch.cuda.get_device_properties(device)
+        address = (
+            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        )
         # In a container perhaps no core is beside the GPU: nothing is bound then.
         if beside := cores_beside(address) & cores:
             os.sched_setaffinity(0, beside)
@@ -128,8 +131,8 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
     digest = ""
     if config.trainer.lora and weights is not None:
         # One rank reads the whole base: the digest in checkpoints is the same for any number of ranks.
-        own = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
-        digest = ranks.broadcast(own).decode()
+        own_digest = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
+        digest = ranks.broadcast(own_digest).decode()
     options = policy_options(config, model, ranks.device, digest)
     policy = RankPolicy(model, config.trainer, ranks, weights, **options)
     policy.max_share_changed = config.weights.max_share_changed
@@ -297,7 +300,10 @@ class RankPolicy(TransformersPolicy):
             return PolicyState({})
         named = state.tensors.items()
         first_rows = {name: held_rows(tensor)[0] for name, tensor in named if isinstance(tensor, DTensor)}
-        tensors = {name: local(one) for name, one in named if name in first_rows or ranks.is_leader}
+        tensors = {}
+        for name, tensor in named:
+            if name in first_rows or ranks.is_leader:
+                tensors[name] = local(tensor)
         shard = Shard(ranks.shard, ranks.shard_size, first_rows)
         return PolicyState(tensors, state.values if ranks.is_leader else {}, shard)
 
@@ -306,7 +312,8 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
     """Raises ConfigError: the heads of a layer cannot be divided by so many ranks."""
     counts = {int(getattr(layer, "num_attention_heads", 1)) for layer in layer_configs(config)}
     if any(count % size for count in counts):
-        fitting = max(n for n in range(1, size) if size % n == 0 and not any(count % n for count in counts))
+        # All that divides all of them divides their greatest common divisor.
+        fitting = gcd(size, *counts)
         raise ConfigError(
             f"trainer.context_ranks is {size}, which does not divide the attention heads of the model's "
             f"layers ({', '.join(map(str, sorted(counts)))}): each rank attends with as many; take {fitting}"

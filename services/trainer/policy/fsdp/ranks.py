@@ -144,22 +144,22 @@ class Heartbeats:
         self._store = store
         self._rank = rank
         self._clock = clock
-        others = range(1, size) if rank == 0 else range(1)
+        watched = range(1, size) if rank == 0 else range(1)
         self._looked_at = clock()
-        self._seen = {other: (0, clock()) for other in others}
+        self._seen = {number: (0, clock()) for number in watched}
         """The last number of each, and since when it has been that."""
 
     def look(self) -> str:
         """Count once; returns which rank has not counted for too long, as a sentence; empty where none."""
         self._store.add(f"tidemill/beat/{self._rank}", 1)
-        for other, (before, since) in self._seen.items():
+        for rank, (before, since) in self._seen.items():
             # Adding 0 reads it: `get` would wait for a number that is not there yet.
-            number = self._store.add(f"tidemill/beat/{other}", 0)
+            number = self._store.add(f"tidemill/beat/{rank}", 0)
             if number != before:
-                self._seen[other] = number, self._clock()
+                self._seen[rank] = number, self._clock()
             elif self._clock() - since > SILENT_S:
                 return (
-                    f"rank {other} has been silent for {SILENT_S:.0f} s: it, its host or the network is gone"
+                    f"rank {rank} has been silent for {SILENT_S:.0f} s: it, its host or the network is gone"
                 )
         self._looked_at = self._clock()
         return ""
@@ -297,12 +297,15 @@ class Ranks:
             dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
             sizes = [int(length) for length in lengths]
             # `all_gather` takes tensors of one size: shorter ones are padded, and cut again below.
-            own = torch.zeros(max(sizes), dtype=torch.uint8)
-            own[: len(payload)] = _tensor_of(payload)
-            parts = [torch.empty_like(own) for _ in sizes]
-            if len(own):
-                dist.all_gather(parts, own, group=group)
-            return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(payload)] = _tensor_of(payload)
+            parts = [torch.empty_like(padded) for _ in sizes]
+            if len(padded):
+                dist.all_gather(parts, padded, group=group)
+            return [
+                payload_of_rank[:size].numpy().tobytes()
+                for payload_of_rank, size in zip(parts, sizes, strict=True)
+            ]
 
     def close(self) -> None:
         """Leave the group; rank 0 waits for those that it started."""
@@ -388,10 +391,10 @@ def lead_ranks(config: TrainerConfig) -> Ranks | None:
         return None
     if size > 1:
         return join_ranks()
-    own, *others = variables_of_ranks(config.num_ranks)
+    of_leader, *of_others = variables_of_ranks(config.num_ranks)
     command = run_own(Program.TRAINER_RANK, str(os.getpid()))
-    started = {rank: subprocess.Popen(command, env=os.environ | v) for rank, v in enumerate(others, 1)}
-    return join_ranks(own, started)
+    started = {rank: subprocess.Popen(command, env=os.environ | v) for rank, v in enumerate(of_others, 1)}
+    return join_ranks(of_leader, started)
 
 
 def variables_of_ranks(size: int) -> list[dict[str, str]]:

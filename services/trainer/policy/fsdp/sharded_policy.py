@@ -25,11 +25,11 @@ and `state`, its own part; `begin_saving` writes the parts of all ranks."""
 
 
 class ShardedPolicy:
-    """Implements `Policy` on rank 0; `own` is its shard. Every method that is not here is called on all
+    """Implements `Policy` on rank 0; `shard` is its part. Every method that is not here is called on all
     ranks."""
 
-    def __init__(self, own: Policy, ranks: Ranks) -> None:
-        self._own = own
+    def __init__(self, shard: Policy, ranks: Ranks) -> None:
+        self._own = shard
         self._ranks = ranks
 
     def __getattr__(self, name: str) -> Any:
@@ -61,13 +61,13 @@ class ShardedPolicy:
         self._ranks.close()
 
 
-def serve_calls(own: Policy, ranks: Ranks) -> None:
+def serve_calls(shard: Policy, ranks: Ranks) -> None:
     """Make rank 0's calls on this rank's shard, until rank 0 closes."""
     while True:
         name, args = unpack(ranks.broadcast())
         if name == STOP:
-            own.finish_writing()
+            shard.finish_writing()
             return
-        found = getattr(own, name)(*args)
-        if isinstance(found, Iterator):  # tensors: this rank takes part in what rank 0 gathers
-            deque(found, maxlen=0)
+        answer = getattr(shard, name)(*args)
+        if isinstance(answer, Iterator):  # tensors: this rank takes part in what rank 0 gathers
+            deque(answer, maxlen=0)

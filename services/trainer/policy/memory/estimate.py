@@ -35,10 +35,7 @@ Uses = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What one device takes; `parts` are those of its peak.
-
-    Example: `parts` {"master weights": 4e9, "activations": 2e9}, `peak` 6e9, `running` 6e9.
-    """
+    """What one device takes; `parts` are those of its peak."""
 
     parts: Uses
     peak: float
@@ -137,23 +134,23 @@ def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str,
     shards = num_shards(config)
     trained = num_trained(config, sizes)
     width = element_bytes(config)
-    on_rank = held(config, sizes)
-    trained_on_rank = on_rank
-    masters = 4.0 * on_rank
+    share_held = held(config, sizes)
+    own_trained = share_held
+    masters = 4.0 * share_held
     if trainer.lora is not None:
-        trained_on_rank = trained / shards
+        own_trained = trained / shards
         # Experts stay in float32: only linear layers are read in the dtype of the products.
-        masters = 4.0 * on_rank + ((width - 4) * sizes.linears + 4 * trained) / shards
+        masters = 4.0 * share_held + ((width - 4) * sizes.linears + 4 * trained) / shards
     parts = {
         "master weights": masters,
-        "gradients": 4.0 * trained_on_rank,
-        "AdamW moments": 8.0 * trained_on_rank,
+        "gradients": 4.0 * own_trained,
+        "AdamW moments": 8.0 * own_trained,
     }
     if trainer.offload_optimizer:
         passing = float(8 * PLACES * min(SLICE, trained))
         parts["AdamW moments"] = min(passing, parts["AdamW moments"])
     if width == 2:
-        parts["version before, for deltas"] = 2.0 * on_rank
+        parts["version before, for deltas"] = 2.0 * share_held
     # As `rank_policy.reduces_once` decides.
     summed = trained - (others_experts(config, sizes.experts) if trainer.lora is None else 0.0)
     is_small = trainer.sum_gradients == "auto" and 4 * summed <= gpu_bytes / 4
@@ -161,12 +158,12 @@ def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str,
         parts["gradients until an update"] = 4.0 * summed
     if algorithm.needs_reference and trainer.lora is None:
         size = 2.0 if algorithm.reference.dtype == "bfloat16" else 4.0
-        parts["reference model"] = size * on_rank
+        parts["reference model"] = size * share_held
     if has_critic(config):
-        parts["critic"] = 16.0 * on_rank
+        parts["critic"] = 16.0 * share_held
     needs_start = trainer.needs_proximal or algorithm.needs_values or algorithm.needs_statistics
     if trainer.updates_per_step > 1 and needs_start:
-        parts["held weights"] = 4.0 * trained_on_rank
+        parts["held weights"] = 4.0 * own_trained
     return parts
 
 
@@ -229,9 +226,8 @@ def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
     kinds = list(getattr(text, "layer_types", None) or [usual] * num_layers)
     lengths = {"full_attention": length, "chunked_attention": length}
     lengths["sliding_attention"] = min(window, length)
-    layers = layer_configs(config)
-    if len(layers) != num_layers:
-        layers = layers * num_layers
+    layers_of_config = layer_configs(config)
+    layers = layers_of_config if len(layers_of_config) == num_layers else layers_of_config * num_layers
     return float(
         sum(
             lengths.get(kind, 0) * _key_bytes(layer, width, ways)

@@ -22,8 +22,8 @@ from tidemill.common.run.model_config import exact_attention, with_overrides
 from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.attention import VARLEN, head_size, why_no_flash, why_no_varlen
-from tidemill.services.trainer.policy.compiling import layers_of
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights
+from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import compute_dtype, recomputable_layers
 from tidemill.services.trainer.weights.exported import plan_export
 from tidemill.services.trainer.weights.store import model_tensors
@@ -192,7 +192,9 @@ def _kept(module: nn.Module, text: Any, width: int) -> float:
     for name, norm in norms.items():
         size = next((p.numel() for p in norm.parameters(recurse=False)), int(text.hidden_size))
         prefix = name.replace("layernorm", "").replace("norm", "").rstrip("_")
-        of_heads = [linear.out_features for child, linear in linears.items() if child.startswith(prefix)]
+        of_heads = [
+            linear.out_features for linear_name, linear in linears.items() if linear_name.startswith(prefix)
+        ]
         if prefix and of_heads:  # such as `q_norm`, over the output of `q_proj`
             kept += (WIDE + width) * max(size, of_heads[0])
         else:  # input and normalised values; in float32 the matrices behind it keep the output
@@ -207,11 +209,11 @@ def _matrix_elements(linears: Sequence[nn.Linear], module: nn.Module, width: int
     if not linears:
         return 0
     *first, last = linears
-    outputs = sum(linear.out_features for linear in first)
+    written = sum(linear.out_features for linear in first)
     # For a gated product the activation is kept beside both factors.
-    is_gated = outputs >= 2 * last.in_features and "Attention" not in type(module).__name__
+    is_gated = written >= 2 * last.in_features and "Attention" not in type(module).__name__
     read = sum(linear.in_features for linear in first) if width < WIDE else 0
-    return read + outputs + last.in_features * (2 if is_gated else 1)
+    return read + written + last.in_features * (2 if is_gated else 1)
 
 
 def _experts(module: nn.Module, text: Any, width: int) -> float:

@@ -419,3 +419,26 @@ async def test_what_the_gateway_notes_of_answers_does_not_change_what_is_kept_of
     assert before.segments[0].turns[1].num_tokens == len("lost") + 1
     assert len(after.segments[0].turns) == 1 and after.segments[0].completion_ids.tolist() == [*b"first", END]
     assert after.segments[0].turns[0].num_tokens == len("first") + 1
+
+
+async def test_a_limit_that_is_met_again_is_answered_so_that_programs_stop_asking() -> None:
+    run = Run(max_turns=1, max_model_len=80)
+    answer = await run.turn("ok", USER)
+    statuses = []
+    for number in range(3):
+        with pytest.raises(RequestError) as refused:
+            await run.session.answer(Question((USER, answer, {"role": "user", "content": str(number)})))
+        statuses.append((refused.value.status, refused.value.code))
+    assert statuses == [(400, SESSION_LIMIT), (404, SESSION_LIMIT), (404, SESSION_LIMIT)]
+    assert run.came_to.end == "max_turns"
+
+
+async def test_a_client_that_shortens_its_history_step_by_step_goes_on() -> None:
+    run = Run(max_model_len=80)
+    statuses = []
+    for length in (300, 200):
+        with pytest.raises(RequestError, match="maximum context length") as refused:
+            await run.session.answer(Question((USER | {"content": "x" * length},)))
+        statuses.append(refused.value.status)
+    assert statuses == [400, 400]
+    assert (await run.turn("ok", USER))["content"] == "ok" and run.came_to.end == "done"
