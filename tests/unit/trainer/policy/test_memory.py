@@ -343,11 +343,11 @@ def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_adv
     assert "trainer.context_ranks" not in short.settings
 
 
-def test_a_trainer_does_not_import_the_search_for_settings():
-    program = "import sys, tidemill.services.trainer.policy.loading; print(*sys.modules)"
+def test_who_fits_passes_to_a_gpu_does_not_import_the_search_for_settings():
+    program = "import sys, tidemill.services.trainer.policy.memory.fit; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     modules = done.stdout.split()
-    assert "tidemill.services.trainer.policy.memory.fit" in modules
+    assert "tidemill.services.trainer.policy.memory.estimate" in modules
     assert "tidemill.services.trainer.policy.memory.advice" not in modules
 
 
@@ -401,8 +401,7 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, t
 @pytest.mark.parametrize(("dtype", "num_warnings"), [("float32", 1), ("bfloat16", 0)])
 def test_float32_on_a_gpu_is_told(dtype, num_warnings, monkeypatch):
     monkeypatch.setattr(loading, "pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(loading, "with_fitting_passes", lambda config, _: config)
-    monkeypatch.setattr(loading, "lead_ranks", lambda _: None)
+    monkeypatch.setattr(fit, "with_fitting_passes", lambda config, _: config)
     monkeypatch.setattr(transformers_policy, "load_policy", lambda _: None)
     with capture_logs() as logs:
         loading.open_policy(config_of(dtype=dtype))
