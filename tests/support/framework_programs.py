@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-not-found, import-untyped"
 """Agents of public frameworks, each as its users write it: they go on until an error or a limit ends them.
 
     python framework_programs.py NAME

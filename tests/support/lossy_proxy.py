@@ -65,7 +65,7 @@ class LossyProxy:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 request = await read_message(reader)
-                mode = next(self._modes, "pass") if request.is_question else "pass"
+                mode: Mode = next(self._modes, "pass") if request.is_question else "pass"
                 if request.is_question:
                     self.done.append(mode)
                 answer = await self._ask(request, mode)

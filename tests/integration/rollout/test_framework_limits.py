@@ -25,8 +25,8 @@ PACKAGES = [
 ]
 NPM = {"codex": "@openai/codex@0.171.0", "claude": "@anthropic-ai/claude-code@2"}
 CODEX = (
-    "codex exec --skip-git-repo-check -m m -c model_provider=t -c \"model_providers.t={{name='t', "
-    "base_url='$OPENAI_BASE_URL', env_key='OPENAI_API_KEY', wire_api='responses'}}\" 'Go on.'"
+    "codex exec --skip-git-repo-check -m m -c model_provider=t -c \"model_providers.t={name='t', "
+    "base_url='$OPENAI_BASE_URL', env_key='OPENAI_API_KEY', wire_api='responses'}\" 'Go on.'"
 )
 COMMANDS = {"codex": CODEX, "claude": "claude -p 'Go on.' --model m"}
 NOOP = call_line("noop", number=1)
@@ -100,7 +100,7 @@ async def test_a_coding_agent_plays_a_session_and_meets_a_limit(programs, name, 
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setenv("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    command = f"cd {tmp_path}; {COMMANDS[name].format()} </dev/null >&2; echo '{{\"reward\": 0.5}}'"
+    command = f"cd {tmp_path}; {COMMANDS[name]} </dev/null >&2; echo '{{\"reward\": 0.5}}'"
     session, ending_s = await play(command, LINES[name], MAX_TURNS)
     assert (session.end, session.reward, session.histories) == ("max_turns", 0.5, {"clean": 1})
     assert any("7" in str(message["content"]) for message in session.messages if message["role"] == "tool")
