@@ -36,7 +36,7 @@ REVERTED = (
         "                whole.append(_state_of(found, version))\n",
         "a torn checkpoint is none that is kept"),
     Mutant("strangers stay among the weights", f"{BATCH}/unexpected_entries.py",
-        "    if not unexpected and not own and not _is_beyond(newest):\n        return 0\n",
+        "    if not unexpected and not last_entries and not _is_beyond(newest):\n        return 0\n",
         "    if message_type is WeightManifest:\n        return 0\n", "a stranger among the weights"),
     Mutant("strangers stay among the commits", f"{BATCH}/unexpected_entries.py",
         "    if not unexpected and not last_entries and not _is_beyond(newest):\n        return 0\n",
