@@ -92,7 +92,8 @@ def widen(bounds: MutableMapping[str, tuple[float, float]], table: pa.Table) -> 
     for name, last in BOUNDED.items():
         values = [*table[name].to_pylist(), *table[last].to_pylist(), *bounds.get(name, ())]
         # Without NaN and infinity: bounds with one would exclude rows that match, or none.
-        if finite := [value for value in values if value is not None and math.isfinite(value)]:
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if finite:
             bounds[name] = (min(finite), max(finite))
 
 

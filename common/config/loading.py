@@ -30,7 +30,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         places: dict[tuple[str, Any], yaml.Mark] = {}
         for key, _ in node.value:
-            if (name := (key.tag, str(key.value))) in places:
+            name = (key.tag, str(key.value))
+            if name in places:
                 problem = f"found {key.value!r} again; keep one of them"
                 raise yaml.composer.ComposerError("it is here", places[name], problem, key.start_mark)
             places[name] = key.start_mark
@@ -85,7 +86,8 @@ def _read_tree(path: Path) -> dict[str, Any]:
 
 def parse_config(tree: dict[str, Any], origin: str, base: Path | None = None) -> RunConfig:
     """Validate a tree of plain values; `origin` names it in errors, and paths are relative to `base`."""
-    if half := next(find_halves(tree, ""), None):
+    half = next(find_halves(tree, ""), None)
+    if half:
         raise ConfigError(f"{origin}: {half}; {REMEDY}.")
     try:
         return RunConfig.model_validate(tree, context={"base": base})
@@ -263,7 +265,8 @@ def _similar(loc: tuple[Any, ...]) -> str:
         if key in section.model_fields:  # else it is a name of the user's, or a place in a list
             section = _section_in(section.model_fields[key].annotation) or Section
     names = sorted(section.model_fields)
-    if elsewhere := [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == str(loc[-1])]:
+    elsewhere = [path for path in _field_paths(RunConfig) if path.rpartition(".")[2] == str(loc[-1])]
+    if elsewhere:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     close = difflib.get_close_matches(str(loc[-1]), names, n=1)
     if close:
@@ -275,7 +278,8 @@ def _field_paths(section: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of all fields of a section and of the sections in it."""
     for name, field in section.model_fields.items():
         yield prefix + name
-        if inner := _section_in(field.annotation):
+        inner = _section_in(field.annotation)
+        if inner:
             named = "<name>." if get_origin(field.annotation) is dict else ""
             yield from _field_paths(inner, f"{prefix}{name}.{named}")
 

@@ -99,7 +99,8 @@ def run_own(program: Program, *arguments: str) -> list[str]:
 
 def import_from_here() -> None:
     """Let the user's modules in the working directory be imported, after all others and our own."""
-    if (folder := str(Path.cwd())) not in sys.path and "" not in sys.path:
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
 
 

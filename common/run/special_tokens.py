@@ -247,7 +247,8 @@ class TokenReader:
     _answer_ids: frozenset[int] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        if (marks := self.choice.marks) is None:
+        marks = self.choice.marks
+        if marks is None:
             return
         answer_ids = (self.vocabulary.id_of(token) for token in marks.around_answer)
         object.__setattr__(self, "_open_id", self.vocabulary.id_of(marks.open))

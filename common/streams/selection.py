@@ -82,7 +82,8 @@ def overlap(wanted: Range | None, least: float | None, greatest: float | None) -
 def time_of(message: Message) -> float | None:
     """When the message was made, in seconds since 1970; None where it has no time."""
     for name in ("finished_at", "scored_at", "issued_at", "announced_at", "died_at"):
-        if time := getattr(message, name, None):
+        time = getattr(message, name, None)
+        if time:
             return float(time)
     return None
 

@@ -196,7 +196,8 @@ def combine_rewards(
                 raise ValueError(
                     f"{_name_of(function)} gave {len(rewards)} rewards for {len(completions)} samples"
                 )
-            if log_metric := columns.get("log_metric"):
+            log_metric = columns.get("log_metric")
+            if log_metric:
                 _log_mean(log_metric, _name_of(function), rewards)
         return [_weighted_sum(rewards, factors) for rewards in zip(*answers, strict=True)]
 

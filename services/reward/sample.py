@@ -157,7 +157,8 @@ class RewardSample:
         """
         trajectory = self.trajectory
         of_session = dict[str, Any]()
-        if (session := trajectory.session) is not None:
+        session = trajectory.session
+        if session is not None:
             of_session = {
                 "num_turns": len(self.turn_rewards),
                 # A user's function may change what it is given, and other rewards read the same sample.

@@ -174,7 +174,8 @@ def _check_kwargs(
 ) -> None:
     """Check that the function takes all of `reward.kwargs`, and that these replace nothing of the sample."""
     own = OWN_ARGUMENTS[call.style]
-    if reserved := sorted(set(own) & set(kwargs)):
+    reserved = sorted(set(own) & set(kwargs))
+    if reserved:
         raise ConfigError(f"reward.kwargs must not set {', '.join(reserved)}: each sample brings its own")
     unknown = [key for key in kwargs if not call.takes(key)]
     if unknown:

@@ -131,7 +131,8 @@ class Batcher:
                 self._arrived.clear()
                 await self._arrived.wait()
             await self._fill()
-            if batch := select_batch(self.waiting, self._options):
+            batch = select_batch(self.waiting, self._options)
+            if batch:
                 # They leave the queue before they are computed: their slots are free meanwhile.
                 await self._compute([(row, self.waiting.pop(row)) for row in batch])
 

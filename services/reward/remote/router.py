@@ -67,7 +67,8 @@ class RouterProxy:
             # Other errors are about the request, and are passed on to the function.
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
-            if used := _usage(answer):
+            used = _usage(answer)
+            if used:
                 self._servers.count_tokens(permit, *used)
             return answer
 

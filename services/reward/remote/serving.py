@@ -93,7 +93,8 @@ async def serve(context: ServiceContext) -> None:
     if name not in config.servers:
         names = ", ".join(config.servers) or "none"
         raise ConfigError(f"--servers {name}: the section servers of the run's config has {names}")
-    if problem := complaint(host, model_token()):
+    problem = complaint(host, model_token())
+    if problem:
         raise ConfigError(problem)
     port = context.options.port or _free_port(host)
     command = server_command(config, name, context.options, port)

@@ -137,7 +137,8 @@ class TeacherReward(Reward):
 
     async def _ids(self, prompt: str | ChatMessages, sample: RewardSample) -> list[int]:
         key = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        if (cached := self._ids_by_prompt.get(key)) is not None:
+        cached = self._ids_by_prompt.get(key)
+        if cached is not None:
             return cached
         asked: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):

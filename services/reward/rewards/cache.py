@@ -41,7 +41,8 @@ def version_of(name: str, config: NamedRewardConfig, servers: ServersConfig | No
         tree["served"] = servers.model_dump(mode="json", include=_OF_THE_RESULT)
     digest = hashlib.blake2b(json.dumps([name, tree]).encode(), digest_size=16)
     for text in _texts(tree):
-        if file := _file_of(text):
+        file = _file_of(text)
+        if file:
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -85,7 +86,8 @@ class RewardCache:
         Cancelling one caller does not cancel the call for others that wait for it.
         """
         digest = _digest(version, sample)
-        if (call := self._calls.get(digest)) is not None:
+        call = self._calls.get(digest)
+        if call is not None:
             metrics.REWARD_CACHE.labels("shared").inc()
         else:
             call = asyncio.create_task(self._look_or_make(digest, make))
@@ -134,7 +136,8 @@ def _digest(version: str, sample: RewardSample) -> str:
     ]
     if trajectory.thought is not None:
         parts.append(("thought", trajectory.thought))
-    if (session := trajectory.session) is not None:
+    session = trajectory.session
+    if session is not None:
         parts += [session.environment, session.messages, session.reward, session.metrics, session.end]
         parts += [sample.turn_rewards, last.mask.tobytes()]
     for segment in trajectory.segments[:-1]:  # of a session whose history was rewritten

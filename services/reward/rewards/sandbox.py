@@ -174,7 +174,8 @@ class SandboxReward(Reward):
         is_queued = False
         while (now := time.monotonic()) < started + limit_s:
             # Looked for before it is queued: another worker may have asked, or this one before it was killed.
-            if (result := await self._stored(job_id)) is not None:
+            result = await self._stored(job_id)
+            if result is not None:
                 return result
             if not is_queued:
                 await self._rq(self._enqueue, job_id, arguments)
@@ -183,7 +184,8 @@ class SandboxReward(Reward):
                 is_queued = True
             if now - examined > EXAMINE_S:
                 examined = now
-                if (seen := await self._rq(self._state_of, job_id)) != state:
+                seen = await self._rq(self._state_of, job_id)
+                if seen != state:
                     state = seen
                     since = now
                 is_silent = now - since > LOST_S and state != JobStatus.QUEUED

@@ -80,7 +80,8 @@ def find_scaling(model: PreTrainedModel) -> Scaling | None:
         return None
     if torch.equal(logits.to(marked[0].dtype), marked[0]):
         return PLAIN
-    if (configured := configured_scaling(model.config.get_text_config())) == PLAIN:
+    configured = configured_scaling(model.config.get_text_config())
+    if configured == PLAIN:
         return None  # however small the difference is: rounding does not explain it
     tolerance = 1e-4 if marked[0].dtype.itemsize > 2 else 2e-2
     expected = configured.of(marked[0].float())

@@ -145,7 +145,8 @@ def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, TensorInFile
 
     if getattr(config, "transformers_weights", None) or find("adapter_config.json"):
         raise UnclearError("its config names other files of weights")
-    if whole := find(SAFE_WEIGHTS_NAME):
+    whole = find(SAFE_WEIGHTS_NAME)
+    if whole:
         paths = [whole]
     elif index := find(SAFE_WEIGHTS_INDEX_NAME):
         paths = get_checkpoint_shard_files(path, index)[0]
@@ -172,7 +173,8 @@ def _locate(model: PreTrainedModel, files: Mapping[str, TensorInFile]) -> dict[s
         raise UnclearError(f"{plan.converted[0].name} is not a part of one tensor of the model")
     published = {piece.info.name: piece.info.shape for piece in plan.slices}
     read = {name: file.info.shape for name, file in files.items() if file.is_read}
-    if unlike := sorted(dict(published.items() ^ read.items())):
+    unlike = sorted(dict(published.items() ^ read.items()))
+    if unlike:
         raise UnclearError(f"transformers reads {unlike[0]}, and the model is saved with other tensors")
     slices: dict[str, list[Slice]] = defaultdict(list)
     for piece in sorted(plan.slices, key=lambda piece: piece.first):

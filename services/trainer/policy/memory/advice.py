@@ -151,7 +151,8 @@ def examine(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Fit:
     tokens, recomputed, take = choose_passes(config, sizes, gpu_bytes, room)
     host = _fullest_host(config, sizes, ranks, engines, ways, turns)
     problems: list[str] = []
-    if (wanted := ranks + engines * ways) > machine.gpus and not shares and not turns:
+    wanted = ranks + engines * ways
+    if wanted > machine.gpus and not shares and not turns:
         problems.append(
             f"the run wants {wanted} GPUs ({ranks} for the trainer, {engines * ways} for engines), and there "
             f"are {machine.gpus}"
