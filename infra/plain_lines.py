@@ -40,16 +40,8 @@ SEEN_BY_USERS = {
 }
 """Fields whose names are settings or keys of JSON, and stay."""
 NOT_YET_PLAIN = (
-    "services/reward/adapters.py",
-    "services/reward/builtin",
-    "services/reward/check.py",
     "services/reward/functions",
-    "services/reward/model_server",
     "services/reward/outcome.py",
-    "services/reward/quarantine.py",
-    "services/reward/remote",
-    "services/reward/rewards",
-    "services/reward/sample.py",
     "services/reward/worker.py",
     "tests/integration",
     "tests/simulation",

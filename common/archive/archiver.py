@@ -348,7 +348,8 @@ def retain(run_dir: Path, config: ArchiveConfig) -> int:
     num_gone = 0
     for manifest in manifests:
         # From the beginning only: where a clock was set back, a later file may look older.
-        if gone := list(takewhile(leaving.__contains__, manifest.segments)):
+        gone = list(takewhile(leaving.__contains__, manifest.segments))
+        if gone:
             manifest.remove_first(len(gone))
             num_gone += len(gone)
     if num_gone:
@@ -391,7 +392,8 @@ def check(run_dir: Path) -> list[Damage]:
         try:
             manifest = Manifest.load(folder)
             for segment in manifest.segments:
-                if problem := _damage(segment):
+                problem = _damage(segment)
+                if problem:
                     damages.append(Damage(segment.path, problem))
             damages += [Damage(folder, gap) for gap in gaps(manifest)]
         except ArchiveError as error:
@@ -403,7 +405,8 @@ def _damage(segment: ArchiveSegment) -> str:
     try:
         if file_checksum(segment.path) != segment.checksum:
             return "its bytes are not those that were written"
-        if num_bare := _num_claims(segment.path):
+        num_bare = _num_claims(segment.path)
+        if num_bare:
             return f"{num_bare} of its records had lost their payload before"
     except OSError as error:
         return f"it cannot be read: {error.strerror}"

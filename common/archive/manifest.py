@@ -239,7 +239,8 @@ def gaps(manifest: Manifest) -> Iterator[str]:
     for segment in manifest.segments:
         first, _ = id_order(segment.first_id)
         last, _ = id_order(segment.last_id)
-        if (missing := last - first + 1 - segment.entries) > 0:
+        missing = last - first + 1 - segment.entries
+        if missing > 0:
             yield f"{missing} of the entries from {segment.first_id} to {segment.last_id} are missing"
 
 

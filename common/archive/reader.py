@@ -59,7 +59,8 @@ def _select_in(
             table = file.read_row_group(group)
             for first in range(0, len(places), PART_ROWS):
                 records = records_of(table, stream.message_type, places[first : first + PART_ROWS])
-                if selected := [record for record in records if selection.takes(record)]:
+                selected = [record for record in records if selection.takes(record)]
+                if selected:
                     yield selected
 
 

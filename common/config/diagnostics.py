@@ -45,7 +45,8 @@ CHECKS = {name: Check(name=name, **fields) for name, fields in read_table("diagn
 
 
 def _are_checks(ranges: dict[str, HealthyRange]) -> dict[str, HealthyRange]:
-    if unknown := ranges.keys() - CHECKS.keys():
+    unknown = ranges.keys() - CHECKS.keys()
+    if unknown:
         raise ValueError(f"there is no check {', '.join(unknown)}; the checks are {', '.join(CHECKS)}")
     return ranges
 

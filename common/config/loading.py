@@ -32,7 +32,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         places: dict[tuple[str, Any], yaml.Mark] = {}
         for key, _ in node.value:
-            if (name := (key.tag, str(key.value))) in places:
+            name = (key.tag, str(key.value))
+            if name in places:
                 problem = f"found {key.value!r} again; keep one of them"
                 raise yaml.composer.ComposerError("it is here", places[name], problem, key.start_mark)
             places[name] = key.start_mark
@@ -88,7 +89,8 @@ def _read_tree(path: Path) -> dict[str, Any]:
 def parse_config(tree: dict[str, Any], origin: str, base: Path | None = None) -> RunConfig:
     """Validate a tree of plain values; `origin` names it in errors, and paths are relative to `base`."""
     # Half of a surrogate pair in a text: no tokenizer can encode it.
-    if half := next(find_halves(tree, ""), None):
+    half = next(find_halves(tree, ""), None)
+    if half:
         raise ConfigError(f"{origin}: {half}; {REMEDY}.")
     try:
         return RunConfig.model_validate(tree, context={"base": base})
@@ -294,7 +296,8 @@ def _field_paths(section: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of all fields of a section and of the sections in it."""
     for name, field in section.model_fields.items():
         yield prefix + name
-        if inner := _section_in(field.annotation):
+        inner = _section_in(field.annotation)
+        if inner:
             users_name = "<name>." if get_origin(field.annotation) is dict else ""
             yield from _field_paths(inner, f"{prefix}{name}.{users_name}")
 

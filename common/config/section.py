@@ -29,7 +29,8 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
-        if reason := next(self.rules(), ""):
+        reason = next(self.rules(), "")
+        if reason:
             raise ValueError(reason)
         return self
 

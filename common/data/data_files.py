@@ -204,7 +204,8 @@ def _open_hub_dataset(path: str) -> TableFile:
     """A dataset of the hub, downloaded unless it is cached, or a folder of `save_to_disk`."""
     if not path.startswith(HUB):
         return TableFile(path, lambda datasets: _saved(datasets, *split_of(path)))
-    if (match := _HUB_NAME.fullmatch(path)) is None:
+    match = _HUB_NAME.fullmatch(path)
+    if match is None:
         raise ConfigError(
             f"dataset {path}: expected hub:OWNER/NAME, with /CONFIG and @SPLIT where they are wanted, such "
             "as hub:openai/gsm8k/main@train."
@@ -358,7 +359,8 @@ def _read_users_rows(reference: str) -> Iterator[Located]:
             "Relative paths in a config start at the config's folder."
         )
     try:
-        if (folder := str(Path(file).resolve().parent)) not in sys.path:
+        folder = str(Path(file).resolve().parent)
+        if folder not in sys.path:
             sys.path.append(folder)  # modules beside it can be imported, but never hide installed ones
         rows = attrgetter(name)(SimpleNamespace(**runpy.run_path(file)))
         rows = rows() if callable(rows) else rows

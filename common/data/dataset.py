@@ -249,7 +249,8 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
     origin = located[0]
     columns = _renamed(located[1], names, located[0])
     _check_text(columns, origin)
-    if not isinstance(source := columns.get("data_source") or "", str):
+    source = columns.get("data_source") or ""
+    if not isinstance(source, str):
         raise _wrong(origin, "data_source", "text", source)
     if columns.get(IDS[1]) is not None:
         return Row(str(columns.get(PROMPT) or ""), source, None, {}, number, origin, completion=columns)
@@ -284,7 +285,8 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
 
 def _check_text(columns: Mapping[str, Any], origin: str) -> None:
     """Raises ConfigError: a text of the row cannot be encoded."""
-    if half := next(find_halves(columns, ""), None):
+    half = next(find_halves(columns, ""), None)
+    if half:
         raise ConfigError(f"{origin}: {half}; {REMEDY}.")
 
 
@@ -296,7 +298,8 @@ def _is_gsm8k(columns: Mapping[str, Any], column: str) -> bool:
 
 
 def _final_answer(answer: str, origin: str) -> str:
-    if (number := gsm8k_answer(answer)) is None:
+    number = gsm8k_answer(answer)
+    if number is None:
         raise ConfigError(
             f"{origin}: column 'answer' must end in '#### <number>' (GSM8K), got the end {answer[-40:]!r}."
         )

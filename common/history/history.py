@@ -138,7 +138,8 @@ class History:
         issued = await self.ticket(ticket)
         if issued is not None:  # its step is known, and most train on it then or soon after
             near = replace(selection, steps=(max(0, issued.step - NEAR_STEPS), issued.step + NEAR_STEPS))
-            if (commit := await self._first(StreamName.COMMITS, Commit, near)) is not None:
+            commit = await self._first(StreamName.COMMITS, Commit, near)
+            if commit is not None:
                 return commit
         return await self._first(StreamName.COMMITS, Commit, selection)
 

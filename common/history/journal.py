@@ -51,7 +51,8 @@ def read_journal(run_dir: Path, first: int, last: int) -> list[Commit]:
 def journal_steps(run_dir: Path) -> range:
     """The steps that the folder has; they are consecutive."""
     with suppress(OSError), open(run_dir / JOURNAL_FILE, "rb") as file:
-        if (first := _step_of(file.readline())) is not None:
+        first = _step_of(file.readline())
+        if first is not None:
             return range(first, _place_of(file, sys.maxsize)[1] + 1)
     return range(0)
 

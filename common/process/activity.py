@@ -116,7 +116,8 @@ class Activity:
 
     def _book(self, now: float, state: str, length: float) -> None:
         self.seconds[state] = self.seconds.get(state, 0.0) + length
-        if (counter := self._counters.get(state)) is None:  # cached: `labels` would be most of the cost
+        counter = self._counters.get(state)
+        if counter is None:  # cached: `labels` would be most of the cost
             counter = metrics.ACTIVITY_SECONDS.labels(self.role, state)
             self._counters[state] = counter
         counter.inc(length)

@@ -95,11 +95,13 @@ def become(request: dict[str, Any]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     # The server imported torch with one thread.
-    if torch := sys.modules.get("torch"):
+    torch = sys.modules.get("torch")
+    if torch:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
         torch.seed()  # else all forked processes draw the same numbers
     random.seed()
-    if numpy := sys.modules.get("numpy"):
+    numpy = sys.modules.get("numpy")
+    if numpy:
         numpy.random.seed()
     sys.argv[1:] = request["arguments"]
     end_with(lambda: runpy.run_module(request["module"], run_name="__main__", alter_sys=True))

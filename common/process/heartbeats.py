@@ -191,7 +191,8 @@ def reachable_host(listens_on: str) -> str:
     TIDEMILL_ADVERTISE_HOST, where it is set; the address it listens on, if that is one; otherwise the address
     of this machine or container on the route to Redis, which all processes of the run reach.
     """
-    if chosen := os.environ.get(ADVERTISE_VARIABLE):
+    chosen = os.environ.get(ADVERTISE_VARIABLE)
+    if chosen:
         return chosen
     if listens_on not in ANYWHERE:
         return listens_on

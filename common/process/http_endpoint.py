@@ -68,7 +68,8 @@ def _handler(pages: Mapping[str, Page], is_healthy: Callable[[], bool]) -> type[
         """Seconds after which a client that sends nothing is disconnected."""
 
         def do_GET(self) -> None:
-            if page := pages.get(self.path):
+            page = pages.get(self.path)
+            if page:
                 self._answer(200, *page(self.headers.get("Host", "")))
             elif self.path == "/healthz":
                 healthy = is_healthy()

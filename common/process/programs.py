@@ -27,7 +27,7 @@ class Program(StrEnum):
     REWARD = "tidemill.services.reward"
     TRAINER_CHECK = "tidemill.services.trainer.check"
     """Loads and tries a user's own advantage and loss."""
-    TRAINER_MEMORY = "tidemill.services.trainer.policy.memory.fit"
+    TRAINER_MEMORY = "tidemill.services.trainer.policy.memory.advice"
     """Computes what a run takes of GPUs and hosts."""
     TRAINER_MACHINE = "tidemill.services.trainer.machine"
     """Looks at the machine, and measures it."""
@@ -99,7 +99,8 @@ def run_own(program: Program, *arguments: str) -> list[str]:
 
 def import_from_here() -> None:
     """Let the user's modules in the working directory be imported, after all others and our own."""
-    if (folder := str(Path.cwd())) not in sys.path and "" not in sys.path:
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
 
 

@@ -312,7 +312,8 @@ async def _find_config(role: str, broker: Broker, keys: Keys, options: argparse.
     Raises:
         ConfigError: the run is there with another config, or it has not appeared in time.
     """
-    if file := getattr(options, "config", None):  # an option of the trainer only
+    file = getattr(options, "config", None)
+    if file:  # an option of the trainer only
         return await register_config(broker, keys, with_steps(load_config(file)))
     wait_s = float(os.environ.get(RUN_WAIT_VARIABLE, 0 if role == TRAINER else RUN_WAIT_S))
     deadline = time.monotonic() + wait_s

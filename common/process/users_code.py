@@ -107,10 +107,12 @@ def _load_file(where: str, file: str) -> ModuleType:
             "at the config's folder; other machines need the file at the same path"
         )
     # Modules beside the file can be imported, but never hide installed ones.
-    if (folder := str(path.resolve().parent)) not in sys.path:
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
         sys.path.append(folder)
     name = f"tidemill_users_{path.stem}"
-    if (loaded := sys.modules.get(name)) is not None and loaded.__file__ == str(path):
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path):
         return loaded  # several names of one file share its state
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the suffix is .py

@@ -104,7 +104,8 @@ def machine_environment(variables: Mapping[str, str]) -> dict[str, str]:
     extended.setdefault("PYTHONFAULTHANDLER", "1")
     if not _can_compile(variables):
         extended.setdefault(NO_COMPILING, "1")
-    if folder := _libnuma():
+    folder = _libnuma()
+    if folder:
         extended[SEARCH_PATH] = os.pathsep.join(filter(None, (folder, variables.get(SEARCH_PATH))))
     return extended
 

@@ -89,7 +89,10 @@ def redis_url() -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory that Redis uses, its limit (0: none), and what it does at the limit."""
+    """Memory that Redis uses, its limit (0: none), and what it does at the limit.
+
+    Example: `used_bytes` 1 GiB, `max_bytes` 4 GiB, `policy` "noeviction": a share of 0.25.
+    """
 
     used_bytes: int
     max_bytes: int
@@ -170,7 +173,8 @@ class Broker:
         *_, stream, _ = command
         if stream in self._flowing:
             at = command.index("BLOCK")
-            if reply := await self.execute(*command[:at], *command[at + 2 :]):
+            reply = await self.execute(*command[:at], *command[at + 2 :])
+            if reply:
                 return reply
             self._flowing.discard(stream)
         begun = time.monotonic()
@@ -217,7 +221,8 @@ class Broker:
                     await self._load(name, source)
                     return await self.redis.execute_command(*call)
             except redis_errors.ResponseError as error:
-                if match := _SCRIPT_ERROR.match(str(error)):
+                match = _SCRIPT_ERROR.match(str(error))
+                if match:
                     raise redis_errors.ResponseError(match[1]) from None
                 raise
 

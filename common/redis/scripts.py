@@ -81,7 +81,10 @@ NO_STREAM = -1
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Of `limits`."""
+    """Of `limits`.
+
+    Example: `num_admitted` 0, `wait_ms` 150: the request waits, and asks again in 0.15 s.
+    """
 
     num_admitted: int
     """How many of the waiting requests, from the first on."""

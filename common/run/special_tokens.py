@@ -166,7 +166,10 @@ Render = Callable[[list[dict[str, str]], bool], str]
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How special tokens are read: `marks` are those that part a thought, and `mentioned` the special tokens
-    that have a meaning otherwise."""
+    that have a meaning otherwise.
+
+    Example: `mode` "parted" with the marks `[THINK]` and `[/THINK]`: texts are without the thoughts.
+    """
 
     mode: str
     marks: Marks | None = None
@@ -244,7 +247,8 @@ class TokenReader:
     _answer_ids: frozenset[int] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        if (marks := self.choice.marks) is None:
+        marks = self.choice.marks
+        if marks is None:
             return
         answer_ids = (self.vocabulary.id_of(token) for token in marks.around_answer)
         object.__setattr__(self, "_open_id", self.vocabulary.id_of(marks.open))

@@ -71,7 +71,8 @@ async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "R
         await broker.execute("SADD", RUNS, keys.run_id)
         return config
     registered = await read_config(broker, keys)
-    if changes := changed_fields(registered, config):
+    changes = changed_fields(registered, config)
+    if changes:
         listing = "; ".join(map(str, changes[:5]))
         resume = command_line("up", "CONFIG", "--run-id", keys.run_id, "--resume")
         raise ConfigError(

@@ -99,7 +99,8 @@ def needed_versions(run_dir: Path, versions: Iterable[int]) -> set[int]:
     for version in versions:
         needed.add(version)
         with suppress(WeightsError):
-            if manifest := read_manifest(run_dir, version):
+            manifest = read_manifest(run_dir, version)
+            if manifest:
                 needed.update(link.version for link in read_chain(run_dir, manifest))
     return needed
 

@@ -118,7 +118,8 @@ class Consumer(Generic[M]):
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
             # Abandoned messages first: their groups wait for them, and no worker renews them.
-            if deliveries := await self._reclaim(count) or self._take_ahead(count):
+            deliveries = await self._reclaim(count) or self._take_ahead(count)
+            if deliveries:
                 return deliveries
             command = (*self._read, count, *block_for(block_s), "STREAMS", self.key, ">")
             reply = await self.broker.execute(*command)
@@ -142,7 +143,8 @@ class Consumer(Generic[M]):
         if ahead > 0:
             command = (*self._read, self._size.limit(ahead), "STREAMS", self.key, ">")
             # Sent with the next call, and not repeated: `fetch` asks anyway.
-            if (asked := self.broker.redis.ask(command)) is not None:
+            asked = self.broker.redis.ask(command)
+            if asked is not None:
                 asked.add_done_callback(self._receive_ahead)
         done: list[bool] = []
         for chunk in _in_parts(results):

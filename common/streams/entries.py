@@ -22,13 +22,22 @@ Fields = dict[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[M]):
+    """A message in a stream.
+
+    Example: `entry_id` "1764350000000-3", `message` the trajectory of sample 3 of ticket 12.
+    """
+
     entry_id: str
     message: M
 
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """An entry that cannot be decoded, with its bytes and the reason."""
+    """An entry that cannot be decoded, with its bytes and the reason.
+
+    Example: `entry_id` "1764350000000-3", `fields` {b"v": b"9", b"p": its payload}, `error` that schema 9 is
+    not known.
+    """
 
     entry_id: str
     fields: Fields
@@ -38,7 +47,10 @@ class Garbled:
 @dataclass(eq=False, slots=True)
 class Delivery(Generic[M]):
     """A message held by this consumer. `attempts` counts deliveries, this one included; for a ticket, those
-    since a sample of it was last published, or a part of one kept."""
+    since a sample of it was last published, or a part of one kept.
+
+    Example: `entry_id` "13-0", `message` ticket 12, `attempts` 2: the worker that had it first has died.
+    """
 
     entry_id: str
     fields: Fields

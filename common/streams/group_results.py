@@ -22,7 +22,10 @@ SEARCH_COUNT = 64
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A trajectory in its stream: the entry, and by what a copy of it is recognised."""
+    """A trajectory in its stream: the entry, and by what a copy of it is recognised.
+
+    Example: `entry_id` "1764350000000-3", `key` (12, 3), `tokens_digest` the 16 digits of its tokens.
+    """
 
     entry_id: str
     key: TrajectoryKey

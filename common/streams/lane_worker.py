@@ -105,7 +105,8 @@ class LaneWorker(ABC, Generic[M]):
                 if self.context.shortage.is_short:
                     await self._wait_out_shortage()
                     continue
-                if (free := self.num_free) <= 0:
+                free = self.num_free
+                if free <= 0:
                     # Nothing is awaited between the check and this, so no freed slot is missed.
                     self._slot_freed.clear()
                     await self._slot_freed.wait()
@@ -161,7 +162,8 @@ class LaneWorker(ABC, Generic[M]):
         # Not cancelled by a stop: messages of a cancelled call would stay pending until their leases expire.
         deliveries = await self.consumer.fetch(count, self._block_s)
         self._block_s = BLOCK_S if deliveries else min(2 * self._block_s, self._longest_block_s)
-        if (claims := self.context.broker.claims) is None:
+        claims = self.context.broker.claims
+        if claims is None:
             return deliveries
         for held in deliveries:
             if isinstance(held, Delivery) and has_claim(held.message):

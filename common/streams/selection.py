@@ -15,7 +15,10 @@ Range = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Conditions that all have to hold. A message without the field of a condition is excluded."""
+    """Conditions that all have to hold. A message without the field of a condition is excluded.
+
+    Example: `steps` (40, 45), `rewards` (0.9, None): of steps 40 to 45, with a reward of 0.9 or more.
+    """
 
     first_id: str = "-"
     last_id: str = "+"
@@ -79,7 +82,8 @@ def overlap(wanted: Range | None, least: float | None, greatest: float | None) -
 def time_of(message: Message) -> float | None:
     """When the message was made, in seconds since 1970; None where it has no time."""
     for name in ("finished_at", "scored_at", "issued_at", "announced_at", "died_at"):
-        if time := getattr(message, name, None):
+        time = getattr(message, name, None)
+        if time:
             return float(time)
     return None
 

@@ -164,7 +164,8 @@ def _run_sums(info: TensorInfo, start: int, words: Any, keys: "_Keys") -> list[A
 
 def _sparse_sums(info: TensorInfo, positions: Any, words: Any, keys: "_Keys") -> list[Any]:
     """The sum of single elements, given as int64 words, in each lane."""
-    if (per_element := WIDTHS[info.dtype] // 2) > 1:
+    per_element = WIDTHS[info.dtype] // 2
+    if per_element > 1:
         positions = positions[:, None] * per_element + _counted(positions, 0, per_element)
         positions = positions.reshape(-1)
     columns = positions & (ROW - 1)

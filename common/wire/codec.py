@@ -96,7 +96,8 @@ def encode_payload(message: Message) -> bytes:
         # Arrays are always written: comparing one gives an array.
         if value is not default and (isinstance(value, np.ndarray) or value != default):
             tree[name] = value
-    if needs := _needs(message):
+    needs = _needs(message)
+    if needs:
         tree[NEEDS] = needs
     return pack(tree, as_plain)
 

@@ -13,7 +13,10 @@ REMEDY = "write the character itself, or take it out"
 
 
 class Half(NamedTuple):
-    """Where half of a surrogate pair is: the path of the text in a tree, and the character in it from 0."""
+    """Where half of a surrogate pair is: the path of the text in a tree, and the character in it from 0.
+
+    Example: `where` "data.prompt", `character` 3, `code` "\\ud83d".
+    """
 
     where: str
     character: int

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tidemill.common.config import RunConfig
 from tidemill.services.console.check.memory import GIB, as_overrides
-from tidemill.services.trainer.policy.memory.fit import Fit, Machine, find_settings
+from tidemill.services.trainer.policy.memory.advice import Fit, Machine, find_settings
 from tidemill.services.trainer.policy.memory.sizes import read_model
 
 HEADING = "## Which models fit"

@@ -26,7 +26,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 PATIENCE_S = 600.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
 CONNECT_S = 10.0
 ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 """The kernel asks whether the server's machine is there, and ends the connection after a minute without an
@@ -49,12 +50,14 @@ async def scores_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     # Lone surrogates are no JSON to the service.
     body = json.dumps({"samples": samples}, default=_plain, ensure_ascii=False).encode(errors="replace")
-    deadline, pause_s = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
+    deadline = time.monotonic() + PATIENCE_S
+    pause_s = FIRST_PAUSE_S
     while True:
         try:
             status, answer = await _post(body)
         except (OSError, ValueError) as error:
-            status, answer = 503, str(error).encode()
+            status = 503
+            answer = str(error).encode()
         if status == 200:
             scores: list[dict[str, Any]] = json.loads(answer)["scores"]
             return scores
@@ -75,9 +78,9 @@ async def score_of(sample: dict[str, Any]) -> dict[str, Any]:
     calls.append((sample, score))
     # Not awaited: a caller that is cancelled must not cancel the others' request.
     sending = loop.create_task(_send_calls(loop)) if len(calls) == 1 else None
-    found = await score
+    scored = await score
     del sending
-    return found
+    return scored
 
 
 async def _send_calls(loop: asyncio.AbstractEventLoop) -> None:
@@ -131,13 +134,18 @@ async def reward_async(
     columns = {name: column for name, column in columns.items() if name not in NOT_COLUMNS}
     truth = next((name for name in TRUTHS if name in columns), "")
     samples: list[dict[str, Any]] = []
-    before, group = None, -1
-    for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        row = {name: column[place] for name, column in columns.items()}
+    before = None
+    group = -1
+    for at, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        row = {name: column[at] for name, column in columns.items()}
         # Floats as text: a NaN equals no other one.
-        now = prompt, {name: repr(item) if isinstance(item, float) else item for name, item in row.items()}
+        columns_as_text = {
+            name: repr(item) if isinstance(item, float) else item for name, item in row.items()
+        }
+        now = (prompt, columns_as_text)
         if now != before:
-            before, group = now, group + 1
+            before = now
+            group += 1
         extra = {name: value for name, value in row.items() if name not in ("data_source", truth)}
         sample = {
             "prompt": prompt,
@@ -149,7 +157,7 @@ async def reward_async(
             "step": step,
         }
         if completion_ids is not None:
-            sample["completion_ids"] = list(completion_ids[place])
+            sample["completion_ids"] = list(completion_ids[at])
         samples.append(sample)
     return [score["value"] for score in await scores_of(samples)]
 
@@ -188,7 +196,8 @@ def combine_rewards(
                 raise ValueError(
                     f"{_name_of(function)} gave {len(rewards)} rewards for {len(completions)} samples"
                 )
-            if log_metric := columns.get("log_metric"):
+            log_metric = columns.get("log_metric")
+            if log_metric:
                 _log_mean(log_metric, _name_of(function), rewards)
         return [_weighted_sum(rewards, factors) for rewards in zip(*answers, strict=True)]
 
@@ -228,11 +237,12 @@ def _url() -> str:
 
 async def _post(body: bytes) -> tuple[int, bytes]:
     """Status and body of the answer. Raises OSError: there is none, or it is truncated."""
-    url, token = urlsplit(_url()), os.environ.get("TIDEMILL_REWARDS_TOKEN", "")
+    url = urlsplit(_url())
+    token = os.environ.get("TIDEMILL_REWARDS_TOKEN", "")
     port = url.port or (443 if url.scheme == "https" else 80)
-    shown = f"Authorization: Bearer {token}\r\n" if token else ""
+    authorization = f"Authorization: Bearer {token}\r\n" if token else ""
     head = (
-        f"POST {url.path.rstrip('/')}/v1/scores HTTP/1.1\r\nHost: {url.netloc}\r\n{shown}"
+        f"POST {url.path.rstrip('/')}/v1/scores HTTP/1.1\r\nHost: {url.netloc}\r\n{authorization}"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     opening = asyncio.open_connection(url.hostname, port, ssl=url.scheme == "https" or None)
@@ -249,7 +259,10 @@ async def _post(body: bytes) -> tuple[int, bytes]:
     finally:
         writer.close()
     first, *lines = answer.decode("latin-1").split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    headers = {}
+    for line in lines:
+        header, _, text = line.partition(":")
+        headers[header.lower()] = text.strip()
     if len(content) != int(headers.get("content-length", -1)):
         raise OSError("the connection ended before the answer did")
     return int(first.split()[1]), content

@@ -31,7 +31,8 @@ TEMPLATED = "(the prompt in the policy's chat template)"
 
 def check(request: Any) -> Answer:
     """Check every reward of the run's config, and show or call it for the row, if one is given."""
-    run, row = RunConfig.model_validate(request["config"]), request["row"]
+    run = RunConfig.model_validate(request["config"])
+    row = request["row"]
     config = run.reward
     for name, reward in config.named.items():
         check_reward(name, reward, run.servers)
@@ -116,15 +117,15 @@ def _completions(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 async def _value_for(
-    name: str, called: FunctionReward, row: dict[str, Any], what: str, completion: str
+    name: str, called: FunctionReward, row: dict[str, Any], input_name: str, completion: str
 ) -> str:
     """The score of one completion, in words. Raises ConfigError: it gives none."""
     try:
         outcome = await called.score(_sample_of(row, completion))
     except AttemptError as error:
-        raise ConfigError(f"reward {name}: called with {what}, it gave no score: {error}") from None
+        raise ConfigError(f"reward {name}: called with {input_name}, it gave no score: {error}") from None
     value = "None" if outcome.value is None else f"{outcome.value:g}"
-    return f"{value} for {what}"
+    return f"{value} for {input_name}"
 
 
 def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
@@ -135,9 +136,9 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
     """
     prompt = row["prompt"]
     extra = {**row["extra"], PROMPT: prompt} if isinstance(prompt, list) else row["extra"]
-    own = prompt if isinstance(prompt, str) else ""
-    sample = _sample_of({**row, "extra": extra}, COMPLETION, TEMPLATED, own)
-    found = {}
+    own_text = prompt if isinstance(prompt, str) else ""
+    sample = _sample_of({**row, "extra": extra}, COMPLETION, TEMPLATED, own_text)
+    readings_by_name = {}
     for name, reward in run.reward.named.items():
         reading = kind_of(reward.kind).reading
         if reading is None or not reward.scores_source(
@@ -145,12 +146,12 @@ def readings(run: RunConfig, row: dict[str, Any]) -> dict[str, str]:
         ):
             continue
         try:
-            found[name] = reading(name, reward, sample, run.servers[reward.servers])
+            readings_by_name[name] = reading(name, reward, sample, run.servers[reward.servers])
         except AttemptError as error:
             if "train" in reward.lanes:
                 raise ConfigError(f"reward {name}: for the first training row, {error}") from None
-            found[name] = str(error)  # the rows of an evaluation may have other columns
-    return found
+            readings_by_name[name] = str(error)  # the rows of an evaluation may have other columns
+    return readings_by_name
 
 
 def _sample_of(

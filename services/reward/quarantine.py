@@ -26,7 +26,8 @@ class Quarantine:
         self._lone_from = min(UNRESTRICTED_DELIVERIES + 2, max(2, context.config.streams.max_attempts))
         self._most = max(self._lone_from, context.config.streams.max_attempts)
         self._num_running = 0
-        self._is_quiet, self._is_open = asyncio.Event(), asyncio.Event()
+        self._is_quiet = asyncio.Event()
+        self._is_open = asyncio.Event()
         self._is_quiet.set()
         self._is_open.set()
         self._one_at_a_time = asyncio.Lock()

@@ -25,6 +25,9 @@ class RewardSample:
     model's template: `prompt` and `chat` are the dataset row's own. Token ids are those of the policy's
     tokenizer. Text and ids of a session whose history was rewritten are those of its last segment; its
     `session` has all that was said.
+
+    Example: the trajectory of "2+2=" with the completion "4" in `Lane.TRAIN`: `prompt` "2+2=", `said`
+    [{"role": "assistant", "content": "4"}].
     """
 
     trajectory: Trajectory
@@ -92,7 +95,8 @@ class RewardSample:
     @property
     def conversation(self) -> ChatMessages:
         """The chat with all that was said after it; an assistant's message at its end is continued."""
-        (*before, last), (first, *after) = self.chat, self.said
+        *before, last = self.chat
+        first, *after = self.said
         if last.get("role") == first.get("role") == "assistant":
             content = f"{last.get('content') or ''}{first.get('content') or ''}"
             return [*before, {**last, **first, "content": content}, *after]
@@ -151,8 +155,10 @@ class RewardSample:
         `num_turns` (of the model), `messages` (the whole conversation), `turn_scores` (the environment's
         reward for each turn), `environment_reward` and `environment_metrics`.
         """
-        trajectory, of_session = self.trajectory, dict[str, Any]()
-        if (session := trajectory.session) is not None:
+        trajectory = self.trajectory
+        of_session = dict[str, Any]()
+        session = trajectory.session
+        if session is not None:
             of_session = {
                 "num_turns": len(self.turn_rewards),
                 # A user's function may change what it is given, and other rewards read the same sample.

@@ -256,7 +256,8 @@ class Scorer:
         Raises:
             MachineFaultError: this machine is short of something.
         """
-        if problem := fault_of(trajectory):
+        problem = fault_of(trajectory)
+        if problem:
             return Score(
                 ticket=trajectory.ticket,
                 index=trajectory.index,

@@ -280,7 +280,8 @@ class WeightDownload(LocalVersions):
         Raises:
             WeightsError: the remote side does not answer, or sends something else.
         """
-        if (manifest := super().manifest(version)) is not None:
+        manifest = super().manifest(version)
+        if manifest is not None:
             return manifest
         path = f"{WEIGHTS_FOLDER}/{version_name(version)}/{MANIFEST_FILE}"
         try:
@@ -315,7 +316,8 @@ class WeightDownload(LocalVersions):
         partial.mkdir(parents=True, exist_ok=True)
         for file in manifest.files:
             self._fetch(file, f"{WEIGHTS_FOLDER}/{manifest.folder}/{file.name}", partial)
-            if (checksum := file_checksum(partial / file.name)) != file.checksum:
+            checksum = file_checksum(partial / file.name)
+            if checksum != file.checksum:
                 remove_folder(partial)
                 raise DamagedWeightsError(
                     f"weights of version {manifest.version}: {file.name} came with checksum {checksum}, the "

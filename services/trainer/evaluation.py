@@ -232,7 +232,8 @@ class Evaluator:
         readers = self._readers(self._letters_read)
         is_exhausted = False
         while (missing := _missing(groups)) - set().union(*dead.values()) and not is_exhausted:
-            if is_exhausted := await self._is_exhausted(tickets):
+            is_exhausted = await self._is_exhausted(tickets)
+            if is_exhausted:
                 # Read once more from the start: a server that took over may have given lower ids since.
                 readers = self._readers(START)
             score_reader, trajectory_reader, dead_reader = readers
@@ -246,7 +247,8 @@ class Evaluator:
                 if isinstance(entry, Garbled):
                     await dead_letters.append_unread(entry, self.context.name)
             for letter in await _read_all(dead_reader):
-                if keys_lost := _keys_of(letter, missing):
+                keys_lost = _keys_of(letter, missing)
+                if keys_lost:
                     dead[letter.entry_id] = keys_lost
             if not _missing(groups) - set().union(*dead.values()):
                 # Checked only when nothing else is missing: it takes a round trip for each.

@@ -126,7 +126,8 @@ def compiler_problem() -> str:
 
 def _look_at_driver() -> Iterator[Fact]:
     driver = driver_list()
-    if not (problem := gpu_problem(driver)):
+    problem = gpu_problem(driver)
+    if not problem:
         text = f"{driver or 'a driver'}; torch {version('torch')} for CUDA {torch.version.cuda} uses it"
         yield Fact("driver", text)
     elif driver:
@@ -150,7 +151,8 @@ def _look_at_memory() -> Iterator[Fact]:
         remedy = "" if free >= LEAST_FREE * total else "nvidia-smi shows whose processes hold it; end them"
         text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, {torch.cuda.get_device_name(gpu)}"
         yield Fact(f"GPU {gpu}", text, remedy, is_problem=bool(remedy))
-    if links := [line for line in (ask_driver("nvlink", "--status") or "").splitlines() if "GB/s" in line]:
+    links = [line for line in (ask_driver("nvlink", "--status") or "").splitlines() if "GB/s" in line]
+    if links:
         yield Fact("NVLink", f"{len(links)} links of all GPUs are up")
     elif torch.cuda.device_count() > 1:
         yield Fact("NVLink", "none is up", "sums and all-gathers go over PCIe: prefer trainer.shard_ranks 1")
@@ -227,7 +229,8 @@ def _look_at_ranks(config: RunConfig, size: int) -> Iterator[Fact]:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    if not (rates := [line for line in said.splitlines() if line.startswith(RATE)]):
+    rates = [line for line in said.splitlines() if line.startswith(RATE)]
+    if not rates:
         yield Fact(ranks_text, f"failed: {said.strip()[-300:]}", remedy, is_problem=True)
         return
     rate = float(rates[0].removeprefix(RATE))

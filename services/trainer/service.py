@@ -177,7 +177,8 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
     beat.failures += trainer.assembler.failures.failures
     beat.counts["outstanding"] = len(trainer.scheduler.outstanding)
     beat.counts["complete"] = len(trainer.join.complete)
-    if last := trainer.weights.last:
+    last = trainer.weights.last
+    if last:
         beat.counts |= {
             "weights_bytes": last.num_bytes,
             "weights_changed": last.share_changed,

@@ -105,7 +105,8 @@ class History:
         async def read(access: RunAccess) -> RunConfig | None:
             return access.config
 
-        if (config := self._read(read)) is None:
+        config = self._read(read)
+        if config is None:
             raise ConfigError(f"the config of run {self.run_id} is neither in Redis nor in its folder.")
         return config
 

@@ -138,7 +138,8 @@ def _kind(annotation: Any) -> str:
         return " | ".join(str(value) for value in get_args(annotation))
     if _is_union(annotation):
         return " | ".join(_kind(argument) for argument in get_args(annotation))
-    if arguments := [argument for argument in get_args(annotation) if argument is not Ellipsis]:
+    arguments = [argument for argument in get_args(annotation) if argument is not Ellipsis]
+    if arguments:
         return f"{get_origin(annotation).__name__}[{', '.join(_kind(argument) for argument in arguments)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
@@ -150,7 +151,8 @@ def _bounds(info: FieldInfo) -> str:
     for constraint in info.metadata:
         limits = [(sign, getattr(constraint, name, None)) for name, sign in SIGNS]
         bounds += [f"{sign} {limit:.15g}" for sign, limit in limits if limit is not None]
-        if pattern := getattr(constraint, "pattern", None):
+        pattern = getattr(constraint, "pattern", None)
+        if pattern:
             bounds.append(f"matches {pattern}")
     return ", ".join(bounds)
 

@@ -55,7 +55,8 @@ def check_memory(config: RunConfig, machine: Machine) -> tuple[list[str], list[s
 
 
 def _lines(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Iterator[str]:
-    if (trainer := fit["trainer"]) is not None:
+    trainer = fit["trainer"]
+    if trainer is not None:
         again = ", layers computed again" if fit["recomputed"] else ""
         again += f", {fit['context']} ranks share each" if fit["context"] > 1 else ""
         again += f", {fit['experts']} ranks divide experts" if fit["experts"] > 1 else ""
@@ -64,7 +65,8 @@ def _lines(fit: Mapping[str, Any], config: RunConfig, machine: Machine) -> Itera
             f"trainer: {fit['ranks']} x {gib(trainer['peak'])} of {gib(machine['gpu_bytes'])} GiB, passes "
             f"of {max(fit['tokens'], longest):,} tokens{again}: {listed(trainer['parts'])}"
         )
-    if (engine := fit["engine"]) is not None and fit["engines"]:
+    engine = fit["engine"]
+    if engine is not None and fit["engines"]:
         yield (
             f"engines: {fit['engines']} on {fit['ways']} GPU{'s' * (fit['ways'] > 1)} each: "
             f"{listed(engine['parts'])}; the KV cache holds {engine['num_sequences']:,} sequences of "

@@ -186,7 +186,8 @@ def check_teachers(config: RunConfig) -> None:
         if served is None or served.local is None or not ours or not (theirs := _vocabulary(served.model)):
             continue
         # A teacher may know more tokens: the policy never samples those.
-        if wrong := [(number, token) for token, number in ours.items() if theirs.get(token) != number]:
+        wrong = [(number, token) for token, number in ours.items() if theirs.get(token) != number]
+        if wrong:
             number, token = min(wrong)
             there = f"is {theirs[token]}" if token in theirs else "does not exist"
             raise ConfigError(

@@ -260,7 +260,8 @@ def _read_rows(findings: Findings, rows: Rows) -> None:
 
 def _count_steps(findings: Findings, rows: Rows) -> None:
     """Set `trainer.steps` in the findings' config from `trainer.epochs`."""
-    if not (train := rows.get("train")):
+    train = rows.get("train")
+    if not train:
         return
     try:
         findings.config = with_steps(findings.config, train, fetches=False)
@@ -282,7 +283,8 @@ def _look_at_model(findings: Findings) -> None:
         findings.notes.append(
             f"{config.model.path} is a hub name: model, context and prompt lengths are checked at the start"
         )
-    if (each := findings.model.route_bytes) and config.rollout.record_routes:
+    each = findings.model.route_bytes
+    if each and config.rollout.record_routes:
         samples = config.trainer.groups_per_step * config.largest_group_size
         mib = samples * (config.data.max_prompt_tokens + config.max_completion_tokens) * each / 2**20
         findings.notes.append(
@@ -315,7 +317,8 @@ def _check_environment(findings: Findings, row: Row | None) -> None:
 
 def _check_gpus(config: RunConfig) -> None:
     """Check that no two processes are given the same GPU, and that the GPUs named are on this machine."""
-    if overlaps := find_overlaps(config):
+    overlaps = find_overlaps(config)
+    if overlaps:
         raise ConfigError(
             "; ".join(overlaps)
             + f". Give each process GPUs of its own, or leave gpus out: `{command_line('up')}` deals them "
@@ -394,5 +397,6 @@ def _reach_redis(findings: Findings) -> None:
         async with connected(url) as broker:
             return (await broker.info("server"))["redis_version"]
 
-    if url := os.environ.get(URL_VARIABLE):
+    url = os.environ.get(URL_VARIABLE)
+    if url:
         findings.redis = run_main(version(url))

@@ -113,7 +113,8 @@ def _compare_groups(result: Agreement, both: list[tuple[TrajectoryKey, float, fl
         varies_now = np.ptp(now) > CLOSE
         result.groups_without_variance_before += not varies_before
         result.groups_without_variance_now += not varies_now
-        if (rho := rank_correlation(before, now)) is not None:
+        rho = rank_correlation(before, now)
+        if rho is not None:
             rhos.append(rho)
         centred_old = before - before.mean()
         centred_new = now - now.mean()

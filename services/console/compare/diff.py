@@ -434,7 +434,8 @@ def diff_tree(names: tuple[str, str], result: RunDiff) -> Node:
 
 
 def _verdict(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
-    if (cause := result.cause) is None:
+    cause = result.cause
+    if cause is None:
         how = "bit for bit" if result.is_equal else "up to rounding"
         more = f"; run {result.longer} has more" if result.longer else ""
         yield note(f"the same {how} in all {result.num_steps} steps that both have{more}", "bold green")
@@ -480,7 +481,8 @@ def _remarks(names: tuple[str, str], result: RunDiff) -> Iterator[Node]:
         last = result.unread_steps[-1]
         words = "not both runs have their records any more; their commits were compared"
         yield note(f"steps {first} to {last}: {words}", "yellow")
-    if (cause := result.cause) is not None:
+    cause = result.cause
+    if cause is not None:
         yield note("look closer:", "dim")
         commands = [f"step {cause.step}", f"replay {cause.step}"]
         commands += [f"trace {cause.sample}"] if cause.ticket >= 0 else []

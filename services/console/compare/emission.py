@@ -132,7 +132,8 @@ class Emission:
 
     def _take(self, score: Score) -> None:
         # A score that comes twice, after a takeover, counts once.
-        if (emitted := self._waiting.pop(score.key, None)) is None:
+        emitted = self._waiting.pop(score.key, None)
+        if emitted is None:
             return
         self.scores[score.key] = score
         self.waits_s.append(max(0.0, score.scored_at - emitted[1]))

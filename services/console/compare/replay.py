@@ -98,22 +98,26 @@ def _remarks(result: dict[str, Any], shows_all: bool) -> Iterator[str]:
     if not shows_all:
         same = sum(row["equal"] for row in result["metrics"])
         yield f"{same} of {len(result['metrics'])} metrics are the same; --all shows them all"
-    if first := result["advantages"]["first"]:
+    first = result["advantages"]["first"]
+    if first:
         yield (
             f"{result['advantages']['num_different']} advantages differ, the first is that of "
             f"{first['ticket']}.{first['index']}: {first['recorded']} recorded, {first['replayed']} replayed"
         )
     if not result["left_out"]["equal"]:
         yield "other samples are left out of their groups than were then; --json lists both"
-    if (first_step := result["first_difference"]) is not None and first_step < result["step"]:
+    first_step = result["first_difference"]
+    if first_step is not None and first_step < result["step"]:
         yield f"the weights differ since step {first_step}: look at that step first"
-    if (num_steps := result["step"] - result["from_version"]) >= FAR_STEPS:
+    num_steps = result["step"] - result["from_version"]
+    if num_steps >= FAR_STEPS:
         start = _start_name(result["from_version"])
         yield (
             f"{num_steps} steps before it were trained again, from {start}: the nearest checkpoint; "
             "trainer.keep_checkpoints keeps more of them (docs/debugging.md says what they cost)"
         )
-    if weights := result.get("weights"):
+    weights = result.get("weights")
+    if weights:
         numbers = (f"{name.replace('_', ' ')} {tree.shown(value)}" for name, value in weights.items())
         yield f"weights, against those on the disk: {', '.join(numbers)}"
 

@@ -92,7 +92,8 @@ def run_convert(options: ConvertOptions) -> int:
         f"{counts['automatic']} need none here: the end of the file names all",
         soft_wrap=True,
     )
-    if problem := draft.problem():
+    problem = draft.problem()
+    if problem:
         console.print(Text(problem, style="red"), soft_wrap=True)
         return 1
     if options.output is not None:

@@ -194,7 +194,8 @@ class Draft:
 
     def _loggers(self, option: str, names: Any) -> list[str] | None:
         """Those of the given trackers that Tidemill has."""
-        if others := [name for name in names if name not in (*TRACKERS, *NO_TRACKER)]:
+        others = [name for name in names if name not in (*TRACKERS, *NO_TRACKER)]
+        if others:
             self.say("lost", option, f"{', '.join(others)}: not among {', '.join(TRACKERS)}")
         return [name for name in names if name in TRACKERS] or None
 
@@ -243,7 +244,8 @@ class Draft:
             lines += ["", f"# {heading}:"] if texts else []
             for text, names in texts.items():
                 lines += _comment(f"{', '.join(names)}: {text}", "# - ", "#   ")
-        if problem := self.problem():
+        problem = self.problem()
+        if problem:
             lines += ["", "# This config is refused as it is:"]
             lines += [f"# {line}" for line in problem.splitlines()]
         return "\n".join(lines) + "\n"
@@ -251,7 +253,8 @@ class Draft:
     def _lines(self, tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         indent = "  " * prefix.count(".")
         for name in tree:
-            if (whole := prefix + name) not in self.fields:
+            whole = prefix + name
+            if whole not in self.fields:
                 yield f"{indent}{name}:"
                 yield from self._lines(tree[name], f"{whole}.")
                 continue

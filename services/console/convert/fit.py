@@ -37,7 +37,8 @@ def put_warmup(draft: Draft, steps: str, ratio: str, per_step: int = 1) -> None:
 
 def fit(draft: Draft) -> None:
     """Make the parts agree, and say what had to change."""
-    if steps := draft.get("trainer.steps"):
+    steps = draft.get("trainer.steps")
+    if steps:
         draft.drop("trainer.epochs")
         if 1 < steps <= draft.get(WARMUP, 0):
             draft.put(WARMUP, steps - 1, draft.origins[WARMUP][0], f"cut, for the run has {steps} steps")
@@ -105,7 +106,8 @@ def _fit_weights(draft: Draft) -> None:
 
 def _fit_dual_clip(draft: Draft) -> None:
     """Drop a dual clip without a ratio to bound, or that the config refuses beside its ordinary clip."""
-    if is_without_effect := (draft.get(DUAL) or 0.0) > HIGHEST_DUAL_CLIP:
+    is_without_effect = (draft.get(DUAL) or 0.0) > HIGHEST_DUAL_CLIP
+    if is_without_effect:
         draft.fields[DUAL] = HIGHEST_DUAL_CLIP
     if not LOSSES[draft.get(LOSS)].has_dual_clip or not _moves(draft) or "dual_clip" in draft.problem():
         why = "the loss has its own" if _moves(draft) else "with one update a step the ratio is always 1"

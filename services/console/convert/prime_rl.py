@@ -89,7 +89,8 @@ def _convert_lengths(draft: Draft) -> None:
 
 def _convert_evaluation(draft: Draft) -> None:
     """One setting for all sets: the shortest interval, the largest group."""
-    if not (sources := _named(draft, "eval")):
+    sources = _named(draft, "eval")
+    if not sources:
         return
     option = O + "eval.source"
     files = {name: f"{name}.jsonl" for name in sources}

@@ -173,7 +173,8 @@ def _of_hydra(words: list[str]) -> dict[str, Any]:
 def _num_processes(words: list[str]) -> dict[str, Any]:
     """How many processes a launcher starts: accelerate says all, torchrun those of one machine."""
     line = " ".join(words)
-    if not (count := _PROCESSES.search(line)):
+    count = _PROCESSES.search(line)
+    if not count:
         return {}
     nodes = _NODES.search(line) if "nproc" in count[0] else None
     return {"num_processes": int(count[1]) * int(nodes[1] if nodes else 1)}
@@ -259,7 +260,8 @@ class Script:
             if not set(token) <= set(BREAKS):
                 words.append(token)
                 continue
-            if command := self._do(words, is_tied):
+            command = self._do(words, is_tied)
+            if command:
                 commands.append(command)
             words = []
             is_tied = token.endswith(("&&", "||"))
@@ -291,7 +293,8 @@ class Script:
         """The words that one word becomes: several for an array, or a variable with spaces."""
         if word in ("$@", "$*"):
             return []
-        if (variable := _WHOLE.fullmatch(word)) is None:
+        variable = _WHOLE.fullmatch(word)
+        if variable is None:
             return [self._filled(word)]
         value = self.variables.get(variable[1], Unknown(word))
         if isinstance(value, list):
@@ -311,7 +314,8 @@ class Script:
 
     def _value(self, match: re.Match[str]) -> str:
         """The value of a variable. Raises KeyError, ValueError: it is not known."""
-        if not (name := match[1] or match[3]):
+        name = match[1] or match[3]
+        if not name:
             return ""
         value = self.variables.get(name) or match[2]
         value = self.variables[name] if value is None else value

@@ -109,7 +109,8 @@ def _say_bound_of_cispo(draft: Draft) -> None:
 def _convert_lengths(draft: Draft) -> None:
     completion = draft.get("rollout.sampling.max_tokens")
     whole = draft.take("vllm_max_model_length")
-    if prompt := draft.take("max_prompt_length"):
+    prompt = draft.take("max_prompt_length")
+    if prompt:
         draft.put("data.overlong_prompts", "left", "max_prompt_length")
     else:
         prompt = whole - completion if whole and whole > completion else PROMPT_TOKENS
@@ -173,7 +174,8 @@ def _convert_evaluation(draft: Draft, strategy: str, has_no_interval: set[str]) 
         "num_generations_eval",
     )
     for name in ("temperature", *FILTERS):
-        if value := draft.get(f"rollout.sampling.{name}"):
+        value = draft.get(f"rollout.sampling.{name}")
+        if value:
             draft.put(EVALUATION + name, value, name)
 
 
@@ -184,7 +186,8 @@ def _rows(draft: Draft, option: str, value: Any, config: str | None, split: str)
         return source
     name = source
     trailing = ""
-    if call := _LOAD.match(source):
+    call = _LOAD.match(source)
+    if call:
         name, own_config, options, trailing = call.groups()
         named = _SPLIT.search(options)
         config = own_config
@@ -252,5 +255,6 @@ def _convert_adapters(draft: Draft) -> None:
     draft.put("trainer.lora.rank", int(value_of("r", "lora_r")), "lora_r")
     draft.put("trainer.lora.alpha", float(value_of("lora_alpha", "lora_alpha")), "lora_alpha")
     named = re.search(r"target_modules=(\[[^]]*\])", peft)
-    if modules := draft.take("lora_target_modules") or (named and re.findall(r"[\w.]+", named[1])):
+    modules = draft.take("lora_target_modules") or (named and re.findall(r"[\w.]+", named[1]))
+    if modules:
         draft.put("trainer.lora.target_modules", modules, "lora_target_modules")

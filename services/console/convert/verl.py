@@ -35,7 +35,8 @@ def convert_verl(draft: Draft, module: str) -> None:
     _convert_reward(draft)
     _convert_algorithm(draft)
     _convert_correction(draft)
-    if files := draft.take("data.val_files"):
+    files = draft.take("data.val_files")
+    if files:
         names = [files] if isinstance(files, str) else list(files)
         draft.put("data.eval", {_name(file, names): file for file in names}, "data.val_files")
 

@@ -157,7 +157,8 @@ def _shares_of_steps(steps: Sequence[Mapping[str, float]], step_s: float | None)
         return {}
     shares: dict[str, Shares] = {"trainer": {state: spent / total_s for state, spent in seconds.items()}}
     for role, (work, without_work, _) in WORKERS.items():
-        if workers := _mean(steps, f"stages/{role}_workers"):
+        workers = _mean(steps, f"stages/{role}_workers")
+        if workers:
             busy = min(1.0, _mean(steps, f"stages/{role}_busy_s") / (workers * step_s))
             shares[role] = {work: busy, without_work: 1.0 - busy}
     return shares
@@ -256,7 +257,8 @@ def _blame(evidence: Evidence) -> dict[str, float]:
     makers = {f"{WAIT}{product}": role for role, (_, _, product) in WORKERS.items()}
     blame: defaultdict[str, float] = defaultdict(float)
     for state, share in evidence.shares.get("trainer", {}).items():
-        if (role := makers.get(state)) is not None:
+        role = makers.get(state)
+        if role is not None:
             parts: defaultdict[str, float] = defaultdict(float)
             for own_state, fraction in evidence.shares.get(role, {}).items():
                 # A maker without work waits for the trainer itself: that time says nothing of the cause.
@@ -281,7 +283,8 @@ def _step_with_one_more(evidence: Evidence, blame: dict[str, float], role: str) 
     if evidence.max_staleness == 0:
         return step_s * (1.0 - blame.get(role, 0.0) / (number + 1))
     loads = {name: evidence.busy(name) or 0.0 for name in ROLES}
-    if not (busiest := max(loads.values())):
+    busiest = max(loads.values())
+    if not busiest:
         return None
     loads[role] *= number / (number + 1)
     return step_s * max(max(loads.values()) / busiest, 1.0 - blame.get(role, 0.0))

@@ -286,11 +286,14 @@ def learning_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         ("passes filled", "forward/fill", ".0%"),
         ("peak GiB", "perf/peak_gib", ".1f"),
     ):
-        if (value := snapshot.metric(name)) is not None:
+        value = snapshot.metric(name)
+        if value is not None:
             yield Node(label, f"{value:{form}}")
-    if failed := snapshot.metric("scores/failed_ratio"):
+    failed = snapshot.metric("scores/failed_ratio")
+    if failed:
         yield Node("failed scores", f"{failed:.1%} of the last step", style="red")
-    if replaced := sum(snapshot.curve("groups_dropped")):
+    replaced = sum(snapshot.curve("groups_dropped"))
+    if replaced:
         last = snapshot.metric("groups_dropped") or 0.0
         yield Node("replaced", f"{replaced:,.0f} groups, {last:,.0f} in the last step", style="yellow")
 
@@ -333,7 +336,8 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
             yield Node(waiting, f"{queue.waiting:,}")
         yield Node(f"  {held} now", f"{queue.held:,}")
     for label, name in (("groups outstanding", "outstanding"), ("groups ready to train", "complete")):
-        if counts := [gauges[name] for gauges in alive if name in gauges]:
+        counts = [gauges[name] for gauges in alive if name in gauges]
+        if counts:
             yield Node(label, f"{sum(counts):,.0f}")
     if snapshot.status in OVER and not snapshot.queues:  # read from the run's folder: its Redis is gone
         return
@@ -357,7 +361,8 @@ def flow_lines(snapshot: RunSnapshot) -> Iterator[Node]:
         reward, _, kind = name.removeprefix(FAILURES).rpartition(":")
         yield Node(f"failed: {reward} ({kind})", f"{count:,.0f}", style="red")
     yield from _weights_lines(alive)
-    if wrong := sum(beat.counts.get("weight_mismatches", 0) for beat in snapshot.workers):
+    wrong = sum(beat.counts.get("weight_mismatches", 0) for beat in snapshot.workers)
+    if wrong:
         yield Node("engines with wrong weights", f"{wrong:,.0f} times, repaired", style="bold red")
     for role in ("trainer", "rollout"):
         yield Node(f"{role} idle", snapshot.idle_share(role), "share")
@@ -376,7 +381,8 @@ def _weights_lines(alive: Sequence[Mapping[str, float]]) -> Iterator[Node]:
             yield Node("  after a wait of", gauges.get("checkpoint_wait_s"), "s")
             yield Node("  written beside in", gauges.get("checkpoint_write_s"), "s")
     for name, label in (("weights_load_s", "weights staged in"), ("weights_pause_s", "  engine's pause")):
-        if seconds := [gauges[name] for gauges in alive if name in gauges]:
+        seconds = [gauges[name] for gauges in alive if name in gauges]
+        if seconds:
             yield Node(label, max(seconds), "s")
 
 
@@ -445,12 +451,14 @@ def _warnings(snapshot: RunSnapshot) -> Iterator[Text]:
     """The newest warnings that hold; all of them are in the run's state and in the trainer's log."""
     held = snapshot.warnings
     lines = [warning_line(item) for item in held[-MAX_WARNINGS:]]
-    if older := len(held) - len(lines):
+    older = len(held) - len(lines)
+    if older:
         more = command_line("status", snapshot.run_id, "--json")
         lines.append(f"and {plural(older, 'older warning')}: {more}")
     lines += snapshot.config_warnings
     lines += [f"{name}: {detail}" for name, detail in snapshot.blocked.items()]
-    if starved := starved_line(snapshot):
+    starved = starved_line(snapshot)
+    if starved:
         lines.append(starved)
     for line in lines:
         yield Text.assemble(("warning  ", "bold yellow"), printable(line))
@@ -520,9 +528,11 @@ def step_line(snapshot: RunSnapshot, index: int = -1) -> str:
     if seconds:
         parts.append(f"{metrics.get('completion_tokens', 0.0) / seconds:,.0f} tok/s")
         parts.append(f"{seconds:.1f} s")
-    if failed := metrics.get("scores/failed_ratio"):
+    failed = metrics.get("scores/failed_ratio")
+    if failed:
         parts.append(f"{failed:.0%} of the scores failed")
-    if replaced := metrics.get("groups_dropped"):
+    replaced = metrics.get("groups_dropped")
+    if replaced:
         parts.append(f"{replaced:.0f} groups replaced")
     return "  ".join(parts)
 

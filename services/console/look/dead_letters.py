@@ -255,7 +255,8 @@ def show_dead(options: ShowDeadOptions) -> None:
 def chosen(choice: DeadChoice, entries: Sequence[DeadEntry]) -> list[DeadEntry]:
     """The entries that were named, in that order, or all."""
     by_id = {entry.entry_id: entry for entry in entries}
-    if unknown := [name for name in choice.ids if name not in by_id]:
+    unknown = [name for name in choice.ids if name not in by_id]
+    if unknown:
         raise ConfigError(
             f"there is no dead letter {unknown[0]!r}; `{command_line('dead', 'show')}` has the ids of the "
             f"{len(entries)} there are."
@@ -289,7 +290,8 @@ class Requeuer:
         return cls(broker, keys, config, outcomes, evaluated, state.get("status") == FINISHED)
 
     async def put_back(self, entry: DeadEntry) -> RequeueResult:
-        if reason := await self._refusal(entry):
+        reason = await self._refusal(entry)
+        if reason:
             return RequeueResult(False, reason)
         if entry.stream == "scores":
             key = self.keys.scores(entry.lane)
@@ -336,7 +338,8 @@ class Requeuer:
         ticket, _ = entry.key
         # The step that a ticket of an evaluation was issued for is the version that it evaluates.
         version = entry.message.step if isinstance(entry.message, Ticket | Trajectory) else None
-        if end := self._end_of(ticket, entry.lane, version):
+        end = self._end_of(ticket, entry.lane, version)
+        if end:
             return f"{end}; there is nothing left that it could be used for"
         if await self._is_trimmed(ticket, entry.lane):
             return f"ticket {ticket} has been trimmed: nothing needs it any more"

@@ -53,7 +53,8 @@ def export(options: ExportOptions) -> int:
     if options.verify or options.as_json:
         raise ConfigError("--verify and --json are of the list of versions: leave out -o")
     folder = find_run(options.run_id, options.runs_dir)
-    if (config := folder.config()) is None:
+    config = folder.config()
+    if config is None:
         raise ConfigError(
             f"{nearest(folder.path)} has no {CONFIG_FILE}: no such run here. Name the run, and its folder of "
             "runs with --runs-dir."

@@ -216,7 +216,8 @@ async def read_groups(
         async for commit in history.messages(StreamName.COMMITS, Commit):
             dropped = [ticket for ticket, _ in dropped_groups(commit)]
             commits |= dict.fromkeys([*commit.groups, *dropped], commit)
-    if numbers := sorted({*issued, *trajectories}):
+    numbers = sorted({*issued, *trajectories})
+    if numbers:
         # Selected by tickets: a score has no step.
         near = Selection(tickets=(numbers[0], numbers[-1]))
         async for score in history.messages(StreamName.SCORES.of(lane), Score, near):
@@ -408,7 +409,8 @@ async def read_step(history: History, step: int) -> StepRecord | None:
     if commit is None:
         return None
     record = StepRecord(commit, manifest=await history.manifest(commit.version))
-    if wanted := set(commit.groups):
+    wanted = set(commit.groups)
+    if wanted:
         near = await near_tickets(history, min(wanted), max(wanted), commit=commit)
         # Near the tickets first, and the whole streams only where samples are missing there.
         for selection in (near, Selection(tickets=near.tickets)):

@@ -212,7 +212,8 @@ class CommitTotals:
         for name, value in metrics.items():
             if name.startswith("sessions/") or name in ("completion_tokens", "step_time_s"):
                 self._sums[name] += value
-        if (reward := metrics.get("reward")) is not None:
+        reward = metrics.get("reward")
+        if reward is not None:
             summary.reward_first = reward if summary.reward_first is None else summary.reward_first
             summary.reward_last = reward
             summary.reward_curve.append(round(reward, 6))
@@ -234,7 +235,8 @@ class CommitTotals:
         return summary
 
     def _sessions(self) -> dict[str, float]:
-        if not (steps := self._sums["session_steps"]):
+        steps = self._sums["session_steps"]
+        if not steps:
             return {}
         sums = {name.removeprefix("sessions/"): value for name, value in self._sums.items()}
         spent_s = sums.get("environment_s", 0.0)
@@ -390,7 +392,8 @@ def report_tree(tree: Mapping[str, Any]) -> Node:
     sessions = tree.get("sessions") or {}
     lines = [Node(label, summary_value(tree, name), unit) for name, label, unit in ROWS]
     lines += [Node(label, sessions.get(name), unit) for name, label, unit in SESSION_ROWS if sessions]
-    if best := tree.get("best"):
+    best = tree.get("best")
+    if best:
         lines.append(Node(f"best version, by {best['metric']}", f"{best['version']} ({best['value']:.3f})"))
     for reason, count in (tree.get("dropped") or {}).items():
         lines.append(Node(f"left out: {reason.replace('_', ' ')}", count))
@@ -399,7 +402,8 @@ def report_tree(tree: Mapping[str, Any]) -> Node:
 
 def verdict_lines(tree: Mapping[str, Any]) -> Iterator[Node]:
     """What made the run slow, what it warned of, what failed, and whether it learned."""
-    if verdict := tree.get("bottleneck"):
+    verdict = tree.get("bottleneck")
+    if verdict:
         is_known = tree.get("steps", 0) >= FEW_STEPS
         words = f"{verdict['text']}. {verdict.get('advice', '')}"
         text = words if is_known else f"too short to tell: fewer than {FEW_STEPS} steps"
@@ -472,7 +476,8 @@ async def _tree_of(folder: RunFolder) -> dict[str, Any] | None:
     """The report from the streams; None where the run's Redis and its data are gone."""
     try:
         async with open_history(folder) as access:
-            if (broker := access.history.broker) is None:
+            broker = access.history.broker
+            if broker is None:
                 return None
             keys = Keys(folder.run_id)
             config = await read_config(broker, keys)

@@ -124,6 +124,7 @@ def _count(text: str) -> float:
 def _moment(text: str, now: float) -> float:
     if text.lower() == "now":
         return now
-    if match := _AGE.fullmatch(text):
+    match = _AGE.fullmatch(text)
+    if match:
         return now - float(match[1]) * _UNIT_S[match[2].lower()]
     return datetime.fromisoformat(text).timestamp()

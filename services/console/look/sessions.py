@@ -97,7 +97,8 @@ class SessionFacts:
 
 def session_facts(trajectory: Trajectory) -> SessionFacts | None:
     """Numbers of a trajectory's session; None for a single turn."""
-    if (session := trajectory.session) is None:
+    session = trajectory.session
+    if session is None:
         return None
     turns = tuple(turn for segment in trajectory.segments for turn in segment.turns)
     _, num_others = num_completion_tokens(trajectory)

@@ -272,7 +272,8 @@ class SnapshotReader:
         with contextlib.suppress(BrokerError):
             for state, key in RQ_STATES.items():
                 command = "LLEN" if state == QUEUED else "ZCARD"
-                if count := int(await self.broker.execute(command, key.format(self.keys.sandbox_queue))):
+                count = int(await self.broker.execute(command, key.format(self.keys.sandbox_queue)))
+                if count:
                     jobs[state] = count
         return {JOB_QUEUE: jobs} if jobs else {}
 

@@ -105,7 +105,8 @@ def _input_lines(record: StepRecord) -> Iterator[Node]:
     if rewards:
         spread = f"{np.mean(rewards):.4g} ± {np.std(rewards):.4g}, {min(rewards):.4g} to {max(rewards):.4g}"
         yield Node("rewards", f"mean {spread}")
-    if shares := _staleness_words(commit):
+    shares = _staleness_words(commit)
+    if shares:
         yield Node("staleness", shares)
     samples = [(sample_name(ticket, index), reason) for ticket, index, reason in left_out(commit)]
     for label, noun, drops in (("dropped", "group", dropped_groups(commit)), ("left out", "sample", samples)):
@@ -143,7 +144,8 @@ def _staleness_words(commit: Commit) -> str:
     metrics = commit.metrics
     shares = []
     for age in range(64):
-        if (share := metrics.get(f"staleness/share_{age}")) is None:
+        share = metrics.get(f"staleness/share_{age}")
+        if share is None:
             break
         if share:
             shares.append(f"{age}: {share:.0%}")
@@ -182,7 +184,8 @@ def _relative(seconds: float | None) -> str:
 def time_table(metrics: Mapping[str, float]) -> Node:
     """The trainer's own time by what it did, most first."""
     spent = times_of(metrics)
-    if (rest_s := metrics.get("step_time_s", 0.0) - sum(spent.values())) > 0:
+    rest_s = metrics.get("step_time_s", 0.0) - sum(spent.values())
+    if rest_s > 0:
         spent["waiting and all else"] = rest_s
     total_s = sum(spent.values()) or 1.0
     return table(
@@ -214,7 +217,8 @@ def _stage_rows(record: StepRecord) -> Iterator[dict[str, Any]]:
 
 def _slowest_lines(record: StepRecord) -> Iterator[Node]:
     commit = record.commit
-    if (last := max(record.samples.values(), key=lambda s: s.scored_at, default=None)) is None:
+    last = max(record.samples.values(), key=lambda s: s.scored_at, default=None)
+    if last is None:
         return
     ready = sum(1 for ticket in commit.groups if record.complete_at(ticket) <= commit.started_at)
     yield Node("ready", f"{ready} of {len(commit.groups)} groups were complete when the step began")
@@ -270,7 +274,8 @@ def show_step(options: StepOptions) -> None:
         )
 
     async def read(access: RunAccess) -> StepRecord:
-        if (record := await read_step(access.history, first)) is None:
+        record = await read_step(access.history, first)
+        if record is None:
             there = await span_of(access.history, StreamName.COMMITS, "step")
             raise ConfigError(f"run {access.run_id} has no commit of step {first}: {there}, counted from 0.")
         return record

@@ -295,7 +295,8 @@ async def _hits(
         async for record in selected_records(history, stream, selection):
             if isinstance(record, Entry):
                 for name, text in _texts(record.message, stream.lane, pattern, prompts_seen):
-                    if places := [match.span() for match in pattern.finditer(text)]:
+                    places = [match.span() for match in pattern.finditer(text)]
+                    if places:
                         yield Hit(stream, record, name, text, places)
 
 

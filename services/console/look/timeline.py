@@ -269,7 +269,8 @@ def _draw_step(trace: Trace, record: StepRecord) -> None:
     completed_at = [at for at in complete.values() if at]
     if completed_at and min(completed_at) > commit.started_at:
         trace.child(step, "waits for the first group", commit.started_at, min(completed_at))
-    if weights_s := metrics.get("time/weights_s", 0.0):
+    weights_s = metrics.get("time/weights_s", 0.0)
+    if weights_s:
         trace.child(step, "writes the weights", commit.finished_at - weights_s, commit.finished_at)
     trained = set(commit.trained_keys)
     for ticket in commit.groups:

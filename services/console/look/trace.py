@@ -56,7 +56,8 @@ def outcome(group: GroupRecord, sample: SampleRecord | None = None) -> str:
 
 
 def _ticket_lines(group: GroupRecord) -> Iterator[Node]:
-    if (source := group.prompt_source) is not None:
+    source = group.prompt_source
+    if source is not None:
         yield Node("prompt", source.prompt_text, "text")
         of = f"source {source.source}, " if source.source else ""
         yield Node("", f"{len(source.prompt_ids)} tokens, {of}data source {source.data_source or NOTHING}")
@@ -65,7 +66,8 @@ def _ticket_lines(group: GroupRecord) -> Iterator[Node]:
     if is_demonstration(group.number):
         yield Node("issued", "a demonstration: the trainer has published it, without ticket and score")
         return
-    if (ticket := group.ticket) is None:
+    ticket = group.ticket
+    if ticket is None:
         yield Node("issued", "the ticket itself is gone from the streams")
         return
     words = f"{when(ticket.issued_at)}, meant for step {ticket.step}, needs version {ticket.min_version}"
@@ -99,7 +101,8 @@ def _sample_row(group: GroupRecord, sample: SampleRecord) -> dict[str, Any]:
 
 def sample_parts(group: GroupRecord, sample: SampleRecord, with_text: bool = True) -> Iterator[Node]:
     """How a sample was generated, what it says, how it was scored, and what was trained."""
-    if (trajectory := sample.trajectory) is not None:
+    trajectory = sample.trajectory
+    if trajectory is not None:
         yield part("generation", _generation_lines(group.ticket, sample))
         yield from session_parts(trajectory)
         if with_text and (trajectory.session is None or not trajectory.session.messages):
@@ -132,7 +135,8 @@ def _generation_lines(ticket: Ticket | None, sample: SampleRecord) -> Iterator[N
     for version, first, last in sample.spans:
         words = f" made tokens {first} to {last}" if last >= first else ", no token"
         yield Node("version", f"{version}{words}")
-    if len(sampled := trajectory.logprobs[trajectory.mask]):
+    sampled = trajectory.logprobs[trajectory.mask]
+    if len(sampled):
         yield Node("logprobs", f"mean {float(sampled.mean()):.4g}, least {float(sampled.min()):.4g}")
     for later in sample.later_trajectories:
         yield Node("again", f"by {later.worker}, {when(later.finished_at)}: not counted")
@@ -146,7 +150,8 @@ def _score_lines(trajectory: Trajectory | None, score: Score) -> Iterator[Node]:
         yield Node("asks for", score.on_failure)
     for name, value in score.components.items():
         yield Node("component", f"{name}  {number(value)}")
-    if (gaps := teacher_gaps(trajectory, score)) is not None and len(gaps):
+    gaps = teacher_gaps(trajectory, score)
+    if gaps is not None and len(gaps):
         words = f"mean {number(float(gaps.mean()))}, most {number(float(gaps.max()))} nats a token"
         yield Node("teacher", f"logprob - teacher's: {words}")
     after_s = score.scored_at - trajectory.finished_at if trajectory and trajectory.finished_at else None

@@ -62,7 +62,8 @@ class RunAccess:
         Raises:
             ConfigError: this release does not understand it.
         """
-        if (kept := self.folder.config()) is not None or self.raw_config is None:
+        kept = self.folder.config()
+        if kept is not None or self.raw_config is None:
             return kept
         from tidemill.common.config import parse_config
 

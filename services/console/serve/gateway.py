@@ -318,7 +318,8 @@ class RewardGateway:
             for request in sent
         ]
         replies = await self._broker.pipeline(looks) if looks else []
-        if lost := [request for request, entries in zip(sent, replies, strict=True) if not entries]:
+        lost = [request for request, entries in zip(sent, replies, strict=True) if not entries]
+        if lost:
             log.warning("Redis has lost samples: appended again", count=len(lost))
             await self._append(lost)
 

@@ -132,7 +132,8 @@ def trajectory_of(sample: SampleIn, ticket: int, index: int, group_size: int) ->
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the text of its parts as content, where it has parts."""
-    if not isinstance(parts := message.get("content"), list):
+    parts = message.get("content")
+    if not isinstance(parts, list):
         return message
     texts = (str(block.get("text", "")) for block in parts if isinstance(block, dict))
     return {**message, "content": "".join(texts)}

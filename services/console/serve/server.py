@@ -61,7 +61,8 @@ class ScoringAnswer(BaseModel):
 
 def serve_rewards(options: ServeRewardsOptions) -> None:
     token = os.environ.get(TOKEN_VARIABLE, "")
-    if problem := token_problem(options.host, token, TOKEN_VARIABLE, "the trainer"):
+    problem = token_problem(options.host, token, TOKEN_VARIABLE, "the trainer")
+    if problem:
         raise ConfigError(problem)
     run_main(_serve(options, _config(options), token))
 

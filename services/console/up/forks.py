@@ -117,7 +117,8 @@ class ForkServer:
                     self._ends.pop(pid).set_result(*code)
                 else:
                     self._ends[pid] = loop.create_future()
-                    if (started := self._starting.popleft()).cancelled():
+                    started = self._starting.popleft()
+                    if started.cancelled():
                         os.kill(pid, signal.SIGKILL)  # its start was cancelled
                     else:
                         started.set_result(Forked(pid, self._ends[pid]))

@@ -55,7 +55,8 @@ def main() -> int:
         folder = RunFolder(folder_of_runs(None), Keys(options.run).run_id)
         if options.node == 0:
             return lead(options.config, options.set, folder)
-        if unknown := set(options.roles.split(",")) - set(ROLES):
+        unknown = set(options.roles.split(",")) - set(ROLES)
+        if unknown:
             raise ConfigError(f"--roles {options.roles}: {unknown.pop()!r} is none of {', '.join(ROLES)}")
         config = with_steps(load_config(options.config, options.set))
         return run_main(follow(config, folder, options.roles.split(",")))

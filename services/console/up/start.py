@@ -202,7 +202,8 @@ def _check_changes(options: UpOptions, config: RunConfig, folder: RunFolder) -> 
     if before is None:
         return []
     changes = changed_fields(before, config)
-    if refused := [change for change in changes if change.refusal]:
+    refused = [change for change in changes if change.refusal]
+    if refused:
         lines = "\n".join(f"  {change} ({change.refusal})" for change in refused)
         raise ConfigError(
             f"run {folder.run_id} cannot be resumed with other values of {len(refused)} field(s):\n{lines}\n"

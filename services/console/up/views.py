@@ -117,7 +117,8 @@ def _news(snapshot: RunSnapshot) -> Iterator[News]:
     for failure in snapshot.failures:
         identity = (FAILING, failure.what, failure.kind, failure.cause, doubling(failure.count))
         yield News((math.inf, 2), identity, partial(failure_line, failure))
-    if starved := starved_line(snapshot):
+    starved = starved_line(snapshot)
+    if starved:
         yield News((math.inf, 3), (SHORT_OF_CPU,), partial("warning: {}".format, starved))
 
 

@@ -108,7 +108,8 @@ async def _read(site: Site, request: Request) -> ComparedRuns:
 
 async def _columns(site: Site, run: str) -> Columns:
     """Numbers of a run, from its folder, or from its streams where it has none here."""
-    if (columns := await asyncio.to_thread(columns_in, site.catalog.runs / run)).numbers:
+    columns = await asyncio.to_thread(columns_in, site.catalog.runs / run)
+    if columns.numbers:
         return columns
     watched = await site.catalog.get(run)
     return columns_of(watched.index.steps.values() if watched else ())

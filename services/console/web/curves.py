@@ -131,7 +131,8 @@ def chart_trees(
     trees = []
     for chart in (CHARTS[0], evaluation, *CHARTS[1:], *by_source):
         lines = [line_of(label, columns.series(name)) for label, name in chart.lines.items()]
-        if drawn := [line for line in lines if line["points"]]:
+        drawn = [line for line in lines if line["points"]]
+        if drawn:
             trees.append({**chart._asdict(), "lines": drawn})
     return trees
 

@@ -235,7 +235,8 @@ async def with_redis(runs: Path, lines: Sequence[ListedRun]) -> list[ListedRun]:
     by_run = {line.run_id: line for line in lines}
     addresses = {line.run_id: _own_address(RunFolder(runs, line.run_id)) for line in lines}
     asked = [_ask(url, [by_run[run_id]]) for run_id, url in addresses.items() if url]
-    if shared := os.environ.get(URL_VARIABLE):
+    shared = os.environ.get(URL_VARIABLE)
+    if shared:
         asked.append(_ask(shared, [line for line in lines if not addresses[line.run_id]], lists_more=True))
     for answer in await asyncio.gather(*asked):
         by_run |= {line.run_id: line for line in answer}
@@ -296,14 +297,16 @@ async def _numbers_in_redis(broker: Broker, run_id: str, state: Mapping[str, Any
         newest_score(state.get("evaluations") or ()),
     )
     fields: dict[str, Any] = {"numbers": numbers}
-    if config := await broker.execute("GET", Keys(run_id).config):
+    config = await broker.execute("GET", Keys(run_id).config)
+    if config:
         fields["all_steps"] = _steps_of(json.loads(config))
     return fields | ({"changed_at": last.finished_at} if last else {})
 
 
 async def is_in_redis(run_id: str) -> bool:
     """Whether the environment's Redis has the run; it has not where it does not answer soon."""
-    if not (url := os.environ.get(URL_VARIABLE)):
+    url = os.environ.get(URL_VARIABLE)
+    if not url:
         return False
     try:
         async with asyncio.timeout(KNOWN_RUNS_S), connected(url) as broker:

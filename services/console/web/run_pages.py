@@ -107,7 +107,8 @@ def _remarks(run: WatchedRun, snapshot: RunSnapshot) -> Iterator[Node]:
     if run.is_live:
         for warning in snapshot.warnings:
             yield Node("warning", warning_line(warning), style="yellow")
-        if verdict := snapshot.bottleneck:
+        verdict = snapshot.bottleneck
+        if verdict:
             yield Node("slowest", f"{verdict.text}. {verdict.advice}")
         return
     yield from _end_lines(run)

@@ -67,7 +67,8 @@ def visible(text: object, limit: int = 0) -> Markup:
         ]
         position = match.end()
     parts.append(escape(head[position:]))
-    if left_out := len(whole) - len(head):
+    left_out = len(whole) - len(head)
+    if left_out:
         parts.append(escape("…"))
         if limit >= COUNTED_LIMIT:
             parts.append(Markup('<span class="hint">{}</span>').format(f" {left_out:,} more characters"))

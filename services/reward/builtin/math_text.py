@@ -447,9 +447,9 @@ def _outer_bracket(text: str) -> str:
     if brackets is None:
         return ""
     depth = 0
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
-        if depth <= 0 and character in ")]}" and place + 1 < len(text):
+        if depth <= 0 and character in ")]}" and index + 1 < len(text):
             return ""
     return brackets[1]
 

@@ -548,7 +548,8 @@ class ScoringProcess(WorkerProcess):
 
     def receive(self, frame: dict[str, Any]) -> None:
         self._beat_at = time.monotonic()
-        if (beat := frame.get("beat")) is not None:
+        beat = frame.get("beat")
+        if beat is not None:
             self._long_calls = {number: LongCall(*call) for number, call in frame.get("long", {}).items()}
             if beat:
                 self._on_blocked(beat)

@@ -253,7 +253,8 @@ def trl_arguments(
         offered["thought"] = [sample.trajectory.thought or "" for sample in samples]
     if "is_evaluation" in how.names:
         offered["is_evaluation"] = samples[0].is_evaluation  # one lane a call; a list would always be true
-    if missing := sorted(how.required - offered.keys() - kwargs.keys()):
+    missing = sorted(how.required - offered.keys() - kwargs.keys())
+    if missing:
         raise AttemptError(
             f"takes {', '.join(missing)}, which is no column of the dataset; it has {', '.join(names)}",
             is_final=True,
@@ -342,7 +343,8 @@ def load_function(reference: str, kwargs: Kwargs, style: str = "auto", tokenizer
     Raises:
         ConfigError: it does not exist, cannot be imported, or takes other arguments.
     """
-    if builtin := BUILTINS.get(reference):
+    builtin = BUILTINS.get(reference)
+    if builtin:
         for module in builtin.needs:
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(

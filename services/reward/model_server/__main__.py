@@ -19,7 +19,8 @@ def main() -> int:
     options = parse_options()
     configure_logs("reward-model", f"reward-model:{options.port}")
     try:
-        if problem := complaint(options.host, model_token()):
+        problem = complaint(options.host, model_token())
+        if problem:
             raise ConfigError(problem)
         check_folder("cannot load the reward model", options.model)  # before anything heavy is imported
         template = template_of(options)

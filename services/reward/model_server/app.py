@@ -96,7 +96,8 @@ async def _serve(options: ServerOptions, model: ScoringModel, inputs: Inputs, li
     died = [repr(task.exception()) for task in running if task.done()]
     if died:
         log.error("computing stopped", error=died[0])
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
+        server.force_exit = True
     await serving  # it finishes what it has accepted
     await batcher.close()
     if gate is not None:
@@ -116,7 +117,11 @@ class ScoringApp:
     def __init__(
         self, name: str, model: ScoringModel, inputs: Inputs, batcher: Batcher, gate: GpuGate | None
     ) -> None:
-        self.name, self.model, self.inputs, self.batcher, self.gate = name, model, inputs, batcher, gate
+        self.name = name
+        self.model = model
+        self.inputs = inputs
+        self.batcher = batcher
+        self.gate = gate
 
     def routes(self) -> list[Route]:
         worked_on = {
@@ -179,8 +184,8 @@ class ScoringApp:
         request = LogprobsRequest.model_validate_json(await read_body(http))
         self._check_name(request.model)
         rows = self.inputs.checked(request.rows)
-        found = await self._computed(rows, http, request.priority)
-        return completion(self.name, rows, [logprobs.tolist() for logprobs in found])
+        computed = await self._computed(rows, http, request.priority)
+        return completion(self.name, rows, [logprobs.tolist() for logprobs in computed])
 
     async def _tokenize(self, http: Request) -> dict[str, Any]:
         request = TokenizeRequest.model_validate_json(await read_body(http))

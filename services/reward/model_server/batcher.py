@@ -50,8 +50,10 @@ def select_batch(waiting: Iterable[QueuedRow], options: ServerOptions) -> list[Q
     rows = sorted(waiting, key=lambda row: row.priority)[: WINDOW * options.max_batch_rows]
     if not rows:
         return []
-    first, batch = len(rows[0].token_ids), rows[:1]
-    longest, num_tokens = first, first
+    first = len(rows[0].token_ids)
+    batch = rows[:1]
+    longest = first
+    num_tokens = first
     others = sorted(rows[1:], key=lambda row: (row.priority, abs(len(row.token_ids) - first)))
     for row in others:
         length = len(row.token_ids)
@@ -61,7 +63,8 @@ def select_batch(waiting: Iterable[QueuedRow], options: ServerOptions) -> list[Q
             break
         if padded <= options.max_batch_tokens and padding <= options.max_padding * padded:
             batch.append(row)
-            longest, num_tokens = max(longest, length), num_tokens + length
+            longest = max(longest, length)
+            num_tokens += length
     return sorted(batch, key=lambda row: len(row.token_ids))
 
 
@@ -73,7 +76,8 @@ class Batcher:
     """Computes rows in batches from `start` to `close`."""
 
     def __init__(self, model: ScoringModel, options: ServerOptions) -> None:
-        self._model, self._options = model, options
+        self._model = model
+        self._options = options
         self.waiting: dict[QueuedRow, asyncio.Future[Tensor]] = {}
         """Rows that no batch has taken yet, in the order of arrival."""
         self._arrived = asyncio.Event()
@@ -99,14 +103,14 @@ class Batcher:
             pause_s = min(LONGEST_RETRY_S, max(1.0, wanted_s))
             raise BusyError(f"{len(self.waiting)} sequences wait; retry after {pause_s:.0f} s", pause_s)
         loop = asyncio.get_running_loop()
-        made = {QueuedRow(token_ids, priority): loop.create_future() for token_ids in rows}
-        self.waiting |= made
+        scores_by_row = {QueuedRow(token_ids, priority): loop.create_future() for token_ids in rows}
+        self.waiting |= scores_by_row
         self._arrived.set()
         metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self.waiting))
         try:
-            return list(await asyncio.gather(*made.values()))
+            return list(await asyncio.gather(*scores_by_row.values()))
         finally:
-            for row in made:  # a client that left wants no scores
+            for row in scores_by_row:  # a client that left wants no scores
                 self.waiting.pop(row, None)
             metrics.REWARD_MODEL_QUEUED_ROWS.set(len(self.waiting))
 
@@ -127,7 +131,8 @@ class Batcher:
                 self._arrived.clear()
                 await self._arrived.wait()
             await self._fill()
-            if batch := select_batch(self.waiting, self._options):
+            batch = select_batch(self.waiting, self._options)
+            if batch:
                 # They leave the queue before they are computed: their slots are free meanwhile.
                 await self._compute([(row, self.waiting.pop(row)) for row in batch])
 
@@ -150,9 +155,10 @@ class Batcher:
 
     async def _compute(self, batch: "list[tuple[QueuedRow, asyncio.Future[Tensor]]]") -> None:
         """Compute a batch. If the device fails, the batch is halved until only the failing row is left."""
-        started, rows = time.monotonic(), [row for row, _ in batch]
+        started = time.monotonic()
+        rows = [row for row, _ in batch]
         try:
-            found = await self.alone(lambda: self._model.score([row.token_ids for row in rows]))
+            computed = await self.alone(lambda: self._model.score([row.token_ids for row in rows]))
         except RuntimeError as error:  # what torch raises, out of memory included
             if len(batch) > 1:
                 middle = len(batch) // 2
@@ -165,14 +171,14 @@ class Batcher:
             if not scores.done():
                 scores.set_exception(ComputeError(text))
             return
-        for (row, scores), score in zip(batch, found, strict=True):
+        for (row, scores), score in zip(batch, computed, strict=True):
             if scores.done():  # a client that left has cancelled it
                 continue
             if score.isfinite().all():
                 scores.set_result(score)
             else:
-                what = f"a sequence of {len(row.token_ids)} tokens"
-                scores.set_exception(ComputeError(f"the model's scores of {what} are not finite"))
+                text = f"the model's scores of a sequence of {len(row.token_ids)} tokens are not finite"
+                scores.set_exception(ComputeError(text))
         self._observe(rows, started, time.monotonic())
 
     def _observe(self, batch: list[QueuedRow], started: float, finished: float) -> None:

@@ -44,14 +44,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
         "language model's logprobs of given tokens.",
     )
     for name, field in ServerOptions.model_fields.items():
-        flag, text = f"--{name.replace('_', '-')}", str(field.description)
+        flag = f"--{name.replace('_', '-')}"
+        text = str(field.description)
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true", help=text)
         elif field.is_required():
             parser.add_argument(flag, required=True, help=text)
         else:
-            shown = f"{text} (default: %(default)s)" if field.default else text
-            parser.add_argument(flag, default=field.default, help=shown)
+            with_default = f"{text} (default: %(default)s)" if field.default else text
+            parser.add_argument(flag, default=field.default, help=with_default)
     try:
         return ServerOptions(**vars(parser.parse_args(arguments)))
     except ValidationError as error:

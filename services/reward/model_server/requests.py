@@ -87,11 +87,11 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, list):
         return message
     texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "text" or not isinstance(part.get("text"), str):
+    for piece in content:
+        kind = piece.get("type") if isinstance(piece, dict) else piece
+        if kind != "text" or not isinstance(piece.get("text"), str):
             raise ValueError(f"a message holds {kind!r}: this server scores text")
-        texts.append(part["text"])
+        texts.append(piece["text"])
     return {**message, "content": "".join(texts)}
 
 
@@ -150,19 +150,20 @@ def answer(kind: str, model: str, num_tokens: int, id: str = "", **content: Any)
 def completion(model: str, rows: Sequence[Sequence[int]], logprobs: Sequence[list[float]]) -> dict[str, Any]:
     """The answer of /v1/completions: for each prompt a choice, with the logprob of every token but the
     first."""
-    choices = [
-        {
-            "index": index,
-            "text": "",
-            "finish_reason": "length",
-            "logprobs": None,
-            "prompt_logprobs": [
-                None,
-                *({str(i): {"logprob": p}} for i, p in zip(row[1:], own[1:], strict=True)),
-            ],
-        }
-        for index, (row, own) in enumerate(zip(rows, logprobs, strict=True))
-    ]
+    choices = []
+    for index, (row, row_logprobs) in enumerate(zip(rows, logprobs, strict=True)):
+        prompt_logprobs: list[dict[str, dict[str, float]] | None] = [None]
+        for token, logprob in zip(row[1:], row_logprobs[1:], strict=True):
+            prompt_logprobs.append({str(token): {"logprob": logprob}})
+        choices.append(
+            {
+                "index": index,
+                "text": "",
+                "finish_reason": "length",
+                "logprobs": None,
+                "prompt_logprobs": prompt_logprobs,
+            }
+        )
     return answer("cmpl", model, sum(map(len, rows)), object="text_completion", choices=choices)
 
 
@@ -170,7 +171,9 @@ class Inputs:
     """Turns requests into rows of token ids. Only text and chats need the tokenizer."""
 
     def __init__(self, path: str, vocab_size: int, max_len: int, chat_template: str | None = None) -> None:
-        self._vocab_size, self.max_len, self._chat_template = vocab_size, max_len, chat_template
+        self._vocab_size = vocab_size
+        self.max_len = max_len
+        self._chat_template = chat_template
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError):
@@ -205,12 +208,12 @@ class Inputs:
         return rows
 
     def _ids(self, request: ScoringRequest) -> list[list[int]]:
-        given: Any = [request.input] if isinstance(request.input, str) else request.input
-        if given is None:
+        inputs: Any = [request.input] if isinstance(request.input, str) else request.input
+        if inputs is None:
             return [self._encode(self._render(request), bool(request.add_special_tokens))]
-        if isinstance(given[0], str):
-            return [self._encode(text, request.add_special_tokens is not False) for text in given]
-        return [given] if isinstance(given[0], int) else given
+        if isinstance(inputs[0], str):
+            return [self._encode(text, request.add_special_tokens is not False) for text in inputs]
+        return [inputs] if isinstance(inputs[0], int) else inputs
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._needed()(text, add_special_tokens=add_special_tokens)["input_ids"]

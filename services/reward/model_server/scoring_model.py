@@ -44,7 +44,8 @@ class ScoringModel:
         Raises:
             ConfigError: there is no such model, it is no reward model, or the device cannot hold it.
         """
-        self.path = path = options.model
+        path = options.model
+        self.path = path
         with _explained(path):
             config = AutoConfig.from_pretrained(path)
         context = _context_tokens(config)
@@ -118,12 +119,12 @@ class ScoringModel:
         """log_softmax of the model's own logits, so that its scaling and capping are included; row by row in
         float32, because vocabularies are large."""
         logits_BTV = self._model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
-        found = []
+        rows = []
         for logits_TV, ids_T, length in zip(logits_BTV, ids_BT, lengths, strict=True):
             logprobs_TV = torch.log_softmax(logits_TV[: length - 1].float(), dim=-1)
             own_T = logprobs_TV.gather(-1, ids_T[1:length, None]).squeeze(-1).clamp(min=LOGPROB_FLOOR)
-            found.append(torch.cat([own_T.new_zeros(1), own_T]).cpu())
-        return found
+            rows.append(torch.cat([own_T.new_zeros(1), own_T]).cpu())
+        return rows
 
     def _score_sequences(self, ids_BT: Tensor, mask_BT: Tensor | None, lengths: list[int]) -> Tensor:
         if not self._pools_last:
@@ -197,5 +198,6 @@ def _explained(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        what = "does not exist" if path.startswith((".", "/")) and not Path(path).exists() else str(error)
-        raise ConfigError(f"cannot load the reward model {path}: {what}") from None
+        is_missing = path.startswith((".", "/")) and not Path(path).exists()
+        reason = "does not exist" if is_missing else str(error)
+        raise ConfigError(f"cannot load the reward model {path}: {reason}") from None

@@ -50,8 +50,8 @@ class RewardDependencies:
         from tidemill.services.reward.remote.servers import Servers
 
         if name not in self.config.servers:
-            known = ", ".join(self.config.servers) or "none"
-            raise ConfigError(f"no servers are called {name!r}; the section servers has {known}")
+            names = ", ".join(self.config.servers) or "none"
+            raise ConfigError(f"no servers are called {name!r}; the section servers has {names}")
         if name not in self._servers:
             config = self.config.servers[name]
             registered = partial(read_replicas, self.broker, self.keys, name)
@@ -72,7 +72,8 @@ class RewardDependencies:
         if name not in self._proxies:
             asking = [reward for reward in self.config.reward.named.values() if reward.router == name]
             timeout_s = max((reward.timeout_s for reward in asking), default=self.config.reward.timeout_s)
-            self._proxies[name] = proxy = RouterProxy(self.servers(name), timeout_s)
+            proxy = RouterProxy(self.servers(name), timeout_s)
+            self._proxies[name] = proxy
             # No other call sees the proxy without its address: `start` sets it before it suspends.
             await proxy.start()
         return self._proxies[name].address

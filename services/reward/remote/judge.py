@@ -100,7 +100,8 @@ class Verdict(Callee):
     is_async = False
 
     def __init__(self, name: str, config: VerdictConfig) -> None:
-        self.name, self._config = name, config
+        self.name = name
+        self._config = config
         self.is_cheap = not (config.regex or config.function)
         self._function = import_function(config.function, FUNCTION_FIELD) if config.function else None
 
@@ -146,16 +147,16 @@ class Verdict(Callee):
         config = self._config
         is_all = not config.regex and not config.json_field
         if config.regex:
-            found: Any = _matched(config.regex.replace(NONCE, nonce), words, completion, is_cut)
+            verdict: Any = _matched(config.regex.replace(NONCE, nonce), words, completion, is_cut)
         elif config.json_field:
-            found = _field(config.json_field.replace(NONCE, nonce), words, completion)
+            verdict = _field(config.json_field.replace(NONCE, nonce), words, completion)
         else:
-            found = LAST_WORD.sub("", words) if is_cut else words
-        value = _chosen(config.choices, found, is_all) if config.choices else _number(found, is_all)
+            verdict = LAST_WORD.sub("", words) if is_cut else words
+        value = _chosen(config.choices, verdict, is_all) if config.choices else _number(verdict, is_all)
         if value is None or not math.isfinite(value):
             wanted = f"one of {', '.join(config.choices)}" if config.choices else "one finite number"
             cut = CUT if is_cut else ""
-            raise _none(words, f"where {wanted} should be stands {str(found)[:SHOWN_CHARS]!r}{cut}")
+            raise _none(words, f"where {wanted} should be stands {str(verdict)[:SHOWN_CHARS]!r}{cut}")
         return value
 
 
@@ -197,7 +198,7 @@ def _matched(regex: str, words: str, completion: str, is_cut: bool) -> str:
     if not matches:
         raise _none(words, f"nothing matches {regex!r}{CUT if is_cut else ''}")
     captured = [(match[0], _captured(match, group)) for match in matches]
-    verdict: _Captured = _own(captured, words, completion)
+    verdict: _Captured = _conclusion(captured, words, completion)
     if verdict.cut_from:
         raise _none(
             words,
@@ -228,16 +229,16 @@ def _captured(match: re.Match[str], group: int | str) -> _Captured:
     return _Captured(text, words[max(0, start - _CONTEXT_CHARS) : end + _CONTEXT_CHARS])
 
 
-def _own(found: list[tuple[str, Any]], words: str, completion: str) -> Any:
+def _conclusion(verdicts: list[tuple[str, Any]], words: str, completion: str) -> Any:
     """The judge's conclusion: the last value that is its own, because judges reason first.
 
     A match that also stands in the completion, word for word, may be a quotation, with which a completion
     could give itself a verdict. If there are no others, all of them must agree.
     """
-    own = [value for text, value in found if text.strip() not in completion]
-    if own:
-        return own[-1]
-    values = [value for _, value in found]
+    judges_own = [value for text, value in verdicts if text.strip() not in completion]
+    if judges_own:
+        return judges_own[-1]
+    values = [value for _, value in verdicts]
     if any(value != values[0] for value in values):
         raise _none(words, "several verdicts stand there, all of which stand in the completion as well")
     return values[0]
@@ -248,32 +249,36 @@ def _field(path: str, words: str, completion: str) -> Any:
     for text, tree in _objects(words):
         with contextlib.suppress(LookupError, TypeError):  # it has no such field
             value: Any = tree
-            for part in path.split("."):
-                value = value[part]
+            for name in path.split("."):
+                value = value[name]
             objects.append((text, value))
     if not objects:
         raise _none(words, f"there is no JSON object with the field {path!r}")
-    return _own(objects, words, completion)
+    return _conclusion(objects, words, completion)
 
 
 def _objects(words: str) -> list[tuple[str, Any]]:
     """Source text and value of each JSON object in the text."""
-    decoder, found, position, num_broken = json.JSONDecoder(), [], 0, 0
+    decoder = json.JSONDecoder()
+    texts_and_trees = []
+    position = 0
+    num_broken = 0
     while start := OBJECT_START.search(words, position):
         try:
             tree, position = decoder.raw_decode(words, start.start())
-            found.append((words[start.start() : position], tree))
+            texts_and_trees.append((words[start.start() : position], tree))
         except (ValueError, RecursionError):
-            position, num_broken = start.end(), num_broken + 1
+            position = start.end()
+            num_broken += 1
         if num_broken > MAX_BROKEN:
             raise _none(words, f"more than {MAX_BROKEN} JSON objects in it are broken")
-    return found
+    return texts_and_trees
 
 
-def _chosen(choices: dict[str, float], found: Any, is_all: bool) -> float | None:
-    """The value of the choice that `found` is; with `is_all`, of those that it has as words, if all agree."""
+def _chosen(choices: dict[str, float], verdict: Any, is_all: bool) -> float | None:
+    """The value of the choice that `verdict` is; with `is_all`, of those among its words, if they agree."""
     folded = {label.strip().casefold(): value for label, value in choices.items()}
-    text = str(found).strip().casefold()
+    text = str(verdict).strip().casefold()
     if text in folded or not is_all:
         return folded.get(text)
     values = {
@@ -282,14 +287,14 @@ def _chosen(choices: dict[str, float], found: Any, is_all: bool) -> float | None
     return values.pop() if len(values) == 1 else None
 
 
-def _number(found: Any, is_all: bool) -> float | None:
-    """The number that `found` is; with `is_all`, the one that it contains, if all in it are equal."""
-    if isinstance(found, int | float):
-        return float(found)
-    if not isinstance(found, str):
+def _number(verdict: Any, is_all: bool) -> float | None:
+    """The number that `verdict` is; with `is_all`, the one that it contains, if all in it are equal."""
+    if isinstance(verdict, int | float):
+        return float(verdict)
+    if not isinstance(verdict, str):
         return None
-    numbers = {_parsed(match[1]) for match in NUMBER.finditer(found) if match[1]}
-    is_plain = NUMBER.fullmatch(found.strip()) is not None
+    numbers = {_parsed(match[1]) for match in NUMBER.finditer(verdict) if match[1]}
+    is_plain = NUMBER.fullmatch(verdict.strip()) is not None
     return numbers.pop() if len(numbers) == 1 and (is_all or is_plain) else None
 
 
@@ -342,10 +347,12 @@ def read_answer(answer: dict[str, Any], api: str) -> tuple[str, int, bool]:
 class JudgeReward(Reward):
     def __init__(self, name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
         assert config.judge is not None
-        self.config, self._timeout_s = config.judge, config.timeout_s
+        self.config = config.judge
+        self._timeout_s = config.timeout_s
         self.servers = dependencies.servers(config.servers)
         self._prompt = JudgePrompt(name, config.judge)
-        section, verdict = dependencies.config.reward, config.judge.verdict
+        section = dependencies.config.reward
+        verdict = config.judge.verdict
         most = section.processes if verdict.function else min(section.processes, REGEX_PROCESSES)
         self._reading = Execution(Verdict(name, verdict), most, section.threads)
 
@@ -358,7 +365,7 @@ class JudgeReward(Reward):
         body: dict[str, Any] = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
         is_chat = self.config.api == "chat"
         body |= {"messages": messages} if is_chat else {"prompt": messages[-1]["content"]}
-        num_chars = sum(len(one["content"]) for one in messages)
+        num_chars = sum(len(message["content"]) for message in messages)
         words, num_tokens, is_cut = await self.servers.ask_json(
             "chat/completions" if is_chat else "completions",
             body | self.config.extra_body,
@@ -367,9 +374,9 @@ class JudgeReward(Reward):
             tokens=num_chars // CHARS_PER_TOKEN + self.config.max_tokens,
             timeout_s=self._timeout_s,
         )
-        given = {"words": words, "nonce": nonce, "is_cut": is_cut}
+        arguments = {"words": words, "nonce": nonce, "is_cut": is_cut}
         try:  # a user's regex or function reads it in a scoring process, within `timeout_s`
-            (outcome,) = await self._reading.run(Request([sample], given), self._timeout_s)
+            (outcome,) = await self._reading.run(Request([sample], arguments), self._timeout_s)
         except AttemptError as error:
             fault = unread(words, error)
             self.servers.count(fault)
@@ -398,13 +405,13 @@ def check_judge(name: str, config: NamedRewardConfig) -> None:
     JudgePrompt(name, judge)
     Verdict(name, judge.verdict)
     parsed = [ImmutableSandboxedEnvironment().parse(text) for text in (judge.template, judge.system)]
-    shown = {each for tree in parsed for each in find_undeclared_variables(tree)}
+    variables = {name for tree in parsed for name in find_undeclared_variables(tree)}
     where = f"reward.rewards.{name}.judge.template"
-    if "completion" not in shown:
+    if "completion" not in variables:
         raise ConfigError(
             f"{where} does not show the judge the completion: put {{{{ completion }}}} where it should be"
         )
-    if NONCE in judge.verdict.regex + judge.verdict.json_field and "nonce" not in shown:
+    if NONCE in judge.verdict.regex + judge.verdict.json_field and "nonce" not in variables:
         raise ConfigError(
             f"{where} does not show the nonce by which the verdict is read: ask in it for a line such as "
             f"'Score {{{{ nonce }}}}: N', or take {NONCE} out of the verdict"

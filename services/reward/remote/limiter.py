@@ -32,7 +32,10 @@ SHORTEST_PAUSE_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """Permission for one request. `used_tokens` corrects the estimate; without it the estimate stands."""
+    """Permission for one request. `used_tokens` corrects the estimate; without it the estimate stands.
+
+    Example: `tokens` 900, `used_tokens` 600: 300 are given back.
+    """
 
     id: str
     tokens: int
@@ -55,10 +58,13 @@ class Limiter:
     """Share of every limit that training leaves to evaluation."""
 
     def __init__(self, broker: Broker, keys: Keys, servers: str, config: LimitsConfig) -> None:
-        self.servers, self.config, self._broker = servers, config, broker
+        self.servers = servers
+        self.config = config
+        self._broker = broker
         self._levels = keys.limits(servers)
         self._in_flight = keys.requests(servers)
-        self._prefix, self._number = secrets.token_hex(6), 0
+        self._prefix = secrets.token_hex(6)
+        self._number = 0
         self._lines = {lane: asyncio.Lock() for lane in Lane}
         self._num_waiting = Counter[Lane]()
         self._held: set[str] = set()
@@ -141,7 +147,8 @@ class Limiter:
             while self._ended:
                 await self._call(Lane.TRAIN)
             if time.monotonic() - renewed >= renew_s:
-                renewed, held = time.monotonic(), sorted(self._held)
+                renewed = time.monotonic()
+                held = sorted(self._held)
                 for start in range(0, len(held), MAX_BATCH):
                     await self._call(Lane.TRAIN, held[start : start + MAX_BATCH])
 

@@ -23,7 +23,8 @@ MAX_KEPT_TOKENS = 100_000
 class ModelReward(Reward):
     def __init__(self, _: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
         assert config.model is not None
-        self._config, self._timeout_s = config.model, config.timeout_s
+        self._config = config.model
+        self._timeout_s = config.timeout_s
         self._servers = dependencies.servers(config.servers)
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
@@ -53,7 +54,8 @@ def model_reading(_: str, config: NamedRewardConfig, sample: RewardSample, serve
         return IDS_READING
     if config.model.input == "text":
         return sample.trajectory.prompt_text + sample.trajectory.text
-    messages, local = sample.conversation, servers.local
+    messages = sample.conversation
+    local = servers.local
     if local is not None and not local.command and Path(servers.model).is_dir():
         template = ChatTemplate.of(Path(servers.model), template_file(local))
         try:
@@ -97,15 +99,16 @@ def reduce_scores(scores: list[Any], sample: RewardSample, config: RewardModelCo
         return math.fsum(tokens) / len(tokens)
     # Truncation takes from the beginning, so the completion is at the end either way.
     num_completion = len(sample.last.completion_ids)
-    own = tokens[-num_completion:] if num_completion else []
+    completion = tokens[-num_completion:] if num_completion else []
     if sample.last.loss_mask is not None:  # the environment's tokens are not what is scored
-        own = [score for score, is_own in zip(own, sample.last.loss_mask[-len(own) :], strict=True) if is_own]
-    if not own:
+        mask = sample.last.loss_mask[-len(completion) :]
+        completion = [score for score, is_own in zip(completion, mask, strict=True) if is_own]
+    if not completion:
         raise AttemptError("the completion is empty: it has no token to score", is_final=True)
     if config.token_reward == "min":
-        return min(own)
-    total = math.fsum(own)
-    return total if config.token_reward == "sum" else total / len(own)
+        return min(completion)
+    total = math.fsum(completion)
+    return total if config.token_reward == "sum" else total / len(completion)
 
 
 def normalise(raw: float, config: RewardModelConfig) -> float:
@@ -144,9 +147,9 @@ def _label(row: Any, label: int) -> float:
 
 
 def _estimate(body: dict[str, Any]) -> int:
-    given = body.get("input")
-    if isinstance(given, list):
-        return len(given)
-    if isinstance(given, str):
-        return len(given) // CHARS_PER_TOKEN
+    text_or_ids = body.get("input")
+    if isinstance(text_or_ids, list):
+        return len(text_or_ids)
+    if isinstance(text_or_ids, str):
+        return len(text_or_ids) // CHARS_PER_TOKEN
     return sum(len(str(message.get("content", ""))) for message in body["messages"]) // CHARS_PER_TOKEN

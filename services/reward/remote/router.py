@@ -32,7 +32,8 @@ class RouterProxy:
     """
 
     def __init__(self, servers: Servers, timeout_s: float) -> None:
-        self._servers, self._timeout_s = servers, timeout_s
+        self._servers = servers
+        self._timeout_s = timeout_s
         app = Starlette(routes=[Route("/{path:path}", self._forward, methods=["GET", "POST"])])
         self._server = ServerInService(server_config(app))
         self._serving: asyncio.Task[None] | None = None
@@ -47,7 +48,8 @@ class RouterProxy:
 
     async def close(self) -> None:
         """Stop listening; requests under way are broken off."""
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = True
+        self._server.force_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
 
@@ -56,7 +58,7 @@ class RouterProxy:
             return Response("a browser's pages are not answered here", 403)
         body = await request.body()
         lane = Lane.EVAL if request.headers.get(LANE_HEADER) == Lane.EVAL.value else Lane.TRAIN
-        headers = {name: value for name in PASSED_ON if (value := request.headers.get(name))}
+        headers = {name: request.headers[name] for name in PASSED_ON if request.headers.get(name)}
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
 
         async def send(replica: Replica, permit: Permit) -> httpx.Response:
@@ -65,7 +67,8 @@ class RouterProxy:
             # Other errors are about the request, and are passed on to the function.
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
-            if used := _usage(answer):
+            used = _usage(answer)
+            if used:
                 self._servers.count_tokens(permit, *used)
             return answer
 

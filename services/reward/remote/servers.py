@@ -69,12 +69,14 @@ class Replica:
     def __init__(
         self, url: str, is_registered: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.url, self.is_registered = url, is_registered
+        self.url = url
+        self.is_registered = is_registered
         parts = urlsplit(url)
         self.origin = f"{parts.scheme}://{parts.netloc}"
         self.root = self.origin + parts.path.rstrip("/").removesuffix("/v1")
         """Base URL of paths such as /classify."""
-        self.in_flight = self.last_used = 0
+        self.in_flight = 0
+        self.last_used = 0
         self.is_healthy = True
         """The last result of /health; True before the first."""
         self._clock = clock
@@ -82,7 +84,8 @@ class Replica:
 
     def reset(self) -> None:
         """Forget failures: it has answered, or another server has its address."""
-        self._num_failures, self._rests_until = 0, 0.0
+        self._num_failures = 0
+        self._rests_until = 0.0
 
     @property
     def rests_for_s(self) -> float:
@@ -190,10 +193,16 @@ class Servers:
         registered: Callable[[], Awaitable[list[str]]] | None = None,
         health_interval_s: float = HEALTH_INTERVAL_S,
     ) -> None:
-        self.name, self.config, self.limiter = name, config, limiter
+        self.name = name
+        self.config = config
+        self.limiter = limiter
         self.errors: Counter[str] = Counter()
-        self.num_answered = self.num_failovers = self.num_tokens = 0
-        self._http, self._registered, self._health_interval_s = http, registered, health_interval_s
+        self.num_answered = 0
+        self.num_failovers = 0
+        self.num_tokens = 0
+        self._http = http
+        self._registered = registered
+        self._health_interval_s = health_interval_s
         self._replicas = {url: Replica(url) for url in config.base_urls}
         self._order = itertools.count(1)
         self._changed = asyncio.Event()
@@ -232,14 +241,15 @@ class Servers:
                 raise status_fault(replica.origin, answer.status_code, answer.headers, answer.text)
             try:
                 tree = answer.json()
-                found, used = read(tree), usage_of(tree)
+                result = read(tree)
+                used = usage_of(tree)
             except (ValueError, TypeError, LookupError, AttributeError) as error:
-                shown = " ".join(answer.text.split())[:SHOWN_CHARS]
+                text = " ".join(answer.text.split())[:SHOWN_CHARS]
                 raise RemoteFault(
-                    FaultKind.GARBAGE, f"{replica.origin}{path} gave no answer to use ({error}): {shown}"
+                    FaultKind.GARBAGE, f"{replica.origin}{path} gave no answer to use ({error}): {text}"
                 ) from error
             self.count_tokens(permit, *used)
-            return found
+            return result
 
         return await self.ask(send, lane, tokens, timeout_s)
 
@@ -253,9 +263,9 @@ class Servers:
             MachineFaultError: this machine is short of descriptors or memory: the replica is not to blame.
         """
         key = key_for(replica.url, replica.is_registered, self.config.api_key_env)
-        own = {"authorization": f"Bearer {key}"} if key else {}
+        authorization = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            return await self._http.request(method, url, headers=own | dict(headers), **content)
+            return await self._http.request(method, url, headers=authorization | dict(headers), **content)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             fault = fault_in(error, f"no connection to {replica.origin}")
             raise fault or connection_fault(replica.origin, error) from error
@@ -406,18 +416,25 @@ class Servers:
                 self._watch.result()  # an unexpected error of the watch is raised in its users
             usable = [replica for replica in self.replicas if replica.state == "up"]
             others = [replica for replica in usable if replica.url not in avoid]
-            if chosen := min(others or usable, key=lambda one: (one.in_flight, one.last_used), default=None):
+            chosen = min(
+                others or usable,
+                key=lambda replica: (replica.in_flight, replica.last_used),
+                default=None,
+            )
+            if chosen is not None:
                 chosen.last_used = next(self._order)
                 return chosen
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                known = ", ".join(f"{replica.origin} is {replica.state}" for replica in self.replicas)
+                states = ", ".join(f"{replica.origin} is {replica.state}" for replica in self.replicas)
                 raise RemoteFault(
                     FaultKind.NO_REPLICA,
                     f"no replica of servers.{self.name} could be used within {self.config.patience_s:g} s "
-                    f"(patience_s): {known or 'none is configured or registered'}",
+                    f"(patience_s): {states or 'none is configured or registered'}",
                 )
-            rests_s = [rest_s for one in self.replicas if (rest_s := one.rests_for_s) > 0]
+            # Read once: a rest that ends meanwhile must not become a timeout of 0.
+            all_rests_s = [replica.rests_for_s for replica in self.replicas]
+            rests_s = [rest_s for rest_s in all_rests_s if rest_s > 0]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, *rests_s, self._health_interval_s)):
                     await self._changed.wait()
@@ -470,5 +487,6 @@ def usage_of(tree: dict[str, Any]) -> tuple[int, int]:
     """Tokens of prompt and answer, 0 where it has none. Raises ValueError, TypeError: no numbers."""
     usage = tree.get("usage") or {}
     # Counters take nothing below 0, and the answer beside it may be right.
-    prompt, completion = (max(0, int(usage.get(f"{part}_tokens") or 0)) for part in ("prompt", "completion"))
+    prompt = max(0, int(usage.get("prompt_tokens") or 0))
+    completion = max(0, int(usage.get("completion_tokens") or 0))
     return prompt, completion

@@ -40,7 +40,8 @@ _GUARD = 'cat > /dev/null; kill -s KILL -- "-$0" 2> /dev/null'
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.25
-STARTING, SERVING = "wait:server", "serve"
+STARTING = "wait:server"
+SERVING = "serve"
 
 VLLM_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server")
 VLLM_DEFAULTS = {
@@ -86,11 +87,14 @@ async def serve(context: ServiceContext) -> None:
         EngineError: the server did not come up, or ended by itself.
         ConfigError: it cannot start with this config; starting it again would not help.
     """
-    name, config, host = context.options.servers, context.config, context.options.host
+    name = context.options.servers
+    config = context.config
+    host = context.options.host
     if name not in config.servers:
-        known = ", ".join(config.servers) or "none"
-        raise ConfigError(f"--servers {name}: the section servers of the run's config has {known}")
-    if problem := complaint(host, model_token()):
+        names = ", ".join(config.servers) or "none"
+        raise ConfigError(f"--servers {name}: the section servers of the run's config has {names}")
+    problem = complaint(host, model_token())
+    if problem:
         raise ConfigError(problem)
     port = context.options.port or _free_port(host)
     command = server_command(config, name, context.options, port)
@@ -104,13 +108,15 @@ async def serve(context: ServiceContext) -> None:
         except httpx.HTTPError:
             return False
 
-    async def take_requests_at(place: str) -> None:
-        context.beat.url = place
+    async def take_requests_at(address: str) -> None:
+        context.beat.url = address
         await publish_heartbeat(context.broker, context.keys, context.beat)
 
     async def watch(server: Process) -> None:
         limit_s = (config.servers[name].local or LocalServersConfig()).start_timeout_s
-        ended, deadline, is_up = asyncio.create_task(server.wait()), time.monotonic() + limit_s, False
+        ended = asyncio.create_task(server.wait())
+        deadline = time.monotonic() + limit_s
+        is_up = False
         try:
             while not ended.done() and not (is_up := await is_healthy()):
                 if time.monotonic() > deadline:
@@ -168,7 +174,8 @@ def server_command(config: RunConfig, name: str, options: Namespace, port: int) 
     further = [*local.args, *options.server_args]
     if local.command:
         filled = {"{host}": options.host, "{port}": str(port), "{model}": model}
-        return [_FILLED.sub(lambda found: filled[found[0]], part) for part in local.command] + further
+        words = [_FILLED.sub(lambda match: filled[match[0]], word) for word in local.command]
+        return words + further
     where = ["--host", options.host, "--port", str(port), "--model", model]
     where += ["--served-model-name", servers.model] if servers.model else []
     reward = next(iter(config.reward.asking(name).values()), None)
@@ -191,12 +198,12 @@ def needs_vllm(reward: NamedRewardConfig | None, local: LocalServersConfig) -> b
 
 def server_environment(servers: ServersConfig, index: int) -> dict[str, str]:
     """The server's environment: this process's without access to Redis, the config's and the machine's."""
-    own = {key: value for key, value in os.environ.items() if not key.startswith(PRIVATE)}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(PRIVATE)}
     wanted = servers.local.env if servers.local else {}
-    given = own | {key: value.replace("{index}", str(index)) for key, value in wanted.items()}
+    configured = inherited | {key: value.replace("{index}", str(index)) for key, value in wanted.items()}
     # vLLM takes its key from the environment, where no list of processes shows it.
     token = {"VLLM_API_KEY": model_token()} if model_token() else {}
-    return machine_environment(VLLM_DEFAULTS | token | given)
+    return machine_environment(VLLM_DEFAULTS | token | configured)
 
 
 def _free_port(host: str, port: int = 0) -> int:
@@ -204,8 +211,8 @@ def _free_port(host: str, port: int = 0) -> int:
     started again."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, port), family=family) as found:
-            return int(found.getsockname()[1])
+        with socket.create_server((host, port), family=family) as listener:
+            return int(listener.getsockname()[1])
     except OSError:
         if not port:
             raise
@@ -227,7 +234,8 @@ def check_local(name: str, reward: NamedRewardConfig, servers: ServersConfig) ->
         ConfigError: vLLM, or what it needs, is not installed, the model's folder does not exist, or it lacks
             the chat template that its requests need.
     """
-    local, where = servers.local, f"servers.{reward.servers}"
+    local = servers.local
+    where = f"servers.{reward.servers}"
     if local is None or local.command:
         return
     if needs_vllm(reward, local):
@@ -240,10 +248,10 @@ def check_local(name: str, reward: NamedRewardConfig, servers: ServersConfig) ->
     check_folder(f"{where}.model", servers.model)
     folder = Path(servers.model)
     if folder.is_dir() and needs_template(reward) and ChatTemplate.of(folder, template_file(local)) is None:
-        what, other = NEEDS_TEMPLATE[reward.kind]
+        needing, without = NEEDS_TEMPLATE[reward.kind]
         raise ConfigError(
-            f"reward {name}: {what} needs a chat template, and the tokenizer of {folder} has none. Give the "
-            f"servers one with {where}.local.args: [--chat-template, FILE], or take {other}."
+            f"reward {name}: {needing} needs a chat template, and the tokenizer of {folder} has none. Give "
+            f"the servers one with {where}.local.args: [--chat-template, FILE], or take {without}."
         )
 
 

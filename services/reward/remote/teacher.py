@@ -35,7 +35,8 @@ class TeacherPrompt:
         """Raises ConfigError: its template is invalid."""
         config = reward.teacher
         assert config is not None
-        self._name, self._config = name, config
+        self._name = name
+        self._config = config
         where = f"reward.rewards.{name}.teacher.template"
         self._template = SampleTemplate(config.template, where) if config.template else None
 
@@ -46,21 +47,26 @@ class TeacherPrompt:
             AttemptError: the row lacks what the prompt is made of.
         """
         if self._template is not None:
-            found: Any = self._template.render(sample)
+            prompt: Any = self._template.render(sample)
         else:
-            found = sample.trajectory.extra.get(self._config.prompt_column)
-        if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
-            return found
-        if not isinstance(found, str) or not found:
+            prompt = sample.trajectory.extra.get(self._config.prompt_column)
+        if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+            return prompt
+        if not isinstance(prompt, str) or not prompt:
             columns = ", ".join(sorted(sample.trajectory.extra)) or "none"
-            what = "is empty" if found in ("", []) else "is not there" if found is None else "is no prompt"
+            if prompt is None:
+                problem = "is not there"
+            elif prompt in ("", []):
+                problem = "is empty"
+            else:
+                problem = "is no prompt"
             raise AttemptError(
-                f"the prompt of teacher {self._name} {what}: expected text or chat messages in column "
+                f"the prompt of teacher {self._name} {problem}: expected text or chat messages in column "
                 f"{self._config.prompt_column or '(template)'}; the row's columns are {columns}",
                 is_final=True,
                 kind="prompt",
             )
-        return [{"role": "user", "content": found}] if self._config.chat else found
+        return [{"role": "user", "content": prompt}] if self._config.chat else prompt
 
 
 class TeacherRow:
@@ -70,15 +76,16 @@ class TeacherRow:
         # Tokens after the last sampled one do not influence its logprob, and are not sent.
         chosen = np.flatnonzero(mask)
         self.ids = [*map(int, prompt_ids), *map(int, completion_ids[: chosen[-1] + 1 if len(chosen) else 0])]
-        self.places = [len(prompt_ids) + int(place) for place in chosen]
+        self.places = [len(prompt_ids) + int(index) for index in chosen]
 
 
 class TeacherReward(Reward):
     def __init__(self, name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
         assert config.teacher is not None
-        self._servers, self._timeout_s = dependencies.servers(config.servers), config.timeout_s
+        self._servers = dependencies.servers(config.servers)
+        self._timeout_s = config.timeout_s
         self._prompt = TeacherPrompt(name, config) if config.teacher.has_own_prompt else None
-        self._known: dict[str, list[int]] = {}
+        self._ids_by_prompt: dict[str, list[int]] = {}
 
     async def score(self, sample: RewardSample) -> RewardOutcome:
         """Ask the teacher once. Raises AttemptError: no replica gave all logprobs, or they make no sense."""
@@ -91,7 +98,7 @@ class TeacherReward(Reward):
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        found = await self._servers.ask_json(
+        logprobs = await self._servers.ask_json(
             "/v1/completions",
             body,
             lambda answer: read_logprobs(answer, rows),
@@ -99,8 +106,8 @@ class TeacherReward(Reward):
             tokens=sum(len(row.ids) + 1 for row in rows),
             timeout_s=self._timeout_s,
         )
-        mean = float(np.mean(found, dtype=np.float64))
-        return RewardOutcome(None, {LOGPROB: mean}, teacher_logprobs=found.astype("<f4").tobytes())
+        mean = float(np.mean(logprobs, dtype=np.float64))
+        return RewardOutcome(None, {LOGPROB: mean}, teacher_logprobs=logprobs.astype("<f4").tobytes())
 
     async def _rows(self, sample: RewardSample) -> list[TeacherRow]:
         """All segments as the teacher reads them. A prompt of its own replaces the shortest prompt of the
@@ -112,9 +119,10 @@ class TeacherReward(Reward):
         """
         if self._prompt is None:
             return [TeacherRow(s.prompt_ids, s.completion_ids, s.mask) for s in sample.trajectory.segments]
-        own = await self._ids(self._prompt.of(sample), sample)
+        teachers_prompt = await self._ids(self._prompt.of(sample), sample)
         # Segments are in the order of their last answers: the one that the session began with may be any.
-        old, rows = min((segment.prompt_ids for segment in sample.trajectory.segments), key=len), []
+        old = min((segment.prompt_ids for segment in sample.trajectory.segments), key=len)
+        rows = []
         for number, segment in enumerate(sample.trajectory.segments):
             if not np.array_equal(segment.prompt_ids[: len(old)], old):
                 raise AttemptError(
@@ -123,14 +131,15 @@ class TeacherReward(Reward):
                     is_final=True,
                     kind="prompt",
                 )
-            prompt_ids = [*own, *segment.prompt_ids[len(old) :].tolist()]
+            prompt_ids = [*teachers_prompt, *segment.prompt_ids[len(old) :].tolist()]
             rows.append(TeacherRow(prompt_ids, segment.completion_ids, segment.mask))
         return rows
 
     async def _ids(self, prompt: str | ChatMessages, sample: RewardSample) -> list[int]:
         key = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        if (known := self._known.get(key)) is not None:
-            return known
+        cached = self._ids_by_prompt.get(key)
+        if cached is not None:
+            return cached
         asked: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):
             asked = {"messages": prompt, "add_generation_prompt": True}
@@ -142,9 +151,9 @@ class TeacherReward(Reward):
             tokens=len(key) // CHARS_PER_TOKEN,
             timeout_s=self._timeout_s,
         )
-        if len(self._known) >= MAX_PROMPTS:
-            self._known.clear()
-        self._known[key] = ids
+        if len(self._ids_by_prompt) >= MAX_PROMPTS:
+            self._ids_by_prompt.clear()
+        self._ids_by_prompt[key] = ids
         return ids
 
 
@@ -158,21 +167,21 @@ def read_logprobs(answer: dict[str, Any], rows: Sequence[TeacherRow]) -> Float32
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     if len(choices) != len(rows):
         raise ValueError(f"{len(choices)} choices for {len(rows)} prompts")
-    found: list[float] = []
+    sampled_logprobs: list[float] = []
     for choice, row in zip(choices, rows, strict=True):
-        given = choice.get("prompt_logprobs")
-        if given is None or len(given) != len(row.ids):
-            count = "no" if given is None else str(len(given))
+        of_prompt = choice.get("prompt_logprobs")
+        if of_prompt is None or len(of_prompt) != len(row.ids):
+            count = "no" if of_prompt is None else str(len(of_prompt))
             raise ValueError(f"{count} prompt_logprobs for {len(row.ids)} tokens")
-        for place in row.places:
-            if given[place] is None:
-                raise ValueError(f"no logprob for token {place}")
-            found.append(float(given[place][str(row.ids[place])]["logprob"]))
+        for position in row.places:
+            if of_prompt[position] is None:
+                raise ValueError(f"no logprob for token {position}")
+            sampled_logprobs.append(float(of_prompt[position][str(row.ids[position])]["logprob"]))
     # A little above 0 is rounding.
-    bad = [value for value in found if not math.isfinite(value) or value > 1e-3]
+    bad = [value for value in sampled_logprobs if not math.isfinite(value) or value > 1e-3]
     if bad:
         raise ValueError(f"a logprob of {bad[0]}")
-    return np.asarray(found, dtype=np.float32)
+    return np.asarray(sampled_logprobs, dtype=np.float32)
 
 
 def read_ids(answer: dict[str, Any]) -> list[int]:

@@ -41,7 +41,8 @@ def version_of(name: str, config: NamedRewardConfig, servers: ServersConfig | No
         tree["served"] = servers.model_dump(mode="json", include=_OF_THE_RESULT)
     digest = hashlib.blake2b(json.dumps([name, tree]).encode(), digest_size=16)
     for text in _texts(tree):
-        if file := _file_of(text):
+        file = _file_of(text)
+        if file:
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -64,9 +65,9 @@ def _file_of(text: str) -> Path | None:
     module, colon, _ = text.rpartition(":")
     if colon and module.replace(".", "").replace("_", "").isalnum():
         with contextlib.suppress(ImportError, ValueError):
-            found = importlib.util.find_spec(module)
-            if found and found.origin and Path(found.origin).is_file():
-                return Path(found.origin)
+            spec = importlib.util.find_spec(module)
+            if spec and spec.origin and Path(spec.origin).is_file():
+                return Path(spec.origin)
     return None
 
 
@@ -85,10 +86,12 @@ class RewardCache:
         Cancelling one caller does not cancel the call for others that wait for it.
         """
         digest = _digest(version, sample)
-        if (call := self._calls.get(digest)) is not None:
+        call = self._calls.get(digest)
+        if call is not None:
             metrics.REWARD_CACHE.labels("shared").inc()
         else:
-            call = self._calls[digest] = asyncio.create_task(self._look_or_make(digest, make))
+            call = asyncio.create_task(self._look_or_make(digest, make))
+            self._calls[digest] = call
             # From here on what succeeded is in Redis, and what failed is tried again.
             call.add_done_callback(lambda _: self._calls.pop(digest))
         return await asyncio.shield(call)
@@ -118,7 +121,8 @@ class RewardCache:
 
 def _digest(version: str, sample: RewardSample) -> str:
     """Digest of all that decides the result. msgpack stores lengths, so no two samples give equal bytes."""
-    trajectory, last = sample.trajectory, sample.last
+    trajectory = sample.trajectory
+    last = sample.last
     parts = [
         version,
         sample.is_evaluation,
@@ -132,7 +136,8 @@ def _digest(version: str, sample: RewardSample) -> str:
     ]
     if trajectory.thought is not None:
         parts.append(("thought", trajectory.thought))
-    if (session := trajectory.session) is not None:
+    session = trajectory.session
+    if session is not None:
         parts += [session.environment, session.messages, session.reward, session.metrics, session.end]
         parts += [sample.turn_rewards, last.mask.tobytes()]
     for segment in trajectory.segments[:-1]:  # of a session whose history was rewritten

@@ -76,9 +76,14 @@ class GroupScoring:
         post_processing: "PostProcessing",
         published: Callable[[Lane, Score], None],
     ) -> None:
-        self._consumer, self._keys, self._worker, self._lane = consumer, context.keys, context.name, lane
+        self._consumer = consumer
+        self._keys = context.keys
+        self._worker = context.name
+        self._lane = lane
         self._broker = context.broker
-        self._reward, self._post_processing, self._published = reward, post_processing, published
+        self._reward = reward
+        self._post_processing = post_processing
+        self._published = published
         # Evaluation is never post-processed.
         self._is_post_processed = lane is Lane.TRAIN and post_processing.is_any
         self.is_needed = reward.has_group_rewards or self._is_post_processed
@@ -93,7 +98,8 @@ class GroupScoring:
         started = time.monotonic()
         sample = RewardSample(delivery.message, self._lane)
         ticket = sample.key[0]
-        key, tickets = self._keys.results(ticket, self._lane), self._keys.result_tickets(self._lane)
+        key = self._keys.results(ticket, self._lane)
+        tickets = self._keys.result_tickets(self._lane)
         result = None
         if not await self._consumer.has_result(key, sample.key[1]):
             result = GroupResult(
@@ -110,8 +116,8 @@ class GroupScoring:
                 scores = await self._finish(delivery, payloads)
                 await self._consumer.publish_group(delivery, self._keys.scores(self._lane), key, scores)
                 metrics.GROUPS_POST_PROCESSED.labels(self._lane).inc()
-                for made in scores:
-                    self._published(self._lane, made)
+                for group_score in scores:
+                    self._published(self._lane, group_score)
         except LeaseLostError:
             return
 
@@ -127,7 +133,7 @@ class GroupScoring:
         if self._is_post_processed:
             sums = await self._post_processing.run(samples, outcomes)
         else:
-            sums = [self._reward.sum_up(one) for one in outcomes]
+            sums = [self._reward.sum_up(by_name) for by_name in outcomes]
         return [
             score_of(total, sample, result.worker, result.latency_s)
             for sample, total, result in zip(samples, sums, results, strict=True)
@@ -176,7 +182,8 @@ class PostProcessing:
     sums."""
 
     def __init__(self, config: RewardConfig, reward: WeightedSum) -> None:
-        self._reward, self._limits = reward, config
+        self._reward = reward
+        self._limits = config
         self._classes = [
             (named, named.reward)
             for named in reward.rewards
@@ -196,17 +203,17 @@ class PostProcessing:
         return bool(self._classes or self._execution)
 
     async def run(self, samples: list[RewardSample], outcomes: list[Outcomes]) -> list[RewardOutcome]:
-        before = [self._reward.sum_up(one) for one in outcomes]
+        before = [self._reward.sum_up(by_name) for by_name in outcomes]
         for named, reward in self._classes:
             if named.applies_to(samples[0]):  # all samples of a group are of one data source
-                column = [one[named.name] for one in outcomes]
+                column = [by_name[named.name] for by_name in outcomes]
                 step = partial(reward.post_process, samples, [old.value for old in column])
-                found = await self._outcomes(named.config, step, len(samples))
+                processed = await self._outcomes(named.config, step, len(samples))
                 outcomes = [
-                    {**one, named.name: _with_former(_changed(old, new), old)}
-                    for one, old, new in zip(outcomes, column, found, strict=True)
+                    {**by_name, named.name: _with_former(_changed(old, new), old)}
+                    for by_name, old, new in zip(outcomes, column, processed, strict=True)
                 ]
-        sums = [self._reward.sum_up(one) for one in outcomes]
+        sums = [self._reward.sum_up(by_name) for by_name in outcomes]
         if self._execution is not None:
             notes: list[dict[str, Any]] = [
                 {"score": s.value, "status": s.status.value, "error": s.error, "components": s.components}
@@ -214,8 +221,8 @@ class PostProcessing:
             ]
             request = Request(samples, scores=[old.value for old in sums], notes=notes)
             step = partial(self._execution.run, request, self._limits.timeout_s)
-            found = await self._outcomes(self._limits, step, len(samples))
-            sums = [_changed(old, outcome) for old, outcome in zip(sums, found, strict=True)]
+            processed = await self._outcomes(self._limits, step, len(samples))
+            sums = [_changed(old, new) for old, new in zip(sums, processed, strict=True)]
         return [_with_former(new, old) for old, new in zip(before, sums, strict=True)]
 
     def failures_by_name(self) -> dict[str, int]:

@@ -36,7 +36,8 @@ class FunctionReward(Reward):
     ) -> None:
         self.function = function
         self.execution = Execution(function, num_processes, threads, at_once)
-        self._timeout_s, self._router = timeout_s, router
+        self._timeout_s = timeout_s
+        self._router = router
 
     @property
     def slots(self) -> int | None:  # type: ignore[override]
@@ -57,8 +58,8 @@ class FunctionReward(Reward):
         return outcome
 
     async def score_group(self, samples: list[RewardSample]) -> list[RewardOutcome]:
-        given = {ROUTER: await self._router()} if self._router else {}
-        return await self.execution.run(Request(samples, given), self._timeout_s)
+        arguments = {ROUTER: await self._router()} if self._router else {}
+        return await self.execution.run(Request(samples, arguments), self._timeout_s)
 
     async def post_process(
         self, samples: list[RewardSample], scores: list[float | None]
@@ -74,7 +75,8 @@ class FunctionReward(Reward):
 
 def make_function(name: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> FunctionReward:
     router = partial(dependencies.router_address, config.router) if config.router else None
-    section, function = dependencies.config.reward, load_checked(name, config)
+    section = dependencies.config.reward
+    function = load_checked(name, config)
     return FunctionReward(
         function, config.timeout_s, section.processes, router, section.threads, section.max_in_flight
     )
@@ -110,8 +112,10 @@ class EnvironmentReward(Reward):
         session = sample.trajectory.session
         if session is None:
             raise AttemptError("this is no session: a single turn has no environment", is_final=True)
-        given = [reward for reward in sample.turn_rewards if reward is not None]
-        value = session.reward if session.reward is not None else sum(given) if given else None
+        turn_rewards = [reward for reward in sample.turn_rewards if reward is not None]
+        value = session.reward
+        if value is None and turn_rewards:
+            value = sum(turn_rewards)
         if value is None:
             is_timeout = session.end == "timeout"
             raise AttemptError(

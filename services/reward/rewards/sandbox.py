@@ -38,8 +38,11 @@ from tidemill.services.reward.sample import RewardSample
 
 log = structlog.get_logger(__name__)
 
-POLL_S, POLL_SHARE, LONGEST_POLL_S = 0.03, 0.1, 1.0
-"""Pause between two looks for a result: `POLL_SHARE` of the time waited so far, within the other two."""
+POLL_SHARE = 0.1
+"""Pause between two looks for a result, as a share of the time waited so far."""
+POLL_S = 0.03
+"""Shortest pause."""
+LONGEST_POLL_S = 1.0
 EXAMINE_S = 2.0
 LOST_S = 10.0
 """A job whose worker has not written for this long counts as lost; a busy worker writes every 2 s."""
@@ -101,7 +104,9 @@ def _read(raw: bytes) -> dict[str, Any]:
 class SandboxReward(Reward):
     def __init__(self, _: str, config: NamedRewardConfig, dependencies: RewardDependencies) -> None:
         assert config.sandbox is not None
-        self.config, self._broker, self._keys = config.sandbox, dependencies.broker, dependencies.keys
+        self.config = config.sandbox
+        self._broker = dependencies.broker
+        self._keys = dependencies.keys
         connection = make_blocking_client(redis_url(), self._keys.run_id)
         self._queue = Queue(self._keys.sandbox_queue, connection=connection, serializer=JSONSerializer)
         self._threads = BoundedThreads("sandbox queue", NUM_THREADS)
@@ -139,7 +144,8 @@ class SandboxReward(Reward):
         job = self._jobs.get(job_id)
         if job is None:
             work = self._awaited(job_id, (self._keys.run_id, job_id, code, tests, limits, columns))
-            job = self._jobs[job_id] = asyncio.create_task(work, name=job_id)
+            job = asyncio.create_task(work, name=job_id)
+            self._jobs[job_id] = job
             job.add_done_callback(lambda job: (self._jobs.pop(job_id) and job.cancelled()) or job.exception())
         result = await asyncio.shield(job)
         if "error" in result:
@@ -161,19 +167,27 @@ class SandboxReward(Reward):
     async def _awaited(self, job_id: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """The result of a job; one that is lost with its worker is queued again."""
         limit_s = QUEUE_S + self.config.total_s + JOB_MARGIN_S
-        started = examined = since = time.monotonic()
-        state, is_queued = "", False
+        started = time.monotonic()
+        examined = started
+        since = started
+        state = ""
+        is_queued = False
         while (now := time.monotonic()) < started + limit_s:
             # Looked for before it is queued: another worker may have asked, or this one before it was killed.
-            if (result := await self._stored(job_id)) is not None:
+            result = await self._stored(job_id)
+            if result is not None:
                 return result
             if not is_queued:
                 await self._rq(self._enqueue, job_id, arguments)
-                state, since, is_queued = "", now, True
+                state = ""
+                since = now
+                is_queued = True
             if now - examined > EXAMINE_S:
                 examined = now
-                if (seen := await self._rq(self._state_of, job_id)) != state:
-                    state, since = seen, now
+                seen = await self._rq(self._state_of, job_id)
+                if seen != state:
+                    state = seen
+                    since = now
                 is_silent = now - since > LOST_S and state != JobStatus.QUEUED
                 if is_silent or state in OVER:  # it is looked for once more before it is queued again
                     log.warning("a sandboxed run was lost with its worker; asking again", job=job_id)
@@ -214,11 +228,13 @@ class SandboxReward(Reward):
     def _state_of(self, job_id: str) -> str:
         """The job's status, and while it runs the last heartbeat of its worker. Nothing else of the job is
         read, because sandbox workers may write it."""
-        key, connection = Job.key_for(job_id), self._queue.connection
+        key = Job.key_for(job_id)
+        connection = self._queue.connection
         status: Any = connection.hget(key, "status")
         if status is None:
             return GONE
-        beat, state = connection.hget(key, "last_heartbeat"), str(status.decode(errors="replace"))
+        beat = connection.hget(key, "last_heartbeat")
+        state = str(status.decode(errors="replace"))
         return f"{state}:{beat!r}" if state == JobStatus.STARTED else state
 
 

@@ -50,7 +50,10 @@ class NamedReward:
         cache: RewardCache | None = None,
         servers: ServersConfig | None = None,
     ) -> None:
-        self.name, self.config, self.reward, self.cache = name, config, reward, cache
+        self.name = name
+        self.config = config
+        self.reward = reward
+        self.cache = cache
         self.version = version_of(name, config, servers) if cache else ""
         self.failures: Counter[str] = Counter()
         """How often it failed for good, by kind of failure."""
@@ -180,35 +183,41 @@ class WeightedSum:
     async def score_group(self, samples: list[RewardSample]) -> list[Outcomes]:
         together = [named for named in self.rewards if named.is_per_group]
         columns = await _all_or_none([named.score_group(samples) for named in together])
-        return [
-            {named.name: column[place] for named, column in zip(together, columns, strict=True)}
-            for place in range(len(samples))
-        ]
+        outcomes: list[Outcomes] = [{} for _ in samples]
+        for named, column in zip(together, columns, strict=True):
+            for by_name, outcome in zip(outcomes, column, strict=True):
+                by_name[named.name] = outcome
+        return outcomes
 
     def sum_up(self, outcomes: Outcomes) -> RewardOutcome:
         """The weighted sum for one sample, or why there is none."""
-        total = RewardOutcome(tries=[one for outcome in outcomes.values() for one in outcome.tries])
+        total = RewardOutcome(tries=[each for outcome in outcomes.values() for each in outcome.tries])
         total.components, total.detail = self._notes(outcomes)
-        value, has_value, failed = 0.0, False, list[NamedReward]()
+        value = 0.0
+        has_value = False
+        failed = list[NamedReward]()
         for named in self.rewards:
-            outcome, config = outcomes[named.name], named.config
-            found = outcome.value
+            outcome = outcomes[named.name]
+            config = named.config
+            reward = outcome.value
             if not outcome.is_ok:
-                found = config.failure_value
-                if found is None or not self._is_named:
+                reward = config.failure_value
+                if reward is None or not self._is_named:
                     failed.append(named)
                     continue
-                total.components[named.name] = found
+                total.components[named.name] = reward
                 total.detail.setdefault("failures", {})[named.name] = outcome.error
-            if found is not None:
-                value += config.weight * found
+            if reward is not None:
+                value += config.weight * reward
                 has_value = True
             elif outcome.teacher_logprobs is not None:
                 total.teacher_logprobs = outcome.teacher_logprobs
                 has_value = True
         if failed:
             first = outcomes[failed[0].name]
-            total.status, total.error, total.teacher_logprobs = first.status, first.error, None
+            total.status = first.status
+            total.error = first.error
+            total.teacher_logprobs = None
             # Where another reward failed by an outage, the sample may have a score next time.
             total.is_code_error = all(outcomes[named.name].is_code_error for named in failed)
             if self._is_named:
@@ -219,7 +228,8 @@ class WeightedSum:
             total.value = value
         else:
             problem = f"the weighted sum of the rewards is {value}; expected a finite number"
-            total.status, total.error = ScoreStatus.FAILED, problem if has_value else NONE_APPLIES
+            total.status = ScoreStatus.FAILED
+            total.error = problem if has_value else NONE_APPLIES
             total.is_code_error = True
         return total
 
@@ -245,10 +255,10 @@ class WeightedSum:
         if not self._is_named:
             (only,) = outcomes.values()
             return dict(only.components), dict(only.detail)
-        components: dict[str, float | None] = {name: one.value for name, one in outcomes.items()}
-        for name, one in outcomes.items():
-            components |= {f"{name}/{key}": value for key, value in one.components.items()}
-        return components, {name: one.detail for name, one in outcomes.items() if one.detail}
+        components: dict[str, float | None] = {name: outcome.value for name, outcome in outcomes.items()}
+        for name, outcome in outcomes.items():
+            components |= {f"{name}/{key}": value for key, value in outcome.components.items()}
+        return components, {name: outcome.detail for name, outcome in outcomes.items() if outcome.detail}
 
 
 def make_weighted_sum(config: RewardConfig, dependencies: RewardDependencies) -> WeightedSum:

@@ -317,7 +317,8 @@ def _follow(
         looked = time.monotonic()
         if looked > deadline:
             return "timeout"
-        if outcome := _excess(group(), num_others, program):
+        outcome = _excess(group(), num_others, program)
+        if outcome:
             return outcome
         pause_s = max(LOOK_S, (time.monotonic() - looked) / LOOK_SHARE)
 

@@ -18,7 +18,8 @@ def build_engine(config: RunConfig, worker: str = "") -> Engine:
     """
     module, _, name = config.rollout.engine_traits.class_name.partition(":")
     engine: Engine = getattr(import_module(f"{__name__}.{module}"), name)(config, worker)
-    if (turn_s := config.shared_turn_s) is not None:
+    turn_s = config.shared_turn_s
+    if turn_s is not None:
         from tidemill.services.rollout.engines.gpu_sharing import GpuSharingEngine
 
         return GpuSharingEngine(engine, turn_s, config.rollout.stall_s)

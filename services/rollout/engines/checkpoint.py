@@ -82,6 +82,7 @@ def prove(held: Digest | None, change: Digest, expected: str) -> Digest:
     """
     if held is None:
         raise WeightsMismatchError("it is not known what the engine holds, so no delta can be proven")
-    if (proven := held + change) != Digest.parse(expected):
+    proven = held + change
+    if proven != Digest.parse(expected):
         raise WeightsMismatchError(f"with the delta the engine would hold {proven}, expected is {expected}")
     return proven

@@ -185,7 +185,8 @@ class RouteRecorder:
             router.register_forward_hook(partial(self._note, number))
 
     def _note(self, number: int, router: Any, inputs: Any, output: Any) -> None:
-        if (parts := parts_of(output)) is None:
+        parts = parts_of(output)
+        if parts is None:
             raise EngineError(
                 f"rollout.record_routes: a {type(router).__name__} does not say which experts it chose; set "
                 "it to false"
@@ -315,7 +316,8 @@ class _Batch:
             self._cache = None  # the model makes its own
             logits.append(self._forward(ids_UT, None, position_ids(mask_UT)))
             caches.append(self._cache)
-            if (routes_UT := self._recorder.take(len(ids_UT))) is not None:
+            routes_UT = self._recorder.take(len(ids_UT))
+            if routes_UT is not None:
                 routes += list(routes_UT)
         self._cache = join_rows(caches)
         return torch.cat(logits), routes
@@ -349,7 +351,8 @@ class _Batch:
         mask_BT = self._mask_BT if self._has_mask else None
         logits_BV = self._forward(ids_B[:, None], mask_BT, self._next_position_B[:, None])
         self._next_position_B += 1
-        if (routes_B1 := self._recorder.take(len(self.rows))) is not None:
+        routes_B1 = self._recorder.take(len(self.rows))
+        if routes_B1 is not None:
             for row, row_routes in zip(self.rows, routes_B1, strict=True):
                 if row.finish is None:
                     row.routes.append(row_routes)

@@ -126,10 +126,12 @@ def open_model(model: ModelConfig) -> ModelFolder:
 
 def _read_config(model: ModelConfig) -> tuple[Any, bool]:
     """The configuration that transformers reads, as this run has it, and whether it is read from a folder."""
-    if is_local := _is_local(model.path):
+    is_local = _is_local(model.path)
+    if is_local:
         # Set before the hub library is imported: reading a folder must never wait for a network.
         offline = os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        if hub := sys.modules.get("huggingface_hub.constants"):  # a worker that was forked has it already
+        hub = sys.modules.get("huggingface_hub.constants")
+        if hub:  # a worker that was forked has it already
             vars(hub)["HF_HUB_OFFLINE"] = offline != "0"
     from transformers import AutoConfig
 
@@ -275,6 +277,7 @@ def pieces_of(model: Any, infos: Iterable[TensorInfo]) -> "HeldWeights":
         strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
         pieces.append(Piece(Key(info.name, 0, info.shape, strides), info, tensor))
     held = HeldWeights(pieces)
-    if reason := held.reason_not_to_patch():
+    reason = held.reason_not_to_patch()
+    if reason:
         raise ValueError(reason)
     return held

@@ -100,7 +100,8 @@ class TransformersEngine(ModelEngine):
         row = DecodingRow(request, key, StopTexts(request.sampling.stop, self.decode), done)
         if self._config.rollout.sampling_masks and request.sampling.is_filtered:
             row.kept = []
-        if (on_tokens := request.on_tokens) is not None:
+        on_tokens = request.on_tokens
+        if on_tokens is not None:
             # Copied on the decoding thread, which goes on to add tokens.
             row.report = lambda: loop.call_soon_threadsafe(on_tokens, self._so_far(row))
         self._queue.insert(0, row) if request.is_urgent else self._queue.append(row)
@@ -191,7 +192,8 @@ class TransformersEngine(ModelEngine):
         model = self._running_model()
         eos_ids = frozenset(self.folder.eos_ids)
         recorder = self._recorder
-        if rows := [row for row in batch if not row.done.done()]:
+        rows = [row for row in batch if not row.done.done()]
+        if rows:
             one_length = self._one_length
             await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder, one_length))
         for row in rows:
@@ -220,7 +222,8 @@ class TransformersEngine(ModelEngine):
         proven = prove(self._digest, change, digest)
 
         def write() -> None:
-            if wrong := apply(changes):
+            wrong = apply(changes)
+            if wrong:
                 self._held = None
                 raise EngineError(f"{wrong:,} values were not there when they were read back")
             self._digest = proven

@@ -40,7 +40,8 @@ def takes_all_lengths(model: Any) -> bool:
     problem = "its padding is not masked" if kind in KNOWN_APART else _problem(model, one_length=False)
     if not problem:
         return True
-    if problem_of_one := _problem(model, one_length=True):
+    problem_of_one = _problem(model, one_length=True)
+    if problem_of_one:
         raise ConfigError(
             f"model.path: the transformers engine cannot sample from a {kind}: in a batch {problem_of_one}. "
             "Set rollout.engine to vllm if that has this model, or take another model"

@@ -288,7 +288,8 @@ class VllmEngine(ModelEngine):
                 await asyncio.sleep(STAGING_POLL_S)
             # Each is whole: a rank's answer appears by a rename.
             replies = [json.loads(answer.read_bytes()) for answer in answers]
-        if errors := [answer["error"] for answer in replies if answer["error"]]:
+        errors = [answer["error"] for answer in replies if answer["error"]]
+        if errors:
             raise WeightsError(f"the weights cannot be staged: {errors[0]}")
         return sum((Digest(each.get("low", 0), each.get("high", 0)) for each in replies), Digest())
 
@@ -309,7 +310,8 @@ class VllmEngine(ModelEngine):
         paused = time.perf_counter()
         try:
             answers = await self._call("apply")
-            if wrong := sum(answer["wrong"] for answer in answers):
+            wrong = sum(answer["wrong"] for answer in answers)
+            if wrong:
                 raise EngineError(f"what was read back is not what was written ({wrong:,} differences)")
         except EngineError as error:
             if is_full or llm.errored:
@@ -317,7 +319,8 @@ class VllmEngine(ModelEngine):
             raise WeightsMismatchError(f"version {version} went wrong as a delta: {error}") from error
         if any(answer["traced"] for answer in answers):
             await self._divide_digest()
-        if (no_patch := [each["no_patch"] for each in answers if each["no_patch"]]) and self._is_patchable:
+        no_patch = [each["no_patch"] for each in answers if each["no_patch"]]
+        if no_patch and self._is_patchable:
             log.warning("every version is loaded in full", reason=no_patch[0])
         self._is_patchable = self._is_readable and not no_patch
         # After the last token of the old weights, before the first of the new ones: generation is paused.
@@ -339,7 +342,8 @@ class VllmEngine(ModelEngine):
             ConfigError: this model cannot be updated correctly.
         """
         answers = await self._call("open")
-        if refused := [answer["refuse"] for answer in answers if answer["refuse"]]:
+        refused = [answer["refuse"] for answer in answers if answer["refuse"]]
+        if refused:
             raise ConfigError(f"model.path {self._config.model.path}: {refused[0]}")
         unread = [answer["unread"] for answer in answers if answer["unread"]]
         self._is_readable = not unread
@@ -364,7 +368,8 @@ class VllmEngine(ModelEngine):
         """Call every rank. Raises EngineError: one of them failed."""
         llm = self._running_llm()
         answers: list[dict[str, Any]] = await llm.collective_rpc("tidemill", args=(method, *args))
-        if errors := [answer["error"] for answer in answers if answer["error"]]:
+        errors = [answer["error"] for answer in answers if answer["error"]]
+        if errors:
             raise EngineError(f"{method}: {errors[0]}")
         return answers
 

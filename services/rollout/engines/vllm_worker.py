@@ -157,7 +157,8 @@ class RankWeights:
     def open(self) -> Answer:
         """Compare what the model holds with the files that it was just loaded from; `refuse` says why no
         update could be right, `unread` why what the engine holds cannot be read back."""
-        if quantization := self._config.model_config.quantization:
+        quantization = self._config.model_config.quantization
+        if quantization:
             return {"refuse": REFUSED_QUANTIZATION.format(quantization)}
         try:
             tensors = dict(self._starting_tensors())

@@ -325,7 +325,8 @@ def _class_of(named: Any, config: EnvironmentConfig) -> type:
             raise ConfigError(f"{FIELD} {config.use} raised {type(error).__name__}: {error}") from error
         environment_class = type(environment)
         # One that is async has no loop to run on here.
-        if callable(close := getattr(environment, "close", None)) and not inspect.iscoroutinefunction(close):
+        close = getattr(environment, "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
             close()
     if not callable(getattr(environment_class, "step", None)) and not callable(
         getattr(environment_class, "reset", None)

@@ -304,7 +304,8 @@ def main(descriptor: int, parent: int) -> None:
                     send(failure_of(frame, error, is_ours=True))
                     continue
                 sessions[number] = session
-            if (thread := sessions.get(number)) is not None:
+            thread = sessions.get(number)
+            if thread is not None:
                 thread.frames.put(frame)
             # The thread ends by itself once it has closed; its number is never used again.
             if frame["op"] == "close":

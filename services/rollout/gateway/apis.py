@@ -229,7 +229,8 @@ def responses_question(body: Body) -> Question:
 
 def _responses_messages(body: Body) -> Located:
     """Items as messages; calls go into the assistant's message that they follow."""
-    if instructions := body.get("instructions"):
+    instructions = body.get("instructions")
+    if instructions:
         yield "instructions", {"role": "system", "content": instructions}
     if isinstance(body.get("input"), str):
         yield "input", {"role": "user", "content": body["input"]}
@@ -382,7 +383,8 @@ def _anthropic_messages(body: Body) -> Located:
     system = body.get("system")
     blocks = [{"text": system}] if isinstance(system, str) else objects(body, "system")
     kept = [block for block in blocks if not str(block.get("text", "")).startswith(BILLING)]
-    if text := text_of(kept, "system"):
+    text = text_of(kept, "system")
+    if text:
         yield "system", {"role": "system", "content": text}
     for number, message in enumerate(objects(body, "messages")):
         where = f"messages[{number}]"

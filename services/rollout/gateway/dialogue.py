@@ -190,10 +190,12 @@ def messages_of(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Messa
         if not isinstance(role, str) or role not in ROLES:
             raise RequestError(f"{where} has role {role!r}; expected system, user, assistant or tool")
         plain: Message = {"role": ROLES[role], "content": text_of(message.get("content"), where)}
-        if calls := objects(message, "tool_calls"):
+        calls = objects(message, "tool_calls")
+        if calls:
             plain["tool_calls"] = [_call(call, where) for call in calls]
             names |= {call["id"]: call["function"]["name"] for call in plain["tool_calls"]}
-        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reasoning:
             plain["reasoning_content"] = text_of(reasoning, where)
         plain |= {name: str(message[name]) for name in ("tool_call_id", "name") if message.get(name)}
         if role == "tool" and (name := names.get(plain.get("tool_call_id", ""))):
@@ -275,7 +277,8 @@ def has_usage(body: Body) -> bool:
 def limit_of(body: Body, *names: str) -> int | None:
     """The client's limit of tokens, under the first of the names that is there."""
     for name in names:
-        if (value := body.get(name)) is not None:
+        value = body.get(name)
+        if value is not None:
             # By `type`: true is an instance of int.
             if type(value) is not int or value < 1:
                 raise RequestError(f"`{name}` must be a whole number from 1, got {value!r}")

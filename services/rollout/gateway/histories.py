@@ -198,11 +198,12 @@ class Histories:
                 continue
             return Continuation("clean", history, len(history.recorder.completion_ids), context)
         realigned = filter(None, (self._realigned(history, question) for history in candidates))
-        if longest := max(
+        longest = max(
             realigned,
             key=lambda continuation: len(continuation.ids) - len(continuation.context),
             default=None,
-        ):
+        )
+        if longest:
             return longest
         try:
             return self._begun(self._chat.render(question.messages, question.tools), question.tool_keys)
@@ -246,7 +247,8 @@ class Histories:
         if kept < max(MIN_SHARE_KEPT * len(turn_ids), len(turn_ids) - MAX_DRIFT_TOKENS, 1):
             return None
         context = self._chat.encode(added) if added else []
-        if new := question.messages[index + 1 :]:
+        new = question.messages[index + 1 :]
+        if new:
             try:
                 # As a turn that did not end: the token that ended it is not among those that are kept.
                 context += self._chat.extend(turn_ids[:kept] + context, False, new, question.tools)
@@ -267,7 +269,8 @@ class Histories:
         assert history.last_answer is not None
         said = history.last_answer.text.strip()
         text = self._decode(turn_ids)
-        if (position := text.rfind(said)) < 0:  # a parser has made it of what was sampled
+        position = text.rfind(said)
+        if position < 0:  # a parser has made it of what was sampled
             return 0, ""
         start = position - (len(ours) - len(said))  # negative if the answer was prefilled
         num_common = num_shared(ours, theirs)

@@ -298,7 +298,8 @@ class GatewaySession:
     async def count_tokens(self, question: Question) -> int:
         """Tokens of the question's prompt. Raises RequestError: it is too long; this does not count as a
         limit of the session, because the model was not asked."""
-        if (number := len(question.messages)) > self._max_model_len:
+        number = len(question.messages)
+        if number > self._max_model_len:
             raise self.too_long(f"{number} messages", is_asked=False)
         async with self._finding:
             return len((await self._find(question)).ids)
@@ -405,7 +406,8 @@ class GatewaySession:
         limits = self._limits
         if self.num_turns >= limits.max_turns:
             raise self._limit("max_turns", f"the session has had its {limits.max_turns} turns (max_turns)")
-        if (number := len(question.messages)) > self._max_model_len:
+        number = len(question.messages)
+        if number > self._max_model_len:
             raise self.too_long(f"{number} messages", is_asked=True)
         continuation = await self._find(question)
         # Again: the session may have been closed while a long question was tokenised.

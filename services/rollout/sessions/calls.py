@@ -82,7 +82,8 @@ def _calls_in(body: str, is_meant: bool) -> Iterator[Call]:
 
 
 def _call(body: str) -> Call:
-    if function := _FUNCTION.match(body.strip()):
+    function = _FUNCTION.match(body.strip())
+    if function:
         arguments = {name.strip(): _value(text) for name, text in _parameters(function[2])}
         return read_call({"name": function[1].strip(), "arguments": arguments})
     try:

@@ -59,7 +59,8 @@ class SegmentRecorder:
         for version, start in generation.spans:
             self._begin_span(version, first + start)
         self._append(generation.token_ids, generation.logprobs, True, generation.choices.get(KEPT))
-        if (routes := generation.choices.get(ROUTES)) is not None:
+        routes = generation.choices.get(ROUTES)
+        if routes is not None:
             self.routes.append(routes)
 
     def add_context(self, ids: Sequence[int]) -> None:

@@ -128,7 +128,8 @@ class TemplateChat:
             return text
         # To tokenize all of a very long one would hold up every session.
         most_chars = MOST_CHARS_PER_TOKEN * max_tokens
-        if is_huge := len(text) > most_chars:
+        is_huge = len(text) > most_chars
+        if is_huge:
             mark = f"\n[{len(text) - most_chars} characters left out]\n"
             text = text[: most_chars // 2] + mark + text[-(most_chars // 2) :]
         ids = self.encode(text)

@@ -427,7 +427,8 @@ class BatchAssembler:
         if not await self._recover_if_redis_restarted():
             await self.reconciler.restore_lost()
         groups = self.join.groups.values()
-        if lost := [g.ticket for g in groups if g.is_demonstration and not g.is_generated]:
+        lost = [g.ticket for g in groups if g.is_demonstration and not g.is_generated]
+        if lost:
             await self.scheduler.show(lost)
         # Where something unreadable or refused arrived, a group may wait for it in vain: so not for long.
         is_suspicious = time.monotonic() - self.join.unread_at < 2 * self.trainer.reissue_after_s

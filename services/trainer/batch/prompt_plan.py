@@ -307,7 +307,8 @@ class PromptPlan:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state. Raises ConfigError: rows, tokenizer, template, seed or
         shuffling changed since, so that positions mean nothing any more."""
-        if (saved := state["fingerprint"]) != self.fingerprint:
+        saved = state["fingerprint"]
+        if saved != self.fingerprint:
             raise ConfigError(
                 f"the training prompts changed since the checkpoint (fingerprint {self.fingerprint}, the "
                 f"checkpoint has {saved}): files, tokenizer, data section or seed. Positions in the old "

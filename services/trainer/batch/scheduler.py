@@ -73,7 +73,8 @@ class Scheduler:
     async def _show(self, version: int) -> None:
         """Publish the demonstrations of every step that the gate lets in. A trainer that starts publishes
         them once more, byte by byte: the first of a key counts."""
-        if (places := self.prompts.places) is None:
+        places = self.prompts.places
+        if places is None:
             return
         end = min(version + 1 + self.trainer.max_staleness, self.trainer.steps)
         for step in range(max(self._num_shown, version), end):
@@ -204,7 +205,8 @@ class Scheduler:
         appended = await append_missing(
             self.broker, self.keys.prompts(), numbers, self.outstanding.__getitem__
         )
-        if lost := [number for number in appended if number not in new]:
+        lost = [number for number in appended if number not in new]
+        if lost:
             log.warning("issued tickets again that Redis has lost", count=len(lost), first=lost[0])
         return set(appended)
 
@@ -216,7 +218,8 @@ class Scheduler:
         there = {entry.message.ticket for entry in entries if isinstance(entry, Entry)}
         if first not in there and await self.remove_unexpected():
             there |= await self._append_missing(new)
-        if missing := sorted(set(new) - there):
+        missing = sorted(set(new) - there)
+        if missing:
             raise TidemillError(
                 f"ticket {missing[0]} cannot be issued: {key} stands at {await last_id(self.broker, key)}, "
                 f"beyond {entry_id_of(missing[0])}. Something other than this trainer has written to it; "

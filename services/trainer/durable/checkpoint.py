@@ -112,7 +112,8 @@ class CheckpointStore:
         was saved; before that those up to the restored one, of which only that was read as a whole."""
         self._noted: dict[int, dict[str, FileNote]] = {}
         """For each version whose bytes are known to be right, its files when they were written or read."""
-        if leftovers := clear_aside(self.folder):
+        leftovers = clear_aside(self.folder)
+        if leftovers:
             log.info("removed unfinished checkpoints of an earlier process", names=leftovers)
 
     def versions(self) -> list[int]:
@@ -258,7 +259,8 @@ def _plain_json(state: TrainerState) -> dict[str, Any]:
         raise ValueError(f"the trainer's state is not plain JSON: {error}") from None
     # JSON turns integer keys into text and tuples into lists without a word; found on the first save, that is
     # a bug report, found on a resume it is a lost run.
-    if (changed := json.loads(text)) != body:
+    changed = json.loads(text)
+    if changed != body:
         fields = [name for name in body if changed[name] != body[name]]
         raise ValueError(
             f"the trainer's state is not plain JSON: {', '.join(fields)} would come back different"
@@ -331,7 +333,8 @@ def _check_file(folder: Path, name: str, num_bytes: int, checksum: str) -> None:
     path = _path_inside(folder, name)
     try:
         # The size first: it costs nothing, and distinguishes a file that was cut off from a changed one.
-        if (num_found := path.stat().st_size) != num_bytes:
+        num_found = path.stat().st_size
+        if num_found != num_bytes:
             raise _TornError(f"{name} has {num_found:,} bytes instead of {num_bytes:,}")
         if file_checksum(path) != checksum:
             raise _TornError(f"{name} does not match its checksum")

@@ -139,7 +139,8 @@ class CommitJournal:
 
     def _keep_cut_off(self, start: int) -> None:
         """Copy what lies behind `start` to the file beside."""
-        if cut_off := self.path.read_bytes()[start:] if self.path.exists() else b"":
+        cut_off = self.path.read_bytes()[start:] if self.path.exists() else b""
+        if cut_off:
             kept = self.path.with_name(CUT_OFF_FILE)
             append_durably(kept, cut_off, "what is cut off the journal of commits")
 
@@ -169,7 +170,8 @@ async def restore_commits(
         )
     if is_trimmed and last == id_order(START):
         steps = steps[-KEPT_COMMITS:]
-    if lost := await append_missing(broker, keys.commits, steps, journal.read):
+    lost = await append_missing(broker, keys.commits, steps, journal.read)
+    if lost:
         log.warning("appended commits again that Redis has lost", first=lost[0], count=len(lost))
 
 

@@ -99,7 +99,8 @@ class Replayer:
         history = self.archived.read()
         commits = await read_commits(history, version)
         if commits:
-            if problems := await self.archived.missing(needed):
+            problems = await self.archived.missing(needed)
+            if problems:
                 raise TidemillError(
                     f"steps {commits[0].step} to {commits[-1].step} came after the checkpoint and have to be "
                     "trained again, but what they were trained on is not all there:\n  "
@@ -161,7 +162,8 @@ class Replayer:
         """Give Redis back the commits that the checkpoint of `version` covers."""
         broker = self.context.broker
         keys = self.context.keys
-        if (first := self.journal.steps.stop) < version:  # it is damaged: Redis may have the missing ones
+        first = self.journal.steps.stop
+        if first < version:  # it is damaged: Redis may have the missing ones
             try:
                 missing = await read_commits(self.archived.read(), first)
             except TidemillError as error:
@@ -267,7 +269,8 @@ async def pending_groups(cursor: GroupCursor, commit: Commit) -> dict[int, Group
     was_left_out = {(ticket, index) for ticket, index, reason in commit.dropped if reason != GREEDY}
     for group in recorded.values():
         for index, trajectory in group.trajectories.items():
-            if (fault := fault_of(trajectory)) and (group.ticket, index) not in was_left_out:
+            fault = fault_of(trajectory)
+            if fault and (group.ticket, index) not in was_left_out:
                 raise LostPayloadError(
                     f"step {commit.step} was committed and has to be trained again, but the sample "
                     f"{trajectory.key} of it has lost its tokens: {fault}. Put that payload back from a "

@@ -94,7 +94,8 @@ class BackgroundWork:
     async def finish(self, to_the_end: bool = False) -> None:
         """Wait until it is done. Raises StoppedError: it has failed; or the service must stop first, unless
         it is waited for `to_the_end`."""
-        if (task := self._task) is None:
+        task = self._task
+        if task is None:
             return
         with self.context.activity.during(*self._usual):
             while not task.done():
@@ -111,7 +112,8 @@ class BackgroundWork:
     async def give_up(self, patience_s: float = 0.0) -> None:
         """Cancel it, unless it ends within `patience_s`; nothing can be started after that."""
         self._is_over = True
-        if (task := self._task) is not None:
+        task = self._task
+        if task is not None:
             await asyncio.wait({task}, timeout=patience_s)
             task.cancel()
             await asyncio.wait({task})

@@ -158,7 +158,8 @@ class GroupFilter:
         self, trajectory: Trajectory, score: Score, are_masked: bool, is_taught: bool
     ) -> float | tuple[str, str]:
         """The reward of a sample; or why it is left out, as (reason, detail)."""
-        if fault := fault_of(trajectory):
+        fault = fault_of(trajectory)
+        if fault:
             if fault.startswith(ROUTES_FAULT):
                 return NO_CHOICES, fault
             if fault.startswith(LOGPROBS_FAULT):
@@ -169,7 +170,8 @@ class GroupFilter:
             routes = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None
             if routes is None:
                 return NO_CHOICES, "the engine recorded no routes, or not of every token"
-            if problem := find_routes_fault(routes, self.routing):
+            problem = find_routes_fault(routes, self.routing)
+            if problem:
                 return NO_CHOICES, problem
         if are_masked and not trajectory.is_greedy and (missing := missing_mask(trajectory)):
             return NO_CHOICES, missing

@@ -102,7 +102,8 @@ class Recorder:
 def record_of(head: Record, metrics: Mapping[str, float | None], at: float | None = None) -> Record:
     """A record, which is one line: its kind, the time, and the metrics as JSON numbers."""
     record: Record = {**head, "time": round(time.time() if at is None else at, 3)}
-    if clash := sorted(record.keys() & metrics.keys()):
+    clash = sorted(record.keys() & metrics.keys())
+    if clash:
         raise ValueError(f"metrics cannot be named {', '.join(clash)}: a record has these fields already")
     return record | {name: _number(value) for name, value in metrics.items()}
 

@@ -188,7 +188,8 @@ class Sender:
             file.seek(self._offset)
             lines = file.read().split(b"\n")
         for line in lines[:-1]:  # what follows the last end of a line may be half of one
-            if (record := parse_record(line)) is not None:
+            record = parse_record(line)
+            if record is not None:
                 self._send(tracker, record)
             self._offset += len(line) + 1
 

@@ -60,7 +60,8 @@ class Adapters:
         base_digest = base_digest or digest_parameters(model_tensors(model).items())
         self._peft_config = _inject(model, config, targets, seed)
         self._layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
-        if lost := lost_in_peft(model, self._peft_config, self._layers):
+        lost = lost_in_peft(model, self._peft_config, self._layers)
+        if lost:
             log.warning(
                 "PEFT does not load the adapters of some layers of this model: use a version's merged "
                 "weights, or leave these layers out of trainer.lora.target_modules",

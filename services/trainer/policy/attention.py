@@ -121,7 +121,8 @@ def layer_configs(config: PreTrainedConfig) -> list[Any]:
 def head_size(text: Any) -> int:
     """Size of a layer's queries and keys, as its configuration says. With compressed keys and values (MLA,
     arXiv 2405.04434) a head has a part with positions and one without: 64 + 128 in DeepSeek-V3."""
-    if without_positions := getattr(text, "qk_nope_head_dim", None):
+    without_positions = getattr(text, "qk_nope_head_dim", None)
+    if without_positions:
         return int(without_positions + (getattr(text, "qk_rope_head_dim", None) or 0))
     heads = max(1, int(getattr(text, "num_attention_heads", 1)))
     return int(getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads)

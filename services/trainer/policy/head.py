@@ -316,7 +316,8 @@ class ChunkedScores(torch.autograd.Function):
         for start in range(0, len(targets_N), options.chunk):
             chunk_slice = slice(start, start + options.chunk)
             hidden_CH = hidden_NH[chunk_slice].to(options.dtype)
-            if (p_CV := ctx.probabilities.pop(start, None)) is not None:
+            p_CV = ctx.probabilities.pop(start, None)
+            if p_CV is not None:
                 of_targets_C1 = gradients[0][chunk_slice, None].to(p_CV.dtype) * options.factor
                 d_logits_CV = p_CV.mul_(-of_targets_C1).scatter_add_(
                     1, targets_N[chunk_slice, None], of_targets_C1

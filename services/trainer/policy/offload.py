@@ -209,7 +209,8 @@ class LeavesDevice:
         if not isinstance(self._optimizer, OffloadedAdamW):
             for state in self._optimizer.state.values():
                 state.update({name: moved(value) for name, value in state.items() if name in MOMENTS})
-        if (writer := self.__dict__.get("_writer")) is not None:
+        writer = self.__dict__.get("_writer")
+        if writer is not None:
             writer.shadow.move(moved)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -29,7 +29,8 @@ class RoundsWeights(nn.Module):
         # No computation uses a shard; FSDP reads it to see whether it is still the parameter that it knows.
         if not isinstance(value, nn.Parameter) or isinstance(value, DTensor):
             return value
-        if (dtype := autocast_dtype(value)) is None:
+        dtype = autocast_dtype(value)
+        if dtype is None:
             return value
         rounded = value.to(dtype)
         # Kernels of norms want vectors in the dtype of their input.

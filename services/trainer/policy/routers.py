@@ -104,7 +104,8 @@ class Routers:
     @torch.no_grad()
     def _try(self, again: Callable[[Tensor], Any], output: Any) -> None:
         """Try a replay. Raises ConfigError: the router cannot be given its experts."""
-        if (parts := parts_of(output)) is None:
+        parts = parts_of(output)
+        if parts is None:
             raise self._no_replay("one does not return logits, weights and experts")
         experts = parts[2]
         next_experts = (parts[2] + 1) % parts[0].shape[-1]

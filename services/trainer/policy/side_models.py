@@ -106,7 +106,8 @@ class Critic(ValueHead):
     def __init__(self, model: PreTrainedModel, make_scorer: MakeScorer, device: torch.device) -> None:
         super().__init__(model, detach=False, device=device)
         self.model = copy.deepcopy(model)
-        if (head := self.model.get_output_embeddings()) is not None:
+        head = self.model.get_output_embeddings()
+        if head is not None:
             embeddings = self.model.get_input_embeddings()
             # Its logits are never computed; a matrix that is also the embeddings' goes on learning.
             head.requires_grad_(head.weight is embeddings.weight)

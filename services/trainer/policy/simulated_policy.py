@@ -123,7 +123,8 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
 
     def load_state(self, folder: Path) -> None:
         state = ShardReader(folder)
-        if (policy := state.values.get("policy")) != "simulated":
+        policy = state.values.get("policy")
+        if policy != "simulated":
             raise ConfigError(
                 f"the checkpoint is of policy {policy!r}, trainer.policy is simulated; "
                 "resume with the policy the run was started with"

@@ -322,7 +322,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         bound = self._config.optimizer.max_grad_norm
         norms = [finish_gradients(parameters, denominator, bound) for parameters in self._bounded]
         norm = norms[0]
-        if unbounded := [infinite for infinite in norms if not math.isfinite(infinite)]:
+        unbounded = [infinite for infinite in norms if not math.isfinite(infinite)]
+        if unbounded:
             norm = unbounded[0]
             self.zero()
             return UpdateResult(norm, lr, skipped=True, reason=f"the gradient norm is {norm}")

@@ -75,7 +75,8 @@ class StepReplay:
         a step was trained on, or the config has changed."""
         async with AsyncExitStack() as stack:
             for step in sorted(set(wanted)):
-                if (cursor := await self._restore(step)) is not None:
+                cursor = await self._restore(step)
+                if cursor is not None:
                     self._cursor = await stack.enter_async_context(cursor)
                     self.say({"kind": "start", "version": self.version, "step": step})
                 for number in range(self.version, step + 1):
@@ -113,7 +114,8 @@ class StepReplay:
 
     async def _commit(self, step: int, last: int) -> Commit:
         """Raises TidemillError: there is none, so that the steps up to `last` cannot be replayed."""
-        if (commit := await self.history.commit(step)) is None:
+        commit = await self.history.commit(step)
+        if commit is None:
             raise TidemillError(
                 f"the commit of step {step} is missing, so the steps up to {last} cannot be replayed "
                 f"from version {self.from_version}. Restore the stream from its backup, or the archive."

@@ -156,7 +156,8 @@ def _find_tensors(path: str, config: PreTrainedConfig) -> dict[str, TensorInFile
 
     if getattr(config, "transformers_weights", None) or find("adapter_config.json"):
         raise UnclearError("its config names other files of weights")
-    if whole := find(SAFE_WEIGHTS_NAME):
+    whole = find(SAFE_WEIGHTS_NAME)
+    if whole:
         paths = [whole]
     elif index := find(SAFE_WEIGHTS_INDEX_NAME):
         paths = get_checkpoint_shard_files(path, index)[0]

@@ -162,7 +162,8 @@ class WeightStore:
         self.last: WeightManifest | None = None
         """The version that was written, or found whole, last."""
         self._publisher = publisher
-        if leftovers := clear_aside(self.folder):
+        leftovers = clear_aside(self.folder)
+        if leftovers:
             log.info("removed unfinished weights of an earlier process", names=leftovers)
 
     def begin(

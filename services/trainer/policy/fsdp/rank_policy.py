@@ -68,7 +68,8 @@ def take_share(device: torch.device, num_ranks: int, environment: Mapping[str, s
             f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         )
         # In a container perhaps no core is beside the GPU: nothing is bound then.
-        if beside := cores_beside(address) & cores:
+        beside = cores_beside(address) & cores
+        if beside:
             os.sched_setaffinity(0, beside)
 
 

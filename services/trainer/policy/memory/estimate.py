@@ -238,7 +238,8 @@ def kv_bytes(config: Any, length: int, width: int, ways: int = 1) -> float:
 
 def _key_bytes(text: Any, width: int, ways: int) -> int:
     """KV cache of one token in one layer."""
-    if (rank := getattr(text, "kv_lora_rank", None)) is not None:
+    rank = getattr(text, "kv_lora_rank", None)
+    if rank is not None:
         return int(width * (rank + text.qk_rope_head_dim))
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     return 2 * width * head_size(text) * max(1, -(-heads // ways))

@@ -1,5 +1,7 @@
 """The estimate of what a run takes: against what real passes keep, and by hand."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy import loading, transformers_policy
 from tidemill.services.trainer.policy.memory import fit
+from tidemill.services.trainer.policy.memory.advice import Machine, examine_fit, find_settings, report
 from tidemill.services.trainer.policy.memory.estimate import (
     GIB,
     engine_take,
@@ -24,14 +27,7 @@ from tidemill.services.trainer.policy.memory.estimate import (
     trainer_take,
     usable,
 )
-from tidemill.services.trainer.policy.memory.fit import (
-    Machine,
-    choose_passes,
-    choose_ranks,
-    examine_fit,
-    find_settings,
-    report,
-)
+from tidemill.services.trainer.policy.memory.fit import choose_passes, choose_ranks
 from tidemill.services.trainer.policy.memory.sizes import (
     ModelSizes,
     attention_on_gpus,
@@ -347,6 +343,14 @@ def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_adv
     assert "trainer.context_ranks" not in short.settings
 
 
+def test_who_fits_passes_to_a_gpu_does_not_import_the_search_for_settings():
+    program = "import sys, tidemill.services.trainer.policy.memory.fit; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert "tidemill.services.trainer.policy.memory.estimate" in modules
+    assert "tidemill.services.trainer.policy.memory.advice" not in modules
+
+
 def test_a_request_is_answered_from_config_json_alone():
     tree = config_of().model_dump(mode="json")
     tree["model"]["path"] = str(MODELS / "Qwen3-0.6B")
@@ -397,8 +401,7 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, t
 @pytest.mark.parametrize(("dtype", "num_warnings"), [("float32", 1), ("bfloat16", 0)])
 def test_float32_on_a_gpu_is_told(dtype, num_warnings, monkeypatch):
     monkeypatch.setattr(loading, "pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(loading, "with_fitting_passes", lambda config, _: config)
-    monkeypatch.setattr(loading, "lead_ranks", lambda _: None)
+    monkeypatch.setattr(fit, "with_fitting_passes", lambda config, _: config)
     monkeypatch.setattr(transformers_policy, "load_policy", lambda _: None)
     with capture_logs() as logs:
         loading.open_policy(config_of(dtype=dtype))
