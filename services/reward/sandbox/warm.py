@@ -162,7 +162,7 @@ class Template:
             return True
 
     def reap(self, pid: int) -> bool:
-        """Reap a child that has ended, if it is this one; `has_failed` then says how. Returns whether it is."""
+        """Reap a child that has ended, if it is this one; `has_failed` then says how. Whether it is."""
         # Not one that was reaped before: its number may be another child's by now.
         is_this = self._process.returncode is None and self._process.pid == pid
         return is_this and self._process.poll() is not None
