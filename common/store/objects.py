@@ -4,7 +4,9 @@ An object exists as a whole or not at all. The client repeats requests after tem
 answers of 500 and more), with growing pauses; an error that is raised was final, or lasted longer than that.
 """
 
+import contextlib
 import re
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ OF_KEYS = re.compile(
 gives others to requests that it cannot read."""
 BAD_REQUEST = "400"
 FORBIDDEN = "403"
+MAX_OTHERS = 4
+"""Objects that were read lately, which are asked for where another one is refused."""
 
 
 class Objects:
@@ -54,8 +58,8 @@ class Objects:
         self._error = error
         self._url = url
         self._field = field
-        self._has_read = False
-        """Whether it has given an object: the keys are right, then, and may read."""
+        self._lately_read: deque[str] = deque(maxlen=MAX_OTHERS)
+        """Objects that it has given: while it still gives one of them, the keys are right and may read."""
 
     def read(self, path: str, start: int, length: int) -> bytes:
         get_range = self._obstore.get_range
@@ -91,8 +95,18 @@ class Objects:
 
     def _read(self, path: str, work: Any) -> Any:
         data = self._do(path, work, is_read=True)
-        self._has_read = True
+        if path not in self._lately_read:
+            self._lately_read.append(path)
         return data
+
+    def _gives_others(self, path: str) -> bool:
+        """Whether it still gives another object."""
+        for other in set(self._lately_read) - {path}:
+            # Removed since, or the rights were: neither says that they are there.
+            with contextlib.suppress(Exception):
+                self._obstore.head(self._store, other)
+                return True
+        return False
 
     def _do(self, path: str, work: Any, is_read: bool = False) -> Any:
         try:
@@ -105,10 +119,11 @@ class Objects:
             is_of_keys = OF_KEYS.search(text) is not None
             if not status or (status == BAD_REQUEST and not is_of_keys):
                 raise self._error(f"object store: {path}: {reason}") from problem
-            if status == FORBIDDEN and is_read and self._has_read and not is_of_keys:
+            may_be_missing = status == FORBIDDEN and is_read and not is_of_keys
+            if may_be_missing and self._gives_others(path):
                 kind = UnreadableError if self._error is StoreError else self._error
                 raise kind(
-                    f"object store: {path}: it does not give this object (status {status}), and has given "
+                    f"object store: {path}: it does not give this object (status {status}), and gives "
                     "others. A store answers so for an object that is missing, where the keys lack the right "
                     f"to list (s3:ListBucket). It says: {reason}"
                 ) from problem

@@ -230,8 +230,11 @@ class LaneWorker(ABC, Generic[M]):
         if self.num_at_work:
             log.info("draining", lane=self.lane.value, in_flight=self.num_at_work)
             grace_s = self.context.config.streams.drain_s if self.context.failure is None else 0
+            # Not `wait_for`, which forgets that it was cancelled where the work ends at that moment: `flush`
+            # would wait for ever for the task that publishes, whose error had cancelled this.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.until_idle(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self.until_idle()
             num_late = self.num_at_work
             # Ended before they are handed back: two workers must not work on a message at once.
             await self.end_work()

@@ -149,11 +149,14 @@ class CodeWorker(Worker):
         connection: Redis,
         report_to: int = -1,
         prepare: Callable[[], None] = lambda: None,
+        reap: Callable[[int], bool] = lambda pid: False,
     ) -> None:
         """`report_to` is a descriptor for lines about shortages of this machine; -1: there is none. `prepare`
-        is called before the process of a job is forked, which inherits what it makes."""
+        is called before the process of a job is forked, which inherits what it makes. `reap` is called with a
+        child that has ended, and reaps it and returns True if it is one that `prepare` has made."""
         self._report_to = report_to
         self._prepare = prepare
+        self._reap = reap
         self._run_code = run_code
         self._keys = keys
         self._faults: list[MachineFaultError] = []
@@ -187,11 +190,16 @@ class CodeWorker(Worker):
             self.perform_job(job, queue)
             self.set_state(WorkerStatus.IDLE)
         finally:
-            with contextlib.suppress(ChildProcessError):  # reaps orphans of jobs
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+            self._reap_orphans()
         if self._faults:
             self._wait_out_shortage(self._faults[-1])
+
+    def _reap_orphans(self) -> None:
+        """Reap what jobs have left. How a warm jail has ended must not be lost with it."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if not self._reap(ended.si_pid):
+                    os.waitpid(ended.si_pid, 0)
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
         """Of a job that has failed. RQ puts it back into the queue, or the reward worker that waits for it
@@ -340,11 +348,14 @@ def main(run_id: str, configs: str, report_to: str = "-1") -> int:
         if warm is not None:
             warm.prepare(sections)
 
+    def reap(pid: int) -> bool:
+        return warm is not None and warm.reap(pid)
+
     write_imports("")  # its table is made once, and not in the process of each job
     gc.collect()
     gc.freeze()  # collections in the processes of jobs would copy all of it
     while not CodeWorker.is_asked_to_stop:
-        worker = CodeWorker(Keys(run_id), run_code, connection, int(report_to), prepare)
+        worker = CodeWorker(Keys(run_id), run_code, connection, int(report_to), prepare, reap)
         problem = "RQ's worker ended"
         try:
             worker.work(logging_level="WARNING")

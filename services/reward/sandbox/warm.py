@@ -161,6 +161,12 @@ class Template:
         except subprocess.TimeoutExpired:
             return True
 
+    def reap(self, pid: int) -> bool:
+        """Reap a child that has ended, if it is this one; `has_failed` then says how. Whether it is."""
+        # Not one that was reaped before: its number may be another child's by now.
+        is_this = self._process.returncode is None and self._process.pid == pid
+        return is_this and self._process.poll() is not None
+
     def finish(self) -> None:
         """Let an interpreter that has served its last program end by itself; its starter sees that it was not
         killed."""
@@ -273,6 +279,11 @@ class WarmJails:
         for config in configs:
             if can_be_warm(config.packages):
                 self._template(config)
+
+    def reap(self, pid: int) -> bool:
+        """Reap a child that has ended, if it is one of these; the next `prepare` then knows how it ended.
+        Returns whether it is."""
+        return any(template.reap(pid) for template in self._templates.values())
 
     def start(
         self,

@@ -304,6 +304,22 @@ async def test_an_error_as_a_first_attempt_ends_is_the_workers(put, reward, brok
     assert await broker.execute("XLEN", keys.scores()) == 0
 
 
+async def test_an_error_in_the_last_moment_of_a_drain_is_the_workers(
+    put, reward, broker, keys, tmp_path, monkeypatch
+):
+    """The last score ends the wait for it, and its call fails, in one turn of the loop."""
+
+    async def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("of the worker")
+
+    monkeypatch.setattr(Consumer, "complete", fail)
+    await put(WAITS)
+    with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
+        async with asyncio.timeout(30), worker(broker, keys, **reward):
+            await wait_until((tmp_path / "begun").exists)
+            asyncio.get_running_loop().call_later(0.5, (tmp_path / "open").touch)
+
+
 SHORT = make_fault(errno.EAGAIN, "a process could not be started", "no")
 
 

@@ -217,9 +217,11 @@ def refusing_store(status: int, code: str, objects: dict[str, bytes] | None = No
             self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
             self.send_header("ETag", '"1"')
             self.end_headers()
-            self.wfile.write(body)
+            if self.command != "HEAD":
+                self.wfile.write(body)
 
         do_PUT = do_GET
+        do_HEAD = do_GET
 
         def log_message(self, *_: object) -> None:
             pass
@@ -279,6 +281,21 @@ def test_an_object_that_is_missing_to_keys_that_may_not_list_is_one_failed_sampl
         assert store.resolve(first).text == samples[0].text
         with pytest.raises(kind, match="status 403"):
             store.resolve(missing)
+
+
+def test_keys_that_may_read_no_more_are_refused_and_no_sample_fails(url, tmp_path, monkeypatch):
+    """Their rights were taken away, or a clock is wrong: with one failed sample after another, nobody would
+    see it."""
+    samples = [make_trajectory(3, index) for index in range(2)]
+    first, second = map(ClaimStore(tmp_path / RUN, 1, url).check_in, samples)
+    objects = {first.claim.pointer.rpartition("/")[2]: codec.encode_payload(samples[0])}
+    with refusing_store(403, "AccessDenied", objects) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        store = ClaimStore(tmp_path / RUN, 1, url)
+        assert store.resolve(first).text == samples[0].text
+        objects.clear()
+        with pytest.raises(RefusedError, match="status 403"):
+            store.resolve(second)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,28 @@ async def test_where_no_warm_jail_can_be_made_jobs_are_run_without(queue, server
         assert "no warm jail could be made" in await work_off(server, queue)
 
 
+async def test_a_worker_knows_that_its_warm_jails_were_killed(isolated, queue, server, monkeypatch):
+    """It reaps what its jobs leave behind, which could take the ends of its jails along."""
+    killing = WORKER.replace(
+        "rq_worker.run_code_of = lambda *_: time.sleep",
+        "import os\n"
+        "def kill_jails(run_id, configs, warm):\n"
+        "    def run_code(*_):\n"
+        "        for template in warm._templates.values():\n"
+        "            os.killpg(template._process.pid, 9)\n"
+        "        while any(each.takes_requests() for each in warm._templates.values()): time.sleep(0.01)\n"
+        "        time.sleep(0.2)\n"
+        "    return run_code\n"
+        "rq_worker.run_code_of = kill_jails\n"
+        "from tidemill.services.reward.sandbox.warm import WarmJails\n"
+        "WarmJails.note_failure = lambda _: print('a jail was killed', file=sys.stderr)",
+    ).replace('"[]"', '"[{}]"')
+    monkeypatch.setattr(sys.modules[__name__], "WORKER", killing)
+    asked(queue, RUN_CODE, 0)
+    asked(queue, RUN_CODE, 0)
+    assert (await work_off(server, queue)).count("a jail was killed") == 2
+
+
 @pytest.mark.parametrize("is_stopped", [False, True])
 async def test_a_worker_whose_redis_dies_during_a_job_goes_on_with_the_next_one_unless_it_is_stopped(
     tmp_path, is_stopped
