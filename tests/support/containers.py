@@ -55,10 +55,12 @@ def containers_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
     if not IMAGE:
         program = folder / "bin" / "docker"
         program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {stand_in_docker.__file__} "$@"\n')
+        # Not by the test's environment: programs of users get a part of it.
+        where = f"{stand_in_docker.FOLDER}={folder}"
+        run = f'{sys.executable} -I -S {stand_in_docker.__file__} "$@"'
+        program.write_text(f"#!/bin/sh\n{where} exec {run}\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-        monkeypatch.setenv(stand_in_docker.FOLDER, str(folder))
     containers = Containers(folder)
     before = containers.ids
     try:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ TIMEOUT_S = 30.0
 REMOVAL_TIMEOUT_S = 120.0
 GONE = ("No such container", "no such container", "is already in progress")
 """What the engine says of a container that somebody else removes or has removed."""
+EXITED = re.compile(r"Exited \((\d+)\)")
 RUNNING = frozenset({"running", "restarting", "paused", "created"})
 
 
@@ -40,6 +42,12 @@ class Container:
     @property
     def is_running(self) -> bool:
         return self.state in RUNNING
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, and where the engine does not say it."""
+        match = EXITED.search(self.status)
+        return int(match[1]) if match and not self.is_running else None
 
 
 class ContainerCommand:

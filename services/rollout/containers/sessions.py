@@ -6,6 +6,7 @@ back, and no attempt is counted.
 """
 
 import asyncio
+import contextlib
 import errno
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from itertools import count
 import structlog
 
 from tidemill.common.config.environment import NO_CONTAINERS, EnvironmentConfig
-from tidemill.common.errors import MachineFaultError
+from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
 from tidemill.common.process.failures import doubling
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.containers.command import Container, ContainerCommand, EngineAwayError
@@ -22,6 +23,8 @@ from tidemill.services.rollout.containers.names import SessionName
 
 log = structlog.get_logger(__name__)
 
+KILLED = frozenset({125, 137, 255})
+"""Exit codes of containers that were killed, with their engine too, or could not be started."""
 LISTING_AGE_S = 1.0
 """A list of containers may be so old when a session starts: hundreds start at once."""
 
@@ -38,6 +41,8 @@ class SessionContainers:
         self._listed: list[Container] = []
         self._listed_at = float("-inf")
         self._removals: set[asyncio.Task[None]] = set()
+        self._started: dict[str, frozenset[str]] = {}
+        """Ids of the containers that a session's environment had when it was set up."""
         self._num_away = 0
 
     async def begin(self, session: SessionName | None) -> str:
@@ -66,6 +71,48 @@ class SessionContainers:
     async def close(self) -> None:
         """Wait for removals that are under way."""
         await asyncio.gather(*self._removals, return_exceptions=True)
+
+    async def note_started(self, name: str) -> None:
+        """Note which containers a session has once its environment is set up."""
+        if name:
+            with contextlib.suppress(EngineAwayError):  # `check` asks again
+                running = [each.container_id for each in await self._of(name) if each.is_running]
+                self._started[name] = frozenset(running)
+
+    async def check(self, name: str, reward: float | None) -> None:
+        """Check that a reward of nothing is not that of a container which was lost: harnesses take an answer
+        of the engine, such as exit code 137, for one of the task.
+
+        Raises:
+            EnvironmentFaultError: the engine does not answer, a container of the session was killed, or one
+                that its environment had started is gone.
+        """
+        if not name or (reward is not None and reward > 0):
+            return
+        started = self._started.get(name, frozenset())
+        try:
+            containers = await self._of(name)
+        except EngineAwayError as error:
+            raise EnvironmentFaultError(
+                f"the session's result is not believed: {error}", "container"
+            ) from error
+        for container in containers:
+            if container.exit_code in KILLED:
+                raise EnvironmentFaultError(
+                    f"the session's result is not believed: its container {container.container_id[:12]} has "
+                    f"ended with exit code {container.exit_code}",
+                    "container",
+                )
+        gone = started - {container.container_id for container in containers}
+        if gone:
+            raise EnvironmentFaultError(
+                f"the session's result is not believed: its container {min(gone)[:12]} was removed while it "
+                "was played",
+                "container",
+            )
+
+    async def _of(self, name: str) -> list[Container]:
+        return [each for each in await self.list_containers() if str(each.session) == name]
 
     async def find_fault(self) -> MachineFaultError | None:
         """Why no session can start on this node now; None where one can."""
@@ -113,12 +160,12 @@ class SessionContainers:
 
     async def _remove(self, name: str) -> None:
         try:
-            listed = await self.list_containers()
-            await self.remove([each for each in listed if str(each.session) == name], "ended")
+            await self.remove(await self._of(name), "ended")
         except EngineAwayError:
             return  # logged; no session of this name is played any more, so the reaper removes it
         finally:
             self.live.discard(name)
+            self._started.pop(name, None)
 
     def _note_away(self, error: EngineAwayError) -> None:
         self._num_away += 1

@@ -258,6 +258,7 @@ class AgentPlayer(Player):
                 program = await self._start(row_of(ticket), root, session, container_name)
                 try:
                     result = await self._watched(program, session)
+                    await self.containers.check(container_name, result.reward)
                 finally:
                     # Inside `serving`: the program is killed before its address and its claims are removed.
                     program.cancel()

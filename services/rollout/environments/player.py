@@ -126,7 +126,10 @@ class EnvironmentPlayer(Player):
         if kind.resumes:
             environment = RecordedEnvironment(environment, recording, kind.resumes)
         try:
-            return await Play(self, kind, environment, deadline).play(ticket, row, recording, num_faults)
+            played = await Play(self, kind, environment, deadline).play(ticket, row, recording, num_faults)
+            # Before it is closed: its containers have to be there still.
+            await self.containers.check(name, played.session.reward if played.session else None)
+            return played
         finally:
             # A task of its own: this one may be cancelled, and the environment is closed nevertheless.
             closing = asyncio.create_task(self._close(environment, name))
@@ -165,7 +168,9 @@ class Play:
             EnvironmentFaultError: the environment failed.
             ValueError: the prompt leaves no room, or the chat template refuses what the environment says.
         """
-        ids = self._prompt_ids(ticket, row, await self._environment.reset(row))
+        opening = await self._environment.reset(row)
+        await self._player.containers.note_started(row.get(SESSION_COLUMN, ""))
+        ids = self._prompt_ids(ticket, row, opening)
         recorder = SegmentRecorder(ids)
         if self._room(recorder) <= 0:
             raise ValueError(

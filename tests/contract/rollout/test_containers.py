@@ -4,6 +4,7 @@ Where Docker is not, `tests/support/stand_in_docker.py` is the engine.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 
 from tests.support.containers import Containers, containers_in
 from tests.support.rollout_worker import Worker, issue, take_over
-from tidemill.common.errors import MachineFaultError
+from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.streams import Delivery
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.rollout.containers import reaper as reaper_module
+from tidemill.services.rollout.containers.__main__ import remove_of_run
 from tidemill.services.rollout.containers.command import EngineAwayError
 from tidemill.services.rollout.containers.names import SessionName, read_name
 from tidemill.services.rollout.containers.reaper import Reaper
@@ -197,3 +199,55 @@ async def test_at_its_limit_or_without_its_engine_a_node_starts_no_session(
             await sessions.begin(name_of(worker, delivery))
         await sessions.end(begun)
         assert len(containers.ids) == 1
+
+
+async def test_the_end_of_a_run_removes_its_containers_and_no_others(
+    broker: Broker, keys: Keys, make: Make, containers: Containers
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        name = name_of(worker, await worker.fetch())
+    containers.start(verifiers__run=str(name))
+    stays = {
+        containers.start(verifiers__run=str(replace(name, run="00000000"))),
+        containers.start(verifiers__run="a1b2c3"),
+    }
+    assert await remove_of_run("docker", keys.run_id) == 1
+    assert containers.ids == stays
+
+
+async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        delivery = await worker.fetch()
+        sessions = worker.player.containers
+
+        async def begin() -> tuple[str, str]:
+            name = await sessions.begin(name_of(worker, delivery))
+            container_id = containers.start(verifiers__run=name)
+            await sessions.note_started(name)
+            return name, container_id
+
+        sound, _ = await begin()
+        removed, of_removed = await begin()
+        killed, of_killed = await begin()
+        without = await sessions.begin(name_of(worker, delivery))
+        await sessions.note_started(without)
+        containers.docker("rm", "-f", of_removed)
+        containers.docker("kill", of_killed)
+        for name in (sound, without):
+            await sessions.check(name, 0.0)
+        await sessions.check(removed, 1.0)
+        for name, reason in ((removed, "was removed"), (killed, "exit code 137")):
+            for reward in (0.0, None):
+                with pytest.raises(EnvironmentFaultError, match=reason):
+                    await sessions.check(name, reward)
+        with containers.engine_away(monkeypatch):
+            await sessions.check(sound, 1.0)
+            with pytest.raises(EnvironmentFaultError, match="is not believed"):
+                await sessions.check(sound, 0.0)
+        for name in (sound, removed, killed, without):
+            await sessions.end(name)
+        assert not containers.ids and not sessions.live and not sessions._started
