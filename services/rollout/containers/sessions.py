@@ -43,6 +43,8 @@ class SessionContainers:
         self._removals: set[asyncio.Task[None]] = set()
         self._started: dict[str, frozenset[str]] = {}
         """Ids of the containers that a session's environment had when it was set up."""
+        self._gone: dict[str, frozenset[str]] = {}
+        """Those that were gone when it was asked for its reward."""
         self._num_away = 0
 
     async def begin(self, session: SessionName | None) -> str:
@@ -79,6 +81,14 @@ class SessionContainers:
                 running = [each.container_id for each in await self._of(name) if each.is_running]
                 self._started[name] = frozenset(running)
 
+    async def note_finishing(self, name: str) -> None:
+        """Note which of these are gone before the environment is asked for its reward: there it may remove
+        them itself."""
+        if name:
+            with contextlib.suppress(EngineAwayError):
+                here = {each.container_id for each in await self._of(name)}
+                self._gone[name] = self._started.get(name, frozenset()) - here
+
     async def check(self, name: str, reward: float | None) -> None:
         """Check that a reward of nothing is not that of a container which was lost: harnesses take an answer
         of the engine, such as exit code 137, for one of the task.
@@ -89,7 +99,6 @@ class SessionContainers:
         """
         if not name or (reward is not None and reward > 0):
             return
-        started = self._started.get(name, frozenset())
         try:
             containers = await self._of(name)
         except EngineAwayError as error:
@@ -103,7 +112,7 @@ class SessionContainers:
                     f"ended with exit code {container.exit_code}",
                     "container",
                 )
-        gone = started - {container.container_id for container in containers}
+        gone = self._gone.get(name)
         if gone:
             raise EnvironmentFaultError(
                 f"the session's result is not believed: its container {min(gone)[:12]} was removed while it "
@@ -166,6 +175,7 @@ class SessionContainers:
         finally:
             self.live.discard(name)
             self._started.pop(name, None)
+            self._gone.pop(name, None)
 
     def _note_away(self, error: EngineAwayError) -> None:
         self._num_away += 1

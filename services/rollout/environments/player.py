@@ -127,7 +127,7 @@ class EnvironmentPlayer(Player):
             environment = RecordedEnvironment(environment, recording, kind.resumes)
         try:
             played = await Play(self, kind, environment, deadline).play(ticket, row, recording, num_faults)
-            # Before it is closed: its containers have to be there still.
+            # Before it is closed, which removes its containers.
             await self.containers.check(name, played.session.reward if played.session else None)
             return played
         finally:
@@ -178,6 +178,7 @@ class Play:
                 f"room within model.max_model_len {self._max_model_len}"
             )
         end = await self._take_turns(ticket, recorder, recording)
+        await self._player.containers.note_finishing(row.get(SESSION_COLUMN, ""))
         closing = await self._finish()
         if self._late:
             end = "timeout"

@@ -230,13 +230,17 @@ async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
             await sessions.note_started(name)
             return name, container_id
 
-        sound, _ = await begin()
+        sound, of_sound = await begin()
         removed, of_removed = await begin()
         killed, of_killed = await begin()
         without = await sessions.begin(name_of(worker, delivery))
         await sessions.note_started(without)
         containers.docker("rm", "-f", of_removed)
         containers.docker("kill", of_killed)
+        for name in (sound, removed, killed, without):
+            await sessions.note_finishing(name)
+        # It may remove its container itself as it computes its reward.
+        containers.docker("rm", "-f", of_sound)
         for name in (sound, without):
             await sessions.check(name, 0.0)
         await sessions.check(removed, 1.0)
