@@ -139,8 +139,8 @@ async def test_after_an_outage_of_redis_holders_get_a_lease_to_renew(
         reaper = reaper_of(worker)
         await reaper.look()
         monkeypatch.setattr(worker.context.broker, "waited_s", worker.context.broker.waited_s + 5)
-        for _ in range(2):
-            clock.now_s += 0.4 * LEASE_S
+        for _ in range(3):
+            clock.now_s += 0.3 * LEASE_S
             await reaper.look()
             assert containers.ids == {container}
         clock.now_s += LEASE_S
