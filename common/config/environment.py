@@ -11,6 +11,7 @@ SINGLE_TURN = "single_turn"
 TOOLS = "tools"
 AGENT = "agent"
 OPENENV = "openenv:"
+NO_CONTAINERS = "none"
 
 CallFormat = Literal["auto", "hermes", "llama3", "json"]
 
@@ -63,6 +64,11 @@ class EnvironmentConfig(Section):
     processes: int = Field(8, ge=1, le=1024)
     """Most processes of a worker for blocking environments and tools."""
 
+    containers: Literal["none", "docker", "podman"] = "none"
+    """Command by which containers of sessions are removed when their session ends, or its worker is gone."""
+    max_containers: int = Field(0, ge=0, le=100_000)
+    """Containers of sessions on a node, of all its workers, at which no session starts; 0: no limit."""
+
     @property
     def program_error_value(self) -> float | None:
         """Reward of a session whose agent's program failed; None where `on_program_error` is no number."""
@@ -84,6 +90,14 @@ class EnvironmentConfig(Section):
                 "use: tools needs `tools`: the functions that the model may call, for example "
                 "[my_tools.py:search]"
             )
+        has_programs = self.use == AGENT or (":" in self.use and not self.use.startswith(OPENENV))
+        if self.containers != NO_CONTAINERS and not has_programs:
+            yield (
+                f"containers: {self.containers} is for sessions that start containers: an agent's, or those "
+                f"of a class of your own; {self.use} starts none. Remove it"
+            )
+        if self.max_containers and self.containers == NO_CONTAINERS:
+            yield "max_containers needs `containers`: docker or podman, the command that counts them"
         if self.use == AGENT and not self.agent:
             yield (
                 "use: agent needs `agent`: a function such as my_agent.py:run, or a command such as "

@@ -35,6 +35,8 @@ class Program(StrEnum):
     """Loads every reward, and calls those that are functions."""
     ROLLOUT_CHECK = "tidemill.services.rollout.check"
     """Loads the environment, and plays one session with a script in place of the model."""
+    CONTAINERS = "tidemill.services.rollout.containers"
+    """Removes what the sessions of an ended run have left in containers on this node."""
     TRAINER_RANK = "tidemill.services.trainer.policy.fsdp.rank_main"
     """A rank of a trainer, other than the first."""
     REPLAY = "tidemill.services.trainer.replay"

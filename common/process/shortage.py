@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
 import structlog
@@ -186,6 +186,8 @@ class Shortage:
         self._ended_at = float("-inf")
         self._trying: asyncio.Task[None] | None = None
         self.num_faults = 0
+        self.checks: list[Callable[[], Awaitable[MachineFaultError | None]]] = []
+        """What else has to be there before messages are taken again, such as room for containers."""
         self.reason = ""
         """Why no messages are taken; empty while they are."""
 
@@ -238,6 +240,8 @@ class Shortage:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             # On the loop: a thread is one of the things that may be missing.
             fault = self._probe()
+            for check in self.checks:
+                fault = fault or await check()
             if fault is None:
                 self.end()
             else:

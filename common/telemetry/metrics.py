@@ -62,6 +62,10 @@ GROUPS_IN_FLIGHT = gauge("groups_in_flight", "Groups this rollout worker holds",
 GROUP_SLOTS = gauge("group_slots", "Groups this rollout worker can hold", ["lane"])
 REQUESTS_RUNNING = gauge("requests_running", "Completions the engine works on")
 SESSIONS_HELD = gauge("sessions_held", "Sessions with an environment that this worker plays")
+CONTAINERS_HELD = gauge("containers_held", "Containers of the run's sessions on this worker's node")
+CONTAINERS_REMOVED = counter(
+    "containers_removed_total", "Containers removed: left by a session, by a lost lease, by a run", ["of"]
+)
 SESSION_ENDS = counter(
     "session_ends_total", "Sessions, by how they ended, and what was late", ["end", "late"]
 )

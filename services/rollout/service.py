@@ -9,6 +9,7 @@ from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartb
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
+from tidemill.services.rollout.containers.reaper import Reaper
 from tidemill.services.rollout.engines import build_engine
 from tidemill.services.rollout.engines.engine import Engine
 from tidemill.services.rollout.environments import build_player
@@ -33,6 +34,7 @@ async def serve(context: ServiceContext) -> None:
     finally:
         # The player first: its sessions ask the engine, and would fail as if the engine had failed.
         await player.close()
+        await player.containers.close()
         await engine.close()
     context.raise_failure()
 
@@ -62,6 +64,9 @@ async def _work(context: ServiceContext, engine: Engine, player: Player) -> None
         context.start(_watch_activity(context.activity, engine, follower, workers), "activity"),
         context.start(_watch_progress(context, engine, workers), "watchdog"),
     ]
+    if player.containers.is_on:
+        context.shortage.checks.append(player.containers.find_fault)
+        background.append(context.start(Reaper(context, player.containers).run(), "reaper of containers"))
     try:
         async with asyncio.TaskGroup() as lanes:
             for worker in workers:

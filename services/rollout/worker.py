@@ -68,6 +68,7 @@ from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
+from tidemill.services.rollout.containers.names import SessionName, digest_of, unique_end
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, OnTokens
 from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
 from tidemill.services.rollout.sessions.player import Player, find_engine_fault
@@ -389,7 +390,8 @@ class RolloutWorker(LaneWorker[Ticket]):
 
         self.num_playing += 1
         try:
-            played = await self.player.play(ticket, name, Recording(ask, play, keep))
+            recording = Recording(ask, play, keep, self._session_of(delivery, index))
+            played = await self.player.play(ticket, name, recording)
         except MachineFaultError as error:
             # At once: this worker takes no more tickets while the other samples of this one are played.
             self.context.shortage.note(error)
@@ -425,6 +427,13 @@ class RolloutWorker(LaneWorker[Ticket]):
         self.faults_in_row = 0
         seconds = sample.finished_at - sample.started_at
         self._published.add((len(sample.prompt_ids), len(sample.completion_ids), seconds))
+
+    def _session_of(self, delivery: Delivery[Ticket], index: int) -> SessionName:
+        """The name of a sample's session, which its containers carry."""
+        run = digest_of(self.context.keys.run_id)
+        consumer = unique_end(self.consumer.name)
+        ticket = delivery.message.ticket
+        return SessionName(run, self.lane, delivery.entry_id, consumer, ticket, index)
 
     async def _keep_part(
         self, delivery: Delivery[Ticket], index: int, name: bytes, number: int, play_part: Part

@@ -2,8 +2,9 @@
 
 Needs root, Docker 20.10 or newer, Compose, 15 GB of disk and 15 minutes; without a registry also debootstrap.
 Builds the CPU images, does a run of arith on one machine while containers are scaled and killed and Redis is
-restarted, and another run that a second node joins over the head's address. Ends with 0 if nothing was lost
-and nothing was trained twice, 1 if something was, 2 if this machine lacks something.
+restarted, and another run that a second node joins over the head's address; before them, tests of sessions'
+containers. Ends with 0 if nothing was lost and nothing was trained twice, 1 if something was, 2 if this
+machine lacks something.
 """
 
 import argparse
@@ -14,26 +15,37 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tests.compose.containers import passes_on_engine
 from tests.compose.docker import Docker, MissingError
 from tests.compose.images import make_images
 from tests.compose.scenarios import Result, one_machine, two_nodes
 
 SCENARIOS = {"one": one_machine, "two": two_nodes}
+CONTAINERS = "containers"
+"""Tests of sessions' containers."""
 WORK = Path("/tmp/tidemill-compose")
 STEPS = 60
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compose", description=__doc__)
-    parser.add_argument("--only", choices=sorted(SCENARIOS), help="one scenario instead of both")
+    parser.add_argument(
+        "--only", choices=sorted([*SCENARIOS, CONTAINERS]), help="one scenario instead of all"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run (default: %(default)s)")
     parser.add_argument(
         "--work", type=Path, default=WORK, help="folder for what is made (default: %(default)s)"
     )
     options = parser.parse_args()
     chosen = [options.only] if options.only else sorted(SCENARIOS)
+    has_containers = options.only in (None, CONTAINERS)
     try:
         with Docker(options.work / "engine") as docker:
+            # First: they need no images, and an engine without containers.
+            if has_containers and not passes_on_engine(docker):
+                return 1
+            if options.only == CONTAINERS:
+                return 0
             docker.compose_command()
             images = make_images(docker, options.work)
             results = []

@@ -18,9 +18,10 @@ from rich.text import Text
 from tidemill.common.archive import mark_whole
 from tidemill.common.command_line import command_line
 from tidemill.common.config import RunConfig
+from tidemill.common.config.environment import NO_CONTAINERS
 from tidemill.common.errors import TidemillError, first_cause
 from tidemill.common.files import StorageError
-from tidemill.common.process.programs import ROOT
+from tidemill.common.process.programs import ROOT, Program, run_own
 from tidemill.common.redis.broker import Broker
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.state import (
@@ -61,6 +62,7 @@ STOPPED_EXIT_CODE = 130
 REFRESH_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
 """Timeout of writes and reads of the run's state at the end: Redis may be what failed."""
+CONTAINERS_TIMEOUT_S = 120.0
 TUTORIAL = "docs/tutorial.md"
 GRACE_MARGIN_S = 60.0  # a trainer writes its checkpoint before it ends
 HINT = "Ctrl-C stops the run; it can be resumed. Logs: {logs}"
@@ -173,8 +175,27 @@ class LocalRun:
             async with redis as (url, broker):
                 env = service_environment(url, self.folder.runs)
                 outcome = await self._supervise(broker, env, guard)
+                await self._remove_containers()
                 await self._archive_rest(broker)
                 return await self._report(broker, outcome)
+
+    async def _remove_containers(self) -> None:
+        """Remove what sessions have left on this node: no worker of the run is there to do it."""
+        command = self.config.rollout.environment.containers
+        if command == NO_CONTAINERS:
+            return
+        arguments = ("--run", self.keys.run_id, "--command", command)
+        nothing = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(
+            *run_own(Program.CONTAINERS, *arguments), stdin=nothing, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), CONTAINERS_TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+            output = b"containers of the run may be left on this node: removing them took too long"
+        for line in output.decode(errors="replace").splitlines():
+            self._view.event(line)
 
     async def _supervise(self, broker: Broker, env: dict[str, str], guard: Guard) -> RunOutcome:
         # Before any process starts: it reads its config from Redis.

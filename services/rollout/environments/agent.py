@@ -38,6 +38,7 @@ from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.rollout.sessions.chat import ChatFormat
+from tidemill.services.rollout.sessions.parts import Recording
 from tidemill.services.rollout.sessions.player import Ask, Decode, OpenChat, Played, Player, Read
 
 log = structlog.get_logger(__name__)
@@ -45,6 +46,9 @@ log = structlog.get_logger(__name__)
 SWEEP_S = 5.0
 START_S = 10.0
 """A program that has not asked after this long no longer takes a place among those that start."""
+GRACE_S = 5.0
+"""A program whose session has ended gets so long to remove its containers."""
+READ_BYTES = 65_536
 PROGRAM_ERROR = "program_error"
 """Metric of a session: 1 if an error of its program ended it."""
 NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
@@ -52,6 +56,8 @@ NOT_IN_ALIAS = re.compile(r"[^A-Za-z0-9._-]+")
 SESSION = "TIDEMILL_SESSION"
 WORKER = "TIDEMILL_WORKER"
 """Environment variables by which leftover processes are found."""
+SESSION_NAME = "TIDEMILL_SESSION_NAME"
+"""Environment variable with the label for the session's containers."""
 
 
 class AgentProgram:
@@ -89,9 +95,10 @@ class AgentProgram:
             await self.close()
             raise
 
-    async def run(self, row: Row, root: str, session: GatewaySession) -> Closing:
+    async def run(self, row: Row, root: str, session: GatewaySession, name: str = "") -> Closing:
         """Play the session at the address `root`: have the host fork, and wait for the result. A host that
-        has died is started again. Cancelling it kills the session's processes.
+        has died is started again. Cancelling it kills the session's processes; where the session has a `name`
+        for containers, its program is first asked to end.
 
         Raises:
             ProgramError: the program failed.
@@ -105,8 +112,11 @@ class AgentProgram:
                 await self.start()
         assert self._folder is not None
         variables = {SESSION: session.token, WORKER: _mark_of(psutil.Process())}
+        if name:
+            variables |= variables_for_containers(name)
         asked = {"row": row, "root": root, "key": session.key, "variables": variables}
         pid = 0
+        result: dict[str, Any] | None = None
         try:
             reader, writer = await asyncio.open_unix_connection(self._folder / "host")
             try:
@@ -118,6 +128,8 @@ class AgentProgram:
                 writer.write(frame_of(json.loads(json.dumps(asked, default=str))))
                 result = await receive(reader)
             finally:
+                if name and pid and result is None:
+                    await _ask_to_end(pid, reader)
                 writer.close()
                 # The group's leader lives until this kill, so its id cannot have been reused.
                 if pid:
@@ -150,6 +162,28 @@ class AgentProgram:
             # A folder with one socket. Not on a thread: where none can be started, it would stay.
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def variables_for_containers(name: str) -> dict[str, str]:
+    """Variables by which a program's libraries label the containers of its session."""
+    return {
+        SESSION_NAME: name,
+        "VF_RUN_ID": name,
+        "COMPOSE_PROJECT_NAME": name,
+        # Its mark of a container's owner is the pid of a process that may be gone while the session goes on.
+        "AGENTBOX_REAP_ORPHANS": "0",
+    }
+
+
+async def _ask_to_end(pid: int, reader: asyncio.StreamReader) -> None:
+    """SIGTERM to the group of a session's program, which gets `GRACE_S` to remove its containers."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGTERM)
+    with contextlib.suppress(TimeoutError, OSError):
+        async with asyncio.timeout(GRACE_S):
+            # Its end closes the connection; the leader of the group stays.
+            while await reader.read(READ_BYTES):
+                pass
 
 
 def check_begun(answer: dict[str, Any], doing: str) -> None:
@@ -217,6 +251,7 @@ class AgentPlayer(Player):
                 self._has_ended.set()
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
+        container_name = await self.containers.begin(ask.session if isinstance(ask, Recording) else None)
         session = GatewaySession(
             self.chat,
             self.decode,
@@ -229,11 +264,12 @@ class AgentPlayer(Player):
         )
         try:
             with self._gateway.serving(session) as root:
-                program = await self._start(row_of(ticket), root, session)
+                program = await self._start(row_of(ticket), root, session, container_name)
                 try:
                     result = await self._watched(program, session)
                     # Before the session is closed, which ends what the engine has not answered yet.
                     fault = session.find_fault(result.is_late)
+                    await self.containers.check(container_name, result.reward)
                 finally:
                     # Inside `serving`: the program is killed before its address and its claims are removed.
                     program.cancel()
@@ -242,6 +278,7 @@ class AgentPlayer(Player):
             # After the program and its address have ended: no client waits for what is still generated.
             await session.close()
             self._has_ended.set()
+            await self.containers.end(container_name)
         if not session.histories.recorded:
             raise EnvironmentFaultError(
                 "the agent ended without an answer of the model; it must ask at the address it is given "
@@ -258,7 +295,9 @@ class AgentPlayer(Player):
         played = session.played(result.reward, result.metrics, num_faults)
         return replace(played, finish="length") if result.is_truncated else played
 
-    async def _start(self, row: Row, root: str, session: GatewaySession) -> "asyncio.Task[Closing]":
+    async def _start(
+        self, row: Row, root: str, session: GatewaySession, container_name: str
+    ) -> "asyncio.Task[Closing]":
         """Start the program. At most one for each core may be starting, until it asks: an interpreter and its
         libraries take seconds of a core, and with more at once they run into their own timeouts."""
         start_slot = contextlib.ExitStack()
@@ -267,7 +306,7 @@ class AgentPlayer(Player):
             start_slot.callback(self._starts.release)
             # Waiting for a place does not count as silence of the program.
             session.active_at = time.monotonic()
-        program = asyncio.create_task(self._program.run(row, root, session))
+        program = asyncio.create_task(self._program.run(row, root, session, container_name))
         # Whichever comes first gives the place back; closing it again does nothing.
         program.add_done_callback(lambda _: start_slot.close())
         session.asked.add_done_callback(lambda _: start_slot.close())

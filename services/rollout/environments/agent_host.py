@@ -260,6 +260,8 @@ def _serve(connection: socket.socket, program: Program, placeholder: Placeholder
             send(refusal_of(error))
             pid = -1
         if pid:
+            # A program that is asked to end gets it with its group; the leader lives until it is killed.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             connection.close()  # as the child dies, the worker has to see the end
             while True:
                 signal.pause()
@@ -300,6 +302,9 @@ def _run_command(command: str, row: Mapping[str, Any]) -> dict[str, Any]:
         ProgramError: it ended with an exit code other than 0.
         MachineFaultError: it could not be started.
     """
+    # A program that is asked to end gets SIGTERM with its group: the command may use its time, so this waits.
+    # A handler, unlike SIG_IGN, is not inherited by the command.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     data = json.dumps(row)
     short = {"TIDEMILL_ROW": data} if len(data) < LONGEST_VARIABLE else {}
     pipe = subprocess.PIPE

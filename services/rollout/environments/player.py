@@ -22,6 +22,7 @@ from tidemill.common.data.dataset import PROMPT
 from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.wire.messages import Ticket
 from tidemill.common.wire.segments import Finish, Late, Session, SessionEnd
+from tidemill.services.rollout.containers.names import SessionName
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.environments import load
 from tidemill.services.rollout.environments.environment import (
@@ -47,6 +48,8 @@ from tidemill.services.rollout.sessions.template_chat import content_text
 
 log = structlog.get_logger(__name__)
 
+SESSION_COLUMN = "tidemill_session"
+"""Column that a row gets where `containers` is set: the label for the session's containers."""
 SHOWN = 200
 """Characters of an answer in the log."""
 
@@ -87,35 +90,59 @@ class EnvironmentPlayer(Player):
 
     async def play_once(self, ticket: Ticket, name: str, ask: Ask, num_faults: int) -> Played:
         row = row_of(ticket)
+        session = ask.session if isinstance(ask, Recording) else None
         assert self.stage is not None, "it was never started"
         kind = self.stage.kind_of(row)
         recording = Recording.of(ask) if kind.resumes else Recording(ask)
         recording.begin()
         try:
-            return await self._play(ticket, row, kind, recording, num_faults)
+            return await self._play(ticket, row, kind, recording, num_faults, session)
         except DifferentAnswerError as error:
             log.warning("a session begins again: its environment is another one", answer=str(error)[:SHOWN])
             recording.forget()
-            return await self._play(ticket, row, kind, recording, num_faults)
+            return await self._play(ticket, row, kind, recording, num_faults, session)
 
     async def _play(
-        self, ticket: Ticket, row: Row, kind: Kind, recording: Recording, num_faults: int
+        self,
+        ticket: Ticket,
+        row: Row,
+        kind: Kind,
+        recording: Recording,
+        num_faults: int,
+        session: SessionName | None,
     ) -> Played:
         assert self.stage is not None
         # The session's time includes making its environment. One that repeats takes its time all over again.
         spent_s = recording.elapsed_s if kind.resumes == "restore" else 0.0
         deadline = time.monotonic() + self.section.session_timeout_s - spent_s
-        environment: Environment = await self.stage.open(row)
+        name = await self.containers.begin(session)
+        if name:
+            row = {**row, SESSION_COLUMN: name}
+        try:
+            environment: Environment = await self.stage.open(row)
+        except BaseException:
+            await self.containers.end(name)
+            raise
         if kind.resumes:
             environment = RecordedEnvironment(environment, recording, kind.resumes)
         try:
-            return await Play(self, kind, environment, deadline).play(ticket, row, recording, num_faults)
+            played = await Play(self, kind, environment, deadline).play(ticket, row, recording, num_faults)
+            # Before it is closed, which removes its containers.
+            await self.containers.check(name, played.session.reward if played.session else None)
+            return played
         finally:
             # A task of its own: this one may be cancelled, and the environment is closed nevertheless.
-            closing = asyncio.create_task(environment.close())
+            closing = asyncio.create_task(self._close(environment, name))
             # Kept, for the event loop alone would not keep the task from the garbage collector.
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+
+    async def _close(self, environment: Environment, name: str) -> None:
+        """Close an environment, then remove containers that its session has left."""
+        try:
+            await environment.close()
+        finally:
+            await self.containers.end(name)
 
 
 class Play:
@@ -141,7 +168,9 @@ class Play:
             EnvironmentFaultError: the environment failed.
             ValueError: the prompt leaves no room, or the chat template refuses what the environment says.
         """
-        ids = self._prompt_ids(ticket, row, await self._environment.reset(row))
+        opening = await self._environment.reset(row)
+        await self._player.containers.note_started(row.get(SESSION_COLUMN, ""))
+        ids = self._prompt_ids(ticket, row, opening)
         recorder = SegmentRecorder(ids)
         if self._room(recorder) <= 0:
             raise ValueError(
@@ -149,6 +178,7 @@ class Play:
                 f"room within model.max_model_len {self._max_model_len}"
             )
         end = await self._take_turns(ticket, recorder, recording)
+        await self._player.containers.note_finishing(row.get(SESSION_COLUMN, ""))
         closing = await self._finish()
         if self._late:
             end = "timeout"

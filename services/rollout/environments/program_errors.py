@@ -53,6 +53,8 @@ OF_THE_MACHINE = frozenset(
     ]
 )
 """Exceptions that the model does not cause, whatever was raised from them."""
+ENGINE_FAILED = 125
+"""Exit code of `docker run` where the container could not be started."""
 TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)", re.MULTILINE)
 
@@ -82,7 +84,9 @@ def cause_of(error: BaseException) -> Cause:
 def cause_in(output: str, code: int) -> Cause:
     """`cause_of` for a command, from its exit code and the traceback in its output."""
     if code < 0 or code > 128:
-        return "machine"  # a signal: out of memory, or killed
+        return "machine"  # a signal: out of memory, or killed; 255: the engine of `docker exec` is gone
+    if code == ENGINE_FAILED:
+        return "machine"
     _, mark, last = output.rpartition(TRACEBACK)
     raised = _RAISED.search(last) if mark else None
     if raised is None:

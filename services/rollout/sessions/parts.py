@@ -30,6 +30,7 @@ from tidemill.common.wire.arrays import Float32Array, Int32, Int32Array
 from tidemill.common.wire.choices import KEPT, Rows, WireRows
 from tidemill.common.wire.messages import Claim, Message, SamplingParams
 from tidemill.common.wire.segments import Finish, VersionSpan
+from tidemill.services.rollout.containers.names import SessionName
 from tidemill.services.rollout.engines.engine import Generation
 
 log = structlog.get_logger(__name__)
@@ -176,8 +177,10 @@ class Recording:
         ask: Callable[..., Awaitable[Generation]],
         play: RecordedPlay = RecordedPlay(b""),
         keep: Keep | None = None,
+        session: SessionName | None = None,
     ) -> None:
-        """Without `keep` nothing is recorded."""
+        """Without `keep` nothing is recorded. `session` names what is played, for its containers."""
+        self.session = session
         self._ask = ask
         self._keep = keep
         self._name = play.name

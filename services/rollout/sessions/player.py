@@ -18,6 +18,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.choices import ROUTES, Rows, find_routes_fault
 from tidemill.common.wire.messages import LOGPROBS_FAULT, Choices, SamplingParams, Ticket
 from tidemill.common.wire.segments import Finish, Segment, Session
+from tidemill.services.rollout.containers.sessions import SessionContainers
 from tidemill.services.rollout.engines.engine import Generation
 from tidemill.services.rollout.sessions.chat import ChatFormat
 from tidemill.services.rollout.sessions.parts import Recording
@@ -98,6 +99,7 @@ class Player:
         self.decode = decode
         self.open_chat = open_chat
         self.read: Read = read or (lambda ids, mask, prompt_ids: Reading(decode(ids)))
+        self.containers = SessionContainers(self.section)
         self.num_faults: Counter[str] = Counter()
         """Faults of environments so far, by kind."""
         self.log = FailureLog()

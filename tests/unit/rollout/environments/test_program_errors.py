@@ -59,6 +59,8 @@ def traceback_of(code: str) -> str:
         ("no browser\nKeyError: x", 7, "unknown"),
         ("", -9, "machine"),
         ("", 137, "machine"),
+        ("docker: Cannot connect to the Docker daemon.", 125, "machine"),
+        ("", 255, "machine"),
     ],
 )
 def test_so_do_the_traceback_and_the_exit_code_of_a_command(output: str, code: int, cause: str) -> None:

@@ -1,0 +1,257 @@
+"""Containers of sessions: what is removed, and when; what never is. On a real Redis.
+
+Where Docker is not, `tests/support/stand_in_docker.py` is the engine.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.containers import Containers, containers_in
+from tests.support.rollout_worker import Worker, issue, take_over
+from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
+from tidemill.common.redis.broker import Broker
+from tidemill.common.streams import Delivery
+from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
+from tidemill.common.wire.messages import Ticket
+from tidemill.services.rollout.containers import reaper as reaper_module
+from tidemill.services.rollout.containers.__main__ import remove_of_run
+from tidemill.services.rollout.containers.command import EngineAwayError
+from tidemill.services.rollout.containers.names import SessionName, read_name
+from tidemill.services.rollout.containers.reaper import Reaper
+
+Make = Callable[..., Any]
+ENVIRONMENT = {"use": "agent", "agent": "$ true", "containers": "docker"}
+SETTINGS: dict[str, Any] = {"rollout__environment": ENVIRONMENT}
+LEASE_S = 60.0
+
+
+@pytest.fixture
+def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Containers]:
+    with containers_in(tmp_path / "containers", monkeypatch) as started:
+        yield started
+
+
+class Clock:
+    """The monotonic time that the reaper reads; the test sets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(reaper_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+
+def reaper_of(worker: Worker) -> Reaper:
+    return Reaper(worker.context, worker.player.containers)
+
+
+def name_of(worker: Worker, delivery: Delivery[Ticket], index: int = 0) -> SessionName:
+    return worker.lane._session_of(delivery, index).numbered(index + 1)
+
+
+async def age(broker: Broker, keys: Keys, delivery: Delivery[Ticket], worker: Worker, idle_s: float) -> None:
+    """Make it as if the worker had not renewed its lease for so long."""
+    lease = (keys.prompts(), ROLLOUT_GROUP, worker.consumer.name, 0, delivery.entry_id)
+    await broker.execute("XCLAIM", *lease, "IDLE", int(1000 * idle_s))
+
+
+async def test_a_name_says_whose_lease_it_is(broker: Broker, keys: Keys, make: Make) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        delivery = await worker.fetch()
+        name = name_of(worker, delivery, 2)
+        assert read_name(str(name)) == name
+        assert (name.entry_id, name.ticket, name.index) == (delivery.entry_id, delivery.message.ticket, 2)
+        assert worker.consumer.name.endswith(f".{name.consumer}")
+        for other_name in (f"x{name}", f"{name}x", f"{name}_default", "tidemill", "", str(name).upper()):
+            assert read_name(other_name) is None
+
+
+async def test_only_containers_of_lost_leases_of_this_run_are_removed(
+    broker: Broker, keys: Keys, make: Make, containers: Containers
+) -> None:
+    await issue(broker, keys)
+    async with make("w1", **SETTINGS) as worker, make("w2", **SETTINGS) as beside:
+        held = await beside.fetch()
+        lost = await beside.fetch()
+        stays = {
+            containers.start(verifiers__run=str(name_of(beside, held))),
+            containers.start(verifiers__run=str(name_of(beside, lost)).replace("tidemill-", "tidemill-x")),
+            containers.start(verifiers__run="a1b2c3"),
+            containers.start(),
+        }
+        of_another_run = SessionName("00000000", name_of(beside, lost).lane, "1-0", "ab", 0, 0, 1)
+        stays.add(containers.start(tidemill__session=str(of_another_run)))
+        goes = containers.start(tidemill__session=str(name_of(beside, lost)))
+        project = containers.start(com__docker__compose__project=str(name_of(beside, lost, 1)))
+        reaper = reaper_of(worker)
+        await reaper.look()
+        assert containers.ids == stays | {goes, project}
+        await take_over(broker, keys, lost, worker)
+        await reaper.look()
+        assert containers.ids == stays
+        # Also where its holder has published all: nobody plays it any more.
+        await broker.execute("XACK", keys.prompts(), ROLLOUT_GROUP, held.entry_id)
+        await reaper.look()
+        assert len(containers.ids) == len(stays) - 1
+
+
+async def test_a_silent_worker_keeps_its_containers_until_its_lease_has_ended_for_sure(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    await issue(broker, keys)
+    async with make("w1", **SETTINGS) as worker:
+        silent = Worker(broker, keys, Path(), "w2", **SETTINGS)
+        delivery = await silent.fetch()
+        container = containers.start(verifiers__run=str(name_of(silent, delivery)))
+        reaper = reaper_of(worker)
+        await age(broker, keys, delivery, silent, LEASE_S - 10)
+        # The next look comes as the lease ends.
+        assert 8 < await reaper.look() < 11
+        await age(broker, keys, delivery, silent, LEASE_S + 1)
+        await reaper.look()
+        # It was only late: it renews, and is silent again.
+        await age(broker, keys, delivery, silent, 0)
+        clock.now_s += LEASE_S / 2
+        await reaper.look()
+        await age(broker, keys, delivery, silent, LEASE_S + 1)
+        await reaper.look()
+        assert containers.ids == {container}
+        clock.now_s += LEASE_S / 2
+        await reaper.look()
+        assert containers.ids == set()
+
+
+async def test_after_an_outage_of_redis_holders_get_a_lease_to_renew(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    await issue(broker, keys)
+    async with make("w1", **SETTINGS) as worker:
+        silent = Worker(broker, keys, Path(), "w2", **SETTINGS)
+        delivery = await silent.fetch()
+        container = containers.start(verifiers__run=str(name_of(silent, delivery)))
+        await age(broker, keys, delivery, silent, LEASE_S + 1)
+        reaper = reaper_of(worker)
+        await reaper.look()
+        monkeypatch.setattr(worker.context.broker, "waited_s", worker.context.broker.waited_s + 5)
+        for _ in range(3):
+            clock.now_s += 0.3 * LEASE_S
+            await reaper.look()
+            assert containers.ids == {container}
+        clock.now_s += LEASE_S
+        await reaper.look()
+        assert containers.ids == set()
+
+
+async def test_a_worker_removes_what_its_ended_sessions_left_and_keeps_what_it_plays(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        delivery = await worker.fetch()
+        sessions = worker.player.containers
+        ended = await sessions.begin(name_of(worker, delivery, 0))
+        goes_on = await sessions.begin(name_of(worker, delivery, 0))
+        assert ended != goes_on
+        containers.start(verifiers__run=ended)
+        stays = containers.start(verifiers__run=goes_on)
+        reaper = reaper_of(worker)
+        await reaper.look()
+        assert len(containers.ids) == 2
+        with containers.engine_away(monkeypatch):
+            await sessions.end(ended)
+            with pytest.raises(EngineAwayError):
+                await reaper.look()
+        assert len(containers.ids) == 2
+        await reaper.look()
+        assert containers.ids == {stays}
+        await sessions.end(goes_on)
+        assert containers.ids == set()
+
+
+async def test_at_its_limit_or_without_its_engine_a_node_starts_no_session(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await issue(broker, keys)
+    if containers.ids:
+        pytest.fail("this engine has containers of others")
+    async with make(rollout__environment=ENVIRONMENT | {"max_containers": 2}) as worker:
+        delivery = await worker.fetch()
+        sessions = worker.player.containers
+        foreign = SessionName("00000000", name_of(worker, delivery).lane, "1-0", "ab", 0, 0, 1)
+        of_another_run = containers.start(verifiers__run=str(foreign))
+        containers.start()  # counts for nothing: it is no session's
+        # A session that has begun counts, before its container is there and while it is.
+        begun = await sessions.begin(name_of(worker, delivery))
+        with pytest.raises(MachineFaultError, match=r"holds 2 .* may hold 2"):
+            await sessions.begin(name_of(worker, delivery))
+        containers.start(verifiers__run=begun)
+        monkeypatch.setattr("tidemill.services.rollout.containers.sessions.LISTING_AGE_S", 0.0)
+        assert await sessions.find_fault() is not None
+        containers.docker("rm", "-f", of_another_run)
+        assert await sessions.find_fault() is None
+        with containers.engine_away(monkeypatch), pytest.raises(MachineFaultError, match="cannot start"):
+            await sessions.begin(name_of(worker, delivery))
+        await sessions.end(begun)
+        assert len(containers.ids) == 1
+
+
+async def test_the_end_of_a_run_removes_its_containers_and_no_others(
+    broker: Broker, keys: Keys, make: Make, containers: Containers
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        name = name_of(worker, await worker.fetch())
+    containers.start(verifiers__run=str(name))
+    stays = {
+        containers.start(verifiers__run=str(replace(name, run="00000000"))),
+        containers.start(verifiers__run="a1b2c3"),
+    }
+    assert await remove_of_run("docker", keys.run_id) == 1
+    assert containers.ids == stays
+
+
+async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        delivery = await worker.fetch()
+        sessions = worker.player.containers
+
+        async def begin() -> tuple[str, str]:
+            name = await sessions.begin(name_of(worker, delivery))
+            container_id = containers.start(verifiers__run=name)
+            await sessions.note_started(name)
+            return name, container_id
+
+        sound, of_sound = await begin()
+        removed, of_removed = await begin()
+        killed, of_killed = await begin()
+        without = await sessions.begin(name_of(worker, delivery))
+        await sessions.note_started(without)
+        containers.docker("rm", "-f", of_removed)
+        containers.docker("kill", of_killed)
+        for name in (sound, removed, killed, without):
+            await sessions.note_finishing(name)
+        # It may remove its container itself as it computes its reward.
+        containers.docker("rm", "-f", of_sound)
+        for name in (sound, without):
+            await sessions.check(name, 0.0)
+        await sessions.check(removed, 1.0)
+        for name, reason in ((removed, "was removed"), (killed, "exit code 137")):
+            for reward in (0.0, None):
+                with pytest.raises(EnvironmentFaultError, match=reason):
+                    await sessions.check(name, reward)
+        with containers.engine_away(monkeypatch):
+            await sessions.check(sound, 1.0)
+            with pytest.raises(EnvironmentFaultError, match="is not believed"):
+                await sessions.check(sound, 0.0)
+        for name in (sound, removed, killed, without):
+            await sessions.end(name)
+        assert not containers.ids and not sessions.live and not sessions._started
