@@ -101,7 +101,7 @@ class Exchange:
         """Whether another answer to the same question counts: one that was read, else the last one that was
         delivered."""
         is_other_read = any(exchange.is_read for exchange in self.repeats)
-        # Without those that were refused, or not delivered: else no answer would count.
+        # Without those that have no answer, or whose response broke: else no answer would count.
         delivered = [exchange for exchange in self.repeats if exchange.num_delivered]
         return not self.is_read and (is_other_read or delivered[-1:] != [self])
 
@@ -462,11 +462,20 @@ class GatewaySession:
             if isinstance(error, RequestError):
                 # A refused question is no turn of the model: the program may go on with a shorter history.
                 self.num_turns -= 1
+                self._forget(exchange, question)
             elif error and not self.failed.done():
                 self.failed.set_exception(error)
 
         task.add_done_callback(ended)
         return exchange
+
+    def _forget(self, exchange: Exchange, question: Question) -> None:
+        """Keep nothing of a question that was refused: a program may ask in a loop, which no limit ends."""
+        exchange.repeats.remove(exchange)
+        key = question.key
+        current = [other for other in self._exchanges.pop(key, ()) if other is not exchange]
+        if current:
+            self._exchanges[key] = current
 
     def _begin_exchange(self, history: RecordedHistory, question: Question) -> Exchange:
         request_key = question.request_key

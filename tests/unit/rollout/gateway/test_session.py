@@ -289,6 +289,17 @@ async def test_the_record_of_what_was_asked_grows_with_the_session_and_not_with_
     assert held == [16] * 8
 
 
+async def test_nothing_is_kept_of_questions_that_are_refused() -> None:
+    run = Run(max_tokens=6)
+    await run.turn("first", USER, is_retry=False)
+    for question in [Question((USER,)), *(Question((*SUB, ON | {"content": text})) for text in "aab")]:
+        with pytest.raises(RequestError, match="max_tokens"):
+            await run.session.answer(question, is_retry=False)
+    assert [len(exchanges) for exchanges in run.session._exchanges.values()] == [1]
+    assert sum(map(len, run.session._repeats.values())) == 1
+    assert trained(run) == ["first"]
+
+
 async def test_nothing_runs_or_is_answered_after_a_session_is_closed() -> None:
     run = Run()
     asking = [await run.begin(USER, is_retry=None) for _ in range(12)]  # more than one answer is repeated
