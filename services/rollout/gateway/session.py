@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
+from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.messages import SamplingParams
@@ -237,8 +238,8 @@ class GatewaySession:
         exchange.num_delivered -= 1
         exchange.is_broken = True
 
-    def find_fault(self, is_late: bool) -> str:
-        """Why the program's result says nothing of the model, as a sentence; empty where it may.
+    def find_fault(self, is_late: bool) -> EnvironmentFaultError | None:
+        """Why the program's result says nothing of the model; None where it may.
 
         `is_late` says that its time was over.
         """
@@ -251,19 +252,26 @@ class GatewaySession:
             if is_missed and exchange.begun_at and not exchange.task.done():
                 engine_s = now - exchange.begun_at
                 if self._pace.is_slow(exchange.max_tokens, engine_s):
-                    return f"the program ended while the engine was slow: no answer after {engine_s:.0f} s"
+                    return EnvironmentFaultError(
+                        f"the program ended while the engine was slow: no answer after {engine_s:.0f} s",
+                        "engine",
+                    )
         if last is None or (last.task.done() and last.answer is None):
-            return ""
+            return None
         if not is_late and self._is_lost(last):
-            return (
-                "the program ended after its last request had failed: no answer of the model has reached it"
+            return EnvironmentFaultError(
+                "the program ended after its last request had failed: no answer of the model has reached it",
+                "lost",
             )
         turns = [turn for history in self.histories.recorded for turn in history.recorder.turns]
         num_tokens = sum(turn.num_tokens for turn in turns)
         engine_s = sum(turn.engine_s for turn in turns)
         if is_late and self._pace.is_slow(num_tokens, engine_s):
-            return f"the time was over, and the engine was slow: {engine_s:.0f} s for {num_tokens} tokens"
-        return ""
+            return EnvironmentFaultError(
+                f"the time was over, and the engine was slow: {engine_s:.0f} s for {num_tokens} tokens",
+                "engine",
+            )
+        return None
 
     def _is_lost(self, last: Exchange) -> bool:
         """Whether the response to a request broke, and none has brought an answer since it was asked."""
@@ -473,7 +481,7 @@ class GatewaySession:
         """Keep nothing of a question that was refused: a program may ask in a loop, which no limit ends."""
         exchange.repeats.remove(exchange)
         key = question.key
-        current = [other for other in self._exchanges.pop(key, ()) if other is not exchange]
+        current = [kept for kept in self._exchanges.pop(key, ()) if kept is not exchange]
         if current:
             self._exchanges[key] = current
 

@@ -402,10 +402,11 @@ async def test_a_program_that_ends_after_its_last_response_broke_is_a_fault() ->
     asking = await run.begin(*begun)
     run.asked[-1].say("lost")
     run.session.note_lost(await asking)
-    assert "its last request had failed" in run.session.find_fault(False)
-    assert run.session.find_fault(True) == ""
+    fault = run.session.find_fault(False)
+    assert fault is not None and "its last request had failed" in str(fault) and fault.kind == "lost"
+    assert run.session.find_fault(True) is None
     await run.session.answer(Question((*begun,)))
-    assert run.session.find_fault(False) == ""
+    assert run.session.find_fault(False) is None
 
 
 async def test_a_program_that_does_without_one_of_two_answers_has_no_fault() -> None:
@@ -416,7 +417,7 @@ async def test_a_program_that_does_without_one_of_two_answers_has_no_fault() -> 
         asked.say("ok")
     await main
     run.session.note_lost(await sub)
-    assert run.session.find_fault(False) == ""
+    assert run.session.find_fault(False) is None
 
 
 async def test_a_turn_that_waits_for_tokens_of_others_does_not_wait_for_the_engine(monkeypatch) -> None:
@@ -426,7 +427,7 @@ async def test_a_turn_that_waits_for_tokens_of_others_does_not_wait_for_the_engi
     asking = [await run.begin(USER), await run.begin(*SUB)]
     await asyncio.sleep(0.03)
     assert len(run.asked) == 1
-    assert [run.session.find_fault(is_late) for is_late in (False, True)] == ["", ""]
+    assert [run.session.find_fault(is_late) for is_late in (False, True)] == [None, None]
     await run.session.close()
     await asyncio.gather(*asking, return_exceptions=True)
 
@@ -441,8 +442,9 @@ async def test_an_engine_that_hangs_in_one_of_two_turns_is_slow_where_the_time_i
     run.asked[-1].say("ok")
     await sub
     await asyncio.sleep(0.05)
-    assert "the engine was slow" in run.session.find_fault(True)
-    assert run.session.find_fault(False) == ""
+    fault = run.session.find_fault(True)
+    assert fault is not None and "the engine was slow" in str(fault) and fault.kind == "engine"
+    assert run.session.find_fault(False) is None
     await run.session.close()
     await asyncio.gather(asking, return_exceptions=True)
 
