@@ -78,7 +78,8 @@ class EngineError(TidemillError):
 class EnvironmentFaultError(TidemillError):
     """An environment could not start, did not answer in time, or died; the model is not at fault.
 
-    `kind`, a metric's label, says what failed: start, reset, step, reward, close, timeout, program, died.
+    `kind`, a metric's label, says what failed: start, reset, step, reward, close, timeout, program, died,
+    lost (an answer has not reached the program), engine (it was slow).
     """
 
     def __init__(self, message: str, kind: str = "step") -> None:

@@ -55,6 +55,8 @@ def result_of(episode: dict[str, Any]) -> dict[str, Any]:
     if len(trained) != 1:
         sys.exit(f"{len(trained)} agents of the environment are trained; a session has one reward")
     (trace,) = trained
+    if not trace["rewards"]:
+        sys.exit("the rollout has no reward: the environment has computed none")
     scores = {}
     total = 0.0
     for name, reward in trace["rewards"].items():

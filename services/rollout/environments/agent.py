@@ -285,8 +285,8 @@ class AgentPlayer(Player):
                 "(base_url or OPENAI_BASE_URL)",
                 "start",
             )
-        if fault:
-            raise EnvironmentFaultError(fault, "engine")
+        if fault is not None:
+            raise fault
         if not session.read_histories:
             raise EnvironmentFaultError("no answer of the model has reached the agent's program", "lost")
         if result.is_late and session.end == "done":

@@ -210,6 +210,12 @@ class Histories:
         except ValueError as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from None
 
+    def has_lost_end(self, history: RecordedHistory, asked: tuple[Identity, ...]) -> bool:
+        """Whether the client asks with a beginning of the history's last answer in its place, and not with
+        the answer of another history."""
+        is_branch = self._is_branch(history, asked[: len(history.identities)])
+        return history.has_lost_end(asked) and not is_branch
+
     def _find_text(self, prompt: str | list[int]) -> Continuation:
         """`find` for a prompt without messages: text or ids that continue a segment at its end."""
         candidates = [h for h in list(self.all) if not h.identities and not h.is_busy and h.last_answer]

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.common.config.environment import AGENT, EnvironmentConfig
+from tidemill.common.errors import EnvironmentFaultError
 from tidemill.common.process.shortage import is_machine_fault
 from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.messages import SamplingParams
@@ -67,14 +68,18 @@ class Exchange:
     none was read before the next was asked: each may be the retry of those before it."""
     task: "asyncio.Task[Answer]" = field(init=False)
     asked_at: float = field(default_factory=time.monotonic)
+    begun_at: float = 0.0
+    """When the engine was asked; 0 while the turn waits for the tokens of other turns."""
     max_tokens: int = 0
-    """Most tokens that its turn may have; 0 while it waits for the tokens of other turns."""
+    """Most tokens that its turn may have."""
     is_broken: bool = False
     """Whether a response has broken before it had brought the answer."""
     is_streamed: bool = False
     num_repeats: int = 0
     num_delivered: int = 0
     """How many responses have brought the answer to a client, as far as the gateway knows."""
+    delivered_at: float = 0.0
+    """When the last response with the answer began."""
     is_read: bool = False
     """Whether the client has gone on with the answer: it has the answer in a history."""
     is_cut: bool = False
@@ -94,9 +99,12 @@ class Exchange:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another answer to the same question counts: one that was read, else the last one."""
+        """Whether another answer to the same question counts: one that was read, else the last one that was
+        delivered."""
         is_other_read = any(exchange.is_read for exchange in self.repeats)
-        return not self.is_read and (is_other_read or self.repeats[-1] is not self)
+        # Without those that have no answer, or whose response broke: else no answer would count.
+        delivered = [exchange for exchange in self.repeats if exchange.num_delivered]
+        return not self.is_read and (is_other_read or delivered[-1:] != [self])
 
     @property
     def unread(self) -> Unread | None:
@@ -136,7 +144,6 @@ class GatewaySession:
         """Fails with the engine's error: the session cannot go on after that."""
         self._pace = pace or EnginePace()
         self._last_asked: Exchange | None = None
-        self._delivered_at = 0.0
         self._chat = chat
         self._decode = decode
         self._ask = ask
@@ -151,8 +158,9 @@ class GatewaySession:
         self._by_answer: dict[str, Exchange] = {}
         """Id of an answer -> its exchange."""
         self._not_seen: dict[bytes, list[Exchange]] = {}
-        """Digest of a history that ends with an answer -> exchanges whose answer no client has sent back."""
-        self._running: set[asyncio.Task[Answer]] = set()
+        """Digest of a history that ends with an answer -> exchanges whose answer no client has sent back;
+        empty once a client has sent back one of them."""
+        self._running: set[Exchange] = set()
         self._has_ended = asyncio.Event()
         """Set when a turn has ended and the tokens that it had reserved are free."""
         self._reserved_tokens = 0
@@ -221,7 +229,7 @@ class GatewaySession:
         # A client that gives up must not stop what its retry will ask for.
         answer = await asyncio.shield(exchange.task)
         exchange.num_delivered += 1
-        self._delivered_at = time.monotonic()
+        exchange.delivered_at = time.monotonic()
         return answer
 
     def note_lost(self, answer: Answer) -> None:
@@ -230,33 +238,54 @@ class GatewaySession:
         exchange.num_delivered -= 1
         exchange.is_broken = True
 
-    def find_fault(self, is_late: bool) -> str:
-        """Why the program's result says nothing of the model, as a sentence; empty where it may.
+    def find_fault(self, is_late: bool) -> EnvironmentFaultError | None:
+        """Why the program's result says nothing of the model; None where it may.
 
         `is_late` says that its time was over.
         """
         last = self._last_asked
-        if last is None or (last.task.done() and last.answer is None):
-            return ""
         now = time.monotonic()
-        if last.answer is None and self._pace.is_slow(last.max_tokens, now - last.asked_at):
-            return f"the program ended while the engine was slow: no answer after {now - last.asked_at:.0f} s"
-        is_unread = last.is_broken and not last.num_delivered and self._delivered_at < last.asked_at
-        if is_unread and not is_late:
-            return (
-                "the program ended after its last request had failed: no answer of the model has reached it"
+        for exchange in self._running:
+            # A program that ends by itself may have done without answers that it asked for earlier.
+            is_missed = is_late or exchange is last
+            # The time before `begun_at` is the session's own: it waits for tokens of its other turns.
+            if is_missed and exchange.begun_at and not exchange.task.done():
+                engine_s = now - exchange.begun_at
+                if self._pace.is_slow(exchange.max_tokens, engine_s):
+                    return EnvironmentFaultError(
+                        f"the program ended while the engine was slow: no answer after {engine_s:.0f} s",
+                        "engine",
+                    )
+        if last is None or (last.task.done() and last.answer is None):
+            return None
+        if not is_late and self._is_lost(last):
+            return EnvironmentFaultError(
+                "the program ended after its last request had failed: no answer of the model has reached it",
+                "lost",
             )
         turns = [turn for history in self.histories.recorded for turn in history.recorder.turns]
         num_tokens = sum(turn.num_tokens for turn in turns)
         engine_s = sum(turn.engine_s for turn in turns)
         if is_late and self._pace.is_slow(num_tokens, engine_s):
-            return f"the time was over, and the engine was slow: {engine_s:.0f} s for {num_tokens} tokens"
-        return ""
+            return EnvironmentFaultError(
+                f"the time was over, and the engine was slow: {engine_s:.0f} s for {num_tokens} tokens",
+                "engine",
+            )
+        return None
+
+    def _is_lost(self, last: Exchange) -> bool:
+        """Whether the response to a request broke, and none has brought an answer since it was asked."""
+        is_any_delivered = any(
+            exchange.num_delivered and exchange.delivered_at >= last.asked_at
+            for exchange in self._by_answer.values()
+        )
+        return last.is_broken and not last.num_delivered and not is_any_delivered
 
     def _is_repeated(self, exchange: Exchange, is_retry: bool | None) -> bool:
         """Whether a question that comes again gets this answer again."""
         if self._is_sampling:
-            is_broken = exchange.task.done() and not exchange.num_delivered
+            # Not only undelivered: that is also an answer whose response is about to be sent.
+            is_broken = exchange.is_broken and not exchange.num_delivered
             return is_broken or (bool(is_retry) and exchange.num_repeats < MAX_REPEATS)
         if not exchange.num_delivered:
             return True
@@ -268,7 +297,9 @@ class GatewaySession:
             exchanges = self._not_seen.get(digest)
             if exchanges:
                 # Of equal answers the newest, whose history goes on (`Histories.find`).
-                exchanges.pop().is_read = True
+                exchanges[-1].is_read = True
+                # Later questions have the same beginning, and show nothing of the others.
+                exchanges.clear()
 
     def _note_continued(self, continuation: Continuation, question: Question) -> None:
         """Note what the question shows of answers before it: whose history it extends, and which it has only
@@ -279,7 +310,7 @@ class GatewaySession:
         elif continuation.kind == "forked":
             for history in self.histories.all:
                 last = history.last_answer
-                if last is not None and history.has_lost_end(question.identities):
+                if last is not None and self.histories.has_lost_end(history, question.identities):
                     exchange = self._by_answer[last.id]
                     exchange.is_cut = exchange.is_streamed
 
@@ -288,10 +319,10 @@ class GatewaySession:
         # First: a question that waits for the lock finds it closed, and starts no turn that would run on.
         self._is_closed = True
         running = list(self._running)
-        for task in running:
-            task.cancel()
+        for exchange in running:
+            exchange.task.cancel()
         # The caller reads the histories next: no turn may write into them by then.
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*(exchange.task for exchange in running), return_exceptions=True)
         if not self.failed.cancel() and not self.failed.cancelled():
             self.failed.exception()  # retrieved, or asyncio logs that it never was
 
@@ -426,11 +457,11 @@ class GatewaySession:
         exchange = self._begin_exchange(history, question)
         task = asyncio.create_task(self._generate(continuation, question, exchange))
         exchange.task = task
-        self._running.add(task)
+        self._running.add(exchange)
 
         def ended(task: "asyncio.Task[Answer]") -> None:
             history.is_busy = False
-            self._running.discard(task)
+            self._running.discard(exchange)
             # Its task is done, so the tokens that it had reserved are free, which `_room` waits for.
             self._has_ended.set()
             self.active_at = time.monotonic()
@@ -441,11 +472,20 @@ class GatewaySession:
             if isinstance(error, RequestError):
                 # A refused question is no turn of the model: the program may go on with a shorter history.
                 self.num_turns -= 1
+                self._forget(exchange, question)
             elif error and not self.failed.done():
                 self.failed.set_exception(error)
 
         task.add_done_callback(ended)
         return exchange
+
+    def _forget(self, exchange: Exchange, question: Question) -> None:
+        """Keep nothing of a question that was refused: a program may ask in a loop, which no limit ends."""
+        exchange.repeats.remove(exchange)
+        key = question.key
+        current = [kept for kept in self._exchanges.pop(key, ()) if kept is not exchange]
+        if current:
+            self._exchanges[key] = current
 
     def _begin_exchange(self, history: RecordedHistory, question: Question) -> Exchange:
         request_key = question.request_key
@@ -464,6 +504,7 @@ class GatewaySession:
         max_tokens = await self._room(continuation, question.max_tokens)
         # No await between `_room`'s last look and this: two turns would be given the same tokens.
         exchange.max_tokens = max_tokens
+        exchange.begun_at = time.monotonic()
         reserved = continuation.num_added + max_tokens
         self._reserved_tokens += reserved
         try:
@@ -475,7 +516,8 @@ class GatewaySession:
         # No await since the history holds the answer: each last answer has its exchange.
         self._by_answer[answer.id] = exchange
         digests = digests_of(continuation.history.identities)
-        if digests:
+        # Where a client has sent back an equal answer, later questions show nothing of this one.
+        if digests and self._not_seen.get(digests[-1]) != []:
             self._not_seen.setdefault(digests[-1], []).append(exchange)
         return answer
 

@@ -41,3 +41,5 @@ def test_a_rollout_without_a_reward_is_a_fault_with_its_reason(score: Any) -> No
     broken["traces"][0]["rewards"] = {"correct": {"score": None, "weight": 1.0}}
     with pytest.raises(SystemExit, match="correct is None"):
         result_of(broken)
+    with pytest.raises(SystemExit, match="no reward"):
+        result_of(episode(0.5, rewards={}))

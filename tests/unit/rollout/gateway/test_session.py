@@ -18,6 +18,7 @@ from tidemill.services.rollout.environments.agent import AgentPlayer
 from tidemill.services.rollout.environments.environment import Closing
 from tidemill.services.rollout.gateway.apis import anthropic_question
 from tidemill.services.rollout.gateway.dialogue import SESSION_LIMIT, Answer, Message, Question, RequestError
+from tidemill.services.rollout.gateway.pace import EnginePace
 from tidemill.services.rollout.gateway.server import Gateway
 from tidemill.services.rollout.gateway.session import GatewaySession
 from tidemill.services.trainer.groups.sample import make_sample
@@ -50,6 +51,7 @@ class Run:
 
     def __init__(self, max_model_len: int = 4096, turn_tokens: int = 2000, **limits: Any) -> None:
         self.asked: list[Asked] = []
+        self.pace = EnginePace()
         self.session = GatewaySession(
             CHAT,
             CHAT.decode,
@@ -57,6 +59,7 @@ class Run:
             SamplingParams(max_tokens=turn_tokens),
             EnvironmentConfig.model_validate({"max_turns": 999} | limits),
             max_model_len,
+            pace=self.pace,
         )
 
     async def _ask(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
@@ -286,6 +289,17 @@ async def test_the_record_of_what_was_asked_grows_with_the_session_and_not_with_
     assert held == [16] * 8
 
 
+async def test_nothing_is_kept_of_questions_that_are_refused() -> None:
+    run = Run(max_tokens=6)
+    await run.turn("first", USER, is_retry=False)
+    for question in [Question((USER,)), *(Question((*SUB, ON | {"content": text})) for text in "aab")]:
+        with pytest.raises(RequestError, match="max_tokens"):
+            await run.session.answer(question, is_retry=False)
+    assert [len(exchanges) for exchanges in run.session._exchanges.values()] == [1]
+    assert sum(map(len, run.session._repeats.values())) == 1
+    assert trained(run) == ["first"]
+
+
 async def test_nothing_runs_or_is_answered_after_a_session_is_closed() -> None:
     run = Run()
     asking = [await run.begin(USER, is_retry=None) for _ in range(12)]  # more than one answer is repeated
@@ -353,8 +367,86 @@ async def test_of_equal_answers_to_one_question_one_is_trained() -> None:
     run = Run()
     for _ in range(2):
         answer = await run.turn("same", USER, is_retry=False)
-    await run.turn("end", USER, answer, ON)
-    assert (trained(run), unread(run)) == (["sameend"], [("asked_again", "same")])
+    begun = [USER, answer, ON]
+    begun += [await run.turn("on", *begun), ON]
+    await run.turn("end", *begun)
+    assert (trained(run), unread(run)) == (["sameonend"], [("asked_again", "same")])
+
+
+async def test_an_answer_like_one_that_was_read_is_not_read_by_the_history_of_that() -> None:
+    run = Run()
+    begun = [USER, await run.turn("same", USER), ON]
+    begun += [await run.turn("on", *begun), ON]
+    for text in ("same", "other"):
+        await run.turn(text, USER, is_retry=False)
+    await run.turn("end", *begun)
+    assert (trained(run), unread(run)) == (["other", "sameonend"], [("asked_again", "same")])
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_an_answer_counts_where_the_same_is_asked_again_and_not_answered(is_refused: bool) -> None:
+    run = Run(max_tokens=6 if is_refused else 0)
+    await run.turn("first", USER, is_retry=False)
+    asking = await run.begin(USER, is_retry=False)
+    if is_refused:
+        with pytest.raises(RequestError, match="max_tokens"):
+            await asking
+    else:
+        await run.session.close()
+    assert (trained(run), unread(run)) == (["first"], [])
+
+
+async def test_a_program_that_ends_after_its_last_response_broke_is_a_fault() -> None:
+    run = Run()
+    begun = [USER, await run.turn("first", USER), ON]
+    asking = await run.begin(*begun)
+    run.asked[-1].say("lost")
+    run.session.note_lost(await asking)
+    fault = run.session.find_fault(False)
+    assert fault is not None and "its last request had failed" in str(fault) and fault.kind == "lost"
+    assert run.session.find_fault(True) is None
+    await run.session.answer(Question((*begun,)))
+    assert run.session.find_fault(False) is None
+
+
+async def test_a_program_that_does_without_one_of_two_answers_has_no_fault() -> None:
+    run = Run()
+    main = await run.begin(USER)
+    sub = await run.begin(*SUB)
+    for asked in run.asked:
+        asked.say("ok")
+    await main
+    run.session.note_lost(await sub)
+    assert run.session.find_fault(False) is None
+
+
+async def test_a_turn_that_waits_for_tokens_of_others_does_not_wait_for_the_engine(monkeypatch) -> None:
+    monkeypatch.setattr("tidemill.services.rollout.gateway.pace.SLOW_S", 0.01)
+    run = Run(max_tokens=2000)
+    run.pace.note(1, 10.0)
+    asking = [await run.begin(USER), await run.begin(*SUB)]
+    await asyncio.sleep(0.03)
+    assert len(run.asked) == 1
+    assert [run.session.find_fault(is_late) for is_late in (False, True)] == [None, None]
+    await run.session.close()
+    await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_an_engine_that_hangs_in_one_of_two_turns_is_slow_where_the_time_is_over(monkeypatch) -> None:
+    monkeypatch.setattr("tidemill.services.rollout.gateway.pace.SLOW_S", 0.01)
+    run = Run()
+    for _ in range(3):
+        run.pace.note(1, 1e-6)
+    asking = await run.begin(USER)
+    sub = await run.begin(*SUB)
+    run.asked[-1].say("ok")
+    await sub
+    await asyncio.sleep(0.05)
+    fault = run.session.find_fault(True)
+    assert fault is not None and "the engine was slow" in str(fault) and fault.kind == "engine"
+    assert run.session.find_fault(False) is None
+    await run.session.close()
+    await asyncio.gather(asking, return_exceptions=True)
 
 
 async def test_a_question_that_is_asked_in_other_limits_is_the_same_question() -> None:
@@ -369,6 +461,28 @@ async def test_all_answers_of_an_agent_that_samples_on_purpose_are_trained() -> 
     for text in ("one", "two"):
         await run.turn(text, USER, is_retry=False)
     assert (trained(run), unread(run)) == (["one", "two"], [])
+
+
+async def test_a_sample_that_is_about_to_be_sent_is_not_the_answer_to_the_next_request() -> None:
+    run = Run(repeated_requests="sample")
+    first = await run.begin(USER, is_retry=False)
+    run.asked[0].say("one")
+    # The answer is there, and its response has not begun.
+    await asyncio.sleep(0)
+    second = await run.begin(USER, is_retry=False)
+    assert len(run.asked) == 2
+    run.asked[1].say("two")
+    await asyncio.gather(first, second)
+    assert (trained(run), unread(run)) == (["one", "two"], [])
+
+
+async def test_a_sample_that_begins_another_one_is_no_beginning_of_it() -> None:
+    run = Run(repeated_requests="sample")
+    short = await run.turn("yes", USER, is_retry=False, is_streamed=True)
+    await run.turn("yes, because", USER, is_retry=False, is_streamed=True)
+    for text in ("one", "two"):
+        await run.turn(text, USER, short, {"role": "user", "content": text})
+    assert (trained(run), unread(run)) == (["yes, because", "yesone", "two"], [])
 
 
 async def test_a_question_that_comes_again_after_its_answer_was_read_is_another_one() -> None:
