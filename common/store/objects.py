@@ -101,10 +101,10 @@ class Objects:
 
     def _gives_others(self, path: str) -> bool:
         """Whether it still gives another object."""
-        for other in set(self._lately_read) - {path}:
+        for path_of_other in set(self._lately_read) - {path}:
             # Removed since, or the rights were: neither says that they are there.
             with contextlib.suppress(Exception):
-                self._obstore.head(self._store, other)
+                self._obstore.head(self._store, path_of_other)
                 return True
         return False
 
