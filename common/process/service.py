@@ -389,5 +389,6 @@ async def _heartbeat(context: ServiceContext, endpoint: HttpEndpoint) -> AsyncIt
         await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             # Redis may be away; a heartbeat that stays counts as gone after `GONE_AFTER_S`.
-            await asyncio.wait_for(remove_heartbeat(context.broker, context.keys, beat), 2.0)
+            async with asyncio.timeout(2.0):
+                await remove_heartbeat(context.broker, context.keys, beat)
         endpoint.close()  # last: metrics can be read while they still change

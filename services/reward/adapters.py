@@ -246,7 +246,8 @@ async def _post(body: bytes) -> tuple[int, bytes]:
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     opening = asyncio.open_connection(url.hostname, port, ssl=url.scheme == "https" or None)
-    reader, writer = await asyncio.wait_for(opening, CONNECT_S)
+    async with asyncio.timeout(CONNECT_S):
+        reader, writer = await opening
     try:
         connection = writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -290,7 +290,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             try:
                 # A version that only Redis has lost is announced again well within a lease. One that the
                 # trainer has lost too never comes.
-                await asyncio.wait_for(self.follower.reach(started_version), self.consumer.lease_s)
+                async with asyncio.timeout(self.consumer.lease_s):
+                    await self.follower.reach(started_version)
             except TimeoutError:
                 log.warning(
                     "the version that a group began with is gone", ticket=ticket.ticket, was=started_version
@@ -313,7 +314,8 @@ class RolloutWorker(LaneWorker[Ticket]):
         plays = await claims.threads.run(read) if claims is not None else read()
         newest = max(play.newest_version for play in plays.values()) if plays else 0
         with contextlib.suppress(TimeoutError):  # as in `_start_group`
-            await asyncio.wait_for(self.follower.reach(newest), self.consumer.lease_s)
+            async with asyncio.timeout(self.consumer.lease_s):
+                await self.follower.reach(newest)
         # Tokens of a lost history are not continued. The last part names the trainer process that its worker
         # followed; a later one may have other weights of the same version, except of 0, the starting model.
         term = self.follower.term

@@ -32,7 +32,8 @@ async def archive_rest(broker: Broker, keys: Keys, run_dir: Path, config: Archiv
     from tidemill.common.archive.archiver import archive_run
 
     try:
-        await asyncio.wait_for(broker.execute("PING"), ANSWER_S)
+        async with asyncio.timeout(ANSWER_S):
+            await broker.execute("PING")
     except (TimeoutError, RedisError, OutageError):
         raise UnreachableError("Redis does not answer") from None
     await archive_run(broker, keys, run_dir, config, is_last=True)

@@ -190,7 +190,8 @@ class LocalRun:
             *run_own(Program.CONTAINERS, *arguments), stdin=nothing, stdout=asyncio.subprocess.PIPE
         )
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), CONTAINERS_TIMEOUT_S)
+            async with asyncio.timeout(CONTAINERS_TIMEOUT_S):
+                output, _ = await process.communicate()
         except TimeoutError:
             process.kill()
             output = b"containers of the run may be left on this node: removing them took too long"
@@ -231,7 +232,8 @@ class LocalRun:
             await asyncio.gather(*watching, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
                 # Once more: else the last step is missing in the view and the verdict. Redis may be away.
-                await asyncio.wait_for(self._look(reader), SHUTDOWN_TIMEOUT_S)
+                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                    await self._look(reader)
             self._view.show(self.snapshot, self._supervisor.statuses, 0.0)
             self._view.close()
             self._view = self._plain_view
@@ -297,7 +299,8 @@ class LocalRun:
         if outcome.ending is Ending.FINISHED:
             # The trainer has written `finished` itself, atomically with a check of its last commit.
             with contextlib.suppress(TimeoutError):  # Redis may be away
-                await asyncio.wait_for(update_state(broker, self.keys, ran_s=ran_s), SHUTDOWN_TIMEOUT_S)
+                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                    await update_state(broker, self.keys, ran_s=ran_s)
             code = await self._summarise(broker, ran_s)
             self._keep_end(replace(self._end(FINISHED, exit_code=code), steps=self.config.trainer.steps))
             return code
@@ -312,7 +315,8 @@ class LocalRun:
         self._keep_end(end)
         with contextlib.suppress(TimeoutError):
             written = update_state(broker, self.keys, ran_s=ran_s, status=end.status, end=asdict(end))
-            await asyncio.wait_for(written, SHUTDOWN_TIMEOUT_S)
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                await written
         self.why_not_finished = (
             f"{end.status} after {end.steps} of {end.of_steps} steps. Continue with:\n  {self.resume_command}"
         )

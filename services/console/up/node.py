@@ -100,7 +100,8 @@ async def follow(config: RunConfig, folder: RunFolder, roles: list[str]) -> int:
                 print(outcome.reason, file=sys.stderr)
                 return outcome.exit_code
         with suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), POLL_S)
+            async with asyncio.timeout(POLL_S):
+                await stopping.wait()
     return 0
 
 
@@ -114,7 +115,8 @@ async def _serve(
     async def watch() -> None:
         while not stopping.is_set() and folder.address() == url and await _status(url, folder) != FINISHED:
             with suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await stopping.wait()
         supervisor.stop()
 
     with Guard() as guard:

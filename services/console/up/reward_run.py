@@ -81,7 +81,8 @@ class RewardRun:
                 finally:
                     # Workers that were started by hand leave after a while.
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(update_state(broker, self.keys, status=STOPPED), STATE_S)
+                        async with asyncio.timeout(STATE_S):
+                            await update_state(broker, self.keys, status=STOPPED)
                 # After the workers' end, for until then they write, and before Redis stops.
                 if archive.enabled:
                     await archive_rest(broker, self.keys, self.folder.path, archive)

@@ -298,7 +298,8 @@ class Supervisor:
                     self.on_event(f"{fault}; trying again in {pause_s:g} s")
                 status.state = "waiting for the machine"
                 with contextlib.suppress(TimeoutError):  # unless the run ends first
-                    await asyncio.wait_for(self._over.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._over.wait()
                 continue
             num_refused = 0
             code = await self._watch(process, status)
@@ -322,7 +323,8 @@ class Supervisor:
             self.on_event(f"{spec.name} ended {_how(code)}{why}; starting it again in {pause_s:g} s")
             status.state = f"restarting ({_how(code)})"
             with contextlib.suppress(TimeoutError):  # unless the run ends first
-                await asyncio.wait_for(self._over.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._over.wait()
             status.restarts += 1
         status.state = "stopped"
         status.pid = 0

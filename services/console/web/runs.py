@@ -256,7 +256,8 @@ class Catalog:
             await self._open.pop(next(iter(self._open))).close()
         patience_s = run.opened_at + FIRST_LOOK_S - time.monotonic()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(run.has_looked.wait(), max(0.0, patience_s))
+            async with asyncio.timeout(max(0.0, patience_s)):
+                await run.has_looked.wait()
         return run
 
     def opened(self, run_id: str) -> WatchedRun | None:

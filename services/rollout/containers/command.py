@@ -101,7 +101,8 @@ class ContainerCommand:
         except OSError as error:
             raise EngineAwayError(f"{command} cannot be run: {error}") from error
         try:
-            output, errors = await asyncio.wait_for(process.communicate(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                output, errors = await process.communicate()
         except TimeoutError:
             raise EngineAwayError(f"{command} has not ended after {timeout_s:.0f} s") from None
         finally:

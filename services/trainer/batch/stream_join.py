@@ -100,7 +100,8 @@ class StreamJoin:
     async def wait(self, timeout_s: float) -> bool:
         """Wait until something arrives; False after `timeout_s` without anything."""
         try:
-            await asyncio.wait_for(self.changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.changed.wait()
         except TimeoutError:
             return False
         self.changed.clear()

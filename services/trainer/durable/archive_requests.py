@@ -99,7 +99,8 @@ class ArchiveRequests:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    code = await asyncio.wait_for(asyncio.shield(process.wait()), POLL_S)
+                    async with asyncio.timeout(POLL_S):
+                        code = await asyncio.shield(process.wait())
                     break
                 await self.on_progress()
         finally:

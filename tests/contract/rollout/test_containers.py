@@ -3,6 +3,7 @@
 Where Docker is not, `tests/support/stand_in_docker.py` is the engine.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket
 from tidemill.services.rollout.containers import reaper as reaper_module
 from tidemill.services.rollout.containers.__main__ import remove_of_run
-from tidemill.services.rollout.containers.command import EngineAwayError
+from tidemill.services.rollout.containers.command import ContainerCommand, EngineAwayError
 from tidemill.services.rollout.containers.names import SessionName, read_name
 from tidemill.services.rollout.containers.reaper import Reaper
 
@@ -255,3 +256,24 @@ async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
         for name in (sound, removed, killed, without):
             await sessions.end(name)
         assert not containers.ids and not sessions.live and not sessions._started
+
+
+async def test_a_look_that_ends_as_it_is_cancelled_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = asyncio.get_running_loop().create_future()
+
+    class Process:
+        returncode = 0
+
+        async def communicate(self) -> tuple[bytes, bytes]:
+            return await said
+
+    async def start(*_: Any, **__: Any) -> Process:
+        return Process()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    listing = asyncio.create_task(ContainerCommand("docker").list_containers())
+    await asyncio.sleep(0.01)
+    said.set_result((b"", b""))
+    listing.cancel()
+    with pytest.raises(asyncio.CancelledError):  # else a worker that stops would wait for its reaper for ever
+        await listing

@@ -399,7 +399,8 @@ async def test_fields_of_another_type_are_no_failure_of_the_server(path: str) ->
     fields = READ | {"temperature"}
     whole: dict[str, Any] = {"model": "m", "max_tokens": 5}
     whole |= {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": [USER]})
-    async with opened(*["a"] * 2000) as run, httpx.AsyncClient() as http:
+    # Fields change the question, so that many of them begin a history of their own.
+    async with opened(*["a"] * 2000, max_segments=2000) as run, httpx.AsyncClient() as http:
         headers = {"authorization": f"Bearer {run.session.key}"}
         for field in sorted(fields):
             for value in ODD:
