@@ -175,8 +175,9 @@ async def test_a_failed_request_goes_to_another_replica_at_once(stage: Stage, fa
 
 async def test_a_replica_that_dies_in_the_middle_costs_no_request(stage: Stage) -> None:
     async with servers(2) as (victim, well), stage.over(victim, well) as calls:
-        victim.default = answers(delay_s=0.02)
-        well.default = victim.default
+        # It answers none: else all of its requests may have ended as it stops.
+        victim.default = hangs
+        well.default = answers(delay_s=0.02)
         asking = [asyncio.create_task(stage.ask(calls)) for _ in range(100)]
         await wait_until(lambda: len(victim.requests) > 5)
         await victim.stop()
