@@ -16,6 +16,8 @@ from importlib.metadata import version
 
 import litellm
 
+litellm.suppress_debug_info = True
+
 
 class Refuses(BaseHTTPRequestHandler):
     """Answers with the status that is the first part of the path."""
