@@ -1,9 +1,9 @@
 """How reward consumers scale when a reward takes long, and what a score costs: the delays of verl #2854.
 
-    python -m benchmarks.reward_scaling                      # 1, 2, 4 and 8 consumers, and one of 1,280 slots
-    python -m benchmarks.reward_scaling --beside 638fa2b     # and the build of another commit, in turns
-    python -m benchmarks.reward_scaling --trl --verl PYTHON  # and the reward calls of other trainers
-    python -m benchmarks.reward_scaling --kills 6            # workers are killed with SIGKILL meanwhile
+    python -m benchmarks.reward_scaling                         # 1 to 8 consumers, and one of 1,280 slots
+    python -m benchmarks.reward_scaling --beside 638fa2b        # and the build of another commit, in turns
+    python -m benchmarks.reward_scaling --trl --verl PYTHON     # and the reward calls of other trainers
+    python -m benchmarks.reward_scaling --groups 256 --kills 6  # workers are killed with SIGKILL meanwhile
 
 Reward services as processes on a real Redis. The reward is an async function that sleeps uniformly between 1
 and 40 s, divided by 40, for each of 1,024 x 5 samples.

@@ -67,7 +67,7 @@ class EnvironmentConfig(Section):
     containers: Literal["none", "docker", "podman"] = "none"
     """Command by which containers of sessions are removed when their session ends, or its worker is gone."""
     max_containers: int = Field(0, ge=0, le=100_000)
-    """Containers of sessions on a node, of all its workers, at which no session starts; 0: no limit."""
+    """With so many containers of sessions on a node, of all its workers, no session starts; 0: no limit."""
 
     @property
     def program_error_value(self) -> float | None:

@@ -1,1 +1,1 @@
-"""Runs code of completions: RQ workers that start a separate jail for every test."""
+"""Runs code of completions: RQ workers that run each test as a program of its own, in a jail."""
