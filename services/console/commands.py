@@ -18,7 +18,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
-from tidemill.common.process.programs import Program
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -35,25 +34,8 @@ class FlagsWithoutValue:
         return parameters
 
 
-FORMER_OPTIONS = {
-    ("slurm", "--sky"): (
-        "--sky is gone. In a YAML of your own for SkyPilot, `run` is python -m "
-        f"{Program.NODE} CONFIG --run RUN_ID: see docs/operations/deploy.md"
-    ),
-}
-"""Command and option that it had once -> what to do in its place."""
-
-
 class Command(FlagsWithoutValue, TyperCommand):
     """A command of ours."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises ConfigError: an option is one that the command had once."""
-        for word in args:
-            cure = FORMER_OPTIONS.get((self.name or "", word))
-            if cure is not None:
-                raise ConfigError(cure)
-        return super().parse_args(ctx, args)
 
 
 class Group(FlagsWithoutValue, TyperGroup):
