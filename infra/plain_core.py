@@ -24,7 +24,10 @@ FOLDERS = ("common", "services")
 
 @dataclass(frozen=True)
 class Core:
-    """63,178 lines with 950 tuple assignments; the trainer imports 168 files with 29,447 lines."""
+    """What was counted in one tree.
+
+    Example: 63,178 lines with 950 tuple assignments; the trainer imports 168 files with 29,447 lines.
+    """
 
     num_lines: int
     tuple_assignments: int

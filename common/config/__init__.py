@@ -10,6 +10,7 @@ from tidemill.common.config.loading import load_config as load_config
 from tidemill.common.config.loading import load_recorded as load_recorded
 from tidemill.common.config.loading import override_config as override_config
 from tidemill.common.config.loading import parse_config as parse_config
+from tidemill.common.config.loading import parse_recorded as parse_recorded
 from tidemill.common.config.reward import NamedRewardConfig as NamedRewardConfig
 from tidemill.common.config.reward import RewardConfig as RewardConfig
 from tidemill.common.config.reward import RewardLimits as RewardLimits

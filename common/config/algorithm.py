@@ -56,8 +56,8 @@ def is_users_own(name: str) -> bool:
 
 
 def _known(names: Collection[str], moved: Collection[str] = ()) -> AfterValidator:
-    """Validator of a field that holds one of `names`, or names a function of the user's own. Those that have
-    `moved` out of `names` are functions in examples/ now."""
+    """Validator of a field that holds one of `names`, or names a function of the user's own. Names in `moved`
+    were built in before: the error says which example has them."""
 
     def check(name: str) -> str:
         if name in names or is_users_own(name):
@@ -364,6 +364,7 @@ if TYPE_CHECKING:
 else:
     AlgorithmConfig = create_model(
         "AlgorithmConfig",
+        # pydantic takes the fields of the last base first: those of single algorithms come after the others.
         __base__=(*SETTINGS, CoreAlgorithmConfig),
         __module__=__name__,
         __doc__=CoreAlgorithmConfig.__doc__,

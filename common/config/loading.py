@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from tidemill.common.config.algorithms.moved import with_examples
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.section import Section, number_of
 from tidemill.common.errors import ConfigError
@@ -65,7 +66,13 @@ def load_recorded(path: Path) -> RunConfig:
     Raises:
         ConfigError: there is none, or this release does not understand it.
     """
-    return parse_config(_read_tree(path), str(path))
+    return parse_recorded(_read_tree(path), str(path))
+
+
+def parse_recorded(tree: dict[str, Any], origin: str) -> RunConfig:
+    """As `parse_config`, for a config that a run has recorded, perhaps under an earlier release: names that
+    were built in there, and are examples now, are no error."""
+    return parse_config(with_examples(tree), origin)
 
 
 def _read_tree(path: Path) -> dict[str, Any]:

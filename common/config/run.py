@@ -110,7 +110,7 @@ class ExpectConfig(Section):
 
 
 FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
-"""How a refusal of an option begins that filtered sampling would mislead."""
+"""Beginning of the reason why an option is refused that compares with rollout logprobs."""
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 

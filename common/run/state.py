@@ -43,7 +43,7 @@ async def read_config(broker: Broker, keys: Keys) -> "RunConfig":
     Raises:
         UnknownRunError: this Redis does not know the run; the message lists the runs it knows.
     """
-    from tidemill.common.config import parse_config
+    from tidemill.common.config import parse_recorded
 
     raw = await broker.execute("GET", keys.config)
     if raw is None:
@@ -53,7 +53,7 @@ async def read_config(broker: Broker, keys: Keys) -> "RunConfig":
             f"this Redis has no run {keys.run_id!r} ({listing}). Check the id, or start the run with "
             f"`{command_line('up', 'CONFIG')}` or the trainer."
         )
-    return parse_config(json.loads(raw), f"the config of run {keys.run_id} in Redis")
+    return parse_recorded(json.loads(raw), f"the config of run {keys.run_id} in Redis")
 
 
 async def register_config(broker: Broker, keys: Keys, config: "RunConfig") -> "RunConfig":

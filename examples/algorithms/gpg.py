@@ -10,14 +10,14 @@ def gpg(rewards, tickets):
     number of rewards that are not 0 instead.
     """
     advantages = np.zeros(len(rewards))
-    num_teaching = 0
+    num_with_gradient = 0
     for ticket in np.unique(tickets):
         is_member = tickets == ticket
         group = rewards[is_member]
         # Compared exactly: the mean of equal numbers may be off by a rounding.
         if (group != group[0]).any():
             advantages[is_member] = group - group.mean()
-            num_teaching += len(group)
-    if num_teaching == 0:
+            num_with_gradient += len(group)
+    if num_with_gradient == 0:
         return advantages
-    return advantages * (len(advantages) / num_teaching)
+    return advantages * (len(advantages) / num_with_gradient)

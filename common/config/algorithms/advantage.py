@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.common.config.algorithms.settings import Settings
+from tidemill.common.config.algorithms.settings import Algorithm
 from tidemill.common.wire.arrays import Float64
 
 if TYPE_CHECKING:
@@ -104,24 +104,24 @@ class AdvantageTraits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advantage(AdvantageTraits):
-    """An advantage by its name in `trainer.algorithm.advantage`."""
+class Advantage(AdvantageTraits, Algorithm):
+    """A built-in advantage."""
 
-    name: str
     estimate: Estimator
-    summary: str
-    """What it computes: its row in docs/algorithms.md."""
-    settings: type[Settings] | None = None
-    """Settings that only it reads."""
+
+
+def of_groups(function: Callable[[GroupRewards, "AlgorithmConfig"], Float64]) -> Estimator:
+    """An estimator from a function of one group that gives one number for each completion."""
+
+    def estimate(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Values:
+        return [float(value) for group in groups for value in function(group, algorithm)]
+
+    return estimate
 
 
 def of_rewards(function: Callable[[list[float]], Float64]) -> Estimator:
     """An estimator from a function of the rewards of one group that gives one number for each."""
-
-    def estimate(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Values:
-        return [float(value) for group in groups for value in function(group.rewards)]
-
-    return estimate
+    return of_groups(lambda group, _: function(group.rewards))
 
 
 def of_batch(function: Callable[[list[list[float]]], Float64]) -> Estimator:
@@ -187,7 +187,7 @@ def returns(rewards_A: Float64, gamma: Discount) -> Float64:
 
 
 def scaled(values: Float64, spread: Float64) -> Float64:
-    """The values divided by the unbiased deviation of `spread`; zeros stay zeros."""
+    """values / (std of `spread` + 1e-4), with the unbiased deviation; zeros stay zeros."""
     if not values.any():
         return values
     quotients: Float64 = values / (spread.std(ddof=1) + STD_EPSILON)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from tidemill.common.config.algorithms.settings import Settings
+from tidemill.common.config.algorithms.settings import Algorithm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +75,7 @@ Position = tuple[tuple[int, int], int]
 """The key of a token's sample, and the token's index in the completion."""
 SurrogateFunction = Callable[[Tokens, "AlgorithmConfig"], Surrogate]
 Choice = Callable[[Tokens, Surrogate, Sequence[Position], "AlgorithmConfig"], list[int]]
+"""Indices, among N tokens, of those that it chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ class LossTraits:
     has_ratio: bool = True
     """Uses the ratio to the old logprobs."""
     has_dual_clip: bool = False
+    """`dual_clip` bounds its ratio."""
     is_idle_at_one: bool = False
     """Only bounds the ratio: useless where that is always 1."""
     weighs_by_rollout: bool = False
@@ -98,15 +100,11 @@ class LossTraits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(LossTraits):
-    """A loss by its name in `trainer.algorithm.loss`."""
+class Loss(LossTraits, Algorithm):
+    """A built-in loss."""
 
-    name: str
     surrogate: SurrogateFunction
-    summary: str
-    """The objective of each token: its row in docs/algorithms.md."""
-    settings: type[Settings] | None = None
-    """Settings that no other kind of loss reads."""
+    """The objective of each token."""
 
 
 def sequence_sums(values_N: "Tensor", sequence_N: "Tensor", num_sequences: int) -> "Tensor":

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from tidemill.common.config.algorithms import advantages, losses
 from tidemill.common.config.algorithms.advantage import Advantage
 from tidemill.common.config.algorithms.loss import Loss
-from tidemill.common.config.algorithms.settings import Settings
+from tidemill.common.config.algorithms.settings import Algorithm, Settings
 from tidemill.common.config.section import read_table
 
 
 def _modules(folder: ModuleType) -> Iterator[ModuleType]:
     """The files of a folder, by name."""
+    # Sorted: the order of settings in recorded configs, and of rows in the docs, follows from it.
     for file in sorted(pkgutil.iter_modules(folder.__path__), key=lambda file: file.name):
         yield importlib.import_module(f"{folder.__name__}.{file.name}")
 
@@ -38,7 +39,7 @@ LOSSES = _losses()
 def _settings() -> tuple[type[Settings], ...]:
     """The settings of all of them, each once, in order."""
     classes: dict[type[Settings], None] = {}
-    algorithms: list[Advantage | Loss] = [*ADVANTAGES.values(), *LOSSES.values()]
+    algorithms: list[Algorithm] = [*ADVANTAGES.values(), *LOSSES.values()]
     for algorithm in algorithms:
         if algorithm.settings is not None:
             classes[algorithm.settings] = None

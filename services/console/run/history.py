@@ -65,9 +65,9 @@ class RunAccess:
         kept = self.folder.config()
         if kept is not None or self.raw_config is None:
             return kept
-        from tidemill.common.config import parse_config
+        from tidemill.common.config import parse_recorded
 
-        return parse_config(json.loads(self.raw_config), f"the config of run {self.run_id} in Redis")
+        return parse_recorded(json.loads(self.raw_config), f"the config of run {self.run_id} in Redis")
 
     @property
     def is_over(self) -> bool:

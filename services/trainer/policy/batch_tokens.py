@@ -28,7 +28,10 @@ IMITATION = "imitation"
 
 @dataclass(slots=True)
 class _TileNumbers:
-    """What a tile's `Tokens` have: of columns ("rollout_logprobs", "advantages", "values") and one sample."""
+    """Which columns the `Tokens` of a tile have, and how many tokens and sequences.
+
+    Example: `names` ["rollout_logprobs", "advantages"], `num_tokens` 3 of `num_sequences` 2.
+    """
 
     names: list[str]
     num_tokens: int

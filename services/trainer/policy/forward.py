@@ -115,7 +115,8 @@ def fill_columns(name: str, values_N: Tensor, tile: Tile, results: Sequence[Samp
 
 
 class _Scores(NamedTuple):
-    """A tile's scores, named as the fields of `Tile`. It is a tuple: in these the sharding finds tensors."""
+    """A tile's scores, named as the fields of `Tile`. A tuple, because FSDP finds the tensors that it hooks
+    in tuples, and not in a `Tile`."""
 
     logprobs_N: Tensor
     entropies_N: Tensor

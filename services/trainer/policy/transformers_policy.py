@@ -243,6 +243,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         batch_tokens = BatchTokens(plan, batch, self._config.algorithm.normalisation)
         sums: list[TileSums] = []
         positions = 0
+        # In the order of the plan: gradients are added up in it, and with another order a replay would give
+        # other digests.
         for number, planned in enumerate(plan):
             tile = self._lay_out(planned)
             positions += tile.ids_BT.numel()

@@ -1,16 +1,23 @@
 """Steps are trained again from the records alone, and come out bit by bit, whatever the algorithm."""
 
+import json
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.support.example_algorithms import example
 from tests.support.training import answering, make_score, rewrite
 from tests.support.whole_trainer import run
+from tidemill.common.config import load_recorded
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History
 from tidemill.common.redis.embedded import EmbeddedRedis
+from tidemill.common.run.state import CONFIG_FILE, read_config
 from tidemill.common.streams import append, trim_before
 from tidemill.common.wire.messages import Commit, Score, ScoreStatus
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.run.history import LIVE, RunAccess
 from tidemill.services.trainer.policy.loading import open_policy
 from tidemill.services.trainer.policy.policy import PolicyThread
 from tidemill.services.trainer.replay.__main__ import check_committed
@@ -102,6 +109,26 @@ async def test_a_step_differs_with_another_algorithm_and_is_refused_with_other_r
     await append(broker, keys.scores(), *(make_score(t, i, 2.0 - i % 3) for t in range(6) for i in range(4)))
     with pytest.raises(TidemillError, match="cannot be trained again: the streams hold other samples"):
         await replayed(context, 2)
+
+
+async def test_a_run_with_an_advantage_that_was_built_in_replays_bit_by_bit(make, broker, keys):
+    """Its config, on disk and in Redis, is as an earlier release has recorded it."""
+    options: dict[str, Any] = {"policy": "transformers", "steps": 2, "group_size": 4}
+    context = make(**options, algorithm={"advantage": example("gpg.py:gpg")})
+    async with answering(broker, keys, reward):
+        await run(context)
+    path = context.run_dir / CONFIG_FILE
+    recorded = yaml.safe_load(path.read_text())
+    recorded["trainer"]["algorithm"]["advantage"] = "gpg"
+    path.write_text(yaml.safe_dump(recorded))
+    await broker.execute("SET", keys.config, json.dumps(recorded))
+    history = History(keys.run_id, context.run_dir, broker)
+    config = load_recorded(path)
+    assert config.trainer == (await read_config(broker, keys)).trainer == context.config.trainer
+    moved = RunFolder(context.run_dir / "of a run that left only its streams", keys.run_id)
+    assert RunAccess(moved, history, LIVE, raw_config=json.dumps(recorded).encode()).config == config
+    context.config = config
+    assert [result["equal"] for result in await replayed(context, 0, 1)] == [True, True]
 
 
 async def test_the_first_score_of_a_key_counts_and_failures_are_left_out_again(make, broker, keys):

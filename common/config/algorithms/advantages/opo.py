@@ -1,21 +1,11 @@
 """OPO, arXiv 2505.23585: the baseline of least variance where a gradient's norm grows with the length."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tidemill.common.config.algorithms.advantage import (
-    Advantage,
-    GroupRewards,
-    Rewards,
-    Values,
-    finite_rewards,
-)
+from tidemill.common.config.algorithms.advantage import Advantage, Rewards, finite_rewards, of_groups
 from tidemill.common.wire.arrays import Float64
-
-if TYPE_CHECKING:
-    from tidemill.common.config.algorithm import AlgorithmConfig
 
 
 def opo(rewards: Rewards, lengths: Sequence[int]) -> Float64:
@@ -37,14 +27,10 @@ def opo(rewards: Rewards, lengths: Sequence[int]) -> Float64:
     return rewards_G - baseline  # type: ignore[no-any-return]
 
 
-def estimate(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Values:
-    return [float(value) for group in groups for value in opo(group.rewards, group.lengths)]
-
-
 ADVANTAGES = (
     Advantage(
         name="opo",
-        estimate=estimate,
+        estimate=of_groups(lambda group, _: opo(group.rewards, group.lengths)),
         summary="r - mean in the group, weighted by trained tokens: the baseline of least variance "
         "(arXiv 2505.23585)",
     ),

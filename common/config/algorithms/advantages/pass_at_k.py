@@ -1,6 +1,5 @@
 """Analytic pass@k advantages, arXiv 2508.10751."""
 
-from collections.abc import Sequence
 from math import comb
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,8 @@ from tidemill.common.config.algorithms.advantage import (
     Advantage,
     GroupRewards,
     Rewards,
-    Values,
     finite_rewards,
+    of_groups,
 )
 from tidemill.common.config.algorithms.settings import Settings
 from tidemill.common.wire.arrays import Float64
@@ -59,12 +58,9 @@ def pass_at_k(rewards: Rewards, k: int, threshold: float = 0.5) -> Float64:
     return np.where(is_success_G, fail / deviation, (fail - fail_given_failure) / deviation)
 
 
-def estimate(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Values:
+def estimate(group: GroupRewards, algorithm: "AlgorithmConfig") -> Float64:
     k = PassAtKSettings.of(algorithm).pass_k
-    values: Values = []
-    for group in groups:
-        values += map(float, pass_at_k(group.rewards, k, algorithm.success_threshold))
-    return values
+    return pass_at_k(group.rewards, k, algorithm.success_threshold)
 
 
 def set_size(algorithm: "AlgorithmConfig") -> tuple[str, int]:
@@ -74,7 +70,7 @@ def set_size(algorithm: "AlgorithmConfig") -> tuple[str, int]:
 ADVANTAGES = (
     Advantage(
         name="pass_at_k",
-        estimate=estimate,
+        estimate=of_groups(estimate),
         summary="share in sets of `pass_k` completions that hold a success, a reward of at least "
         "`success_threshold` (arXiv 2508.10751)",
         is_binary=True,

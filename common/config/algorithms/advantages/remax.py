@@ -1,19 +1,7 @@
 """ReMax, arXiv 2310.10505."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from tidemill.common.config.algorithms.advantage import (
-    Advantage,
-    GroupRewards,
-    Rewards,
-    Values,
-    finite_rewards,
-)
+from tidemill.common.config.algorithms.advantage import Advantage, Rewards, finite_rewards, of_groups
 from tidemill.common.wire.arrays import Float64
-
-if TYPE_CHECKING:
-    from tidemill.common.config.algorithm import AlgorithmConfig
 
 
 def remax(rewards: Rewards, baseline: float) -> Float64:
@@ -26,14 +14,10 @@ def remax(rewards: Rewards, baseline: float) -> Float64:
     return rewards_G
 
 
-def estimate(groups: Sequence[GroupRewards], algorithm: "AlgorithmConfig") -> Values:
-    return [float(value) for group in groups for value in remax(group.rewards, group.greedy_reward)]
-
-
 ADVANTAGES = (
     Advantage(
         name="remax",
-        estimate=estimate,
+        estimate=of_groups(lambda group, _: remax(group.rewards, group.greedy_reward)),
         summary="r - reward of a greedy completion, the first sample of each group, which is never trained "
         "(arXiv 2310.10505)",
         has_greedy_baseline=True,

@@ -15,7 +15,7 @@ import numpy as np
 
 from tidemill.common.config import RunConfig
 from tidemill.common.config.algorithm import AlgorithmConfig, is_users_own
-from tidemill.common.config.algorithms.advantage import Discount, GroupRewards, Values, whiten
+from tidemill.common.config.algorithms.advantage import Discount, Values, whiten
 from tidemill.common.config.algorithms.table import ADVANTAGES
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.wire.arrays import Float64
@@ -110,13 +110,9 @@ def find_advantage(algorithm: AlgorithmConfig) -> tuple[Scope, Estimator]:
     if is_users_own(algorithm.advantage):
         return _users_advantage(algorithm.advantage)
     advantage = ADVANTAGES[algorithm.advantage]
-
-    def estimate(groups: Sequence[GroupRewards], algorithm: AlgorithmConfig) -> Values:
-        return advantage.estimate(groups, algorithm)
-
     if advantage.needs_values and not algorithm.value.whiten:
-        return "group", estimate
-    return advantage.scope, estimate
+        return "group", advantage.estimate
+    return advantage.scope, advantage.estimate
 
 
 def _users_advantage(reference: str) -> tuple[Scope, Estimator]:

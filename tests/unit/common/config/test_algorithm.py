@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tidemill.common.config import AlgorithmConfig, RunConfig, load_config, parse_config
-from tidemill.common.config.algorithm import is_users_own
-from tidemill.common.config.algorithms.table import ADVANTAGES, LOSSES, PRESETS
+from tidemill.common.config.algorithm import CoreAlgorithmConfig, is_users_own
+from tidemill.common.config.algorithms.table import ADVANTAGES, LOSSES, PRESETS, SETTINGS
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages.registry import find_advantage
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
@@ -223,3 +223,9 @@ def test_paths_of_a_users_own_are_relative_to_the_config(tmp_path):
 )
 def test_proximal_logprobs_are_wanted_only_where_they_differ_and_are_used(algorithm, mini_batches, needs):
     assert config_of(algorithm, trainer={"mini_batches": mini_batches}).trainer.needs_proximal is needs
+
+
+def test_no_algorithm_has_a_setting_with_a_name_that_another_has():
+    """Broken, one of the two would take its default and bounds from the other."""
+    names = [name for section in (CoreAlgorithmConfig, *SETTINGS) for name in section.model_fields]
+    assert sorted(names) == sorted(AlgorithmConfig.model_fields)

@@ -2,16 +2,19 @@
 
 import math
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from tests.support import samples as samples_support
 from tests.support.example_algorithms import EXAMPLES, example, scale_rl_settings
 from tests.support.training import group_of_samples, plain_sample, trainer_config
-from tidemill.common.config import parse_config
+from tidemill.common.config import load_recorded, parse_config
+from tidemill.common.config.algorithms import moved
 from tidemill.common.config.algorithms.moved import ADVANTAGES_MOVED, PRESETS_MOVED
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages import Advantages
@@ -104,3 +107,33 @@ def test_the_preset_that_went_says_which_settings_it_had():
     assert f"examples/algorithms/{PRESETS_MOVED['scalerl']}" in str(refused.value)
     assert "trainer.algorithm.advantage: scale_rl.py:scale_rl" in str(refused.value)
     assert config_with(scale_rl_settings()).trainer.algorithm.loss == "cispo"
+
+
+def record(folder: Path, algorithm: dict[str, Any], names: dict[str, str]) -> Path:
+    """The config file of a run with these settings, which a release wrote that had `names` built in."""
+    tree = config_with(algorithm).model_dump(mode="json")
+    tree["trainer"]["algorithm"] |= names
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.mark.parametrize("name", ADVANTAGES_MOVED)
+def test_a_run_that_was_recorded_with_such_a_name_is_read_with_the_example(name, tmp_path):
+    config = load_recorded(record(tmp_path, {}, {"advantage": name}))
+    assert config == config_with({"advantage": example(ADVANTAGES_MOVED[name])})
+    assert Advantages(config)
+
+
+def test_a_run_that_was_recorded_with_the_preset_has_its_settings(tmp_path):
+    names = {"preset": "scalerl", "advantage": "scale_rl"}
+    assert load_recorded(record(tmp_path, scale_rl_settings(), names)) == config_with(scale_rl_settings())
+
+
+def test_such_a_run_is_read_where_no_examples_are_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(moved, "CLONE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = load_recorded(record(tmp_path, {}, {"advantage": "gpg"}))
+    assert config.trainer.algorithm.advantage == "examples/algorithms/gpg.py:gpg"
+    with pytest.raises(ConfigError, match=r"examples/algorithms/gpg\.py does not exist"):
+        Advantages(config)
