@@ -248,9 +248,8 @@ async def test_a_stop_ends_what_a_reply_begins(
     assert await broker.execute("XLEN", keys.scores()) == 0
 
 
-async def test_a_lease_that_is_lost_in_the_drain_is_not_waited_for(
-    put, reward, broker, keys, tmp_path, monkeypatch
-):
+def note_drain(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when a lane waits for its work to end."""
     waiting = asyncio.Event()
     until_idle = RewardLane.until_idle
 
@@ -259,6 +258,13 @@ async def test_a_lease_that_is_lost_in_the_drain_is_not_waited_for(
         await until_idle(lane)
 
     monkeypatch.setattr(RewardLane, "until_idle", noting)
+    return waiting
+
+
+async def test_a_lease_that_is_lost_in_the_drain_is_not_waited_for(
+    put, reward, broker, keys, tmp_path, monkeypatch
+):
+    waiting = note_drain(monkeypatch)
     await put(WAITS)
     async with worker(broker, keys, drain_s=3600.0, **reward) as context:
         await wait_until((tmp_path / "begun").exists)
@@ -312,12 +318,16 @@ async def test_an_error_in_the_last_moment_of_a_drain_is_the_workers(
     async def fail(*_: Any) -> Any:
         raise ZeroDivisionError("of the worker")
 
+    waiting = note_drain(monkeypatch)
     monkeypatch.setattr(Consumer, "complete", fail)
     await put(WAITS)
     with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
-        async with asyncio.timeout(30), worker(broker, keys, **reward):
+        async with asyncio.timeout(30), worker(broker, keys, drain_s=3600.0, **reward) as context:
             await wait_until((tmp_path / "begun").exists)
-            asyncio.get_running_loop().call_later(0.5, (tmp_path / "open").touch)
+            context.stopping.set()
+            # Not before: the error of a score that comes while the lane still fetches ends it anyway.
+            await wait_until(waiting.is_set)
+            (tmp_path / "open").touch()
 
 
 SHORT = make_fault(errno.EAGAIN, "a process could not be started", "no")

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.example_algorithms import scale_rl_settings
+from tests.support.example_algorithms import example, scale_rl_settings
 from tests.support.models import PIECES, logprobs_of, make_policy, make_samples, one_batch, run_config
 from tests.support.samples import changed
 from tests.support.sessions import random_session
 from tests.support.training import make_score, outstanding
 from tests.support.trajectories import make_trajectory
 from tidemill.common.config import RunConfig
+from tidemill.common.config.algorithms.moved import ADVANTAGES_MOVED
 from tidemill.common.process.activity import Activity
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import Keys
@@ -214,6 +215,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "vespo": {"loss": "vespo", "old_logprobs": "rollout"},
     "a penalty of length": {"length_penalty": {"tokens": 0.25, "of": "successes"}},
     **{name: {"advantage": name} for name in ("opo", "max_rl", "grpo_batch")},
+    **{name: {"advantage": example(function)} for name, function in ADVANTAGES_MOVED.items()},
     "masked sequences": {"importance": {"mode": "mask", "level": "geometric", "low": 0.3, "high": 3.0}},
 }  # fmt: skip
 
