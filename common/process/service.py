@@ -183,7 +183,8 @@ def run_service(
     finally:
         # Or Python's last garbage collection looks through all modules: with torch, for a second.
         gc.freeze()
-    # All is done but Python's own end, which puts every handler back to its default but this one.
+    # All is done but Python's own end. It puts handlers back to their defaults, which a stop would end with a
+    # failure; what is ignored stays ignored.
     sys.stdout.flush()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

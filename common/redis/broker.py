@@ -297,7 +297,7 @@ class Broker:
                 self.redis.disconnect()
             num_failures += 1
             if num_failures == 1:  # repeated at once: one lost connection is no outage
-                self.num_interruptions = self.num_interruptions + 1
+                self.num_interruptions += 1
                 since = time.monotonic()
                 continue
             away_s = time.monotonic() - since

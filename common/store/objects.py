@@ -17,7 +17,7 @@ OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
 REFUSED = re.compile(r"status code: (400|401|403)\b")
 """Answers for keys that are missing, wrong or too weak. Looked for in the text: where the client lists, its
 error has no class of its own."""
-OF_KEYS = re.compile(
+ABOUT_KEYS = re.compile(
     "expired|invalid.?token|TokenRefreshRequired|invalid_grant|InvalidAccessKeyId|SignatureDoesNotMatch",
     re.IGNORECASE,
 )
@@ -111,15 +111,15 @@ class Objects:
     def _do(self, path: str, work: Any, is_read: bool = False) -> Any:
         try:
             return work()
-        except Exception as problem:  # as above
+        except Exception as problem:  # the library's own errors share no root
             text = str(problem)
             reason = (text.splitlines() or [type(problem).__name__])[0][:300]
             refusal = REFUSED.search(text)
             status = refusal[1] if refusal is not None else ""
-            is_of_keys = OF_KEYS.search(text) is not None
-            if not status or (status == BAD_REQUEST and not is_of_keys):
+            is_about_keys = ABOUT_KEYS.search(text) is not None
+            if not status or (status == BAD_REQUEST and not is_about_keys):
                 raise self._error(f"object store: {path}: {reason}") from problem
-            may_be_missing = status == FORBIDDEN and is_read and not is_of_keys
+            may_be_missing = status == FORBIDDEN and is_read and not is_about_keys
             if may_be_missing and self._gives_others(path):
                 kind = UnreadableError if self._error is StoreError else self._error
                 raise kind(

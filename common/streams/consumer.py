@@ -111,14 +111,16 @@ class Consumer(Generic[M]):
         return len(self._ahead)
 
     async def fetch(self, count: int, block_s: float) -> list[Delivery[M] | Garbled]:
-        """Up to `count` messages, abandoned ones first; waits `block_s` for new ones. `Garbled` ones are for
-        `dead_letter`."""
+        """Up to `count` messages: those that are here already, else abandoned ones, else new ones; for these
+        it waits `block_s`. `Garbled` ones are for `dead_letter`."""
         count = self._size.limit(count)
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # without renewal every lease would be lost: end with its error
         try:
-            # Abandoned messages first: their groups wait for them, and no worker renews them.
-            deliveries = await self._reclaim(count) or self._take_ahead(count)
+            # What came ahead first: with abandoned messages beside it, more would be held than asked for.
+            # These wait for one `fetch` at most, as `complete` then asks for no new ones. They come before
+            # new ones because their groups wait for them, and no worker renews them.
+            deliveries = self._take_ahead(count) or await self._reclaim(count)
             if deliveries:
                 return deliveries
             command = (*self._read, count, *block_for(block_s), "STREAMS", self.key, ">")
@@ -138,9 +140,10 @@ class Consumer(Generic[M]):
 
         A result of None only acknowledges. Returns whether each lease was still held; if not, nothing was
         published. Up to `ahead` new messages are read in the same round trip: they are held from then on, and
-        the next `fetch` returns them. Ask for no more than will be fetched without delay.
+        the next `fetch` returns them. Ask for no more than will be fetched without delay. None are read where
+        the next `fetch` has to look for abandoned messages.
         """
-        if ahead > 0:
+        if ahead > 0 and not self.takeover.is_due:
             command = (*self._read, self._size.limit(ahead), "STREAMS", self.key, ">")
             # Sent with the next call, and not repeated: `fetch` asks anyway.
             asked = self.broker.redis.ask(command)

@@ -56,6 +56,11 @@ class Takeover:
         """Give all holders one lease to renew, from now on."""
         self.patient_until = time.monotonic() + _at_random(self._lease_s)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether messages may have to be taken: the time of a look has come, or a connection was lost."""
+        return time.monotonic() >= self.next_at or self._broker.num_interruptions != self._num_interruptions
+
     def notice_interruption(self) -> bool:
         """Returns whether a connection was lost since the last call; answers may have been lost with it."""
         if self._broker.num_interruptions == self._num_interruptions:

@@ -297,6 +297,8 @@ class RewardLane(LaneWorker[Trajectory]):
         self.num_held = 0
         self._num_extra_slots = 0
         """How many samples more than its slots this lane may hold."""
+        self._num_asked = 0
+        """Samples that the call which publishes now has asked for: `run` does not fetch for their slots."""
         self._latency_s = 0.0
         """How long scores have taken lately; 0 before the first."""
         is_direct = not self.groups.is_needed and context.config.reward.delay_s is None
@@ -327,7 +329,7 @@ class RewardLane(LaneWorker[Trajectory]):
 
     @property
     def num_free(self) -> int:
-        return self.counts.slots() + self._num_extra_slots - self.num_held
+        return self.counts.slots() + self._num_extra_slots - self.num_held - self._num_asked
 
     async def fetch(self, count: int) -> list[Delivery[Trajectory] | Garbled]:
         """Fetch, once no suspects run. Demonstrations are acknowledged, and get no score."""
@@ -497,11 +499,13 @@ class RewardLane(LaneWorker[Trajectory]):
             # Asked before the number of slots changes, after which `run` might be fetching for the same ones.
             is_full = self.num_free <= 0 and self._takes_new
             self._set_extra_slots(batch)
-            num_wanted = 0
             if is_full:
-                # Less those that such a call has fetched before and `run` has not taken yet.
-                num_wanted = self.num_free + len(batch) - self.consumer.num_ahead
-            are_published = await self.consumer.complete(batch, out_key, num_wanted)
+                # Less those that such a call has fetched before and `run` has not taken yet. Noted, because
+                # `run` may wake during the call: by the call before, or by a lease that is lost.
+                self._num_asked = max(0, self.num_free + len(batch) - self.consumer.num_ahead)
+            are_published = await self.consumer.complete(batch, out_key, self._num_asked)
+            # `run` takes first what came with this call.
+            self._num_asked = 0
             self.counts.count(self.lane, unpublished=-len(batch))
             self._release(len(batch))
             for (_, score), is_published in zip(batch, are_published, strict=True):

@@ -225,7 +225,7 @@ def _run_cold(program: _Program, time_s: float, has_file: bool) -> Result:
             )
         # Under root no program can signal bubblewrap; without, its user is the program's, and it may.
         if code < 0 and not outcome and program.uid:
-            raise KilledJailError(f"bubblewrap was killed from outside ({signal.Signals(-code).name})")
+            raise KilledJailError(f"bubblewrap was killed from outside (signal {-code})")
         # 128 + signal, as in a shell: bubblewrap reports the program's signals in this form.
         return _result(program, outcome, code if code >= 0 else 128 - code, started)
 

@@ -86,7 +86,7 @@ class WarmProgram:
         self._poll.register(answers, select.POLLIN)
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait for its end, or that of its jail; whether it came."""
+        """Wait for its end, or that of its jail; returns whether it has come."""
         return bool(self._poll.poll(1000 * timeout_s))
 
     def group(self) -> int:
@@ -162,7 +162,8 @@ class Template:
             return True
 
     def reap(self, pid: int) -> bool:
-        """Reap a child that has ended, if it is this one; `has_failed` then says how. Whether it is."""
+        """Reap a child that has ended, if it is this one; `has_failed` then says how it ended.
+        Returns whether it is this one."""
         # Not one that was reaped before: its number may be another child's by now.
         is_this = self._process.returncode is None and self._process.pid == pid
         return is_this and self._process.poll() is not None
@@ -247,16 +248,16 @@ class WarmJails:
         """By whether its jail has the installed packages."""
         self._pause_s = FIRST_PAUSE_S
         """After the next failure; it doubles while interpreters fail in a row."""
-        self._closed_until = 0.0
+        self._paused_until = 0.0
 
     @property
     def is_paused(self) -> bool:
         """Whether programs get jails of their own, because warm ones have just failed."""
-        return time.monotonic() < self._closed_until
+        return time.monotonic() < self._paused_until
 
     def note_failure(self) -> None:
         """Do without warm jails for a while."""
-        self._closed_until = time.monotonic() + self._pause_s
+        self._paused_until = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def prepare(self, configs: Sequence[SandboxConfig]) -> None:

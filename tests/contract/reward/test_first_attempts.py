@@ -3,6 +3,8 @@ lost or is stopped ends as it does where a task waits for it."""
 
 import asyncio
 import errno
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,16 +162,21 @@ async def test_a_stop_ends_and_hands_back_what_does_not_end_in_time(put, reward,
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many samples the worker holds after each call that publishes."""
+    """How many samples the worker holds after each call that publishes or fetches."""
     counts: list[int] = []
-    complete = Consumer.complete
 
-    async def noting(self: Any, *args: Any) -> list[bool]:
-        flags = await complete(self, *args)
-        counts.append(len(self.held))
-        return flags
+    def note(name: str) -> None:
+        call = getattr(Consumer, name)
 
-    monkeypatch.setattr(Consumer, "complete", noting)
+        async def noting(self: Any, *args: Any) -> Any:
+            reply = await call(self, *args)
+            counts.append(len(self.held))
+            return reply
+
+        monkeypatch.setattr(Consumer, name, noting)
+
+    note("complete")
+    note("fetch")
     return counts
 
 
@@ -179,6 +186,26 @@ async def test_a_full_lane_holds_some_more_and_never_runs_them(put, reward, held
         published = await scores(broker, keys, 200)
     assert peak(published) == 20 and max(held) == 23, "the share of its slots that begins soon"
     assert {score.attempts for score in published} == {1}
+
+
+async def test_a_slot_that_a_call_fetches_for_is_not_fetched_for_by_the_lane(
+    put, reward, held, broker, keys, monkeypatch
+):
+    """A call ends and wakes the lane, which has no free slot: it may hold fewer samples now. Before the lane
+    looks, the next call begins with more slots again, and asks for them all."""
+    shares_s = itertools.cycle([3600.0, 0.0])
+    set_extra_slots = RewardLane._set_extra_slots
+
+    def alternating(lane: RewardLane, batch: Any) -> None:
+        monkeypatch.setattr("tidemill.services.reward.worker.AHEAD_S", next(shares_s))
+        set_extra_slots(lane, batch)
+
+    monkeypatch.setattr(RewardLane, "_set_extra_slots", alternating)
+    monkeypatch.setattr("tidemill.services.reward.worker.MAX_BATCH", 1)
+    await put(*["await asyncio.sleep(0.05)"] * 100)
+    async with worker(broker, keys, **reward, max_in_flight=20):
+        await scores(broker, keys, 100)
+    assert max(held) == 23
 
 
 async def test_a_lane_whose_rewards_take_long_holds_no_more_than_it_runs(
@@ -370,6 +397,7 @@ async def test_what_came_as_a_worker_became_short_is_handed_back(
         lane.free_slot()
         await wait_until(lambda: lane.context.shortage._trying is not None)
         lane.num_held += 1
+        self.takeover.next_at = math.inf  # messages are asked for: no look comes first
         return await complete(self, batch, key, ahead)
 
     monkeypatch.setattr(Consumer, "complete", becoming_short)

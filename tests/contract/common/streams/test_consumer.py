@@ -444,6 +444,24 @@ async def test_what_was_lost_while_it_waited_is_not_given(broker, keys):
     assert [delivery.entry_id for delivery in await fetched(consumer, 1)] == ids[2:]
 
 
+async def test_a_look_for_abandoned_messages_holds_no_more_than_was_asked_for(broker, keys):
+    ids = await publish(broker, keys, 4)
+    consumer = make_consumer(broker, keys)
+    dead = make_consumer(broker, keys, "dead")
+    (abandoned,) = await fetched(dead, 1)
+    (first,) = await fetched(consumer, 1)
+    assert await consumer.complete([(first, None)], keys.scores(), ahead=1) == [True]
+    await wait_until(lambda: consumer.num_ahead == 1)
+    await fall_silent(broker, keys, "dead", [abandoned.entry_id])
+    # As where the time of a look comes between the two calls.
+    consumer.takeover.next_at = 0.0
+    (second,) = await fetched(consumer, 1)
+    assert [second.entry_id] == list(consumer.held) == ids[2:3], "what came ahead"
+    assert await consumer.complete([(second, None)], keys.scores(), ahead=1) == [True]
+    assert list(consumer.held) == [], "nothing new before what was abandoned"
+    assert [delivery.entry_id for delivery in await fetched(consumer, 1)] == [abandoned.entry_id]
+
+
 async def test_a_request_that_fails_is_left_to_the_next_fetch(broker, keys, monkeypatch):
     await publish(broker, keys, 2)
     consumer = make_consumer(broker, keys)

@@ -469,8 +469,8 @@ async def test_where_interpreters_fail_in_a_row_a_worker_does_without_for_longer
             began = time.monotonic()
             warm.prepare([LIMITS])
             assert not warm._templates
-            pauses.append(math.floor(warm._closed_until - began))
-            warm._closed_until = 0.0
+            pauses.append(math.floor(warm._paused_until - began))
+            warm._paused_until = 0.0
         assert pauses == [1, 2, 4]
         warm.prepare([LIMITS])
         job = os.fork()
@@ -498,7 +498,7 @@ def test_warm_jails_that_a_machine_cannot_have_at_a_workers_start_are_tried_agai
         tests = {"inputs": ["1"], "outputs": ["1"]}
         assert run_tests("print(input())", tests, LIMITS, warm=warm)["passed"] == 1
         assert not warm._templates
-        warm._closed_until = 0.0
+        warm._paused_until = 0.0
         warm.prepare([LIMITS])
         assert run_tests("print(input())", tests, LIMITS, warm=warm)["passed"] == 1
         assert template_pid(warm)
