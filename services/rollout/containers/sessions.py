@@ -17,6 +17,7 @@ import structlog
 from tidemill.common.config.environment import NO_CONTAINERS, EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
 from tidemill.common.process.failures import doubling
+from tidemill.common.process.shortage import fault_in
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.containers.command import Container, ContainerCommand, EngineAwayError
 from tidemill.services.rollout.containers.names import SessionName
@@ -33,6 +34,8 @@ class SessionContainers:
     def __init__(self, section: EnvironmentConfig) -> None:
         self.is_on = section.containers != NO_CONTAINERS
         self.command = ContainerCommand(section.containers)
+        self.run_uid = ""
+        """Set before the first session, where `is_on`."""
         self.live: set[str] = set()
         """Names of the sessions that are played, until their containers are removed."""
         self._max_containers = section.max_containers
@@ -96,12 +99,16 @@ class SessionContainers:
         Raises:
             EnvironmentFaultError: the engine does not answer, a container of the session was killed, or one
                 that its environment had started is gone.
+            MachineFaultError: the engine cannot be asked, because this machine is short of something.
         """
         if not name or (reward is not None and reward > 0):
             return
         try:
             containers = await self._of(name)
         except EngineAwayError as error:
+            fault = fault_in(error, "the session's containers cannot be listed")
+            if fault is not None:
+                raise fault from error
             raise EnvironmentFaultError(
                 f"the session's result is not believed: {error}", "container"
             ) from error

@@ -4,6 +4,7 @@ Where Docker is not, `tests/support/stand_in_docker.py` is the engine.
 """
 
 import asyncio
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from tests.support.containers import Containers, containers_in
-from tests.support.rollout_worker import Worker, issue, take_over
+from tests.support.rollout_worker import RUN_UID, Worker, issue, take_over
 from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
 from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import keep_uid
 from tidemill.common.streams import Delivery
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Ticket
@@ -210,11 +212,31 @@ async def test_the_end_of_a_run_removes_its_containers_and_no_others(
         name = name_of(worker, await worker.fetch())
     containers.start(verifiers__run=str(name))
     stays = {
-        containers.start(verifiers__run=str(replace(name, run="00000000"))),
+        containers.start(verifiers__run=str(replace(name, run_uid="00000000"))),
         containers.start(verifiers__run="a1b2c3"),
     }
-    assert await remove_of_run("docker", keys.run_id) == 1
+    assert await remove_of_run("docker", RUN_UID) == 1
     assert containers.ids == stays
+
+
+async def test_runs_of_one_id_in_two_folders_keep_each_others_containers(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, tmp_path: Path
+) -> None:
+    await issue(broker, keys)
+    uid = keep_uid(tmp_path)
+    async with make("w1", **SETTINGS) as worker, make("w2", **SETTINGS) as beside:
+        for each in (worker, beside):
+            each.player.containers.run_uid = uid
+        name = name_of(beside, await beside.fetch())
+        folder = tmp_path / "another"
+        folder.mkdir()
+        # The other run's Redis has its lease; this one knows nothing of it.
+        of_another_run = replace(name, run_uid=keep_uid(folder), entry_id="1-0")
+        stays = containers.start(tidemill__session=str(of_another_run))
+        await reaper_of(worker).look()
+        containers.start(tidemill__session=str(name))
+        assert await remove_of_run("docker", uid) == 1
+        assert containers.ids == {stays}
 
 
 async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
@@ -256,6 +278,36 @@ async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
         for name in (sound, removed, killed, without):
             await sessions.end(name)
         assert not containers.ids and not sessions.live and not sessions._started
+
+
+async def test_a_machine_that_can_start_no_process_is_no_fault_of_the_session(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        sessions = worker.player.containers
+        name = await sessions.begin(name_of(worker, await worker.fetch()))
+
+        async def start(*_: Any, **__: Any) -> None:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", start)
+            with pytest.raises(MachineFaultError, match="short of processes"):
+                await sessions.check(name, 0.0)
+        await sessions.end(name)
+
+
+async def test_a_line_break_in_the_label_of_somebody_elses_container_hides_no_other(
+    broker: Broker, keys: Keys, make: Make, containers: Containers
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        name = str(name_of(worker, await worker.fetch()))
+        stays = containers.start(com__docker__compose__project="a\nb")
+        containers.start(tidemill__session=name)
+        await reaper_of(worker).look()
+        assert containers.ids == {stays}
 
 
 async def test_a_look_that_ends_as_it_is_cancelled_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
