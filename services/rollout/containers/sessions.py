@@ -43,6 +43,8 @@ class SessionContainers:
         self._listing = asyncio.Lock()
         self._listed: list[Container] = []
         self._listed_at = float("-inf")
+        self._away: EngineAwayError | None = None
+        """Why there was no newer list at `_listed_at`."""
         self._removals: set[asyncio.Task[None]] = set()
         self._started: dict[str, frozenset[str]] = {}
         """Ids of the containers that a session's environment had when it was set up."""
@@ -134,10 +136,10 @@ class SessionContainers:
         """Why no session can start on this node now; None where one can."""
         async with self._listing:
             if time.monotonic() - self._listed_at >= LISTING_AGE_S:
-                try:
-                    self._listed = await self.list_containers()
-                except EngineAwayError as error:
-                    return MachineFaultError(f"a session cannot start: {error}", errno.EAGAIN)
+                with contextlib.suppress(EngineAwayError):  # kept in `_away`
+                    await self.list_containers()
+        if self._away is not None:
+            return MachineFaultError(f"a session cannot start: {self._away}", errno.EAGAIN)
         num_by_session = Counter(str(container.session) for container in self._listed)
         # A session that has just begun will have one.
         num_to_come = len(self.live - num_by_session.keys())
@@ -159,9 +161,14 @@ class SessionContainers:
         try:
             listed = await self.command.list_containers()
         except EngineAwayError as error:
+            # Else sessions that start at once would wait for a hung engine one after the other.
+            self._away = error
+            self._listed_at = time.monotonic()
             self._note_away(error)
             raise
+        self._away = None
         self._num_away = 0
+        self._listed = listed
         self._listed_at = time.monotonic()
         return listed
 
