@@ -5,11 +5,14 @@ The config's classes take a quarter of a second to import, and readers of stream
 
 import json
 import os
+import re
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.common.command_line import command_line
 from tidemill.common.errors import ConfigError
+from tidemill.common.files import write_atomically
 from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
 from tidemill.common.wire.keys import RUNS, Keys
@@ -123,6 +126,34 @@ RUNS_DIR_VARIABLE = "TIDEMILL_RUNS_DIR"
 
 def runs_dir() -> Path:
     return Path(os.environ.get(RUNS_DIR_VARIABLE, "runs")).resolve()
+
+
+UID = "uid"
+"""Field of the run's state: eight hexadecimal digits that no other run has, not even one with the same id."""
+UID_FILE = "run.uid"
+"""File in the run's folder with the same digits. The trainer writes it, and copies it into the state."""
+
+
+def read_uid(run_dir: Path) -> str:
+    """The uid of the run in this folder; empty where its trainer has not begun yet."""
+    try:
+        uid = (run_dir / UID_FILE).read_text().strip()
+    except FileNotFoundError:
+        return ""
+    return uid if re.fullmatch("[0-9a-f]{8}", uid) else ""
+
+
+def keep_uid(run_dir: Path) -> str:
+    """The uid of the run in this folder, made where there is none.
+
+    Raises:
+        StorageError: the disk is full or read-only.
+    """
+    uid = read_uid(run_dir)
+    if not uid:
+        uid = secrets.token_hex(4)
+        write_atomically(run_dir / UID_FILE, f"{uid}\n")
+    return uid
 
 
 PROFILES = "profiles"

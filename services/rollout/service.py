@@ -4,9 +4,10 @@ import asyncio
 import time
 
 from tidemill.common.errors import EngineError
-from tidemill.common.process.activity import LOAD, WAIT_ENVIRONMENT, WAIT_REDIS, Activity
+from tidemill.common.process.activity import LOAD, WAIT_ENVIRONMENT, WAIT_REDIS, WAIT_START, Activity
 from tidemill.common.process.heartbeats import DAMAGED_VERSION, FAILURES, Heartbeat
 from tidemill.common.process.service import ServiceContext
+from tidemill.common.run.state import UID, read_state
 from tidemill.common.telemetry import metrics
 from tidemill.common.wire.messages import Lane
 from tidemill.services.rollout.containers.reaper import Reaper
@@ -19,6 +20,7 @@ from tidemill.services.rollout.worker import RolloutWorker
 
 SAMPLE_S = 0.02
 WATCHES_PER_STALL = 10
+UID_PAUSE_S = 0.5
 
 
 async def serve(context: ServiceContext) -> None:
@@ -30,6 +32,11 @@ async def serve(context: ServiceContext) -> None:
     try:
         with context.activity.during(LOAD, "loading the environment"):
             await player.start()
+        if player.containers.is_on:
+            with context.activity.during(WAIT_START, "the trainer has not registered the run yet"):
+                uid = await context.unless_stopping(_wait_for_uid(context))
+            # None where it has to stop: no session begins then.
+            player.containers.run_uid = uid or ""
         await _work(context, engine, player)
     finally:
         # The player first: its sessions ask the engine, and would fail as if the engine had failed.
@@ -37,6 +44,15 @@ async def serve(context: ServiceContext) -> None:
         await player.containers.close()
         await engine.close()
     context.raise_failure()
+
+
+async def _wait_for_uid(context: ServiceContext) -> str:
+    """The run's uid. Its trainer writes it before it issues tickets, but workers may start first."""
+    while True:
+        uid = (await read_state(context.broker, context.keys)).get(UID)
+        if uid:
+            return str(uid)
+        await asyncio.sleep(UID_PAUSE_S)
 
 
 async def _work(context: ServiceContext, engine: Engine, player: Player) -> None:

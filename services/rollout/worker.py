@@ -68,7 +68,7 @@ from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
-from tidemill.services.rollout.containers.names import SessionName, digest_of, unique_end
+from tidemill.services.rollout.containers.names import SessionName, unique_end
 from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, OnTokens
 from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
 from tidemill.services.rollout.sessions.player import Player, find_engine_fault
@@ -432,10 +432,10 @@ class RolloutWorker(LaneWorker[Ticket]):
 
     def _session_of(self, delivery: Delivery[Ticket], index: int) -> SessionName:
         """The name of a sample's session, which its containers carry."""
-        run = digest_of(self.context.keys.run_id)
+        run_uid = self.player.containers.run_uid
         consumer = unique_end(self.consumer.name)
         ticket = delivery.message.ticket
-        return SessionName(run, self.lane, delivery.entry_id, consumer, ticket, index)
+        return SessionName(run_uid, self.lane, delivery.entry_id, consumer, ticket, index)
 
     async def _keep_part(
         self, delivery: Delivery[Ticket], index: int, name: bytes, number: int, play_part: Part

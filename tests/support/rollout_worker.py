@@ -25,6 +25,7 @@ from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
 from tidemill.services.trainer.weights.store import WeightStore
 
 SIZE = 4
+RUN_UID = "9f86d081"
 
 
 class GatedEngine(SimulatedEngine):
@@ -65,6 +66,7 @@ class Worker:
         self.engine = GatedEngine(self.config)
         self.follower = WeightFollower(self.context, self.engine)
         self.player: Player = build_player(self.config, self.engine.decode, self.engine.read)
+        self.player.containers.run_uid = RUN_UID
         self.lane = self.new_lane()
         self.consumer = self.lane.consumer
 

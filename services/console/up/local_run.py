@@ -32,6 +32,7 @@ from tidemill.common.run.state import (
     has_finished,
     publish_config,
     read_state,
+    read_uid,
     update_state,
 )
 from tidemill.common.streams import read_newest
@@ -182,13 +183,19 @@ class LocalRun:
     async def _remove_containers(self) -> None:
         """Remove what sessions have left on this node: no worker of the run is there to do it."""
         command = self.config.rollout.environment.containers
-        if command == NO_CONTAINERS:
+        uid = read_uid(self.folder.path)
+        # Without a uid no session has begun.
+        if command == NO_CONTAINERS or not uid:
             return
-        arguments = ("--run", self.keys.run_id, "--command", command)
+        arguments = ("--uid", uid, "--command", command)
         nothing = asyncio.subprocess.DEVNULL
-        process = await asyncio.create_subprocess_exec(
-            *run_own(Program.CONTAINERS, *arguments), stdin=nothing, stdout=asyncio.subprocess.PIPE
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *run_own(Program.CONTAINERS, *arguments), stdin=nothing, stdout=asyncio.subprocess.PIPE
+            )
+        except OSError as error:  # the machine is short of processes: the run still gets its report
+            self._view.event(f"containers of the run may be left on this node: {error}")
+            return
         try:
             async with asyncio.timeout(CONTAINERS_TIMEOUT_S):
                 output, _ = await process.communicate()

@@ -18,6 +18,8 @@ LABELS = (
 )
 """Labels that may have a session's name: ours, that of verifiers (`VF_RUN_ID`), those of Compose
 (`COMPOSE_PROJECT_NAME`)."""
+NUM_FIELDS = 3
+"""Fields of a container before its labels: id, state and status."""
 TIMEOUT_S = 30.0
 REMOVAL_TIMEOUT_S = 120.0
 GONE = ("No such container", "no such container", "is already in progress")
@@ -71,7 +73,11 @@ class ContainerCommand:
             output = await self._run("ps", "-a", "--no-trunc", "--format", "\t".join(fields))
             rows = [line.split("\t") for line in output.splitlines()]
         containers = []
-        for container_id, state, status, *values in rows:
+        for row in rows:
+            # The label of a container that is not ours may have a line break: what follows is no container.
+            if len(row) < NUM_FIELDS:
+                continue
+            container_id, state, status, *values = row
             session = next(filter(None, map(read_name, values)), None)
             if session is not None:
                 containers.append(Container(container_id, session, state, status))
@@ -101,6 +107,7 @@ class ContainerCommand:
         except OSError as error:
             raise EngineAwayError(f"{command} cannot be run: {error}") from error
         try:
+            # Not `wait_for`: in Python 3.11 it loses a cancellation that comes as the command ends.
             async with asyncio.timeout(timeout_s):
                 output, errors = await process.communicate()
         except TimeoutError:

@@ -3,13 +3,11 @@
 A name has letters, digits and hyphens only: it may be a label's value, and the name of a Compose project.
 """
 
-import hashlib
 import re
 from dataclasses import dataclass, replace
 
 from tidemill.common.wire.messages import Lane
 
-DIGEST_DIGITS = 8
 NAME = re.compile(r"tidemill-([0-9a-f]{8})-([te])-(\d+)-(\d+)-([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
 LANES = {lane.value[0]: lane for lane in Lane}
 
@@ -18,12 +16,13 @@ LANES = {lane.value[0]: lane for lane in Lane}
 class SessionName:
     """The session of one sample, by the lease under which it is played.
 
-    Example: `tidemill-9f86d081-t-43-0-1a2b3c4d-42-3-17`: the run with that digest, training, the entry 43-0
+    Example: `tidemill-9f86d081-t-43-0-1a2b3c4d-42-3-17`: the run with that uid, training, the entry 43-0
     of the lane's tickets, held by the consumer `rollout-0.1a2b3c4d`, ticket 42, sample 3; it is the 17th
     session of that worker.
     """
 
-    run: str
+    run_uid: str
+    """Not the run's id: runs in two folders may have the same id, and one container engine."""
     lane: Lane
     entry_id: str
     consumer: str
@@ -34,15 +33,11 @@ class SessionName:
     """Differs between all sessions of a worker: a late removal never meets a later attempt."""
 
     def __str__(self) -> str:
-        parts = (self.run, self.lane.value[0], self.entry_id, self.consumer)
+        parts = (self.run_uid, self.lane.value[0], self.entry_id, self.consumer)
         return "-".join(map(str, ("tidemill", *parts, self.ticket, self.index, self.number)))
 
     def numbered(self, number: int) -> "SessionName":
         return replace(self, number=number)
-
-
-def digest_of(run_id: str) -> str:
-    return hashlib.sha256(run_id.encode()).hexdigest()[:DIGEST_DIGITS]
 
 
 def unique_end(consumer_name: str) -> str:
@@ -54,6 +49,6 @@ def read_name(text: str) -> SessionName | None:
     match = NAME.fullmatch(text)
     if match is None:
         return None
-    run, letter, milliseconds, sequence, consumer, ticket, index, number = match.groups()
+    run_uid, letter, milliseconds, sequence, consumer, ticket, index, number = match.groups()
     entry_id = f"{milliseconds}-{sequence}"
-    return SessionName(run, LANES[letter], entry_id, consumer, int(ticket), int(index), int(number))
+    return SessionName(run_uid, LANES[letter], entry_id, consumer, int(ticket), int(index), int(number))

@@ -20,7 +20,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Lane
 from tidemill.services.rollout.containers.command import Container, EngineAwayError
-from tidemill.services.rollout.containers.names import digest_of, unique_end
+from tidemill.services.rollout.containers.names import unique_end
 from tidemill.services.rollout.containers.sessions import SessionContainers
 
 log = structlog.get_logger(__name__)
@@ -36,7 +36,6 @@ class Reaper:
         self._keys = context.keys
         self._containers = containers
         self._lease_s = context.config.streams.lease_s
-        self._run = digest_of(context.keys.run_id)
         self._consumer = unique_end(context.consumer_name)
         self._waited_s = context.broker.waited_s
         self._patient_until = 0.0
@@ -66,7 +65,7 @@ class Reaper:
         """
         # Before Redis is asked: what is listed now was delivered before, so Redis knows of its lease.
         listed = await self._containers.list_containers()
-        of_run = [container for container in listed if container.session.run == self._run]
+        of_run = [container for container in listed if container.session.run_uid == self._containers.run_uid]
         metrics.CONTAINERS_HELD.set(len(of_run))
         next_end_s = self._lease_s
         abandoned: list[Container] = []

@@ -17,6 +17,7 @@ import structlog
 from tidemill.common.config.environment import NO_CONTAINERS, EnvironmentConfig
 from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
 from tidemill.common.process.failures import doubling
+from tidemill.common.process.shortage import fault_in
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.containers.command import Container, ContainerCommand, EngineAwayError
 from tidemill.services.rollout.containers.names import SessionName
@@ -33,6 +34,8 @@ class SessionContainers:
     def __init__(self, section: EnvironmentConfig) -> None:
         self.is_on = section.containers != NO_CONTAINERS
         self.command = ContainerCommand(section.containers)
+        self.run_uid = ""
+        """Set before the first session, where `is_on`."""
         self.live: set[str] = set()
         """Names of the sessions that are played, until their containers are removed."""
         self._max_containers = section.max_containers
@@ -40,6 +43,8 @@ class SessionContainers:
         self._listing = asyncio.Lock()
         self._listed: list[Container] = []
         self._listed_at = float("-inf")
+        self._away: EngineAwayError | None = None
+        """Why there was no newer list at `_listed_at`."""
         self._removals: set[asyncio.Task[None]] = set()
         self._started: dict[str, frozenset[str]] = {}
         """Ids of the containers that a session's environment had when it was set up."""
@@ -96,12 +101,16 @@ class SessionContainers:
         Raises:
             EnvironmentFaultError: the engine does not answer, a container of the session was killed, or one
                 that its environment had started is gone.
+            MachineFaultError: the engine cannot be asked, because this machine is short of something.
         """
         if not name or (reward is not None and reward > 0):
             return
         try:
             containers = await self._of(name)
         except EngineAwayError as error:
+            fault = fault_in(error, "the session's containers cannot be listed")
+            if fault is not None:
+                raise fault from error
             raise EnvironmentFaultError(
                 f"the session's result is not believed: {error}", "container"
             ) from error
@@ -127,10 +136,10 @@ class SessionContainers:
         """Why no session can start on this node now; None where one can."""
         async with self._listing:
             if time.monotonic() - self._listed_at >= LISTING_AGE_S:
-                try:
-                    self._listed = await self.list_containers()
-                except EngineAwayError as error:
-                    return MachineFaultError(f"a session cannot start: {error}", errno.EAGAIN)
+                with contextlib.suppress(EngineAwayError):  # kept in `_away`
+                    await self.list_containers()
+        if self._away is not None:
+            return MachineFaultError(f"a session cannot start: {self._away}", errno.EAGAIN)
         num_by_session = Counter(str(container.session) for container in self._listed)
         # A session that has just begun will have one.
         num_to_come = len(self.live - num_by_session.keys())
@@ -152,9 +161,14 @@ class SessionContainers:
         try:
             listed = await self.command.list_containers()
         except EngineAwayError as error:
+            # Else sessions that start at once would wait for a hung engine one after the other.
+            self._away = error
+            self._listed_at = time.monotonic()
             self._note_away(error)
             raise
+        self._away = None
         self._num_away = 0
+        self._listed = listed
         self._listed_at = time.monotonic()
         return listed
 

@@ -175,7 +175,8 @@ class GatewaySession:
         self._num_passed = 0
         """Number of these that no longer count, because a question that was asked later was answered."""
         self._refusals: set[tuple[SessionEnd, str]] = set()
-        """The limits that have refused a question since the last answer, and what they refuse."""
+        """The limits that have refused a question since the last answer, and what they refuse. Not for each
+        history: a refused one is forgotten, so a program that begins new ones would never be stopped."""
 
     @property
     def max_body_bytes(self) -> int:
@@ -251,6 +252,8 @@ class GatewaySession:
             # The time before `begun_at` is the session's own: it waits for tokens of its other turns.
             if is_missed and exchange.begun_at and not exchange.task.done():
                 engine_s = now - exchange.begun_at
+                # By all that it may have, not by how long turns were: a policy that does not stop makes turns
+                # longer than any before, and is the cause of its lateness.
                 if self._pace.is_slow(exchange.max_tokens, engine_s):
                     return EnvironmentFaultError(
                         f"the program ended while the engine was slow: no answer after {engine_s:.0f} s",
@@ -446,8 +449,10 @@ class GatewaySession:
         self._note_continued(continuation, question)
         history = continuation.history
         if continuation.kind in ("new", "forked"):
-            if len(self.histories.all) >= (most := limits.max_segments):
-                raise self._limit("max_tokens", f"the session has {most} histories already (max_segments)")
+            most = limits.max_segments
+            if len(self.histories.all) >= most:
+                problem = f"the session has {most} histories already (max_segments)"
+                raise self._limit("max_tokens", problem, refused="new histories")
             self._num_histories += 1
             history.number = self._num_histories
             self.histories.all.append(history)

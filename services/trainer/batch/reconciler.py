@@ -8,6 +8,7 @@ that workers start from.
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from tidemill.common.files import write_atomically
 from tidemill.common.process.service import ServiceContext
 from tidemill.common.redis import scripts
 from tidemill.common.redis.broker import Broker
-from tidemill.common.run.state import CONFIG_FILE, RUNNING, update_state
+from tidemill.common.run.state import CONFIG_FILE, RUNNING, UID, keep_uid, update_state
 from tidemill.common.streams import (
     START,
     Entry,
@@ -69,6 +70,7 @@ class Reconciler:
         self.term = 0
         """Which trainer process of the run this is: each has a greater number than those before it."""
         self._config: RunConfig | None = None
+        self._uid = ""
         self._token = f'"{secrets.token_hex(8)}"'.encode()
         self._announced_as = ""
         self.needs_checkpoint = False
@@ -85,6 +87,7 @@ class Reconciler:
         self._config = context.registered or context.config
         # On the disk before anything is announced under it: after a crash no two trainers have one term.
         self.term = _next_term(context.run_dir)
+        self._uid = keep_uid(context.run_dir)
         path = context.run_dir / CONFIG_FILE
         try:
             is_kept = load_recorded(path) == self._config
@@ -103,7 +106,7 @@ class Reconciler:
         unit = [
             # NX: the config that workers have started from stays, where Redis still has it.
             ("SET", self.keys.config, config.model_dump_json(), "NX"),
-            ("HSET", self.keys.state, REGISTRATION, self._token),
+            ("HSET", self.keys.state, REGISTRATION, self._token, UID, json.dumps(self._uid)),
         ]
         await self.broker.pipeline(unit, atomic=True)
 

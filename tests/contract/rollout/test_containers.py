@@ -4,6 +4,8 @@ Where Docker is not, `tests/support/stand_in_docker.py` is the engine.
 """
 
 import asyncio
+import errno
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.support.containers import Containers, containers_in
-from tests.support.rollout_worker import Worker, issue, take_over
+from tests.support.rollout_worker import RUN_UID, Worker, issue, take_over
+from tests.support.training import trainer_config
 from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
 from tidemill.common.redis.broker import Broker
+from tidemill.common.run.state import keep_uid
 from tidemill.common.streams import Delivery
 from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
-from tidemill.common.wire.messages import Ticket
+from tidemill.common.wire.messages import Lane, Ticket
+from tidemill.services.console.run.folder import RunFolder
+from tidemill.services.console.up.local_run import LocalRun
 from tidemill.services.rollout.containers import reaper as reaper_module
 from tidemill.services.rollout.containers.__main__ import remove_of_run
 from tidemill.services.rollout.containers.command import ContainerCommand, EngineAwayError
@@ -202,6 +209,40 @@ async def test_at_its_limit_or_without_its_engine_a_node_starts_no_session(
         assert len(containers.ids) == 1
 
 
+async def test_the_limit_counts_the_newest_list_whoever_has_asked_for_it(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidemill.services.rollout.containers.sessions.LISTING_AGE_S", 60.0)
+    async with make(rollout__environment=ENVIRONMENT | {"max_containers": 1}) as worker:
+        sessions = worker.player.containers
+        assert await sessions.find_fault() is None
+        foreign = SessionName("00000000", Lane.TRAIN, "1-0", "ab", 0, 0, 1)
+        containers.start(verifiers__run=str(foreign))
+        await reaper_of(worker).look()
+        assert await sessions.find_fault() is not None
+
+
+async def test_sessions_that_start_at_once_ask_a_hung_engine_once(
+    broker: Broker, keys: Keys, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        sessions = worker.player.containers
+        name = name_of(worker, await worker.fetch())
+        num_asked = 0
+
+        async def list_containers() -> None:
+            nonlocal num_asked
+            num_asked += 1
+            await asyncio.sleep(0.01)
+            raise EngineAwayError("docker ps has not ended after 30 s")
+
+        monkeypatch.setattr(sessions.command, "list_containers", list_containers)
+        starts = await asyncio.gather(*(sessions.begin(name) for _ in range(8)), return_exceptions=True)
+        assert [type(start) for start in starts] == [MachineFaultError] * 8
+        assert num_asked == 1 and not sessions.live
+
+
 async def test_the_end_of_a_run_removes_its_containers_and_no_others(
     broker: Broker, keys: Keys, make: Make, containers: Containers
 ) -> None:
@@ -210,11 +251,56 @@ async def test_the_end_of_a_run_removes_its_containers_and_no_others(
         name = name_of(worker, await worker.fetch())
     containers.start(verifiers__run=str(name))
     stays = {
-        containers.start(verifiers__run=str(replace(name, run="00000000"))),
+        containers.start(verifiers__run=str(replace(name, run_uid="00000000"))),
         containers.start(verifiers__run="a1b2c3"),
     }
-    assert await remove_of_run("docker", keys.run_id) == 1
+    assert await remove_of_run("docker", RUN_UID) == 1
     assert containers.ids == stays
+
+
+async def test_runs_of_one_id_in_two_folders_keep_each_others_containers(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, tmp_path: Path
+) -> None:
+    await issue(broker, keys)
+    uid = keep_uid(tmp_path)
+    async with make("w1", **SETTINGS) as worker, make("w2", **SETTINGS) as beside:
+        for each in (worker, beside):
+            each.player.containers.run_uid = uid
+        name = name_of(beside, await beside.fetch())
+        folder = tmp_path / "another"
+        folder.mkdir()
+        # The other run's Redis has its lease; this one knows nothing of it.
+        of_another_run = replace(name, run_uid=keep_uid(folder), entry_id="1-0")
+        stays = containers.start(tidemill__session=str(of_another_run))
+        await reaper_of(worker).look()
+        containers.start(tidemill__session=str(name))
+        assert await remove_of_run("docker", uid) == 1
+        assert containers.ids == {stays}
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+async def test_up_removes_what_its_run_has_left_and_ends_where_it_cannot(
+    is_short: bool, tmp_path: Path, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trainer_config(**SETTINGS).model_copy(update={"run_id": "test"})
+    folder = RunFolder(tmp_path, config.run_id)
+    folder.path.mkdir()
+    name = SessionName(keep_uid(folder.path), Lane.TRAIN, "1-0", "ab", 0, 0, 1)
+    goes = containers.start(tidemill__session=str(name))
+    stays = containers.start(tidemill__session=str(replace(name, run_uid="00000000")))
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    run = LocalRun(config, folder, [], console, is_live=False, resume_command="")
+
+    async def start(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        if is_short:
+            patch.setattr(asyncio, "create_subprocess_exec", start)
+        await run._remove_containers()
+    assert containers.ids == ({goes, stays} if is_short else {stays})
+    assert ("may be left on this node" if is_short else "removed 1 containers") in output.getvalue()
 
 
 async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
@@ -256,6 +342,36 @@ async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
         for name in (sound, removed, killed, without):
             await sessions.end(name)
         assert not containers.ids and not sessions.live and not sessions._started
+
+
+async def test_a_machine_that_can_start_no_process_is_no_fault_of_the_session(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        sessions = worker.player.containers
+        name = await sessions.begin(name_of(worker, await worker.fetch()))
+
+        async def start(*_: Any, **__: Any) -> None:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", start)
+            with pytest.raises(MachineFaultError, match="short of processes"):
+                await sessions.check(name, 0.0)
+        await sessions.end(name)
+
+
+async def test_a_line_break_in_the_label_of_somebody_elses_container_hides_no_other(
+    broker: Broker, keys: Keys, make: Make, containers: Containers
+) -> None:
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        name = str(name_of(worker, await worker.fetch()))
+        stays = containers.start(com__docker__compose__project="a\nb")
+        containers.start(tidemill__session=name)
+        await reaper_of(worker).look()
+        assert containers.ids == {stays}
 
 
 async def test_a_look_that_ends_as_it_is_cancelled_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tests.support.training import (
 )
 from tests.support.trajectories import make_commit, make_trajectory
 from tests.support.waiting import wait_until
+from tidemill.common.run.state import UID, read_state, read_uid
 from tidemill.common.streams import Consumer, append, ensure_group, entry_id_of, id_after, last_id
 from tidemill.common.streams.selection import StreamName
 from tidemill.common.wire.keys import REWARD_GROUP, ROLLOUT_GROUP
@@ -66,6 +67,24 @@ class TestLostTails:
             assert [t.ticket for t in await messages(broker, keys.prompts(), Ticket)] == list(range(6))
             assert await commits_of(broker, keys) == commits
             assert [m.version for m in await messages(broker, keys.weights, WeightManifest)] == [3]
+
+    async def test_a_run_has_its_uid_again_after_redis_and_trainer_are_lost_and_no_other_folder_has_it(
+        self, parts, broker, keys, tmp_path
+    ):
+        scheduler, _, _ = parts
+        uids = []
+        for name in ("a", "a", "b"):
+            await broker.execute("DEL", keys.state, keys.config)
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            context = make_context(broker, keys, trainer_config(), folder)
+            reconciler = Reconciler(broker, keys, scheduler)
+            await reconciler.begin(context)
+            uids.append((await read_state(broker, keys))[UID])
+            await broker.execute("DEL", keys.state)
+            assert await reconciler._register_if_lost()
+            assert (await read_state(broker, keys))[UID] == uids[-1] == read_uid(folder)
+        assert uids[0] == uids[1] != uids[2]
 
     async def test_a_restarted_server_is_noticed_once(self, parts, broker, monkeypatch):
         _, _, reconciler = parts

@@ -12,19 +12,20 @@ from textwrap import dedent
 import pytest
 
 from tests.support.containers import IMAGE, Containers, containers_in
-from tests.support.rollout_worker import issue
+from tests.support.rollout_worker import RUN_UID, issue
 from tests.support.runs import ServiceRun, simulated_config
 from tests.support.scripted_model import ScriptedModel, agent_player, make_ticket
 from tests.support.training import messages
 from tests.support.waiting import wait_until
+from tidemill.common.run.state import UID, update_state
 from tidemill.common.wire.messages import DeadLetter, Lane, Trajectory
-from tidemill.services.rollout.containers.names import SessionName, digest_of
+from tidemill.services.rollout.containers.names import SessionName
 from tidemill.services.rollout.sessions.parts import Recording
 
 LEASE_S = 2.0
 SIZE = 4
 NUM_TICKETS = 4
-SESSION = SessionName(digest_of("test"), Lane.TRAIN, "1-0", "1a2b3c4d", 0, 0)
+SESSION = SessionName(RUN_UID, Lane.TRAIN, "1-0", "1a2b3c4d", 0, 0)
 STARTS_ONE = f"docker run -d --network none --label verifiers.run=$VF_RUN_ID {IMAGE or 'image'} sleep 600"
 
 
@@ -104,13 +105,18 @@ async def test_a_killed_worker_leaves_no_container_and_no_sample_is_lost(
         model__max_model_len=256,
         streams__lease_s=LEASE_S,
     )
-    stays = containers.start(verifiers__run="of-somebody-else")
+    of_another_run = SessionName("00000000", Lane.TRAIN, "1-0", "ab", 0, 0, 1)
+    stay = {
+        containers.start(verifiers__run="of-somebody-else"),
+        containers.start(tidemill__session=str(of_another_run)),
+    }
     async with ServiceRun(tmp_path, config) as run:
         killed = run.start("rollout", "killed")
+        await update_state(run.broker, run.keys, **{UID: RUN_UID})  # as the trainer does
         await issue(run.broker, run.keys)
 
         async def boxes_of_a_group() -> set[str] | None:
-            boxes = containers.ids - {stays}
+            boxes = containers.ids - stay
             return boxes if len(boxes) >= SIZE else None
 
         lost = await wait_until(boxes_of_a_group)
@@ -135,4 +141,4 @@ async def test_a_killed_worker_leaves_no_container_and_no_sample_is_lost(
         assert {sample.session.reward for sample in samples if sample.session} == {1.0}
         assert await messages(run.broker, run.keys.dead, DeadLetter) == []
         await run.stop_all("next")
-        assert containers.ids == {stays}
+        assert containers.ids == stay

@@ -449,6 +449,21 @@ async def test_an_engine_that_hangs_in_one_of_two_turns_is_slow_where_the_time_i
     await asyncio.gather(asking, return_exceptions=True)
 
 
+@pytest.mark.parametrize(("max_tokens", "is_slow"), [(10, True), (2000, False)])
+async def test_a_turn_without_an_answer_is_measured_by_all_tokens_that_it_may_have(
+    max_tokens: int, is_slow: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr("tidemill.services.rollout.gateway.pace.SLOW_S", 0.0)
+    run = Run(turn_tokens=max_tokens)
+    run.pace.note(3, 3.0)  # a second a token
+    asking = await run.begin(USER)
+    # Three times ten seconds are over, and not three times two thousand.
+    run.session._last_asked.begun_at -= 31.0
+    assert (run.session.find_fault(True) is not None) == is_slow
+    await run.session.close()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 async def test_a_question_that_is_asked_in_other_limits_is_the_same_question() -> None:
     run = Run()
     await run.turn("lost", USER, max_tokens=99)
@@ -545,6 +560,19 @@ async def test_a_limit_that_is_met_again_is_answered_so_that_programs_stop_askin
         statuses.append((refused.value.status, refused.value.code))
     assert statuses == [(400, SESSION_LIMIT), (404, SESSION_LIMIT), (404, SESSION_LIMIT)]
     assert run.came_to.end == "max_turns"
+
+
+async def test_the_limits_of_histories_and_of_tokens_are_refused_each_by_itself() -> None:
+    run = Run(max_tokens=6, max_segments=1)
+    answer = await run.turn("first", USER)
+    statuses = []
+    for question in (Question((*SUB,)), Question((USER, answer, ON))):
+        for _ in range(2):
+            with pytest.raises(RequestError) as refused:
+                await run.session.answer(question)
+            statuses.append((refused.value.status, str(refused.value).split("(")[1].split(")")[0]))
+    of_histories = [(400, "max_segments"), (404, "max_segments")]
+    assert statuses == [*of_histories, (400, "max_tokens"), (404, "max_tokens")]
 
 
 async def test_a_client_that_shortens_its_history_step_by_step_goes_on() -> None:
