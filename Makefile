@@ -120,6 +120,7 @@ check: $(BASE) $(DEV) ## lint, formatting, types, import rules, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m infra.plain_lines --check
+	$(BIN)/python -m infra.worked_examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m infra.docs.reference --check

@@ -72,8 +72,11 @@ MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is read of tokens: of `[THINK]2 and 2[/THINK]4</s>` the text is "4" and the thought "2 and 2"
-    where they are parted; `thought` is None where they are not."""
+    """What is read of tokens; `thought` is None where thoughts are not parted from the text.
+
+    Example: of `[THINK]2 and 2[/THINK]4</s>` the `text` is "4" and the `thought` "2 and 2" where they are
+    parted.
+    """
 
     text: str
     thought: str | None = None

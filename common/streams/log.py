@@ -123,7 +123,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class HeldTickets:
-    """Where the leases and the progress of a lane's tickets are."""
+    """Where the leases and the progress of a lane's tickets are.
+
+    Example: of training in the run arith-1: `group` "rollout", `progress_prefix` "tidemill:{arith-1}:group:",
+    `progress_suffix` "".
+    """
 
     group: str
     """The consumer group that holds them."""

@@ -47,7 +47,10 @@ class Lane(StrEnum):
 
 
 class Message(BaseModel):
-    """Base of all messages: frozen, compared by value, unknown fields ignored."""
+    """Base of all messages: frozen, compared by value, unknown fields ignored.
+
+    Example: `Ticket`, with the `kind` "ticket" and its fields. Two tickets with equal arrays are equal.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
     kind: ClassVar[str]

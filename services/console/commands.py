@@ -172,6 +172,11 @@ def overrides_option(text: str = "Override one field, such as trainer.steps=20. 
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun:
+    """A command on one run.
+
+    Example: `status arith-1 --runs-dir /data/runs` has `run_id` "arith-1" and that folder.
+    """
+
     run_id: str | None = run_argument()
     runs_dir: Path | None = runs_dir_option()  # noqa: RUF009, it makes a field
 
@@ -431,6 +436,11 @@ class ReplayOptions(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions(OfRun):
+    """A command that shows records of a run.
+
+    Example: `streams show --run arith-1 --json` has `run_id` "arith-1" and `as_json`.
+    """
+
     run_id: str | None = run_option()
     as_json: bool = json_flag("Print JSON with everything, for programs, in a line for each entry.")
     is_full: bool = option("--full", "Show texts to their ends.", False)
@@ -496,7 +506,10 @@ class WebOptions(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionOptions(ViewOptions):
-    """Which entries of a stream; empty means all."""
+    """Which entries of a stream; empty means all.
+
+    Example: `streams tail scores --reward 0.9.. --step 40..45` has `reward` "0.9.." and `step` "40..45".
+    """
 
     step: str = option("--step", "Only of these steps.", "", "A..B")
     ticket: str = option("--ticket", "Only of these tickets.", "", "A..B")
@@ -551,7 +564,10 @@ class GrepOptions(SelectionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DeadFilter:
-    """Which dead letters are meant; every condition that is given must hold."""
+    """Which dead letters are meant; every condition that is given must hold.
+
+    Example: `--stream prompts:eval --error schema` has `stream` "prompts:eval" and `error` "schema".
+    """
 
     stream: str = option("--stream", "Only from this stream, such as prompts:eval.", "")
     ticket: int | None = option("--ticket", "Only of this ticket.", None, min=0)
@@ -566,7 +582,10 @@ class DeadFilter:
 
 @dataclass(frozen=True, kw_only=True)
 class DeadChoice(DeadFilter, OfRun):
-    """Dead letters by their ids, or all that the filter leaves."""
+    """Dead letters by their ids, or all that the filter leaves.
+
+    Example: `dead requeue --all --stream prompts:eval` has `has_all`, `stream` "prompts:eval", and no `ids`.
+    """
 
     ids: list[str] = argument("Ids of dead letters.", [], "ID")  # noqa: RUF009, it makes a field
     has_all: bool = option("--all", "All dead letters that the filters leave.", False)

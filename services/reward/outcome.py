@@ -102,6 +102,10 @@ class RewardOutcome:
 
     An attempt, a reward after its attempts, and the sum of all rewards have this one form. Only `ok` may have
     a value; `ok` without one means that the reward does not apply to the sample, which is no failure.
+
+    Example: a function that returns {"score": 0.8, "format": 1.0, "note": "rounded"} gives `value` 0.8,
+    `components` {"format": 1.0}, `detail` {"note": "rounded"}. One that takes too long gives no value, and
+    `status` and `kind` are "timeout".
     """
 
     value: float | None = None

@@ -54,7 +54,11 @@ class MiniBatch:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did: groups in order of entry, mini-batches of the first pass in order of training."""
+    """What one step did: groups in order of entry, mini-batches of the first pass in order of training.
+
+    Example: two mini-batches, gone over twice: `mini_batches` has 2, `repeated` 2, `passes` is 2, and
+    `updates` has 4.
+    """
 
     groups: list[Group] = field(default_factory=list)
     mini_batches: list[MiniBatch] = field(default_factory=list)

@@ -63,7 +63,11 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surrogate:
-    """An objective per token, to be maximised, and which tokens its bounds have cut off; None: no bound."""
+    """An objective per token, to be maximised, and which tokens its bounds have cut off; None: no bound.
+
+    Example: `ppo` of one token with ratio 1.5 and advantage 2, `clip_high` 0.28: `objective_N` 1.28 * 2 =
+    2.56, `is_high_N` True, `is_low_N` False, and `is_dual_N` None without a `dual_clip`.
+    """
 
     objective_N: "Tensor"
     is_low_N: "Tensor | None" = None
@@ -80,7 +84,10 @@ Choice = Callable[[Tokens, Surrogate, Sequence[Position], "AlgorithmConfig"], li
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """What follows from a loss, apart from its numbers. The default is also that of a user's own."""
+    """What follows from a loss, apart from its numbers. The default is also that of a user's own.
+
+    Example: `gspo` has one ratio for a sequence: `level` "sequence", `has_dual_clip`, and `is_idle_at_one`.
+    """
 
     level: Literal["token", "sequence"] = "token"
     """One ratio for each token, or one for a sequence."""
@@ -101,7 +108,11 @@ class LossTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(LossTraits, Algorithm):
-    """A built-in loss."""
+    """A built-in loss.
+
+    Example: `cispo`, whose `surrogate` weighs a token by its clipped ratio; of the traits it sets
+    `weighs_by_rollout`.
+    """
 
     surrogate: SurrogateFunction
     """The objective of each token."""

@@ -38,7 +38,11 @@ ANY_NAME = "<name>"
 
 
 class FieldFacts(NamedTuple):
-    """One field, by its dotted name."""
+    """One field, by its dotted name.
+
+    Example: `name` "trainer.algorithm.kl.coefficient", `kind` "float", `default` "default 0.001", `bounds`
+    "> 0, <= 100", `text` "Weight of the penalty (beta).".
+    """
 
     name: str
     kind: str
@@ -48,7 +52,11 @@ class FieldFacts(NamedTuple):
 
 
 class SectionFacts(NamedTuple):
-    """A section: its dotted name (empty for the top of the file), what it is for, and its own fields."""
+    """A section: its dotted name (empty for the top of the file), what it is for, and its own fields.
+
+    Example: `name` "trainer.algorithm.kl", `text` "A penalty for moving away from the reference model.", and
+    in `fields` its place, estimator, coefficient and so on.
+    """
 
     name: str
     text: str

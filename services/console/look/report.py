@@ -107,6 +107,12 @@ class EvaluatedSamples:
 
 @dataclass(slots=True)
 class RunSummary:
+    """What a run did from its first commit to its last: most of summary.json.
+
+    Example: `steps` 200, `eval_before` 0.12, `eval_after` 0.81, `trajectories_trained` 6,390, `dropped`
+    {"stale": 10}, `lost` 0, `duplicated_in_training` 0.
+    """
+
     run_id: str
     steps: int = 0
     eval_before: float | None = None

@@ -31,8 +31,8 @@ FRESH_S = 60.0
 class RunEnd:
     """The state of a run as its folder has it.
 
-    A failed one: `RunEnd("failed", reason="trainer cannot do this run (exit code 2)", error="tidemill
-    trainer: model.path /m/x does not exist", log="runs/a/logs/trainer.log", steps=0, ...)`.
+    Example: a failed one, `RunEnd("failed", reason="trainer cannot do this run (exit code 2)",
+    error="tidemill trainer: model.path /m/x does not exist", log="runs/a/logs/trainer.log", steps=0, ...)`.
     """
 
     status: str

@@ -20,7 +20,12 @@ FAILURE_FIELDS = ("is_timeout", "is_final", "kind", "retry_after_s", "is_code_er
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call. With `scores`, the samples of a group are post-processed; without, they are scored."""
+    """One call. With `scores`, the samples of a group are post-processed; without, they are scored.
+
+    Example: to score two samples, `samples` has both, and `given` {"reward_router_address":
+    "127.0.0.1:8301"}. To post-process their scores, `scores` is [1.0, None], and `notes` has the status
+    "timeout" and the error of the second.
+    """
 
     samples: list[RewardSample]
     """All of one lane."""

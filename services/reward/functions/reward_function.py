@@ -51,7 +51,11 @@ Kwargs = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class TrlLog:
     """What a TRL function logs: by `log_metric(name, value)` one number for the call, a component of every
-    sample; by `log_extra(column, values)` one value for each sample, a component if a number, else detail."""
+    sample; by `log_extra(column, values)` one value for each sample, a component if a number, else detail.
+
+    Example: `metrics` {"length": 7.0}, `extra` {"answer": ["4", "5"]}: of two samples both have the component
+    `length`, and the second has the detail `answer` "5".
+    """
 
     metrics: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Iterable[Any]] = field(default_factory=dict)
@@ -59,7 +63,11 @@ class TrlLog:
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction(Callee):
-    """A function with its further arguments, or a method of the object that a class made of them."""
+    """A function with its further arguments, or a method of the object that a class made of them.
+
+    Example: `reward.function: exact.py:score` with `reward.kwargs: {strict: true}`: `name` ends with
+    "exact.py:score", `how` is verl's style, `kwargs` {"strict": True}.
+    """
 
     name: str
     function: Callable[..., Any]

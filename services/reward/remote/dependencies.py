@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RewardDependencies:
-    """Shared by all rewards of one worker; its creator closes it."""
+    """Shared by all rewards of one worker; its creator closes it.
+
+    Example: of the worker "reward-0": once a judge has asked for `servers("judge")`, these are kept for the
+    next that asks, and `reporters` ends with their `report`.
+    """
 
     config: RunConfig
     broker: Broker

@@ -74,7 +74,10 @@ PACKED = (
 
 @dataclass(frozen=True, slots=True)
 class OutputTest:
-    """Standard input, and the output that is expected."""
+    """Standard input, and the output that is expected.
+
+    Example: `stdin` "2 3\\n", `expected` "5\\n".
+    """
 
     stdin: str
     expected: str
@@ -82,7 +85,10 @@ class OutputTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """Arguments of a function, and the results that are accepted."""
+    """Arguments of a function, and the results that are accepted.
+
+    Example: `name` "add", `arguments` [2, 3], `accepted` [5].
+    """
 
     name: str
     arguments: list[Any]

@@ -143,7 +143,11 @@ Routes = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(slots=True, eq=False)
 class DecodingRow:
-    """One completion that is being generated. Its caller waits on `done`, which is cancelled with it."""
+    """One completion that is being generated. Its caller waits on `done`, which is cancelled with it.
+
+    Example: two of at most 256 tokens are there: `token_ids` [29, 2], `logprobs` [-0.2, -0.01]. If 2 ends a
+    text, `finish` is "stop".
+    """
 
     request: GenerationRequest
     noise_key: int

@@ -48,9 +48,13 @@ class Prompt:
 
     `text` is what the model reads, chat template included; `own_text` is the row's own, where that is text
     and the model reads more than it. A chat's own messages travel in `extra`.
+
+    Example: `ids` [32, 10, 32, 28], `text` "2+2=", `data_source` "arith", `ground_truth` "4", `extra`
+    {"split": "train", "index": 7}, `row` 7.
     """
 
     ids: Int32
+    """[P], the generation prompt of a chat template included."""
     text: str
     data_source: str
     ground_truth: Any

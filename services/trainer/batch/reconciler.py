@@ -320,7 +320,11 @@ def _next_term(run_dir: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunStreams:
-    """The trainer's side of the run's streams: tickets out, groups in, and what repairs them."""
+    """The trainer's side of the run's streams: tickets out, groups in, and what repairs them.
+
+    Example: `scheduler` has issued ticket 12, `join` holds what has arrived of its group, and `reconciler`
+    publishes the ticket again where Redis has lost it.
+    """
 
     scheduler: Scheduler
     join: StreamJoin

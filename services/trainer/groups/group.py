@@ -16,7 +16,7 @@ UNKNOWN_VERSION = 2**63
 class Group(RecordedGroup):
     """A ticket that is outstanding, or that is in a step that is trained again.
 
-    Of four trajectories, of which index 2 has no score and index 0 is greedy: `arrived` has 0, 1, 2 and 3,
+    Example: of four trajectories, index 2 has no score and index 0 is greedy: `arrived` has 0, 1, 2 and 3,
     `samples` those of 1 and 3, `left_out` is [(2, "failed_score"), (0, "greedy_baseline")], `baseline` that
     of 0.
     """

@@ -12,7 +12,8 @@ from tidemill.services.trainer.groups.sample import Sample
 class MicroBatch:
     """Samples for one call of the policy: a bin for each rank (`bins.py`).
 
-    Keys ((7, 0), (7, 3), (8, 1)): two samples of ticket 7 and one of ticket 8, in order of training.
+    Example: `keys` ((7, 0), (7, 3), (8, 1)) are two samples of ticket 7 and one of ticket 8, in order of
+    training.
     """
 
     samples: tuple[Sample, ...]

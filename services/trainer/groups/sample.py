@@ -27,14 +27,22 @@ Kind = TypeVar("Kind", bound=np.generic)
 
 
 class SegmentTokens(NamedTuple):
-    """A segment of a sample: its own prompt, and how many of the sample's completion tokens belong to it."""
+    """A segment of a sample: its own prompt, and how many of the sample's completion tokens belong to it.
+
+    Example: `prompt_ids` [7, 8], `num_completion` 2.
+    """
 
     prompt_ids: Int32
+    """[P]."""
     num_completion: int
 
 
 class Routes(NamedTuple):
-    """Which experts the engine chose for each token of a segment but the last, which it never computed."""
+    """Which experts the engine chose for each token of a segment but the last, which it never computed.
+
+    Example: a segment of three tokens, one layer, two experts a token: `experts` [[[0, 5]], [[2, 5]]], and
+    `keys` has two rows, which differ.
+    """
 
     experts: NDArray[np.unsignedinteger]
     """[tokens - 1, layers, experts of a token]."""
@@ -54,7 +62,10 @@ def make_routes(experts: NDArray[np.unsignedinteger]) -> Routes:
 
 
 class TurnEnd(NamedTuple):
-    """A turn of a session: the completion token after its last one, and its share of the sample's reward."""
+    """A turn of a session: the completion token after its last one, and its share of the sample's reward.
+
+    Example: turns with the ends 3 and 5: tokens 0 to 2 are the first turn's, 3 and 4 the second's.
+    """
 
     end: int
     reward: float

@@ -29,7 +29,11 @@ Indices = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Node:
-    """A run of tokens, from position `start` to before `end` of each sequence that has it."""
+    """A run of tokens, from position `start` to before `end` of each sequence that has it.
+
+    Example: sequences of 12 and of 15 tokens with 10 in common have three nodes: of tokens 0 to 9 at `offset`
+    0, and below it two from `start` 10, to `end` 12 at `offset` 10 and to `end` 15 at `offset` 12.
+    """
 
     offset: int
     """Place of its first token in the row of all nodes."""

@@ -31,7 +31,11 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is given of a run."""
+    """What a tracker is given of a run.
+
+    Example: `run_id` "arith-1", `run_dir` runs/arith-1, `project` "tidemill"; a tracker of MLflow fills in
+    `state` {"run_id": ...}, its own name of the run.
+    """
 
     run_id: str
     run_dir: Path

@@ -40,7 +40,11 @@ from tidemill.services.trainer.weights.store import WeightState
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
     """`grad_norm` is after division by the denominator and before clipping. A skipped update left the weights
-    as they were; `reason` says why."""
+    as they were; `reason` says why.
+
+    Example: `grad_norm` 0.42, `lr` 1e-6; or `grad_norm` 0.0, `skipped`, and `reason` "the update has no token
+    to train on".
+    """
 
     grad_norm: float
     lr: float

@@ -32,7 +32,11 @@ PATTERN = "policy*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of a state a rank has."""
+    """Which part of a state a rank has.
+
+    Example: rank 1 of 2 has the rows of `model.lm_head.weight` from 4,096 on: `first_rows`
+    {"model.lm_head.weight": 4096}, and `file` is "policy-00001-of-00002.safetensors".
+    """
 
     rank: int
     size: int
@@ -129,7 +133,11 @@ _NO_STATE = "{} holds no state of a policy: {}; resume from another checkpoint"
 @dataclass(frozen=True, slots=True)
 class PolicyState:
     """What a checkpoint keeps of a policy. No pickle: `tensors` as safetensors, `values` as JSON. Tensors
-    share memory with the policy: write them before the next update."""
+    share memory with the policy: write them before the next update.
+
+    Example: `tensors` "model.lm_head.weight", its moments and "rng.cpu", `values` {"policy": "transformers",
+    "updates": 12}.
+    """
 
     tensors: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)

@@ -89,6 +89,12 @@ def num_attending(text: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """What a policy used of its devices.
+
+    Example: two H200 with 61 and 58 GiB at their peaks: `peak_flops` 989e12, `peak_bytes` (61 << 30, 58 <<
+    30).
+    """
+
     flops: ModelFlops = field(default_factory=ModelFlops)
     peak_flops: float = 0.0
     """Peak FLOP/s of one rank's device; 0 where it is not known."""

@@ -58,6 +58,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WeightState:
+    """The weights of a policy at one moment, as it compared them with those before.
+
+    Example: 2 % of the weights have changed: `share_changed` 0.02, `before` the digest of the last state.
+    With adapters, `committed` is not `digest`.
+    """
+
     digest: str
     """Digest of the exported weights."""
     committed: str
@@ -137,7 +143,11 @@ def build_publisher(url: str, run_id: str) -> ObjectPublisher | None:
 
 @dataclass(slots=True)
 class BegunVersion:
-    """A version that is being written into a folder aside."""
+    """A version that is being written into a folder aside.
+
+    Example: `version` 8 as a delta to 7: `parent` is the manifest of 7, and `files` the files once they are
+    written.
+    """
 
     state: WeightState
     version: int

@@ -23,7 +23,11 @@ AFFINITIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LayerRouting(NamedTuple):
-    """What a layer's router returned for N tokens: `logits_NE` with gradient, and the experts it chose."""
+    """What a layer's router returned for N tokens: `logits_NE` with gradient, and the experts it chose.
+
+    Example: one token, three experts, two chosen: `affinity` "softmax", `logits_NE` [[2.0, 0.5, 1.0]],
+    `chosen_NK` [[0, 2]].
+    """
 
     affinity: str
     """A name of `AFFINITIES`."""

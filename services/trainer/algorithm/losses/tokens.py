@@ -28,6 +28,9 @@ class Tokens:
 
     With gradient: `logprobs_N`, `log_mass_N`, `values_N`, and `entropies_N` where there is an entropy bonus.
     The rest are constants. Tensors have one dtype and device, `sequence_N` is int64 in [0, S).
+
+    Example: two tokens of one sequence: `logprobs_N` [-0.5, -1.2], `sequence_N` [0, 0], `num_sequences` 1,
+    `columns` {"rollout_logprobs": [-0.6, -1.2], "advantages": [0.7, 0.7]}.
     """
 
     logprobs_N: Tensor
