@@ -125,8 +125,8 @@ class Mark:
 class HeldTickets:
     """Where the leases and the progress of a lane's tickets are.
 
-    Example: of training in the run arith-1: `group` "rollout", `progress_prefix` "tidemill:{arith-1}:group:",
-    `progress_suffix` "".
+    Example: of training: `group` "rollout", `progress_prefix` the key of ticket 7's progress without its 7,
+    `progress_suffix` "". Of evaluation the suffix is ":eval".
     """
 
     group: str

@@ -21,7 +21,7 @@ H100: dict[str, Any] = {
     "compiler": "",
     "bfloat16_problem": "",
 }
-BY_NAME = {part.name: part for part in PARTS}
+BY_NAME = {benchmark.name: benchmark for benchmark in PARTS}
 
 
 def event(name: str, seconds: float, device: DeviceType = DeviceType.CUDA, annotation: bool = False) -> Any:
@@ -54,7 +54,7 @@ BARE = H100 | {"vllm_problem": "vLLM is not installed", "compiler": "Triton need
 
 
 @pytest.mark.parametrize(
-    ("part", "facts", "dry", "wrong", "too_little"),
+    ("name", "facts", "dry", "wrong", "too_little"),
     [
         ("mfu_4b", H100, False, [], []),
         ("fsdp_8b", H100, False, [], ["2 GPUs, here is 1"]),
@@ -66,8 +66,8 @@ BARE = H100 | {"vllm_problem": "vLLM is not installed", "compiler": "Triton need
         ("fsdp_8b", OLD, True, [], []),
     ],
 )
-def test_each_part_says_what_it_lacks(part, facts, dry, wrong, too_little):
-    assert missing(BY_NAME[part], facts, dry) == (wrong, too_little)
+def test_each_part_says_what_it_lacks(name, facts, dry, wrong, too_little):
+    assert missing(BY_NAME[name], facts, dry) == (wrong, too_little)
 
 
 def test_the_exit_code_tells_what_went_wrong() -> None:

@@ -134,6 +134,6 @@ def test_hostile_texts_are_read_in_linear_time(name):
     ],
 )
 def test_a_call_that_is_nested_too_deep_to_be_encoded_is_a_wrong_call(call, depth):
-    _, (found,) = find_calls(call.format("[" * depth + "]" * depth), "hermes")
-    json.dumps(found.arguments)
-    assert found.error or isinstance(found.arguments["x"], str)
+    _, (parsed,) = find_calls(call.format("[" * depth + "]" * depth), "hermes")
+    json.dumps(parsed.arguments)
+    assert parsed.error or isinstance(parsed.arguments["x"], str)

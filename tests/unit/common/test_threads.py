@@ -36,7 +36,8 @@ async def test_a_call_has_the_callers_context_and_one_of_so_many_threads():
         release.wait(60)
         return WHO.get(), threading.current_thread().name
 
-    first, second = (asyncio.create_task(threads.run(call)) for _ in range(2))
+    first = asyncio.create_task(threads.run(call))
+    second = asyncio.create_task(threads.run(call))
     await asyncio.to_thread(both.wait, 60)
     waiting = asyncio.create_task(threads.run(pytest.fail, "it was cancelled before it began"))
     await asyncio.sleep(0)
@@ -51,9 +52,9 @@ async def test_an_error_comes_to_the_caller():
         await BoundedThreads("outside", 1).run(divmod, 1, 0)
 
 
-@pytest.mark.parametrize("place", OUTSIDE)
-def test_what_waits_for_the_outside_does_not_use_the_threads_that_everybody_shares(place):
-    path = REPO / place
+@pytest.mark.parametrize("room", OUTSIDE)
+def test_what_waits_for_the_outside_does_not_use_the_threads_that_everybody_shares(room):
+    path = REPO / room
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     assert files
     assert [file for file in files if "to_thread" in code_of(file)] == []

@@ -38,22 +38,26 @@ def blocks(language: str) -> list[tuple[str, str]]:
 @cache
 def texts_of_the_code() -> frozenset[tuple[str, ...]]:
     """The texts in the product's code, each in the parts between its values."""
-    found = {(text,) for check in CHECKS.values() for text in (check.problem, check.problem_low) if text}
+    texts = {(text,) for check in CHECKS.values() for text in (check.problem, check.problem_low) if text}
     for room in ("common", "services"):
         for path in (REPO / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-                own = [part.value if isinstance(part, ast.Constant) else None for part in parts]
-                if sum(len(text) for text in own if isinstance(text, str)) >= LEAST_OWN:
-                    found.add(tuple(text if isinstance(text, str) else "" for text in own))
-    return frozenset(found)
+                items = node.values if isinstance(node, ast.JoinedStr) else [node]
+                constants = [item.value if isinstance(item, ast.Constant) else None for item in items]
+                if sum(len(text) for text in constants if isinstance(text, str)) >= LEAST_OWN:
+                    texts.add(tuple(text if isinstance(text, str) else "" for text in constants))
+    return frozenset(texts)
 
 
 def is_printed(message: str) -> bool:
     """Whether a text of the code says this, with anything for its values."""
-    near = [parts for parts in texts_of_the_code() if all(part in message for part in parts)]
-    patterns = ("".join(re.escape(part) if part else ".+" for part in parts) for parts in near)
-    return any(re.fullmatch(pattern, message, re.DOTALL) for pattern in patterns)
+    for texts in texts_of_the_code():
+        if not all(text in message for text in texts):
+            continue
+        pattern = "".join(re.escape(text) if text else ".+" for text in texts)
+        if re.fullmatch(pattern, message, re.DOTALL):
+            return True
+    return False
 
 
 @pytest.mark.parametrize(("page", "message"), blocks("text"), ids=lambda text: text.strip()[:40])
@@ -62,9 +66,9 @@ def test_a_message_of_a_page_is_one_that_the_program_prints(page: str, message: 
 
 
 def test_a_message_that_was_changed_is_noticed() -> None:
-    rest = " at redis://head:6379/0: refused. Is it running, and is TIDEMILL_REDIS_URL right?"
-    assert is_printed(f"cannot reach Redis{rest}")
-    assert not is_printed(f"cannot reach Valkey{rest}") and not is_printed(rest)
+    remainder = " at redis://head:6379/0: refused. Is it running, and is TIDEMILL_REDIS_URL right?"
+    assert is_printed(f"cannot reach Redis{remainder}")
+    assert not is_printed(f"cannot reach Valkey{remainder}") and not is_printed(remainder)
 
 
 def merged(base: Any, over: Any) -> Any:
@@ -75,9 +79,9 @@ def merged(base: Any, over: Any) -> Any:
 
 @pytest.mark.parametrize(("page", "text"), blocks("yaml"))
 def test_settings_of_a_page_are_a_part_of_a_config(page: str, text: str) -> None:
-    part = yaml.safe_load(text)
-    rest = {**REST, "reward": {}} if "reward" in part else REST
-    RunConfig.model_validate(merged(rest, part))
+    settings = yaml.safe_load(text)
+    base = {**REST, "reward": {}} if "reward" in settings else REST
+    RunConfig.model_validate(merged(base, settings))
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("python"))
@@ -93,9 +97,9 @@ def test_an_example_of_a_page_runs(page: str, text: str, capsys: pytest.CaptureF
 
 def test_every_field_that_a_page_names_is_there() -> None:
     sections = set(RunConfig.model_fields)
-    known = {field.name for section in read_sections() for field in section.fields}
-    known |= {section.name for section in read_sections()}
+    fields = {field.name for section in read_sections() for field in section.fields}
+    fields |= {section.name for section in read_sections()}
     for path in PAGES:
         for name in re.findall(r"`((?:[a-z_]+\.)+[a-z_]+)", Path(path).read_text(encoding="utf-8")):
             if name.partition(".")[0] in sections - {"run"}:
-                assert name in known, f"{path.name}: {name}"
+                assert name in fields, f"{path.name}: {name}"

@@ -17,9 +17,8 @@ from tidemill.services.console.__main__ import app
 PAGES = [page for page in all_pages() if page.name != "CHANGELOG.md"]
 FATES = table()
 WRITTEN = {command: page.name for page in PAGES for command in commands_of(page)}
-OURS = [
-    command for command in [*FATES, *(f.run for f in FATES.values())] if program_of(command) == "tidemill"
-]
+RUN = [fate.run for fate in FATES.values()]
+OURS = [command for command in (*FATES, *RUN) if program_of(command) == "tidemill"]
 
 
 def test_every_command_of_every_page_has_a_fate_and_no_fate_is_left_over() -> None:
@@ -65,7 +64,9 @@ def test_no_block_begins_with_a_program_that_is_not_known() -> None:
         for language, block in blocks_of(page)
         if language in ("", "sh")
     ]
-    assert [place for place in begins if place[1] not in PROGRAMS and shutil.which(place[1])] == []
+    assert [
+        beginning for beginning in begins if beginning[1] not in PROGRAMS and shutil.which(beginning[1])
+    ] == []
 
 
 def test_commands_are_found_in_each_kind_of_block(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def is_there(page: Page, path: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_that_a_page_names_exists(page: Page) -> None:
-    paths = [name for name in page.named if PATH.fullmatch(name) and name not in {f"{top}/*" for top in TOP}]
+    everything = {f"{top}/*" for top in TOP}
+    paths = [name for name in page.named if PATH.fullmatch(name) and name not in everything]
     assert [path for path in paths if not is_there(page, path)] == []
 
 
@@ -55,7 +56,8 @@ def test_every_file_that_a_page_names_exists(page: Page) -> None:
         for name in page.named
         if FILE.fullmatch(name) and not PATH.fullmatch(name) and name not in FORBIDDEN
     ]
-    assert [file for file in files if not any(is_in(room, file) for room in (*rooms, REPO))] == []
+    for file in files:
+        assert any(is_in(room, file) for room in (*rooms, REPO)), file
 
 
 def is_in(folder: Path, file: str) -> bool:
@@ -107,8 +109,8 @@ def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "other.md").write_text("# A heading, here\n\n    # not one\n")
     links = ["other.md", "other.md#a-heading-here", "other.md#not-one", "gone.md", "folder", "#none"]
     (tmp_path / "page.md").write_text("\n".join(f"[x]({link})" for link in links) + "\n`[y](code.md)`\n")
-    found = list(broken_links([Page(tmp_path / "other.md"), Page(tmp_path / "page.md")]))
-    assert [line.split()[1] for line in found] == ["other.md#not-one", "gone.md", "folder", "#none"]
+    broken = list(broken_links([Page(tmp_path / "other.md"), Page(tmp_path / "page.md")]))
+    assert [line.split()[1] for line in broken] == ["other.md#not-one", "gone.md", "folder", "#none"]
 
 
 def test_an_anchor_is_that_of_github() -> None:
@@ -136,10 +138,10 @@ def test_a_stream_that_nobody_draws_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def commands_of(group: Any) -> set[tuple[str, ...]]:
     """The names of all commands: `("up",)`, `("dead", "list")`, ..."""
-    found: set[tuple[str, ...]] = set()
+    commands: set[tuple[str, ...]] = set()
     for name, command in getattr(group, "commands", {}).items():
-        found |= {(name,), *((name, *below) for below in commands_of(command))}
-    return found
+        commands |= {(name,), *((name, *below) for below in commands_of(command))}
+    return commands
 
 
 @cache
@@ -165,21 +167,25 @@ PAGE = ROOT / "docs" / "glossary.md"
 def words() -> list[list[str]]:
     """The rows of the tables, without their heads."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in rows if row[0] not in ("word", "---")]
+    rows = []
+    for line in lines:
+        row = [cell.strip() for cell in line.strip("|").split("|")]
+        if row[0] not in ("word", "---"):
+            rows.append(row)
+    return rows
 
 
 WORDS = words()
 
 
-def exists(place: str) -> bool:
+def exists(name: str) -> bool:
     """Whether a path, a field of the config, or a symbol of a module is there."""
-    if "/" in place:
-        return (ROOT / place).exists()
-    if place.startswith(("tidemill.common.", "tidemill.services.")):
-        module, _, symbol = place.rpartition(".")
+    if "/" in name:
+        return (ROOT / name).exists()
+    if name.startswith(("tidemill.common.", "tidemill.services.")):
+        module, _, symbol = name.rpartition(".")
         return hasattr(import_module(module), symbol)
-    return is_field(RunConfig, place.split("."))
+    return is_field(RunConfig, name.split("."))
 
 
 def is_field(section: Any, names: list[str]) -> bool:
@@ -196,7 +202,7 @@ def test_a_word_says_what_it_means_and_where_the_code_has_it(word: list[str]) ->
     name, meaning, where = word
     places = re.findall(r"`([^`]+)`", where)
     assert name and meaning and places
-    assert [place for place in places if not exists(place)] == []
+    assert [path for path in places if not exists(path)] == []
 
 
 def test_every_word_stands_once() -> None:

@@ -104,8 +104,8 @@ def test_compose_itself_takes_it(override: Path | None, tmp_path: Path) -> None:
 def test_every_service_belongs_to_a_profile_and_all_is_one_machine() -> None:
     profiles = {name: set(service["profiles"]) for name, service in SERVICES.items()}
     assert set().union(*profiles.values()) == set(PROFILES)
-    for name, found in profiles.items():
-        assert ("all" in found) == (bool(found & {"head", "rollout", "reward"})), name
+    for name, names in profiles.items():
+        assert ("all" in names) == (bool(names & {"head", "rollout", "reward"})), name
 
 
 @pytest.mark.parametrize("name", ["trainer", "rollout", "reward"])
@@ -150,7 +150,7 @@ def test_a_service_is_pinned_bounded_restarted_and_alone(name: str) -> None:
 
 def test_other_nodes_reach_what_they_need_and_no_more() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    for_nodes = {n for n, ports in published.items() if any("{TIDEMILL_BIND:" in port for port in ports)}
+    for_nodes = {name for name, ports in published.items() for port in ports if "{TIDEMILL_BIND:" in port}
     assert for_nodes == {"redis", "weights"}
     assert all("BIND:-127.0.0.1}" in port for ports in published.values() for port in ports)
 
@@ -168,7 +168,7 @@ def test_only_services_that_need_a_token_have_it(secret: str, holders: set[str])
 
 def test_grafana_does_not_start_without_a_password() -> None:
     parts = SERVICES["grafana"]["entrypoint"]
-    assert any("GF_SECURITY_ADMIN_PASSWORD" in part and "exit 1" in part for part in parts)
+    assert any("GF_SECURITY_ADMIN_PASSWORD" in word and "exit 1" in word for word in parts)
 
 
 def test_secrets_have_no_default() -> None:
@@ -185,5 +185,5 @@ def test_every_variable_is_in_the_example_and_every_line_of_the_example_is_used(
         for name, value in service.get("environment", {}).items()
         if value is None
     }
-    shown = set(re.findall(r"^#?([A-Z][A-Z_]+)=", EXAMPLE.read_text(), re.MULTILINE))
-    assert shown - {"COMPOSE_FILE"} == used | passed_on
+    in_example = set(re.findall(r"^#?([A-Z][A-Z_]+)=", EXAMPLE.read_text(), re.MULTILINE))
+    assert in_example - {"COMPOSE_FILE"} == used | passed_on

@@ -27,8 +27,8 @@ PROMTOOL_TESTS = sorted((RULES.parent / "tests").glob("*.yml"))
 
 def exported_families() -> set[str]:
     """Every metric of the project, as expressions name it; a histogram without its endings."""
-    found = [item for item in vars(metrics).values() if isinstance(item, MetricWrapperBase)]
-    return {f"{item._name}_total" if isinstance(item, Counter) else item._name for item in found}
+    collectors = [item for item in vars(metrics).values() if isinstance(item, MetricWrapperBase)]
+    return {f"{item._name}_total" if isinstance(item, Counter) else item._name for item in collectors}
 
 
 def family(name: str) -> str:
@@ -63,13 +63,16 @@ def test_every_panel_says_what_it_tells_links_to_what_to_do_and_lies_beside_the_
         assert anchor_of(panel.runbook) in ANCHORS, panel.title
         number = int(item["links"][0]["url"].partition("viewPanel=panel-")[2])
         assert titles[number] == panel.runbook
-    taken: set[tuple[int, int]] = set()
+    covered: set[tuple[int, int]] = set()
     for item in built["panels"]:
-        x, y, width, height = (item["gridPos"][side] for side in "xywh")
+        x = item["gridPos"]["x"]
+        y = item["gridPos"]["y"]
+        width = item["gridPos"]["w"]
+        height = item["gridPos"]["h"]
         cells = {(column, line) for column in range(x, x + width) for line in range(y, y + height)}
-        assert x + width <= 24 and not cells & taken, item["title"]
-        taken |= cells
-    others = {f"/d/{other.uid}" for other in BOARDS if other is not board}
+        assert x + width <= 24 and not cells & covered, item["title"]
+        covered |= cells
+    others = {f"/d/{each.uid}" for each in BOARDS if each is not board}
     assert {link["url"] for link in built["links"]} == others | {"/d/tidemill-runbook"}
 
 
@@ -77,8 +80,8 @@ def test_every_panel_says_what_it_tells_links_to_what_to_do_and_lies_beside_the_
 def test_every_alert_has_a_severity_a_summary_a_paragraph_and_a_test_that_fires_it(alert: Rule) -> None:
     assert alert.labels["severity"] in ("critical", "warning")
     assert alert.annotations["summary"]
-    place, _, anchor = alert.annotations["runbook_url"].partition("#")
-    assert place == "{{ $externalLabels.docs }}/troubleshooting.md"
+    page, _, anchor = alert.annotations["runbook_url"].partition("#")
+    assert page == "{{ $externalLabels.docs }}/troubleshooting.md"
     assert anchor in ANCHORS
     assert any(f'alertname="{alert.name}"' in path.read_text() for path in PROMTOOL_TESTS)
 
@@ -104,8 +107,8 @@ def test_every_metric_of_vllm_that_is_shown_is_one_of_the_installed_vllm() -> No
     if spec is None or spec.origin is None:
         pytest.skip("vLLM is not installed")
     source = (Path(spec.origin).parent / "v1" / "metrics" / "loggers.py").read_text()
-    shown = {family(name) for name in used_names() if name.startswith("vllm:")}
-    assert {name for name in shown if not is_named_in(source, name)} == set()
+    families = {family(name) for name in used_names() if name.startswith("vllm:")}
+    assert {name for name in families if not is_named_in(source, name)} == set()
 
 
 def is_named_in(source: str, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -36,19 +37,22 @@ def test_only_the_right_object_alone_has_the_whole_reward(said: str, score: floa
     assert compute_score(said, TRUTH) == score
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def values_in(rows: list[dict[str, Any]]) -> set[object]:
+    """The names and numbers of all rows."""
+    return {value for row in rows for value in json.loads(row["ground_truth"]).values()}
+
+
 def test_no_name_and_no_number_of_a_held_out_row_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "FOLDER", tmp_path)
     (tmp_path / "model").mkdir()
     prepare.main()
-    trained, held_out = (
-        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        for name in ("train.jsonl", "eval.jsonl")
-    )
-    values = [
-        {value for row in rows for value in json.loads(row["ground_truth"]).values()}
-        for rows in (trained, held_out)
-    ]
-    assert not values[0] & values[1]
+    trained = rows_of(tmp_path / "train.jsonl")
+    held_out = rows_of(tmp_path / "eval.jsonl")
+    assert not values_in(trained) & values_in(held_out)
     committed = Path(prepare.__file__).parent
     for name in ("train.jsonl", "eval.jsonl"):
         assert (committed / name).read_text() == (tmp_path / name).read_text()

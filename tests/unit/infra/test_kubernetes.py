@@ -115,22 +115,22 @@ def kind_of(api_version: str, kind: str) -> TypeAdapter[Any]:
 
 
 def only(kind: str) -> Object:
-    (found,) = [tree for (other, _), tree in OBJECTS.items() if other == kind]
-    return found
+    (tree,) = [tree for (its_kind, _), tree in OBJECTS.items() if its_kind == kind]
+    return tree
 
 
-@pytest.mark.parametrize("place", [place for place in OBJECTS if place[0] != "ConfigMap"], ids="-".join)
-def test_every_object_fits_the_strict_schema_of_its_kind(place: tuple[str, str]) -> None:
-    tree = OBJECTS[place]
+@pytest.mark.parametrize("key", [key for key in OBJECTS if key[0] != "ConfigMap"], ids="-".join)
+def test_every_object_fits_the_strict_schema_of_its_kind(key: tuple[str, str]) -> None:
+    tree = OBJECTS[key]
     kind = tree["apiVersion"], tree["kind"]
     assert tree["metadata"]["namespace"] == "tidemill"
     if kind not in CUSTOM:
         kind_of(*kind).validate_json(json.dumps(tree))
         return
     assert set(tree) == {"apiVersion", "kind", "metadata", "spec"}
-    found = leaves(tree["spec"])
-    assert {path for path, _ in found} == set(CUSTOM[kind])
-    assert [leaf for leaf in found if not re.fullmatch(CUSTOM[kind][leaf[0]], leaf[1])] == []
+    leaves_of_spec = leaves(tree["spec"])
+    assert {path for path, _ in leaves_of_spec} == set(CUSTOM[kind])
+    assert [leaf for leaf in leaves_of_spec if not re.fullmatch(CUSTOM[kind][leaf[0]], leaf[1])] == []
 
 
 def keys_of_secrets() -> dict[str, set[str]]:
@@ -155,7 +155,7 @@ def test_a_pod_refers_only_to_what_is_there(name: str) -> None:
         if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
             assert reference["key"] in secrets[reference["name"]]
     volumes = {volume["name"]: volume for volume in template["spec"].get("volumes", [])}
-    owner = next(tree for (kind, other), tree in OBJECTS.items() if kind in PODS and other == name)
+    owner = next(tree for (kind, its_name), tree in OBJECTS.items() if kind in PODS and its_name == name)
     claims = {claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", [])}
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes) | claims
     for volume in volumes.values():
@@ -163,12 +163,12 @@ def test_a_pod_refers_only_to_what_is_there(name: str) -> None:
             assert ("PersistentVolumeClaim", claim["claimName"]) in OBJECTS
         if secret := volume.get("secret"):
             assert secret["secretName"] in secrets
-    known = {v["name"] for v in container.get("env", [])}
+    variables = {v["name"] for v in container.get("env", [])}
     for source in container.get("envFrom", []):
-        known |= set(CONFIG_MAPS[source["configMapRef"]["name"]])
+        variables |= set(CONFIG_MAPS[source["configMapRef"]["name"]])
         assert all(isinstance(value, str) for value in CONFIG_MAPS[source["configMapRef"]["name"]].values())
     used = re.findall(r"\$\((\w+)\)", " ".join(container.get("args", [])))
-    assert set(used) <= known
+    assert set(used) <= variables
     ports = {port["name"] for port in container["ports"]}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         if http := container.get(probe, {}).get("httpGet"):
@@ -188,8 +188,8 @@ def test_selectors_find_their_pods() -> None:
             assert tree["spec"]["selector"]["matchLabels"].items() <= labels.items()
         if tree["kind"] == "Service":
             selector = tree["spec"]["selector"].items()
-            (found,) = [n for n, t in TEMPLATES.items() if selector <= t["metadata"]["labels"].items()]
-            ports = {port["name"] for port in CONTAINERS[found]["ports"]}
+            (target,) = [n for n, t in TEMPLATES.items() if selector <= t["metadata"]["labels"].items()]
+            ports = {port["name"] for port in CONTAINERS[target]["ports"]}
             assert {port["name"] for port in tree["spec"]["ports"]} <= ports
 
 
@@ -215,8 +215,8 @@ def test_pods_run_without_rights_as_the_user_of_their_image_and_have_the_time_to
 
 
 def test_services_understand_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = service._parser("rollout", Program.ROLLOUT, "")
-    assert known.parse_args(filled("rollout")).run == known.parse_args(filled("reward")).run == "arith-1"
+    parser = service._parser("rollout", Program.ROLLOUT, "")
+    assert parser.parse_args(filled("rollout")).run == parser.parse_args(filled("reward")).run == "arith-1"
     command = typer.main.get_command(exporter.app)
     assert command.make_context("exporter", filled("exporter")).params["run_id"] == "arith-1"
     assert filled("trainer") == ["--run", "arith-1", "--config", "/data/arith/config.yaml"]
@@ -225,15 +225,17 @@ def test_services_understand_their_arguments(monkeypatch: pytest.MonkeyPatch) ->
 def filled(name: str) -> list[str]:
     container = CONTAINERS[name]
     values = {key: value for source in CONFIG_MAPS.values() for key, value in source.items()}
-    return [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], part) for part in container["args"]]
+    return [
+        re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], argument) for argument in container["args"]
+    ]
 
 
 def test_redis_has_the_settings_of_infra_redis() -> None:
     arguments = CONTAINERS["redis"]["args"][1:]
-    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    settings = dict(zip(arguments[::2], arguments[1::2], strict=True))
     lines = (ROOT / "infra/redis/redis.conf").read_text().splitlines()
     wanted = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
-    assert {f"--{name}": value.strip('"') for name, value in wanted.items()}.items() <= given.items()
+    assert {f"--{name}": value.strip('"') for name, value in wanted.items()}.items() <= settings.items()
 
 
 def test_only_services_of_the_run_reach_redis() -> None:
@@ -251,8 +253,8 @@ class TestScaling:
 
     @pytest.fixture
     def spec(self) -> Object:
-        found: Object = only("ScaledObject")["spec"]
-        return found
+        scaled: Object = only("ScaledObject")["spec"]
+        return scaled
 
     def test_the_stream_is_that_of_the_run_and_decides_alone(self, spec: Object) -> None:
         run_id = VALUES["run"]["id"]
@@ -311,18 +313,18 @@ def test_values_reach_what_they_name() -> None:
         "monitoring": {"enabled": False},
         "rollout": VALUES["rollout"] | {"replicas": 3, "resources": gpu, "nodeSelector": {"gpu": "yes"}},
     }
-    found = objects(rendered(values))
-    assert not [kind for kind, _ in found if kind == "ScrapeConfig"]
-    assert found["ConfigMap", "tidemill"]["data"] == {
+    trees = objects(rendered(values))
+    assert not [kind for kind, _ in trees if kind == "ScrapeConfig"]
+    assert trees["ConfigMap", "tidemill"]["data"] == {
         "TIDEMILL_RUN_ID": "mine", "RUN_HASH_TAG": "{mine}", "TIDEMILL_CONFIG": "/data/c.yaml",
         "TIDEMILL_REDIS_URL": "redis://other:6379/0", "EXPORTER_USERNAME": "exporter",
     }  # fmt: skip
-    rollout = found["Deployment", "rollout"]["spec"]
+    rollout = trees["Deployment", "rollout"]["spec"]
     pod = rollout["template"]["spec"]
     assert rollout["replicas"] == 3 and pod["nodeSelector"] == {"gpu": "yes"}
     assert pod["containers"][0]["image"] == "registry.example/t/rollout:0.2.0"
     assert pod["containers"][0]["resources"] == gpu
-    scaled = found["ScaledObject", "reward"]["spec"]
+    scaled = trees["ScaledObject", "reward"]["spec"]
     assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (2, 5)
     assert {t["metadata"]["stream"] for t in scaled["triggers"]} == {"tidemill:{mine}:trajectories"}
 

@@ -19,8 +19,8 @@ RULES = (ROOT / "Makefile").read_text() + (ROOT / "infra/release/release.mk").re
 
 
 def jobs(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
-    return found
+    by_name: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
+    return by_name
 
 
 STEPS = [(path.name, step) for path in WORKFLOWS for job in jobs(path).values() for step in job["steps"]]
@@ -46,9 +46,9 @@ def test_actions_are_pinned_by_commit_with_their_version_beside_it() -> None:
 
 @pytest.mark.parametrize("command", RUNS)
 def test_a_step_is_a_target_of_make_that_is_there(command: str) -> None:
-    made = re.fullmatch(r"make ([a-z-]+)(?: [A-Z_]+=[a-z]+)*", command)
-    assert made, "steps are targets, so that they are the same here and there"
-    assert re.search(rf"^{made[1]}:.*##", RULES, re.MULTILINE)
+    match = re.fullmatch(r"make ([a-z-]+)(?: [A-Z_]+=[a-z]+)*", command)
+    assert match, "steps are targets, so that they are the same here and there"
+    assert re.search(rf"^{match[1]}:.*##", RULES, re.MULTILINE)
     assert "${{" not in command, "an expression in a script can be more than a word"
 
 
@@ -96,7 +96,7 @@ def test_forms_for_issues_meet_their_schema_and_the_citation_its_own() -> None:
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         tree = yaml.safe_load(path.read_text())
         if path.name != "config.yml":
-            assert tree["name"] and tree["description"] and {part["type"] for part in tree["body"]}
-            assert all(part["type"] == "markdown" or part["id"] for part in tree["body"])
+            assert tree["name"] and tree["description"] and {element["type"] for element in tree["body"]}
+            assert all(element["type"] == "markdown" or element["id"] for element in tree["body"])
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(citation)

@@ -29,10 +29,10 @@ def client(token: str) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize(
-    "shown", [None, "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", TOKEN]
+    "authorization", [None, "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", TOKEN]
 )
-async def test_nobody_without_the_token_is_let_in(shown: str | None) -> None:
-    headers = {"Authorization": shown} if shown else {}
+async def test_nobody_without_the_token_is_let_in(authorization: str | None) -> None:
+    headers = {"Authorization": authorization} if authorization else {}
     async with client(TOKEN) as http:
         for path in ("/classify", "/pooling", "/v1/models"):
             answer = await http.post(path, headers=headers)
@@ -56,8 +56,8 @@ async def test_pages_that_a_browser_has_open_are_not_answered_without_a_token() 
             answer = await http.post("/classify", headers={"Origin": origin, "Content-Type": "text/plain"})
             assert answer.status_code == 403 and MODEL_TOKEN_VARIABLE in answer.text
     async with client(TOKEN) as http:
-        shown = {"Origin": "https://example.org", "Authorization": f"Bearer {TOKEN}"}
-        assert (await http.post("/classify", headers=shown)).status_code == 200
+        headers = {"Origin": "https://example.org", "Authorization": f"Bearer {TOKEN}"}
+        assert (await http.post("/classify", headers=headers)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ async def test_without_a_token_only_who_asks_for_this_machine_is_answered(host: 
     async with client("") as http:
         assert (await http.post("/classify", headers={"Host": host})).status_code == status
     async with client(TOKEN) as http:
-        shown = {"Host": host, "Authorization": f"Bearer {TOKEN}"}
-        assert (await http.post("/classify", headers=shown)).status_code == 200
+        headers = {"Host": host, "Authorization": f"Bearer {TOKEN}"}
+        assert (await http.post("/classify", headers=headers)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ async def test_a_sample_that_may_only_run_alone_runs_beside_no_other_and_counts_
         running.clear()
 
     suspects = [
-        Delivery(f"1-{place}", {}, make_trajectory(place), number) for place, number in enumerate(attempts)
+        Delivery(f"1-{ticket}", {}, make_trajectory(ticket), number) for ticket, number in enumerate(attempts)
     ]
     await quarantine.run_suspects(counts, suspects, start)
     assert not not_alone and not uncounted

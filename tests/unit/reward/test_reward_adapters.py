@@ -54,8 +54,8 @@ async def test_who_is_cancelled_takes_no_other_call_along(requests: list[int]) -
 
 
 async def test_a_request_that_is_refused_is_so_for_all_of_it(requests: list[int]) -> None:
-    found = await asyncio.gather(call("refused"), call(1), return_exceptions=True)
-    assert [str(error) for error in found] == ["refused", "refused"]
+    errors = await asyncio.gather(call("refused"), call(1), return_exceptions=True)
+    assert [str(error) for error in errors] == ["refused", "refused"]
 
 
 def test_loops_of_several_threads_share_nothing(requests: list[int]) -> None:

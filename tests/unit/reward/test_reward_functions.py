@@ -40,8 +40,8 @@ def load(tmp_path: Path) -> Any:
     return load
 
 
-def call(function: RewardFunction, *samples: RewardSample, **given: Any) -> list[RewardOutcome]:
-    return run_through(function.call(Request(list(samples), given)))
+def call(function: RewardFunction, *samples: RewardSample, **arguments: Any) -> list[RewardOutcome]:
+    return run_through(function.call(Request(list(samples), arguments)))
 
 
 OBJECTS = """
@@ -141,7 +141,7 @@ async def test_router_and_tokenizer_reach_a_function_that_takes_them(load: Any) 
 )
 def test_a_function_sees_whether_it_scores_training_or_evaluation(load: Any, source: str) -> None:
     evaluated = make_sample((0, 0), True, "", "text", None)
-    assert [call(load(source), one)[0].value for one in (sample(), evaluated)] == [0.0, 1.0]
+    assert [call(load(source), each)[0].value for each in (sample(), evaluated)] == [0.0, 1.0]
 
 
 SEEN = """

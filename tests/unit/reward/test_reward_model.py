@@ -50,10 +50,10 @@ def test_raw_scores_are_asked_for() -> None:
     ("reduce", "expected"), [("last", 5.0), ("mean", 4.0), ("min", 3.0), ("sum", 12.0), ("all_mean", 3.0)]
 )
 def test_scores_of_tokens_become_one(reduce: Any, expected: float) -> None:
-    found = reduce_scores(
+    score = reduce_scores(
         [[1.0], [2.0], [3.0], [4.0], [5.0]], SAMPLE, config(head="token", input="ids", token_reward=reduce)
     )
-    assert found == expected
+    assert score == expected
 
 
 def test_an_empty_completion_has_no_token_score_and_no_zero() -> None:

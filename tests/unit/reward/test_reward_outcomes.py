@@ -124,7 +124,8 @@ def test_detail_can_always_be_sent_and_stays_bounded() -> None:
 
 
 def test_detail_holds_no_more_than_readers_take_of_a_message() -> None:
-    deep = [[[0.5] * 200 for _ in range(100)] for _ in range(100)]
+    rows = [[0.5] * 200 for _ in range(100)]
+    deep = [rows for _ in range(100)]
     outcome = interpret({"score": 1.0, "deep": deep, "wide": {n: deep for n in range(100)}, "last": "word"})
     payload = encode_payload(Score(ticket=0, index=0, status="ok", value=1.0, detail=outcome.detail))
     assert decode_payload(payload, Score).detail["deep"][0] == [[0.5] * 200] * 100

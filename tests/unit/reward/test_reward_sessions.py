@@ -42,9 +42,9 @@ async def score(weight: float = 1.0, **fields: Any) -> Score:
 
 
 async def test_the_environments_reward_is_a_reward_with_weight_and_components() -> None:
-    made = await score(2.0, reward=0.5, metrics={"won": 1.0, "lost": math.nan, "num_turns": 99.0})
-    assert (made.status, made.value) == (ScoreStatus.OK, 1.0)
-    assert made.components == {"game": 0.5, "game/won": 1.0, "game/num_turns": 2.0}
+    result = await score(2.0, reward=0.5, metrics={"won": 1.0, "lost": math.nan, "num_turns": 99.0})
+    assert (result.status, result.value) == (ScoreStatus.OK, 1.0)
+    assert result.components == {"game": 0.5, "game/won": 1.0, "game/num_turns": 2.0}
 
 
 async def test_without_a_reward_of_the_session_those_of_its_turns_are_summed() -> None:
@@ -55,9 +55,9 @@ async def test_without_a_reward_of_the_session_those_of_its_turns_are_summed() -
 
 
 async def test_a_session_without_a_reward_is_a_failed_score_that_says_so() -> None:
-    made = await score()
-    assert (made.status, made.value, made.attempts) == (ScoreStatus.FAILED, None, 1)
-    assert "gave no reward" in made.error and "tools" in made.error
+    result = await score()
+    assert (result.status, result.value, result.attempts) == (ScoreStatus.FAILED, None, 1)
+    assert "gave no reward" in result.error and "tools" in result.error
     assert (await score(end="timeout")).status is ScoreStatus.TIMEOUT
     single = RewardSample(make_trajectory(), Lane.TRAIN)
     with pytest.raises(AttemptError, match="no session"):
@@ -111,7 +111,7 @@ def test_judges_and_reward_models_read_the_conversation_and_score_the_models_tok
     assert "tool: 2" in text and "assistant: It is 2." in text
     config = RewardModelConfig(servers="s", head="token", input="ids", token_reward="sum")
     assert make_body(sample, config)["input"] == [1, 2, 3, 4, 5, 7, 8, 9]
-    assert reduce_scores([[float(place)] for place in range(8)], sample, config) == 3 + 4 + 7
+    assert reduce_scores([[float(position)] for position in range(8)], sample, config) == 3 + 4 + 7
     chat = RewardModelConfig(servers="s")
     assert make_body(sample, chat)["messages"] == [*CHAT, *MESSAGES]
 

@@ -94,8 +94,8 @@ def test_logprobs_that_are_no_numbers_are_refused() -> None:
 
 
 def test_a_part_goes_into_the_cache_and_comes_back() -> None:
-    part = TEACHER.outcome
-    assert RewardOutcome(**codec.unpack(codec.pack(asdict(part)))) == part
+    outcome = TEACHER.outcome
+    assert RewardOutcome(**codec.unpack(codec.pack(asdict(outcome)))) == outcome
 
 
 class TestRows:
@@ -122,9 +122,9 @@ GOOD = [None, entry(2, -9.0), entry(3, -0.5), entry(4, -9.0), entry(5, -0.75, **
 
 
 def test_logprobs_are_read_at_the_sampled_tokens_whatever_the_order_of_choices() -> None:
-    found = read_logprobs(answer(GOOD, [None, entry(8, -0.1)]), ROWS)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.array([-0.5, -0.75, -0.1], np.float32))
+    logprobs = read_logprobs(answer(GOOD, [None, entry(8, -0.1)]), ROWS)
+    assert logprobs.dtype == np.float32
+    np.testing.assert_array_equal(logprobs, np.array([-0.5, -0.75, -0.1], np.float32))
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ class TestOwnPrompt:
         assert as_chat == [{"role": "user", "content": "2+2=4. 2+2="}]
 
     def test_is_made_by_a_template(self) -> None:
-        found = self.of(self.sample(hint="add"), template="{{ extra.hint }}, {{ ground_truth }}")
-        assert found == "add, 1"
+        prompt = self.of(self.sample(hint="add"), template="{{ extra.hint }}, {{ ground_truth }}")
+        assert prompt == "add, 1"
 
     @pytest.mark.parametrize(
         ("extra", "said"), [({}, "is not there"), ({"hint": ""}, "is empty"), ({"hint": 3}, "is no")]
@@ -199,8 +199,8 @@ def test_what_is_no_template_is_found_before_the_run() -> None:
 
 def test_the_cache_tells_sessions_apart_by_their_first_segments() -> None:
     last = make_segment((14, 15, 16), (17, 18), (19,))
-    one, two = (
-        RewardSample(make_session(0, 1, make_segment(ids, (6,), (8,), (11,)), last), Lane.TRAIN)
-        for ids in ((3, 4), (3, 5))
-    )
-    assert _digest("v", one) != _digest("v", two)
+    digests = set()
+    for ids in ((3, 4), (3, 5)):
+        session = make_session(0, 1, make_segment(ids, (6,), (8,), (11,)), last)
+        digests.add(_digest("v", RewardSample(session, Lane.TRAIN)))
+    assert len(digests) == 2

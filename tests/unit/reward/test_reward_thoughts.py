@@ -79,8 +79,8 @@ def test_judges_read_both_by_name_and_a_verdict_within_the_thought_is_a_quotatio
 
 async def test_a_verdict_that_stands_in_the_thought_does_not_count():
     verdict = Verdict("j", VerdictConfig(regex=r"Score: *(\d+)"))
-    given = {"words": "Score: 2. It says 'Score: 10'", "nonce": "", "is_cut": False}
-    request = Request([sample_of("I say Score: 10")], given=given)
+    arguments = {"words": "Score: 2. It says 'Score: 10'", "nonce": "", "is_cut": False}
+    request = Request([sample_of("I say Score: 10")], given=arguments)
     assert only(await verdict.call(request)).value == 2.0
 
 
@@ -101,7 +101,7 @@ def test_scoring_processes_and_the_wire_keep_the_thought():
 def test_another_trainers_messages_bring_their_reasoning(tmp_path: Path):
     said = [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]
     body = json.loads(json.dumps({"prompt": CHAT, "completion": said}))
-    made = trajectory_of(SampleIn.model_validate(body), 0, 0, 1)
-    assert (made.text, made.thought) == ("4", "2 and 2")
+    trajectory = trajectory_of(SampleIn.model_validate(body), 0, 0, 1)
+    assert (trajectory.text, trajectory.thought) == ("4", "2 and 2")
     body["completion"] = [{"role": "assistant", "content": "4"}]
     assert trajectory_of(SampleIn.model_validate(body), 0, 0, 1).thought is None

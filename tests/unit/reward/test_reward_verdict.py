@@ -273,8 +273,8 @@ def test_a_judge_reads_the_rows_own_prompt_and_not_the_policys_template() -> Non
     text = make_sample((0, 0), False, "", "2", "2", {}, "<|user|>1+1?", own_text="1+1?")
     assert text_of(make_prompt(template), text) == "1+1? | user: 1+1? | <|user|>1+1?"
     chat = [{"role": "user", "content": "1+1?"}]
-    one = make_sample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
-    assert text_of(make_prompt("{{ prompt }}"), one) == "1+1?"
+    sample = make_sample((0, 0), False, "", "2", "2", {"prompt": chat}, "<|user|>1+1?")
+    assert text_of(make_prompt("{{ prompt }}"), sample) == "1+1?"
     two = make_sample(
         (0, 0), False, "", "2", "2", {"prompt": [{"role": "system", "content": "Be brief"}, *chat]}, ""
     )

@@ -53,64 +53,64 @@ async def total(source: str = "", **rewards: tuple[Any, dict[str, Any]]) -> Rewa
 
 
 async def test_the_reward_is_the_weighted_sum_and_each_part_is_kept() -> None:
-    made = await total(
+    outcome = await total(
         rule=(Scripted(1.0, digits=3.0), {"weight": 2.0}), judge=(Scripted(0.5), {"weight": -1.0})
     )
-    assert (made.status, made.value) == (ScoreStatus.OK, 1.5)
-    assert made.components == {"rule": 1.0, "judge": 0.5, "rule/digits": 3.0}
+    assert (outcome.status, outcome.value) == (ScoreStatus.OK, 1.5)
+    assert outcome.components == {"rule": 1.0, "judge": 0.5, "rule/digits": 3.0}
 
 
 async def test_what_does_not_apply_is_left_out_of_the_sum() -> None:
-    made = await total(
+    outcome = await total(
         rule=(Scripted(None), {"weight": 5.0}),
         other=(Scripted(9.0), {"applies_to": ["math"]}),
         judge=(Scripted(0.5), {"applies_to": ["gsm8k"]}),
     )
-    assert (made.status, made.value) == (ScoreStatus.OK, 0.5)
-    assert made.components == {"rule": None, "other": None, "judge": 0.5}
+    assert (outcome.status, outcome.value) == (ScoreStatus.OK, 0.5)
+    assert outcome.components == {"rule": None, "other": None, "judge": 0.5}
 
 
 @pytest.mark.parametrize(("source", "value"), [("math", 1.0), ("code", 0.5), ("chat", 4.5)])
 async def test_each_source_has_the_rewards_that_name_it_and_those_that_name_none(source, value):
-    made = await total(
+    outcome = await total(
         source,
         answer=(Scripted(1.0), {"sources": ["math"]}),
         tests=(Scripted(0.5), {"sources": ["code", "chat"]}),
         taste=(Scripted(4.0), {"sources": ["chat"], "applies_to": ["gsm8k"]}),
         style=(Scripted(9.0), {"sources": ["math", "code"], "applies_to": ["other"]}),
     )
-    assert (made.status, made.value) == (ScoreStatus.OK, value)
+    assert (outcome.status, outcome.value) == (ScoreStatus.OK, value)
 
 
 async def test_where_nothing_applies_the_score_has_failed_and_is_no_zero() -> None:
-    made = await total(rule=(Scripted(None), {}), judge=(Scripted(None), {}))
-    assert (made.status, made.value, made.error) == (ScoreStatus.FAILED, None, NONE_APPLIES)
+    outcome = await total(rule=(Scripted(None), {}), judge=(Scripted(None), {}))
+    assert (outcome.status, outcome.value, outcome.error) == (ScoreStatus.FAILED, None, NONE_APPLIES)
 
 
 @pytest.mark.parametrize("policy", ["drop_sample", "drop_group"])
 async def test_a_failed_part_fails_the_score_with_its_own_policy(policy: str) -> None:
-    made = await total(
+    outcome = await total(
         rule=(Scripted(1.0), {}), judge=(Scripted(LATE), {"on_failure": policy, "max_attempts": 2})
     )
-    assert (made.status, made.value, made.on_failure) == (ScoreStatus.TIMEOUT, None, policy)
-    assert (made.error, len(made.tries)) == ("judge: too late", 2)
-    assert made.components == {"rule": 1.0, "judge": None}
+    assert (outcome.status, outcome.value, outcome.on_failure) == (ScoreStatus.TIMEOUT, None, policy)
+    assert (outcome.error, len(outcome.tries)) == ("judge: too late", 2)
+    assert outcome.components == {"rule": 1.0, "judge": None}
 
 
 async def test_the_strictest_policy_of_several_failures_wins() -> None:
-    made = await total(
+    outcome = await total(
         one=(Scripted(ValueError("broken")), {"max_attempts": 1}),
         two=(Scripted(LATE), {"max_attempts": 1, "on_failure": "drop_group"}),
     )
-    assert made.on_failure == "drop_group"
-    assert "one: ValueError: broken" in made.error and "two: too late" in made.error
+    assert outcome.on_failure == "drop_group"
+    assert "one: ValueError: broken" in outcome.error and "two: too late" in outcome.error
 
 
 async def test_a_failure_with_a_value_goes_into_the_sum_and_is_told() -> None:
     fixed = {"on_failure": -1.0, "max_attempts": 1, "weight": 2.0}
-    made = await total(rule=(Scripted(1.0), {}), judge=(Scripted(LATE), fixed))
-    assert (made.status, made.value, made.components["judge"]) == (ScoreStatus.OK, -1.0, -1.0)
-    assert made.detail["failures"] == {"judge": "too late"}
+    outcome = await total(rule=(Scripted(1.0), {}), judge=(Scripted(LATE), fixed))
+    assert (outcome.status, outcome.value, outcome.components["judge"]) == (ScoreStatus.OK, -1.0, -1.0)
+    assert outcome.detail["failures"] == {"judge": "too late"}
 
 
 async def test_each_reward_has_its_own_attempts_and_counts_its_own_failures() -> None:
@@ -222,8 +222,8 @@ def test_each_lane_needs_a_reward(lanes: list[str], said: str) -> None:
 
 
 async def test_a_sum_that_no_float_can_hold_is_a_failure_and_ends_no_worker() -> None:
-    made = await total(rule=(Scripted(1e308), {"weight": 100.0}))
-    score = score_of(made, make_sample((0, 0), False, "", "", ""), "w", 0.0)
+    outcome = await total(rule=(Scripted(1e308), {"weight": 100.0}))
+    score = score_of(outcome, make_sample((0, 0), False, "", "", ""), "w", 0.0)
     assert (score.status, score.value) == (ScoreStatus.FAILED, None) and "inf" in score.error
 
 
@@ -232,23 +232,23 @@ async def test_a_sample_whose_payload_cannot_be_had_has_failed_and_no_reward_is_
     reward = Scripted()
     claim = store.check_in(make_trajectory(3, 2))
     next(store.folder.iterdir()).unlink()
-    made = await scorer_of(reward, RewardConfig()).score(store.resolve(claim), Lane.TRAIN)
-    assert (made.key, made.status, made.value) == ((3, 2), ScoreStatus.FAILED, None)
-    assert "cannot be had: No such file" in made.error and not reward.calls
+    result = await scorer_of(reward, RewardConfig()).score(store.resolve(claim), Lane.TRAIN)
+    assert (result.key, result.status, result.value) == ((3, 2), ScoreStatus.FAILED, None)
+    assert "cannot be had: No such file" in result.error and not reward.calls
 
 
 async def test_a_score_carries_value_components_and_who_made_it() -> None:
-    made = await score(Scripted(RewardOutcome(0.5, {"fluency": 1.0, "judge": None}, {"verdict": "good"})))
-    assert (made.key, made.status, made.value, made.attempts) == ((3, 2), ScoreStatus.OK, 0.5, 1)
-    assert (made.components, made.detail) == ({"fluency": 1.0, "judge": None}, {"verdict": "good"})
-    assert (made.worker, made.error) == ("w1", "")
-    assert made.latency_s > 0
+    result = await score(Scripted(RewardOutcome(0.5, {"fluency": 1.0, "judge": None}, {"verdict": "good"})))
+    assert (result.key, result.status, result.value, result.attempts) == ((3, 2), ScoreStatus.OK, 0.5, 1)
+    assert (result.components, result.detail) == ({"fluency": 1.0, "judge": None}, {"verdict": "good"})
+    assert (result.worker, result.error) == ("w1", "")
+    assert result.latency_s > 0
 
 
 async def test_a_failed_attempt_is_repeated_and_all_of_several_are_on_record() -> None:
-    made = await score(Scripted(AttemptError("once"), ValueError("twice"), RewardOutcome(1.0)))
-    assert (made.status, made.value, made.attempts, made.error) == (ScoreStatus.OK, 1.0, 3, "")
-    names, took_s, paused_s, errors = zip(*made.tries, strict=True)
+    result = await score(Scripted(AttemptError("once"), ValueError("twice"), RewardOutcome(1.0)))
+    assert (result.status, result.value, result.attempts, result.error) == (ScoreStatus.OK, 1.0, 3, "")
+    names, took_s, paused_s, errors = zip(*result.tries, strict=True)
     assert len(set(names)) == 1 and errors[0] == "once" and "twice" in errors[1] and errors[2] == ""
     assert paused_s[0] == 0.0 and min(*took_s, *paused_s) >= 0.0
     assert (await score(Scripted(RewardOutcome(1.0)))).tries == ()
@@ -266,8 +266,9 @@ async def test_a_failed_attempt_is_repeated_and_all_of_several_are_on_record() -
 )
 async def test_after_the_last_attempt_the_score_has_a_status_and_no_value(error, status, attempts):
     reward = Scripted(error)
-    made = await score(reward, max_attempts=2)
-    assert (made.status, made.value, made.attempts, made.error) == (status, None, attempts, str(error))
+    result = await score(reward, max_attempts=2)
+    assert (result.status, result.value) == (status, None)
+    assert (result.attempts, result.error) == (attempts, str(error))
     assert reward.calls == attempts
 
 

@@ -21,7 +21,10 @@ def processed(*rows: SamplingParams, order: list[int] | None = None) -> list[lis
     probs = [PROBS[i] for i in order or range(4)]
     logits_BV = torch.tensor([probs] * len(rows)).log() + 7.0
     result_BV = processed_logprobs(logits_BV, SamplingBatch.of(rows, 4, CPU)).exp()
-    return [[round(value, 6) for value in row] for row in result_BV.tolist()]
+    rows_rounded = []
+    for row in result_BV.tolist():
+        rows_rounded.append([round(value, 6) for value in row])
+    return rows_rounded
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ from tidemill.services.rollout.engines.held_weights import (
 )
 from tidemill.services.rollout.engines.vllm_worker import RankWeights
 
-Q, K, DOWN = (TensorInfo(name, "BF16", (4, 6)) for name in ("q", "k", "down"))
+Q = TensorInfo("q", "BF16", (4, 6))
+K = TensorInfo("k", "BF16", (4, 6))
+DOWN = TensorInfo("down", "BF16", (4, 6))
 INFOS = [Q, K, DOWN]
 Load = Callable[[Iterable[tuple[str, Tensor]]], set[str]]
 
@@ -110,6 +112,11 @@ def test_pieces_tell_what_of_a_tensor_is_wrong() -> None:
     assert num_wrong(rank, values) == {"q": 0, "k": 6, "down": 1}
 
 
+def num_places(changes: Iterable[Any]) -> int:
+    """How many values they change."""
+    return sum(len(change.places) for change in changes)
+
+
 def test_ranks_together_prove_a_delta_before_it_is_written(tmp_path: Path) -> None:
     values = random_values()
     ranks = [loaded(number, values) for number in (0, 1)]
@@ -117,9 +124,9 @@ def test_ranks_together_prove_a_delta_before_it_is_written(tmp_path: Path) -> No
     deltas = write_delta(tmp_path / "d", values, {"q": [0, 11, 12, 23], "k": [5], "down": [2, 3, 20]})
     staged = [traced(rank).stage(deltas) for rank in ranks]
     assert sum((change for change, _ in staged), before) == digest_over(values)
-    assert [sum(len(change.places) for change in changes) for _, changes in staged] == [5, 3]
+    assert [num_places(changes) for _, changes in staged] == [5, 3]
     for rank, (_, changes) in zip(ranks, staged, strict=True):
-        assert sum(change.num_wrong() for change in changes) == sum(len(c.places) for c in changes)
+        assert sum(change.num_wrong() for change in changes) == num_places(changes)
         with Waits() as waits:
             assert apply(changes) == 0
         assert waits.count == 1, "a pause waits for the device once"
@@ -208,7 +215,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def synchronize(self) -> None:
             events.append("complete")
 
-        def wait_stream(self, other: Any) -> None:
+        def wait_stream(self, stream: Any) -> None:
             events.append("copies follow the engine")
 
         def record_event(self) -> int:
@@ -233,13 +240,15 @@ def test_what_is_staged_has_arrived_before_it_is_applied(tmp_path, monkeypatch, 
     """One stream for all versions: torch keeps what is freed for the stream that had it."""
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
     weights = RankWeights(model, None)
-    weights._is_plain, weights.held = True, traced(Rank(0))
+    weights._is_plain = True
+    weights.held = traced(Rank(0))
     stage = weights.held.stage
     monkeypatch.setattr(weights.held, "stage", lambda *args: cuda.append("staged") or stage(*args))
     deltas = write_delta(tmp_path / "d", random_values(), {"q": [1], "k": [], "down": []})
+    files = [list(map(str, paths)) for paths in deltas]
     streams = []
     for _ in range(2):
-        weights.stage([], [[str(path) for path in paths] for paths in deltas])
+        weights.stage([], files)
         streams.append(weights._stream)
     assert cuda == ["on a stream of cuda:1", "staged", "complete"] * 2 and streams[0] is streams[1]
 
@@ -272,6 +281,6 @@ def test_copies_and_their_proof_go_side_by_side(monkeypatch: pytest.MonkeyPatch,
     for seed in range(2):
         assert StagedVersion(traced(rank), random_values(seed).items(), memory).write()
     order = ["copies follow the engine", "on a stream of cpu"]
-    order += [f"{what} {number}" for what in ("copy", "arrived") for number in (1, 2, 3)]
+    order += [f"{event} {number}" for event in ("copy", "arrived") for number in (1, 2, 3)]
     assert cuda == order * 2
     assert locked == [3 * 256], "memory is locked once, and is no larger than the parts"

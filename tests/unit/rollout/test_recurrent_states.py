@@ -44,14 +44,14 @@ def make_engine(folder: Path) -> TransformersEngine:
     return TransformersEngine(run_config(folder, model=model, rollout=rollout))
 
 
-def gap_of(model: Any, prompt_ids: list[int], made: Generation) -> float:
+def gap_of(model: Any, prompt_ids: list[int], generation: Generation) -> float:
     """Largest |logprob of the engine - that of one pass over the row|."""
-    ids_1T = torch.tensor([prompt_ids + made.token_ids])
+    ids_1T = torch.tensor([prompt_ids + generation.token_ids])
     with torch.no_grad():
         logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].float()
-    targets_T1 = torch.tensor(made.token_ids)[:, None]
+    targets_T1 = torch.tensor(generation.token_ids)[:, None]
     expected_T = torch.log_softmax(logits_TV, -1).gather(-1, targets_T1)[:, 0]
-    return float((expected_T - torch.tensor(made.logprobs)).abs().max())
+    return float((expected_T - torch.tensor(generation.logprobs)).abs().max())
 
 
 def prompt_of(length: int) -> list[int]:
@@ -59,11 +59,11 @@ def prompt_of(length: int) -> list[int]:
 
 
 async def sample(engine: TransformersEngine, requests: list[tuple[list[int], int]]) -> list[Generation]:
-    made = [
+    running = [
         engine.generate(GenerationRequest(f"r{i}", prompt_ids, SamplingParams(max_tokens=num_tokens)))
         for i, (prompt_ids, num_tokens) in enumerate(requests)
     ]
-    return list(await asyncio.gather(*made))
+    return list(await asyncio.gather(*running))
 
 
 @pytest.mark.parametrize("family", USUAL)
@@ -77,11 +77,17 @@ async def test_the_rows_of_a_batch_are_computed_as_each_row_alone(family, tmp_pa
     engine = make_engine(tmp_path)
     await engine.start()
     try:
-        made = await sample(engine, requests)
-        gaps = [gap_of(model, ids, generation) for (ids, _), generation in zip(requests, made, strict=True)]
+        generations = await sample(engine, requests)
+        gaps = [
+            gap_of(model, ids, generation) for (ids, _), generation in zip(requests, generations, strict=True)
+        ]
         assert max(gaps) <= 1e-5
         # What a dead worker left goes on from its tokens, beside new samples.
-        parts = [prompts[3] + made[12].token_ids[:7], prompts[1] + made[4].token_ids[:3], prompts[0]]
+        parts = [
+            prompts[3] + generations[12].token_ids[:7],
+            prompts[1] + generations[4].token_ids[:3],
+            prompts[0],
+        ]
         further = await sample(engine, [(ids, 8) for ids in parts])
         assert (
             max(gap_of(model, ids, generation) for ids, generation in zip(parts, further, strict=True))

@@ -54,12 +54,15 @@ def expected(model: PreTrainedModel, ids: Sequence[int]) -> NDArray[np.uint8]:
 
 async def test_every_token_but_the_last_has_its_experts(engine, model) -> None:
     """Prompts of unlike lengths share a batch, some of them a prefill; rows end at different times."""
-    prompts = [[3 + (7 * i + 5 * j) % 29 for j in range(1 + i // 2 % 5)] for i in range(20)]
-    requests = [request(f"r{i}", prompt, max_tokens=1 + i % 7) for i, prompt in enumerate(prompts)]
-    for asked, made in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
-        routes = made.choices[ROUTES].values
+    requests = []
+    for i in range(20):
+        prompt = [3 + (7 * i + 5 * j) % 29 for j in range(1 + i // 2 % 5)]
+        requests.append(request(f"r{i}", prompt, max_tokens=1 + i % 7))
+    generations = await asyncio.gather(*map(engine.generate, requests))
+    for asked, generation in zip(requests, generations, strict=True):
+        routes = generation.choices[ROUTES].values
         assert routes.dtype == np.uint8
-        ids = [*asked.prompt_ids, *made.token_ids]
+        ids = [*asked.prompt_ids, *generation.token_ids]
         np.testing.assert_array_equal(np.sort(routes), np.sort(expected(model, ids)))
 
 
@@ -69,10 +72,11 @@ async def test_turns_of_a_session_bring_new_rows_and_keep_the_old_ones(engine, m
     for context in ([], [7, 8], [9]):
         sampling = recorder.asking(ticket, len(recorder.completion_ids))
         ids = [*recorder.ids, *context]
-        made = await engine.generate(GenerationRequest(f"t{len(ids)}", ids, sampling))
-        assert len(made.choices[ROUTES]) == len(ids) + len(made.token_ids) - 1 - sampling.num_routed
+        generation = await engine.generate(GenerationRequest(f"t{len(ids)}", ids, sampling))
+        num_tokens = len(ids) + len(generation.token_ids)
+        assert len(generation.choices[ROUTES]) == num_tokens - 1 - sampling.num_routed
         recorder.add_context(context)
-        recorder.add_turn(made)
+        recorder.add_turn(generation)
         # As if the weights had changed: what was computed before them stays as it was.
         recorder.routes[-1] = Rows(recorder.routes[-1].values + 10 * len(recorder.turns))
     fork = SegmentRecorder([6, 7])

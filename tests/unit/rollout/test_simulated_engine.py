@@ -59,10 +59,10 @@ def request(name: str = "a", max_tokens: int = 32) -> GenerationRequest:
 async def test_tokens_depend_on_the_seed_and_the_request_alone() -> None:
     engine = await started_engine(1)
     again = await started_engine(1)
-    other = await started_engine(2)
+    another = await started_engine(2)
     first = await engine.generate(request())
     assert (await again.generate(request())).token_ids == first.token_ids
-    assert (await other.generate(request())).token_ids != first.token_ids
+    assert (await another.generate(request())).token_ids != first.token_ids
     assert (await engine.generate(request("b"))).token_ids != first.token_ids
 
 

@@ -98,7 +98,7 @@ def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0, pl
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("counts", "expected"),
     [
         ({}, "wait:tickets"),
         ({"held": 2, "running": 1, "waiting": 1, "wanted": 1}, "generate"),
@@ -108,5 +108,5 @@ def state(running: int = 0, waiting: int = 0, wanted: int = 0, held: int = 0, pl
         ({"held": 2}, "wait:redis"),
     ],
 )
-def test_the_cause_is_what_all_held_groups_lack(found: dict[str, int], expected: str) -> None:
-    assert state(**found) == expected
+def test_the_cause_is_what_all_held_groups_lack(counts: dict[str, int], expected: str) -> None:
+    assert state(**counts) == expected

@@ -110,8 +110,8 @@ async def played_by(playing: Player, folder: Path, family: str) -> Trajectory:
         played = await playing.play(ticket_of(folder, family), "sample", script)
     finally:
         await playing.close()
-    made = Trajectory(ticket=0, index=0, step=0, group_size=1, **played.fields())
-    return codec.decode(codec.encode(made), Trajectory)
+    trajectory = Trajectory(ticket=0, index=0, step=0, group_size=1, **played.fields())
+    return codec.decode(codec.encode(trajectory), Trajectory)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])

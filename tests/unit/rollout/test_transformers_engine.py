@@ -52,10 +52,11 @@ async def engine(folder: Path) -> AsyncIterator[TransformersEngine]:
 def make_requests(count: int, **sampling: Any) -> list[GenerationRequest]:
     """Prompts of 1 to 9 tokens, each four times in a row, as a group has them."""
     params = SamplingParams.model_validate({"max_tokens": 24} | sampling)
-    return [
-        GenerationRequest(f"r{i}", [3 + (i // 4 * 5 + j * 7) % 29 for j in range(1 + i // 4 % 9)], params)
-        for i in range(count)
-    ]
+    requests = []
+    for i in range(count):
+        prompt_ids = [3 + (i // 4 * 5 + j * 7) % 29 for j in range(1 + i // 4 % 9)]
+        requests.append(GenerationRequest(f"r{i}", prompt_ids, params))
+    return requests
 
 
 async def generate_all(
@@ -95,8 +96,8 @@ async def test_filtered_rows_sample_within_their_filter_and_report_its_logprobs(
         with torch.inference_mode():
             top_TK = model(ids_1T).logits[0, len(request.prompt_ids) - 1 : -1].topk(2)
         for token, logprob, values, ids in zip(result.token_ids, result.logprobs, *top_TK, strict=True):
-            place = ids.tolist().index(token)
-            assert logprob == pytest.approx(torch.log_softmax(values, -1)[place].item(), abs=1e-4)
+            index = ids.tolist().index(token)
+            assert logprob == pytest.approx(torch.log_softmax(values, -1)[index].item(), abs=1e-4)
     for request, result in results[16:]:
         assert_parity(model, request, result)
 
@@ -129,8 +130,8 @@ async def test_a_load_waits_for_the_running_batch_and_the_next_one_has_the_new_w
 ):
     tensors = load_file(new_weights)
     parts = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    for part, names in zip(parts, (sorted(tensors)[::2], sorted(tensors)[1::2]), strict=True):
-        save_file({name: tensors[name] for name in names}, part)
+    for file, names in zip(parts, (sorted(tensors)[::2], sorted(tensors)[1::2]), strict=True):
+        save_file({name: tensors[name] for name in names}, file)
     engine = make_engine(folder, max_num_seqs=8)
     await engine.start()
     running = asyncio.create_task(generate_all(engine, make_requests(24)))
@@ -250,10 +251,10 @@ async def test_who_asks_hears_of_a_long_generation_while_it_grows(engine, monkey
     )
     for parts, whole in zip(heard.values(), wholes, strict=True):
         expected = [count for count in range(4, 24, 4) if count < len(whole.token_ids)]
-        assert [len(part.token_ids) for part in parts] == expected, "not at the end"
-        for part, count in zip(parts, expected, strict=True):
-            assert part.token_ids == whole.token_ids[:count] and part.logprobs == whole.logprobs[:count]
-            assert part.spans == whole.spans
+        assert [len(report.token_ids) for report in parts] == expected, "not at the end"
+        for report, count in zip(parts, expected, strict=True):
+            assert report.token_ids == whole.token_ids[:count] and report.logprobs == whole.logprobs[:count]
+            assert report.spans == whole.spans
     assert any(heard.values())
 
 

@@ -22,7 +22,7 @@ def facts_of(tmp_path: Path, **sections: Any) -> dict[str, Fact]:
         "config": run_config(model, **sections).model_dump(mode="json"),
         "runs": str(tmp_path / "not yet" / "runs"),
     }
-    return {found["what"]: Fact(**found) for found in examine(request)["facts"]}
+    return {fact["what"]: Fact(**fact) for fact in examine(request)["facts"]}
 
 
 def test_a_cpu_is_measured_and_what_is_left_out_is_named(tmp_path):
@@ -80,8 +80,8 @@ def test_a_gpu_that_another_process_uses_is_a_problem(monkeypatch):
 
 def test_a_driver_that_torch_cannot_use_is_a_problem(monkeypatch):
     monkeypatch.setattr(machine, "driver_list", lambda: "NVIDIA H100, 525.60")
-    (found,) = machine._look_at_driver()
-    assert found.is_problem and "driver" in found.remedy
+    (fact,) = machine._look_at_driver()
+    assert fact.is_problem and "driver" in fact.remedy
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ class Arrivals:
         self.group_filter = group_filter
         self.precompute = precompute
         self.num_waiting = num_waiting
-        self.left = [group_of(ticket) for ticket in order]
+        self.outstanding = [group_of(ticket) for ticket in order]
         self.portions = list(portions)
         self.log: list[str] = []
 
@@ -90,12 +90,12 @@ class Arrivals:
         self.log.append("take")
         await self.precompute_waiting(step, 1)  # as the assembler does while it waits
         count = min(places, self.portions.pop(0) if self.portions else 1)
-        arrived = self.left[:count]
-        self.left = self.left[count:]
+        arrived = self.outstanding[:count]
+        self.outstanding = self.outstanding[count:]
         return [group for group in arrived if self.group_filter.apply(group, step) is None]
 
     async def precompute_waiting(self, step: int, places: int) -> bool:
-        for group in self.left[: self.num_waiting]:
+        for group in self.outstanding[: self.num_waiting]:
             if self.precompute.is_needed and not self.precompute.is_ready(group, step):
                 await self.precompute.compute([group], step)
                 return True
@@ -229,7 +229,7 @@ def test_demonstrations_do_not_count_where_the_kl_coefficient_moves():
     policy = policy_of(config)
     samples = make_samples(16)
     precomputed = policy.precompute(samples)
-    samples = [changed(sample, **own) for sample, own in zip(samples, precomputed, strict=True)]
+    samples = [changed(sample, **columns) for sample, columns in zip(samples, precomputed, strict=True)]
     samples[4:] = [changed(sample, imitation=0.5) for sample in samples[4:]]
     mini = MiniBatch(sums=policy.accumulate(one_batch(samples)))
     result = StepResult([Group(0, samples=samples)], [mini])
@@ -333,7 +333,10 @@ def test_replaying_the_commit_gives_the_same_bits_whatever_was_precomputed_when(
 def test_a_mini_batch_is_the_next_groups_to_arrive():
     config = config_of(4)
     commit = commit_of(run_step(config, policy_of(config), [5, 2, 7, 0, 1, 6, 3, 4], [3, 4]))
-    tickets = [sorted({ticket for micro in mini for ticket, _ in micro}) for mini in commit.mini_batches]
+    tickets = []
+    for mini_batch in commit.mini_batches:
+        keys = [key for micro_batch in mini_batch for key in micro_batch]
+        tickets.append(sorted({ticket for ticket, _ in keys}))
     assert tickets == [[2, 5], [0, 7], [1, 6], [3, 4]]
     assert commit.groups == (5, 2, 7, 0, 1, 6, 3, 4)
 

@@ -119,7 +119,7 @@ STREAM = StreamName.TRAJECTORIES
 
 def found(folder: Path, selection: Selection = ALL) -> list[Message]:
     parts = select(Manifest.load(folder), STREAM, selection)
-    return [record.message for part in parts for record in part if isinstance(record, Entry)]
+    return [record.message for records in parts for record in records if isinstance(record, Entry)]
 
 
 @pytest.fixture
@@ -128,19 +128,27 @@ def mixed(tmp_path):
     folder = stream_folder(tmp_path, STREAM)
     segment = SegmentFile(STREAM.message_type, START)
     with aside_file(folder / "segment") as aside:
-        for number, one in enumerate(trajectories(), 1):
-            segment.add((f"{number}-0", codec.encode(as_session(one) if one.ticket == 3 else one)), aside)
+        for number, trajectory in enumerate(trajectories(), 1):
+            segment.add(
+                (
+                    f"{number}-0",
+                    codec.encode(as_session(trajectory) if trajectory.ticket == 3 else trajectory),
+                ),
+                aside,
+            )
         segment.publish(aside, folder)
     return folder
 
 
 def test_sessions_beside_single_turns_come_back_entry_by_entry(mixed):
     back = found(mixed)
-    assert back == [as_session(one) if one.ticket == 3 else one for one in trajectories()]
-    assert [codec.encode(made) for made in back[6:8]] == [
+    assert back == [
+        as_session(trajectory) if trajectory.ticket == 3 else trajectory for trajectory in trajectories()
+    ]
+    assert [codec.encode(trajectory) for trajectory in back[6:8]] == [
         codec.encode(as_session(m)) for m in trajectories()[6:8]
     ]
 
 
 def test_a_version_that_made_only_a_fork_is_found(mixed):
-    assert [made.key for made in found(mixed, Selection(versions=(3, 3)))] == [(3, 0), (3, 1)]
+    assert [trajectory.key for trajectory in found(mixed, Selection(versions=(3, 3)))] == [(3, 0), (3, 1)]

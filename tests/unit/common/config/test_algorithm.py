@@ -160,10 +160,10 @@ class TestPresets:
             config = config_of({"preset": name}).trainer.algorithm
             assert config.preset == name
             for field, value in PRESETS[name].items():
-                found = getattr(config, field)
+                actual = getattr(config, field)
                 if isinstance(value, dict):
-                    found = {key: getattr(found, key) for key in value}
-                assert found == value, (name, field)
+                    actual = {key: getattr(actual, key) for key in value}
+                assert actual == value, (name, field)
 
     def test_what_is_given_wins_also_within_a_section(self):
         config = config_of(
@@ -193,8 +193,8 @@ def test_every_name_of_the_config_has_a_function_behind_it():
     for name in LOSSES:
         level = {"level": "sequence"} if LOSSES[name].level == "sequence" else {}
         old = "rollout" if LOSSES[name].weighs_by_rollout else "recompute"
-        found = find_loss(AlgorithmConfig(loss=name, importance=level, old_logprobs=old))
-        assert found.__name__ == ("ppo" if name == "clip_cov" else name)
+        loss = find_loss(AlgorithmConfig(loss=name, importance=level, old_logprobs=old))
+        assert loss.__name__ == ("ppo" if name == "clip_cov" else name)
 
 
 def test_the_docs_tell_of_every_name_in_the_table():

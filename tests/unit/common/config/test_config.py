@@ -133,8 +133,8 @@ CURRICULUM = MINIMAL["data"] | {"curriculum": {"easy": 0.5, "hard": 0.5}}
     ],
 )
 def test_a_mistake_is_named_by_its_field(tree, said):
-    found = refused(tree)
-    assert [words for words in said if words not in found] == []
+    message = refused(tree)
+    assert [words for words in said if words not in message] == []
 
 
 def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path):
@@ -283,8 +283,8 @@ def test_sources_of_a_reward_need_sources_and_cover_evaluation_sets_too():
     ],
 )  # fmt: skip
 def test_settings_that_do_nothing_are_named(sections, idle):
-    found = [text.partition(" ")[0] for text in idle_settings(parse_config(MINIMAL | sections, "run.yaml"))]
-    assert found == idle
+    fields = [text.partition(" ")[0] for text in idle_settings(parse_config(MINIMAL | sections, "run.yaml"))]
+    assert fields == idle
 
 
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
@@ -470,7 +470,7 @@ def test_what_does_not_fit_is_refused_by_its_field(rewards, servers, field):
 )
 def test_rewards_and_functions_share_servers(rewards, servers):
     config = make_config(reward={"rewards": rewards}, servers=servers)
-    assert {one.servers or one.router for one in config.reward.named.values()} == {"s"}
+    assert {reward.servers or reward.router for reward in config.reward.named.values()} == {"s"}
 
 
 @pytest.mark.parametrize("kind", ["judge", "model", "teacher"])
@@ -480,8 +480,8 @@ def test_a_field_of_servers_in_a_reward_is_refused_with_its_place(kind):
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
-    found = changed_fields(make_config(**before), make_config(**after))
-    return {change.field: (change.before, change.after, bool(change.refusal)) for change in found}
+    changed = changed_fields(make_config(**before), make_config(**after))
+    return {change.field: (change.before, change.after, bool(change.refusal)) for change in changed}
 
 
 def test_changes_are_named_by_field_with_both_values():
@@ -520,8 +520,8 @@ def test_the_id_of_the_run_is_no_change():
 def test_every_fixed_field_exists():
     for name in FIXED:
         section: Any = RunConfig
-        for part in name.split("."):
-            section = section.model_fields[part].annotation if hasattr(section, "model_fields") else None
+        for field in name.split("."):
+            section = section.model_fields[field].annotation if hasattr(section, "model_fields") else None
         assert section is not None
 
 
@@ -541,5 +541,5 @@ def test_what_a_resume_may_change(tmp_path, trainer, said):
     (folder.path / "metrics.jsonl").write_text(records)
     options = UpOptions(config=tmp_path / "config.yaml", run_id="one", resume=True)
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        found = _check_changes(options, make_config(run_id="one", trainer=trainer), folder)
-        assert [str(change) for change in found] == ["trainer.steps: 4 -> 9"]
+        changes = _check_changes(options, make_config(run_id="one", trainer=trainer), folder)
+        assert [str(change) for change in changes] == ["trainer.steps: 4 -> 9"]

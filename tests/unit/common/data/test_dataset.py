@@ -71,14 +71,16 @@ def test_where_the_environment_alone_rewards_no_truth_is_asked_for(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "Win.", "level": 3})
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": str(path)}}
     sections["rollout"] = {"environment": {"use": "my_env.py:MyEnv"}}
-    own = {"environment": True}
+    of_environment = {"environment": True}
     judged = {"function": "gsm8k"}
     for is_streamed in (False, True):
         sections["data"]["stream"] = is_streamed
-        alone = RunConfig.model_validate({**sections, "reward": {"rewards": {"own": own}}})
+        alone = RunConfig.model_validate({**sections, "reward": {"rewards": {"own": of_environment}}})
         (row,) = read_training_rows(alone.data)[""]
         assert row.ground_truth is None and row.extra == {"level": 3}
-    both = RunConfig.model_validate({**sections, "reward": {"rewards": {"own": own, "other": judged}}})
+    both = RunConfig.model_validate(
+        {**sections, "reward": {"rewards": {"own": of_environment, "other": judged}}}
+    )
     with pytest.raises(ConfigError, match="truth"):
         list(read_training_rows(both.data)[""])
 
@@ -325,9 +327,9 @@ def test_columns_are_found_by_the_names_that_people_use(tmp_path, row, prompt, t
 def test_own_names_are_mapped_also_inside_of_columns(tmp_path):
     row = {"instruction": "1+1?", "meta": {"label": "2"}, "kind": "sums", "a.b": 1, "reward_model": {}}
     names = {"prompt": "instruction", "ground_truth": "meta.label", "data_source": "kind"}
-    found = only(write_jsonl(tmp_path / "a.jsonl", row), names=names)
-    assert (found.prompt, found.ground_truth, found.data_source) == ("1+1?", "2", "sums")
-    assert found.extra == {"meta": {"label": "2"}, "a.b": 1, "instruction": "1+1?", "kind": "sums"}
+    renamed = only(write_jsonl(tmp_path / "a.jsonl", row), names=names)
+    assert (renamed.prompt, renamed.ground_truth, renamed.data_source) == ("1+1?", "2", "sums")
+    assert renamed.extra == {"meta": {"label": "2"}, "a.b": 1, "instruction": "1+1?", "kind": "sums"}
     assert only(tmp_path / "a.jsonl", names={**names, "ground_truth": "a.b"}).ground_truth == 1
     assert "column 'meta.lable' (data.columns: {ground_truth: meta.lable}) is missing" in error_of(
         tmp_path / "a.jsonl", names={**names, "ground_truth": "meta.lable"}
@@ -341,8 +343,8 @@ def test_tables_and_lists_hold_the_same_rows_as_lines(tmp_path):
     (tmp_path / "a.json").write_text(" \n" + json.dumps(rows, indent=1))
     write_jsonl(tmp_path / "b.json", *rows)
     for name in ("a.csv", "a.tsv", "a.json", "b.json"):
-        found = read_dataset(tmp_path / name)
-        assert [(row.prompt, row.ground_truth) for row in found] == [("one,\ntwo?", "3"), ('say "hi"', "hi")]
+        table = read_dataset(tmp_path / name)
+        assert [(row.prompt, row.ground_truth) for row in table] == [("one,\ntwo?", "3"), ('say "hi"', "hi")]
     assert [row.origin[-6:] for row in read_dataset(tmp_path / "a.csv")] == ["line 2", "line 4"]
 
 

@@ -61,11 +61,11 @@ def test_sources_name_their_rows(tmp_path):
         train = [{"name": "a", "path": path}, {"name": "b", "path": path, "data_source": "given"}]
         train[1]["environment"] = "shop"
         data = DataConfig.model_validate({"train": train, "eval": {"held": path}, "stream": is_streamed})
-        found = read_training_rows(data)
-        assert [(row.source, row.data_source) for row in found["a"]] == [("a", "own"), *[("a", "a")] * 2]
-        assert [row.data_source for row in found["b"]] == ["own", "given", "given"]
-        assert [row.extra["environment"] for row in found["b"]] == ["own", "shop", "shop"]
-        assert [row.extra.get("environment") for row in found["a"]] == ["own", None, None]
+        by_source = read_training_rows(data)
+        assert [(row.source, row.data_source) for row in by_source["a"]] == [("a", "own"), *[("a", "a")] * 2]
+        assert [row.data_source for row in by_source["b"]] == ["own", "given", "given"]
+        assert [row.extra["environment"] for row in by_source["b"]] == ["own", "shop", "shop"]
+        assert [row.extra.get("environment") for row in by_source["a"]] == ["own", None, None]
         assert [row.source for row in read_evaluation_rows(data, 1)["held"]] == ["held"]
 
 

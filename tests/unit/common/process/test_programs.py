@@ -50,11 +50,11 @@ def test_jobs_are_named_as_workers_of_earlier_releases_name_them():
 
 
 def test_no_other_file_names_a_module_in_a_string():
-    elsewhere = {
-        str(path.relative_to(ROOT)): names
-        for path in files_of("*.py")
-        if path != REGISTRY and (names := names_in(path))
-    }
+    elsewhere = {}
+    for path in files_of("*.py"):
+        names = names_in(path)
+        if path != REGISTRY and names:
+            elsewhere[str(path.relative_to(ROOT))] = names
     assert not elsewhere, "give these a line in common/process/programs.py"
 
 

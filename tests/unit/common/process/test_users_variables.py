@@ -12,14 +12,14 @@ SECRET += ("TIDEMILL_WEIGHTS_TOKEN",)
 def test_what_describes_the_machine_is_handed_on_and_what_may_be_secret_is_not(monkeypatch):
     for name in OF_THE_MACHINE + SECRET:
         monkeypatch.setenv(name, "x")
-    given = variables_for_users()
-    assert set(OF_THE_MACHINE) <= given.keys() and not set(SECRET) & given.keys()
+    variables = variables_for_users()
+    assert set(OF_THE_MACHINE) <= variables.keys() and not set(SECRET) & variables.keys()
 
 
 def test_a_key_that_the_machine_names_is_handed_on_but_never_what_leads_to_redis(monkeypatch):
     for name in ("SERPER_API_KEY", "MY_URL", "HF_TOKEN", "TIDEMILL_REDIS_URL"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv(PASS_VARIABLE, "SERPER_API_KEY, MY_*,TIDEMILL_*")
-    given = variables_for_users()
-    assert {"SERPER_API_KEY", "MY_URL"} <= given.keys()
-    assert not {"HF_TOKEN", "TIDEMILL_REDIS_URL"} & given.keys()
+    variables = variables_for_users()
+    assert {"SERPER_API_KEY", "MY_URL"} <= variables.keys()
+    assert not {"HF_TOKEN", "TIDEMILL_REDIS_URL"} & variables.keys()

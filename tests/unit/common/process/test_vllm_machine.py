@@ -108,11 +108,11 @@ def test_a_libnuma_of_the_environment_is_found_by_all_processes_of_vllm(no_libnu
 
 
 def test_without_libnuma_it_is_said_what_to_install(no_libnuma):
-    what = "apt-get install libnuma1"
+    command = "apt-get install libnuma1"
     config = served(JUDGE)
-    with pytest.raises(ConfigError, match=f"servers.grader.*{what}"):
+    with pytest.raises(ConfigError, match=f"servers.grader.*{command}"):
         check_local("r", config.reward.named["r"], config.servers["grader"])
-    with pytest.raises(ConfigError, match=what):
+    with pytest.raises(ConfigError, match=command):
         command_of(config)
 
 

@@ -132,8 +132,8 @@ def test_a_look_at_a_queue_names_the_key_that_the_queue_has():
 def test_every_slot_has_its_primary_or_none():
     nodes = Nodes([("seed", 7)])
     reply = [[0, 99, [b"a", 1], [b"b", 2]], [100, 16383, [b"", 3]]]
-    found = [nodes.owner(slot, reply, ("asked", 9)) for slot in (0, 99, 100, 16383)]
-    assert found == [("a", 1)] * 2 + [("asked", 3)] * 2
+    owners = [nodes.owner(slot, reply, ("asked", 9)) for slot in (0, 99, 100, 16383)]
+    assert owners == [("a", 1)] * 2 + [("asked", 3)] * 2
     assert nodes.addresses == [("a", 1), ("asked", 3), ("seed", 7)]
     with pytest.raises(redis_errors.ClusterDownError):
         nodes.owner(5, reply[1:], ("asked", 9))

@@ -48,8 +48,10 @@ def tokenizer_of(name: str) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     special, plain = TOKENS[name]
-    own = {"magistral": MAGISTRAL, "unknown": UNKNOWN}
-    template = own[name] if name in own else (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    templates = {"magistral": MAGISTRAL, "unknown": UNKNOWN}
+    template = (
+        templates[name] if name in templates else (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=special[0],

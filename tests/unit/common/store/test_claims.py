@@ -176,7 +176,7 @@ async def test_a_payload_that_alone_cannot_be_read_is_a_fault_after_some_looks(t
     monkeypatch.setattr(claims, "LAST_PAUSE_S", 0.02)
     store = ClaimStore(tmp_path, 1000)
     claim = store.check_in(large())
-    other = store.check_in(large(4))
+    readable = store.check_in(large(4))
     path = tmp_path / "claims" / claim.claim.pointer
     path.unlink()
     damage(path)
@@ -184,7 +184,7 @@ async def test_a_payload_that_alone_cannot_be_read_is_a_fault_after_some_looks(t
         store.resolve(sent(claim))
     failed = await resolved(store, sent(claim))
     assert str(path) in failed.fault and failed.key == claim.key
-    assert (await resolved(store, sent(other))).fault == ""
+    assert (await resolved(store, sent(readable))).fault == ""
 
 
 async def test_reads_that_hang_leave_the_threads_that_everybody_shares(tmp_path):
@@ -252,8 +252,8 @@ def test_a_file_goes_only_when_its_ticket_is_settled_and_no_entry_claims_it(tmp_
     for ticket in (1, 3):  # what killed writers left goes with its ticket
         (tmp_path / "claims" / f".{pointers[ticket]}.0123abcd.aside").write_text("half")
     store.remove(store.settled(3) - {pointers[2]})
-    left = {path.name for path in (tmp_path / "claims").iterdir()}
-    assert left == {".aside", pointers[2], pointers[3], pointers[10], f".{pointers[3]}.0123abcd.aside"}
+    names = {path.name for path in (tmp_path / "claims").iterdir()}
+    assert names == {".aside", pointers[2], pointers[3], pointers[10], f".{pointers[3]}.0123abcd.aside"}
 
 
 def faulty_group(tmp_path, statuses: dict[int, ScoreStatus]) -> Group:

@@ -12,7 +12,7 @@ from tidemill.common.telemetry.batched import Batched, Histogram
 def test_who_looks_at_the_registry_sees_every_observation_once():
     booked: list[int] = []
     items: Batched[int] = Batched(booked.extend)
-    last: Batched[int] = Batched(lambda found: metrics.COMMITTED_VERSION.set(found[-1]))
+    last: Batched[int] = Batched(lambda versions: metrics.COMMITTED_VERSION.set(versions[-1]))
     for number in (1, 2):
         items.add(number)
         last.add(number)
@@ -24,7 +24,7 @@ def test_who_looks_at_the_registry_sees_every_observation_once():
 
 def test_no_more_than_a_bounded_number_waits():
     sizes: list[int] = []
-    items: Batched[int] = Batched(lambda found: sizes.append(len(found)))
+    items: Batched[int] = Batched(lambda batch: sizes.append(len(batch)))
     for number in range(batched.MOST + 1):
         items.add(number)
     assert sizes == [batched.MOST]

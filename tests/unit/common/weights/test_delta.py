@@ -31,11 +31,11 @@ def write(path: Path, *records: tuple[TensorInfo, list[int] | int, list[int]]) -
 
 
 def read(*deltas: Path) -> dict[str, dict[int, int]]:
-    found: dict[str, dict[int, int]] = {}
+    values: dict[str, dict[int, int]] = {}
     for patch in merge([[path] for path in deltas]):
         pairs = zip(patch.all_positions().tolist(), patch.values.tolist(), strict=True)
-        found.setdefault(patch.info.name, {}).update(pairs)
-    return found
+        values.setdefault(patch.info.name, {}).update(pairs)
+    return values
 
 
 def test_values_come_out_as_bits_at_their_places_also_across_windows(tmp_path):
@@ -65,21 +65,21 @@ def test_damage_anywhere_is_refused_or_changes_no_value(tmp_path):
     path = write(tmp_path / "a.safetensors", (BIG, [5, 70000], [1, 2]), (WIDE, 0, [3]))
     whole = path.read_bytes()
     values = read(path)
-    for place in range(len(whole)):
-        path.write_bytes(whole[:place])
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position])
         with pytest.raises(WeightsError, match=r"a\.safetensors"):
             read(path)
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
         with suppress(WeightsError):  # a deflate stream ends with some bits that mean nothing
             assert read(path) == values
 
 
 @pytest.mark.parametrize(
-    ("info", "place"), [(TensorInfo("scale", "F32", (4,)), 3), (TensorInfo("scale", "F7", (8,)), 0)]
+    ("info", "position"), [(TensorInfo("scale", "F32", (4,)), 3), (TensorInfo("scale", "F7", (8,)), 0)]
 )
-def test_records_that_cannot_be_are_refused(tmp_path, info, place):
+def test_records_that_cannot_be_are_refused(tmp_path, info, position):
     writer = DeltaWriter(tmp_path / "a.safetensors")
-    writer._add(info, place, 2, False, bytes(8))
+    writer._add(info, position, 2, False, bytes(8))
     writer.write()
     with pytest.raises(WeightsError):
         read_delta(writer.path)

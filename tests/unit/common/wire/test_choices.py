@@ -166,8 +166,9 @@ def test_a_large_trajectory_and_its_choices_are_two_claims(tmp_path):
 def test_choices_that_are_missing_wrong_or_of_another_sample_are_a_fault(tmp_path):
     store = ClaimStore(tmp_path)
     store.reads_choices = True
-    sent, other = (store.check_in_choices(chosen(completion_ids=np.arange(i, i + 3))) for i in (0, 1))
-    strange = sent.model_copy(update={"choices": other.choices})
+    sent = store.check_in_choices(chosen(completion_ids=np.arange(3)))
+    of_another = store.check_in_choices(chosen(completion_ids=np.arange(1, 4)))
+    strange = sent.model_copy(update={"choices": of_another.choices})
     assert "claimed for (3, 1)" in fault_of(store.resolve(strange))
     path = tmp_path / "claims" / sent.choices.claim.pointer
     path.write_bytes(path.read_bytes()[:-1])

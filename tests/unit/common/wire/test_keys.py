@@ -15,7 +15,8 @@ def all_keys(keys: Keys) -> list[str]:
     laned = [make(lane) for make in (keys.prompts, keys.trajectories, keys.scores) for lane in Lane]
     groups = [keys.progress(ticket, lane) for ticket in (0, 1) for lane in Lane]
     public = [name for name in vars(Keys) if name[0] != "_"]  # some Pythons list `__weakref__`, others do not
-    plain = [value for name in public if isinstance(value := getattr(keys, name), str)]
+    values = [getattr(keys, name) for name in public]
+    plain = [value for value in values if isinstance(value, str)]
     beats = [keys.workers(role) for role in ROLES]
     others = (keys.run_id, keys.sandbox_queue, keys.sandbox_names)
     return laned + groups + beats + [key for key in plain if key not in others]

@@ -29,16 +29,17 @@ def recorded() -> SegmentRecorder:
 
 def test_masks_of_turns_are_joined_with_nothing_between_them_and_cut_with_their_tokens():
     recorder = SegmentRecorder([1, 2, 3])
-    other = SegmentRecorder([1])
+    second_recorder = SegmentRecorder([1])
     first = Generation(
         [4, 5], [-1.0, -2.0], ((0, 0),), "stop", choices={"kept": Rows.of_lists([[4], [5, 6]])}
     )
     recorder.add_turn(first)
     recorder.add_context([7, 8])
     recorder.add_turn(Generation([9], [-0.5], ((1, 0),), "stop", choices={"kept": Rows.of_lists([[9, 3]])}))
-    other.add_turn(first.cut(1))
+    second_recorder.add_turn(first.cut(1))
     assert choices_of([recorder])["kept"] == Rows.of_lists([[4], [5, 6], [], [], [9, 3]])
-    assert choices_of([recorder, other])["kept"] == Rows.of_lists([[4], [5, 6], [], [], [9, 3], [4]])
+    both = choices_of([recorder, second_recorder])["kept"]
+    assert both == Rows.of_lists([[4], [5, 6], [], [], [9, 3], [4]])
     recorder.rewind(4)
     assert choices_of([recorder])["kept"] == Rows.of_lists([[4], [5, 6], [], []])
     assert choices_of([recorded()]) == {}, "nothing was filtered"
@@ -101,14 +102,14 @@ def test_payloads_from_before_there_were_sessions_are_read_scored_and_trained_as
     """Base64 line by line; the file stays as it is."""
     lines = (ROOT / "tests" / "data" / "payloads_before_sessions.txt").read_text().splitlines()
     payloads = [base64.b64decode(line) for line in lines]
-    found = [codec.decode_payload(payload, Trajectory) for payload in payloads]
-    assert [made.key for made in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for made in found:
-        (segment,) = made.segments
-        assert made.session is None and segment.turns == ()
-        assert np.array_equal(segment.completion_ids, made.completion_ids)
-        sample = make_sample(made)
+    decoded = [codec.decode_payload(payload, Trajectory) for payload in payloads]
+    assert [trajectory.key for trajectory in decoded] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for trajectory in decoded:
+        (segment,) = trajectory.segments
+        assert trajectory.session is None and segment.turns == ()
+        assert np.array_equal(segment.completion_ids, trajectory.completion_ids)
+        sample = make_sample(trajectory)
         assert (len(sample.segments), sample.turns, sample.num_trained, sample.num_tokens) == (1, (), 3, 7)
-        assert made.token_versions()[sample.mask].tolist() == [0, 0, 1]
-        assert "num_turns" not in RewardSample(made, Lane.TRAIN).fields()["extra_info"]
-    assert [codec.encode_payload(made) for made in found] == payloads, "a single turn has grown"
+        assert trajectory.token_versions()[sample.mask].tolist() == [0, 0, 1]
+        assert "num_turns" not in RewardSample(trajectory, Lane.TRAIN).fields()["extra_info"]
+    assert [codec.encode_payload(trajectory) for trajectory in decoded] == payloads, "a single turn has grown"

@@ -48,9 +48,9 @@ def test_a_config_is_a_file_a_tree_or_itself_and_overrides_are_words_or_values(t
     config = simulated_config(tmp_path)
     tree = config.model_dump(mode="json")
     (tmp_path / "run.yaml").write_text(json.dumps(tree))
-    for given in (tmp_path / "run.yaml", str(tmp_path / "run.yaml"), tree, config):
+    for source in (tmp_path / "run.yaml", str(tmp_path / "run.yaml"), tree, config):
         for overrides in ({"trainer.steps": 7, "model.dtype": "float32"}, ["trainer.steps=7"]):
-            assert tidemill.load_config(given, overrides).trainer.steps == 7
+            assert tidemill.load_config(source, overrides).trainer.steps == 7
     with pytest.raises(tidemill.ConfigError, match="stepps"):
         tidemill.load_config(tree, {"trainer.stepps": 7})
 

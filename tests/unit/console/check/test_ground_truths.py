@@ -13,7 +13,7 @@ def row(truth: Any, number: int = 0, prompt: Any = "a", **extra: Any) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("truth", "shown"),
+    ("truth", "text"),
     [
         (42, "42 (int)"),
         ("42", "'42' (str)"),
@@ -26,8 +26,8 @@ def row(truth: Any, number: int = 0, prompt: Any = "a", **extra: Any) -> Row:
         ("x" * 100, f"'{'x' * 29} ... {'x' * 29}' (str)"),
     ],
 )
-def test_a_ground_truth_is_shown_with_its_type(truth: Any, shown: str) -> None:
-    assert describe_arguments(row(truth))[0] == f"ground_truth: {shown}"
+def test_a_ground_truth_is_shown_with_its_type(truth: Any, text: str) -> None:
+    assert describe_arguments(row(truth))[0] == f"ground_truth: {text}"
 
 
 def test_source_and_keys_are_shown_too() -> None:

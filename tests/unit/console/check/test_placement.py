@@ -112,8 +112,8 @@ def test_one_gpu_is_taken_in_turns_and_several_where_that_is_asked_for() -> None
     assert beside.rollout.trainer_gpus == "turns" and "servers.rm.local on it at once" in said[0]
     shared, _ = place(config(trainer_gpus="shared"), [3])
     assert (shared.trainer.gpus, shared.rollout.gpus) == ((3,), (3,)) and place(shared, [3])[0] == shared
-    for given in ({"engine": "transformers"}, {"trainer_gpus": "shared"}):
-        assert place(config(**given), [3])[0].shared_turn_s is None, given
+    for settings in ({"engine": "transformers"}, {"trainer_gpus": "shared"}):
+        assert place(config(**settings), [3])[0].shared_turn_s is None, settings
     many, _ = place(config(workers=2, trainer_gpus="turns", gpu_turn_s=0.5), range(4))
     assert (many.trainer.gpus, many.rollout.gpus, many.shared_turn_s) == ((0,), (0, 0), 0.5)
     assert find_overlaps(many) == [] and place(config(), range(2))[0].shared_turn_s is None

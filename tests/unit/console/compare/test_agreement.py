@@ -13,12 +13,14 @@ from tidemill.services.console.look.trace import teacher_gaps
 
 
 def scores(values: dict[TrajectoryKey, float | None]) -> dict[TrajectoryKey, Score]:
-    made = {}
+    scores_by_key = {}
     for (ticket, index), value in values.items():
         status = ScoreStatus.OK if value is not None else ScoreStatus.FAILED
         error = "" if value is not None else "no answer\nat all"
-        made[ticket, index] = Score(ticket=ticket, index=index, status=status, value=value, error=error)
-    return made
+        scores_by_key[ticket, index] = Score(
+            ticket=ticket, index=index, status=status, value=value, error=error
+        )
+    return scores_by_key
 
 
 def group(ticket: int, *values: float | None) -> dict[TrajectoryKey, float | None]:
@@ -27,11 +29,11 @@ def group(ticket: int, *values: float | None) -> dict[TrajectoryKey, float | Non
 
 def test_rank_correlation_by_the_classic_formula() -> None:
     assert ranks(np.array([5.0, 1.0, 5.0, 2.0, 5.0])).tolist() == [4.0, 1.0, 4.0, 2.0, 4.0], "ties share"
-    one = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-    other = np.array([10.0, 30.0, 20.0, 90.0, 40.0])
+    first = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    second = np.array([10.0, 30.0, 20.0, 90.0, 40.0])
     # Differences of ranks: 0, 1, 1, 1, 1; 1 - 6 * 4 / (5 * 24) = 0.8
-    assert rank_correlation(one, other) == pytest.approx(0.8)
-    assert correlation(one, -one) == pytest.approx(-1.0)
+    assert rank_correlation(first, second) == pytest.approx(0.8)
+    assert correlation(first, -first) == pytest.approx(-1.0)
     assert correlation(np.zeros(4), np.arange(4.0)) is None, "a side that does not vary"
     assert rank_correlation(np.arange(4.0), np.ones(4)) is None
 
@@ -39,33 +41,31 @@ def test_rank_correlation_by_the_classic_formula() -> None:
 def test_a_group_flips_when_no_completion_is_the_best_on_both_sides() -> None:
     before = scores(group(1, 0.0, 1.0) | group(2, 0.0, 1.0) | group(3, 0.0, 1.0))
     now = scores(group(1, 0.0, 5.0) | group(2, 2.0, 1.0) | group(3, 4.0, 4.0))
-    found = compare(before, now)
-    assert found.groups_with_another_best == [2]
-    assert found.sign_flips == 2
-    assert (found.groups, found.groups_without_variance_before, found.groups_without_variance_now) == (
-        3,
-        0,
-        1,
-    )
-    assert found.spearman_within_groups == pytest.approx(0.0)  # +1 and -1; the third does not vary
-    assert (found.mean_before, found.equal_share) == (0.5, pytest.approx(2 / 6))
+    agreement = compare(before, now)
+    assert agreement.groups_with_another_best == [2]
+    assert agreement.sign_flips == 2
+    assert agreement.groups == 3
+    assert agreement.groups_without_variance_before == 0
+    assert agreement.groups_without_variance_now == 1
+    assert agreement.spearman_within_groups == pytest.approx(0.0)  # +1 and -1; the third does not vary
+    assert (agreement.mean_before, agreement.equal_share) == (0.5, pytest.approx(2 / 6))
 
 
 def test_failures_are_counted_and_never_compared() -> None:
-    found = compare(scores(group(1, 1.0, None, 0.0)), scores(group(1, None, 3.0, 0.5)))
-    assert (found.compared, found.failed_before, found.failed_now) == (1, 1, 1)
-    assert found.failures_now == {"no answer": 1}
+    agreement = compare(scores(group(1, 1.0, None, 0.0)), scores(group(1, None, 3.0, 0.5)))
+    assert (agreement.compared, agreement.failed_before, agreement.failed_now) == (1, 1, 1)
+    assert agreement.failures_now == {"no answer": 1}
     assert compare({}, {}).compared == 0
 
 
 def test_those_that_moved_farthest_come_first_and_those_that_did_not_are_left_out() -> None:
-    found = compare(scores(group(1, 1.0, 2.0, 3.0)), scores(group(1, 3.0, 2.0, 1.0)))
-    assert {(ticket, index) for ticket, index, _, _ in found.farthest} == {(1, 0), (1, 2)}
+    agreement = compare(scores(group(1, 1.0, 2.0, 3.0)), scores(group(1, 3.0, 2.0, 1.0)))
+    assert {(ticket, index) for ticket, index, _, _ in agreement.farthest} == {(1, 0), (1, 2)}
     # The others moved past one whose score is unchanged: there is nothing to look at in it.
     before = scores(group(1, 0.5, 0.1, 0.2, 0.3))
-    found = compare(before, scores(group(1, 0.5, 0.7, 0.8, 0.9)))
-    assert {index for _, index, _, _ in found.farthest} <= {1, 2, 3}
-    assert all(old != new for _, _, old, new in found.farthest)
+    agreement = compare(before, scores(group(1, 0.5, 0.7, 0.8, 0.9)))
+    assert {index for _, index, _, _ in agreement.farthest} <= {1, 2, 3}
+    assert all(old != new for _, _, old, new in agreement.farthest)
 
 
 def test_a_trace_has_the_distance_of_the_models_tokens_from_the_teacher() -> None:

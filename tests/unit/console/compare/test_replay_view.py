@@ -43,7 +43,7 @@ OTHER_WEIGHTS = {
 OTHER_ADVANTAGES = {"equal": False, "num_different": 2, "first": FIRST}
 
 
-@pytest.mark.parametrize(("found", "style", "named"), [
+@pytest.mark.parametrize(("result", "style", "named"), [
     (result(), "bold green", ("2 of 2",)),
     (
         result(equal=False, metrics=[OFF], **OTHER_WEIGHTS), "bold red",
@@ -52,21 +52,21 @@ OTHER_ADVANTAGES = {"equal": False, "num_different": 2, "first": FIRST}
     (result(equal=False, advantages=OTHER_ADVANTAGES), "yellow", ("7.3: 1.0 recorded, -1.0 replayed",)),
     (result(step=30, from_version=0), "bold green", ("30 steps", "starting model")),
 ])  # fmt: skip
-def test_a_replay_says_what_came_out(found: dict[str, Any], style: str, named: tuple[str, ...]) -> None:
+def test_a_replay_says_what_came_out(result: dict[str, Any], style: str, named: tuple[str, ...]) -> None:
     def shown(shows_all: bool) -> str:
         out = io.StringIO()
-        print_tree(Console(file=out, width=200, highlight=False), result_tree(found, shows_all))
+        print_tree(Console(file=out, width=200, highlight=False), result_tree(result, shows_all))
         return out.getvalue()
 
-    assert result_tree(found).children[0].style == style
+    assert result_tree(result).children[0].style == style
     assert [words for words in named if words not in shown(False)] == []
     assert LENGTH["name"] not in shown(False)
-    assert (LENGTH["name"] in shown(True)) == (LENGTH in found["metrics"])
+    assert (LENGTH["name"] in shown(True)) == (LENGTH in result["metrics"])
 
 
 def test_steps_are_numbers_lists_and_ranges() -> None:
-    found = {"7": [7], "17,3": [3, 17], "10..12": [10, 11, 12], "1, 0..1": [0, 1]}
-    assert {text: listed_steps(text) for text in found} == found
+    steps_of = {"7": [7], "17,3": [3, 17], "10..12": [10, 11, 12], "1, 0..1": [0, 1]}
+    assert {text: listed_steps(text) for text in steps_of} == steps_of
     for text in ("", "x", "3..", "5..2", "-1", "0..99999999", "1,,2"):
         with pytest.raises(ConfigError, match="steps"):
             listed_steps(text)

@@ -34,8 +34,8 @@ def value_of(tree: Any, field: str) -> Any:
     return tree
 
 
-def verdicts(made: Draft, option: str) -> list[str]:
-    return [finding.verdict for finding in made.findings if finding.option == option]
+def verdicts(conversion: Draft, option: str) -> list[str]:
+    return [finding.verdict for finding in conversion.findings if finding.option == option]
 
 
 # What a table of options only copies or translates is not told again here: test_tables.py reads those rows.
@@ -209,9 +209,9 @@ CASES: list[tuple[Project, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("project", "options", "expected"), CASES)
 def test_options_become_our_fields(project, options, expected):
-    made = draft(project, **options)
-    assert {field: value_of(made.tree(), field) for field in expected} == expected
-    assert made.problem() == ""
+    conversion = draft(project, **options)
+    assert {field: value_of(conversion.tree(), field) for field in expected} == expected
+    assert conversion.problem() == ""
 
 
 LOST: list[tuple[Project, str, Any, str]] = [
@@ -273,10 +273,11 @@ def test_yaml_of_verl_with_references_and_overrides(tmp_path: Path) -> None:
         "data: {train_batch_size: 64}\nalgorithm: {adv_estimator: grpo}\n"
     )
     more = ["+trainer.total_epochs=2", "data.train_batch_size=32", "trainer.experiment_name=2025-02-30"]
-    made = convert(write(tmp_path, "a.yaml", text), more, None)
-    assert (made.table.project, made.fields["run_id"]) == ("verl", "2025-02-30")  # a date that is none
-    assert (made.fields["trainer.groups_per_step"], made.fields["trainer.mini_batches"]) == (32, 1)
-    assert (made.fields["trainer.epochs"], made.fields["trainer.optimizer.lr"]) == (2, 1e-6)
+    conversion = convert(write(tmp_path, "a.yaml", text), more, None)
+    fields = conversion.fields
+    assert (conversion.table.project, fields["run_id"]) == ("verl", "2025-02-30")  # a date that is none
+    assert (fields["trainer.groups_per_step"], fields["trainer.mini_batches"]) == (32, 1)
+    assert (fields["trainer.epochs"], fields["trainer.optimizer.lr"]) == (2, 1e-6)
 
 
 def test_null_is_an_option_that_was_not_given() -> None:
@@ -286,13 +287,14 @@ def test_null_is_an_option_that_was_not_given() -> None:
 
 def test_a_script_and_yaml_of_trl(tmp_path: Path) -> None:
     script = "accelerate launch --num_processes 4 train.py --learning_rate 1e-5 --use_vllm --beta=0.1"
-    made = convert(write(tmp_path, "run.sh", script), [], None)
-    assert (made.fields["trainer.num_ranks"], made.fields["trainer.optimizer.lr"]) == (4, 1e-5)
-    assert (made.fields["rollout.engine"], made.fields[ALGORITHM + "kl.coefficient"]) == ("vllm", 0.1)
-    made = convert(
+    conversion = convert(write(tmp_path, "run.sh", script), [], None)
+    assert (conversion.fields["trainer.num_ranks"], conversion.fields["trainer.optimizer.lr"]) == (4, 1e-5)
+    assert conversion.fields["rollout.engine"] == "vllm"
+    assert conversion.fields[ALGORITHM + "kl.coefficient"] == 0.1
+    conversion = convert(
         write(tmp_path, "c.yaml", "model_name_or_path: m\nnum_generations: 4\n"), ["beta=0.5"], None
     )
-    assert (made.fields["model.path"], made.fields["trainer.group_size"]) == ("m", 4)
+    assert (conversion.fields["model.path"], conversion.fields["trainer.group_size"]) == ("m", 4)
 
 
 def test_no_word_of_a_script_vanishes(tmp_path: Path) -> None:
@@ -300,11 +302,11 @@ def test_no_word_of_a_script_vanishes(tmp_path: Path) -> None:
         "VLLM=1 python3 -u -m verl.trainer.main_ppo --config-name=mine --config-path configs max_turns=2 \\\n"
         "  data.train_files=a.parquet ~data.val_files config=more.yaml bare +x=$Y 2>&1 | tee run.log"
     )
-    made = convert(write(tmp_path, "run.sh", script), [], None)
-    assert made.table.project == "verl" and made.fields["data.train"] == "a.parquet"
+    conversion = convert(write(tmp_path, "run.sh", script), [], None)
+    assert conversion.table.project == "verl" and conversion.fields["data.train"] == "a.parquet"
     named = ["--config-name", "--config-path", "max_turns", "~data.val_files", "config", "bare", "x"]
-    assert [name for name in named if verdicts(made, name) != ["lost"]] == []
-    assert "not read here" in made.text("run.sh") and "tee" not in made.text("run.sh")
+    assert [name for name in named if verdicts(conversion, name) != ["lost"]] == []
+    assert "not read here" in conversion.text("run.sh") and "tee" not in conversion.text("run.sh")
     plain = convert(write(tmp_path, "run.sh", script.replace("=mine", "=ppo_trainer")), [], None)
     assert verdicts(plain, "--config-name") == []
 
@@ -319,17 +321,17 @@ def test_no_word_of_a_script_vanishes(tmp_path: Path) -> None:
     ],
 )
 def test_the_launcher_says_how_many_processes_there_are(tmp_path, launcher, processes):
-    made = convert(write(tmp_path, "run.sh", f"{launcher} train.py --beta 0.1"), [], None)
-    assert made.fields["trainer.num_ranks"] == processes
+    conversion = convert(write(tmp_path, "run.sh", f"{launcher} train.py --beta 0.1"), [], None)
+    assert conversion.fields["trainer.num_ranks"] == processes
 
 
 def test_options_of_a_launcher_that_count_are_said(tmp_path: Path) -> None:
     script = (
         "accelerate launch --config_file zero3.yaml --main_process_port 2950 train.py --config r.yaml > log"
     )
-    made = convert(write(tmp_path, "run.sh", script), [], None)
-    assert verdicts(made, "launch.config_file") == verdicts(made, "config") == ["lost"]
-    assert verdicts(made, "launch.main_process_port") == ["automatic"]
+    conversion = convert(write(tmp_path, "run.sh", script), [], None)
+    assert verdicts(conversion, "launch.config_file") == verdicts(conversion, "config") == ["lost"]
+    assert verdicts(conversion, "launch.main_process_port") == ["automatic"]
 
 
 PARTS = {
@@ -361,9 +363,9 @@ def test_a_file_without_any_option_that_is_known_is_refused(tmp_path, name, text
 
 def test_python_is_parsed_and_never_run(tmp_path: Path) -> None:
     text = "raise SystemExit\nN = 4\nGRPOConfig(num_generations=N, seed=1)\nGRPOTrainer(reward_funcs=f)\n"
-    made = convert(write(tmp_path, "train.py", text), [], None)
-    assert (made.fields["trainer.group_size"], made.fields["seed"]) == (4, 1)
-    assert made.fields["reward.function"] == "train.py:f"
+    conversion = convert(write(tmp_path, "train.py", text), [], None)
+    assert (conversion.fields["trainer.group_size"], conversion.fields["seed"]) == (4, 1)
+    assert conversion.fields["reward.function"] == "train.py:f"
 
 
 def test_no_argument_of_a_python_file_vanishes(tmp_path: Path) -> None:
@@ -371,10 +373,12 @@ def test_no_argument_of_a_python_file_vanishes(tmp_path: Path) -> None:
         "config = GRPOConfig(num_generations=4, **more)\nconfig.beta = 0.1\nother.beta = 0.9\n"
         "GRPOTrainer('m', [f], config, rows, callbacks=[c], optimizers=(o, None), processing_class=t)\n"
     )
-    made = convert(write(tmp_path, "train.py", text), [], None)
-    assert (made.fields["model.path"], made.fields["reward.function"]) == ("m", "train.py:f")
-    assert made.fields[ALGORITHM + "kl.coefficient"] == 0.1
-    named = {name: verdicts(made, name) for name in ("**more", "callbacks", "optimizers", "processing_class")}
+    conversion = convert(write(tmp_path, "train.py", text), [], None)
+    assert (conversion.fields["model.path"], conversion.fields["reward.function"]) == ("m", "train.py:f")
+    assert conversion.fields[ALGORITHM + "kl.coefficient"] == 0.1
+    named = {
+        name: verdicts(conversion, name) for name in ("**more", "callbacks", "optimizers", "processing_class")
+    }
     assert named == {
         "**more": ["lost"], "callbacks": ["lost"], "optimizers": ["lost"], "processing_class": ["automatic"]
     }  # fmt: skip
@@ -386,11 +390,11 @@ def test_defaults_of_the_command_line_count_and_what_must_run_is_said(tmp_path: 
         "GRPOConfig(num_generations=args.num_generations, max_steps=int(x), output_dir=str(y))\n"
         "GRPOTrainer(model=path, reward_funcs=[f], train_dataset=load(z))\n"
     )
-    made = convert(write(tmp_path, "train.py", text), [], None)
-    assert (made.fields["trainer.group_size"], made.fields["trainer.epochs"]) == (4, 3)
-    assert (made.fields["model.path"], verdicts(made, "model")) == ("MODEL", ["lost"])
-    assert verdicts(made, "max_steps") == ["lost"] and verdicts(made, "output_dir") == []
-    assert "int(x) is known only when the file runs" in made.text("train.py")
+    conversion = convert(write(tmp_path, "train.py", text), [], None)
+    assert (conversion.fields["trainer.group_size"], conversion.fields["trainer.epochs"]) == (4, 3)
+    assert (conversion.fields["model.path"], verdicts(conversion, "model")) == ("MODEL", ["lost"])
+    assert verdicts(conversion, "max_steps") == ["lost"] and verdicts(conversion, "output_dir") == []
+    assert "int(x) is known only when the file runs" in conversion.text("train.py")
     assert convert(tmp_path / "train.py", ["max_steps=5"], None).fields["trainer.steps"] == 5
 
 
@@ -418,9 +422,9 @@ def test_a_place_that_takes_no_file_is_a_mistake_of_what_was_given(tmp_path: Pat
 
 
 def test_the_file_names_what_our_config_refuses() -> None:
-    made = draft("verl", **{"data.max_response_length": 1 << 21})
-    assert "# This config is refused as it is:" in made.text("x.sh")
-    assert "max_tokens" in made.problem()
+    conversion = draft("verl", **{"data.max_response_length": 1 << 21})
+    assert "# This config is refused as it is:" in conversion.text("x.sh")
+    assert "max_tokens" in conversion.problem()
 
 
 def test_the_file_lists_what_is_lost_with_its_value() -> None:

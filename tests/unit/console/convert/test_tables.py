@@ -37,8 +37,9 @@ def test_an_option_has_one_row_for_a_condition(table: OptionTable) -> None:
 
 def test_a_row_with_the_name_goes_before_one_with_a_pattern() -> None:
     verl = TABLES[0]
-    assert (row := verl.find("async_training.partial_rollout")) is not None and row.is_automatic
-    assert (row := verl.find("async_training.other")) is not None and row.is_automatic
+    for name in ("async_training.partial_rollout", "async_training.other"):
+        row = verl.find(name)
+        assert row is not None and row.is_automatic, name
     assert verl.find("nothing.like.it") is None
 
 

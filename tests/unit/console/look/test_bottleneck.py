@@ -14,14 +14,14 @@ BUSY = {"generate": 0.2}
 
 def verdict(trainer: dict[str, float], rollout: Any = None, reward: Any = None, **fields: Any) -> Bottleneck:
     shares = {"trainer": trainer, "rollout": rollout or {}, "reward": reward or {}}
-    given: dict[str, Any] = {"num_workers": WORKERS, "is_live": True, "step_s": 10.0} | fields
-    found = find_bottleneck(Evidence(shares, **given))
-    assert found is not None
-    return found
+    evidence: dict[str, Any] = {"num_workers": WORKERS, "is_live": True, "step_s": 10.0} | fields
+    bottleneck = find_bottleneck(Evidence(shares, **evidence))
+    assert bottleneck is not None
+    return bottleneck
 
 
 @pytest.mark.parametrize(
-    ("found", "blame", "said"),
+    ("bottleneck", "blame", "said"),
     [
         (
             verdict({"wait:scores": 0.71, "train": 0.29}, BUSY, {"score": 0.95}, score_use=1.0),
@@ -72,10 +72,10 @@ def verdict(trainer: dict[str, float], rollout: Any = None, reward: Any = None, 
         ),
     ],
 )
-def test_the_largest_part_of_a_step_is_to_blame(found: Bottleneck, blame: Any, said: Any) -> None:
-    assert found.blame == pytest.approx(blame)
-    assert (found.stage, said[1] in found.text) == (said[0], True), found.text
-    assert ("stands out" in found.text) != ("is the bottleneck" in found.text), "one of the two"
+def test_the_largest_part_of_a_step_is_to_blame(bottleneck: Bottleneck, blame: Any, said: Any) -> None:
+    assert bottleneck.blame == pytest.approx(blame)
+    assert (bottleneck.stage, said[1] in bottleneck.text) == (said[0], True), bottleneck.text
+    assert ("stands out" in bottleneck.text) != ("is the bottleneck" in bottleneck.text), "one of the two"
 
 
 def test_while_no_step_tells_there_is_no_verdict() -> None:
@@ -86,14 +86,16 @@ def test_while_no_step_tells_there_is_no_verdict() -> None:
 def test_a_trainer_that_waits_for_another_stage_is_not_what_the_run_waits_for() -> None:
     trainer = {"train": 0.55, "wait:scores": 0.45}
     assert verdict(trainer, BUSY, {"score": 1.0}, score_use=1.0).stage == "reward"
-    found = verdict(trainer, BUSY, {"score": 1.0}, max_staleness=0)
-    assert found.stage == "trainer" and "max_staleness 1" in found.advice
+    bottleneck = verdict(trainer, BUSY, {"score": 1.0}, max_staleness=0)
+    assert bottleneck.stage == "trainer" and "max_staleness 1" in bottleneck.advice
 
 
 def test_one_more_worker_brings_what_the_next_busiest_stage_allows() -> None:
-    found = verdict({"wait:scores": 0.6, "train": 0.4}, {"generate": 0.7, "wait:tickets": 0.3}, score_use=1.0)
-    assert found.step_with_one_more_s == pytest.approx({"rollout": 10.0, "reward": 7.0})
-    assert "7 s instead of 10 s, at best" in found.advice
+    bottleneck = verdict(
+        {"wait:scores": 0.6, "train": 0.4}, {"generate": 0.7, "wait:tickets": 0.3}, score_use=1.0
+    )
+    assert bottleneck.step_with_one_more_s == pytest.approx({"rollout": 10.0, "reward": 7.0})
+    assert "7 s instead of 10 s, at best" in bottleneck.advice
     # Where stages take turns, it brings its part of the step.
     trainer = {"wait:trajectories": 0.5, "wait:scores": 0.3, "train": 0.2}
     more = verdict(trainer, {"generate": 0.5}, {"score": 0.3}, max_staleness=0).step_with_one_more_s

@@ -138,9 +138,10 @@ def test_failures_are_seen_and_never_shown_as_numbers() -> None:
     run = snapshot(state={"evaluations": [failed]})
     run.points[0].metrics["groups_dropped"] = 2.0
     run.points[-1].metrics.update({"scores/failed_ratio": 0.25, "groups_dropped": 1.0})
-    found = lines(run)
-    assert found["eval held"] == "all failed (12 samples)" and found["failed scores"].startswith("25.0%")
-    assert found["replaced"] == "3 groups, 1 in the last step"
+    by_label = lines(run)
+    assert by_label["eval held"] == "all failed (12 samples)"
+    assert by_label["failed scores"].startswith("25.0%")
+    assert by_label["replaced"] == "3 groups, 1 in the last step"
     assert step_line(run).endswith("25% of the scores failed  1 groups replaced")
     assert evaluation_line(failed).endswith("on held: all failed (12 samples)")
     assert evaluation_line({"score": 0.5, "num_failed": 2}).endswith("0.500 (2 failed)")
@@ -170,8 +171,11 @@ def test_a_process_is_shown_as_its_supervisor_and_its_heartbeat_know_it() -> Non
     run = snapshot(workers=beats)
 
     def states() -> dict[str, tuple[str, str]]:
-        rows = [{c.label: shown(c.value) for c in r.children} for r in process_table(run, services).children]
-        return {row["process"]: (row["state"], row["what for"]) for row in rows}
+        states_by_process = {}
+        for row in process_table(run, services).children:
+            cells = {cell.label: shown(cell.value) for cell in row.children}
+            states_by_process[cells["process"]] = (cells["state"], cells["what for"])
+        return states_by_process
 
     assert states() == {
         "a": ("generate", "restarted once"),
@@ -189,8 +193,8 @@ def test_warnings_that_hold_are_shown_and_those_that_ended_are_not() -> None:
     state = {"warnings": [WARNING, {**WARNING, "text": "another", "until_step": 2}]}
     blocked = beat("reward-1", "reward", "score", detail="score (my.py, line 4)", blocking=1)
     run = snapshot(state=state, workers=[blocked, beat("reward-2", "reward", "score")])
-    found = [line for line in printed(run, 200).splitlines() if line.startswith("warning")]
-    assert found == [
+    warnings = [line for line in printed(run, 200).splitlines() if line.startswith("warning")]
+    assert warnings == [
         "warning  the policy has nearly stopped exploring (since step 2). Raise clip_high.",
         "warning  reward-1: score (my.py, line 4)",
     ]
@@ -228,8 +232,8 @@ def test_plain_lines_come_once_in_order_and_only_for_what_is_new() -> None:
     new = {"evaluations": EVALUATIONS[2:]}
     for warnings in ([WARNING], [WARNING], [{**WARNING, "until_step": 2}]):
         view.show(snapshot(3, state={**new, "warnings": warnings}), {}, 0.0)
-    found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.split("  ")[0] for line in found] == [
+    printed_lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split("  ")[0] for line in printed_lines] == [
         "step 2/10",
         "evaluation of version 2 on held: 0.720",
         "step 3/10",
@@ -352,7 +356,7 @@ def test_while_a_run_loads_no_stage_is_blamed() -> None:
 
 
 def test_a_small_share_has_no_long_row_of_digits() -> None:
-    assert [share(part) for part in (0.000000442, 0.00125, 0.0288, 0.575, 1.0)] == [
+    assert [share(value) for value in (0.000000442, 0.00125, 0.0288, 0.575, 1.0)] == [
         "0%", "0.125%", "2.88%", "57.5%", "100%",
     ]  # fmt: skip
 

@@ -29,8 +29,11 @@ from tidemill.services.console.run.folder import RunFolder
 
 def commit(step: int, groups: dict[int, list[int]], **fields: Any) -> Commit:
     """A commit that trains the given indices of each ticket, one micro-batch for each."""
-    micro_batches = tuple(tuple((ticket, index) for index in indices) for ticket, indices in groups.items())
-    return Commit(step=step, version=step + 1, mini_batches=(micro_batches,), groups=tuple(groups), **fields)
+    micro_batches = []
+    for ticket, indices in groups.items():
+        micro_batches.append(tuple((ticket, index) for index in indices))
+    mini_batches = (tuple(micro_batches),)
+    return Commit(step=step, version=step + 1, mini_batches=mini_batches, groups=tuple(groups), **fields)
 
 
 def totals_of(*commits: Commit, tickets: int) -> RunSummary:
@@ -125,8 +128,12 @@ def test_an_evaluation_is_the_mean_over_its_datasets_that_have_a_score() -> None
 def test_each_broken_expectation_is_named(changes: dict[str, Any], complaint: str | None) -> None:
     config = make_config(trainer={"steps": 4, "max_staleness": 1}, expect={"eval_gain": 0.4})
     good = {"steps": 4, "eval_before": 0.3, "eval_after": 0.7, "max_staleness_seen": 1}
-    found = failures(RunSummary("run", **(good | changes)), config)
-    assert (found == []) if complaint is None else (len(found) == 1 and re.search(complaint, found[0]))
+    problems = failures(RunSummary("run", **(good | changes)), config)
+    if complaint is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert re.search(complaint, problem)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +149,17 @@ def test_each_broken_expectation_is_named(changes: dict[str, Any], complaint: st
     ],
 )
 def test_a_report_says_whether_the_reward_rose(curve: list[float], verdict: str, words: str) -> None:
-    found, text = learning_of(RunSummary("r", reward_curve=curve))
-    assert found == verdict and words in text
+    learning, text = learning_of(RunSummary("r", reward_curve=curve))
+    assert learning == verdict and words in text
 
 
 def test_a_run_whose_evaluation_rose_has_not_learned_nothing() -> None:
     noisy = [0.1, 0.2, 0.3, 0.2, 0.2, 0.2, 0.2, 0.3, 0.4]  # twice its error is 0.16
-    found, text = learning_of(RunSummary("r", reward_curve=noisy, eval_before=0.289, eval_after=0.734))
-    assert found == "learned" and text.startswith("the evaluation rose from 0.289 to 0.734; the reward went")
-    found, _ = learning_of(RunSummary("r", reward_curve=noisy, eval_before=0.289, eval_after=0.3))
-    assert found == "nothing"
+    verdict, text = learning_of(RunSummary("r", reward_curve=noisy, eval_before=0.289, eval_after=0.734))
+    assert verdict == "learned"
+    assert text.startswith("the evaluation rose from 0.289 to 0.734; the reward went")
+    verdict, _ = learning_of(RunSummary("r", reward_curve=noisy, eval_before=0.289, eval_after=0.3))
+    assert verdict == "nothing"
 
 
 def test_the_report_says_what_was_slow_and_what_failed(tmp_path: Path) -> None:

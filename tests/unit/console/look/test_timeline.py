@@ -14,10 +14,11 @@ from tidemill.services.console.look.timeline import Stretch, Trace, build
 def small_stretch() -> Stretch:
     issued = {ticket.ticket: ticket.issued_at for ticket in tickets()}
     stretch = Stretch(commits(), manifests=manifests())
-    for made, score in zip(trajectories(), scores(), strict=True):
-        stretch.samples[made.key] = SampleFacts(
-            made.key, 4, 3, (0, 0), made.worker, made.started_at, made.finished_at, issued[made.ticket],
-            score.worker, score.scored_at, score.latency_s, score.attempts, score.tries, score.value,
+    for trajectory, score in zip(trajectories(), scores(), strict=True):
+        stretch.samples[trajectory.key] = SampleFacts(
+            trajectory.key, 4, 3, (0, 0), trajectory.worker, trajectory.started_at, trajectory.finished_at,
+            issued[trajectory.ticket], score.worker, score.scored_at, score.latency_s, score.attempts,
+            score.tries, score.value,
         )  # fmt: skip
     return stretch
 
@@ -63,14 +64,22 @@ def test_clocks_that_differ_make_no_trace_that_breaks_the_rules(seed: int) -> No
     assert problems_of(build(stretch).events()) == []
 
 
+def count_at(moment: int, spans: list[tuple[int, int]]) -> int:
+    """How many spans hold a moment."""
+    return sum(begin <= moment < end for begin, end in spans)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_slices_that_overlap_lie_in_as_few_lanes_as_can_be(seed: int) -> None:
     chance = random.Random(seed)
     trace = Trace(0.0)
-    spans = [(begin := chance.randrange(1000), begin + chance.choice([0, 1, 10, 300])) for _ in range(200)]
-    for begin, end in spans:
+    spans = []
+    for _ in range(200):
+        begin = chance.randrange(1000)
+        end = begin + chance.choice([0, 1, 10, 300])
+        spans.append((begin, end))
         trace.slice(("p", "t"), "slice", begin / 1e6, end / 1e6)
     events = list(trace.events())
     assert problems_of(events) == []
-    most = max(sum(begin <= at < end for begin, end in spans) for at in range(1300))
+    most = max(count_at(moment, spans) for moment in range(1300))
     assert len(slices_of(events)) <= max(most, 1) + 1, "slices that take no time may need one more"

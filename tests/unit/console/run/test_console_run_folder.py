@@ -97,7 +97,7 @@ def test_flags_are_shown_as_they_are_typed(words: tuple[str, ...]) -> None:
 def test_a_path_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tidemill", "status", "one"])
     monkeypatch.setattr(
-        "tidemill.services.console.look.dashboard.show_status", lambda given: tmp_path.read_bytes()
+        "tidemill.services.console.look.dashboard.show_status", lambda options: tmp_path.read_bytes()
     )
     with pytest.raises(SystemExit, match="2"):
         main()
@@ -106,10 +106,10 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys):
 
 def test_a_run_is_named_by_its_place_or_by_an_option_on_every_command(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "tidemill.services.console.look.dashboard.show_status", lambda given: print(given.run_id)
+        "tidemill.services.console.look.dashboard.show_status", lambda options: print(options.run_id)
     )
     monkeypatch.setattr(
-        "tidemill.services.console.look.export.list_versions", lambda given: print(given.run_id)
+        "tidemill.services.console.look.export.list_versions", lambda options: print(options.run_id)
     )
     for command in (["status"], ["export"]):
         for words in (["one"], ["--run", "one"], ["one", "--run", "one"]):
@@ -125,8 +125,8 @@ def test_a_run_is_found_by_id_folder_and_latest(tmp_path: Path, monkeypatch: pyt
     elsewhere = tmp_path / "elsewhere" / "two"
     elsewhere.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for given in ("one", "runs/one", "runs/one/", str(runs / "one"), "latest", "runs/latest", None):
-        assert find_run(given, runs) == RunFolder(runs, "one"), given
+    for name in ("one", "runs/one", "runs/one/", str(runs / "one"), "latest", "runs/latest", None):
+        assert find_run(name, runs) == RunFolder(runs, "one"), name
     assert find_run(str(elsewhere), runs) == RunFolder(elsewhere.parent, "two")
     assert find_run("gone/three", runs) == RunFolder(runs, "three")
     assert runs_here("o") == ["one"] and runs_here("x") == []

@@ -65,8 +65,8 @@ def test_a_group_has_come_as_far_as_the_first_entries_of_its_keys_say() -> None:
 def test_memory_is_bounded_whatever_entries_hold() -> None:
     row = GroupRow(0)
     for i in range(4096):
-        made = make_trajectory(0, i, "x" * 10_000, worker=f"worker-{i}", prompt_text="y" * 9999)
-        row.add_trajectory(f"{i + 1}-0", made)
+        trajectory = make_trajectory(0, i, "x" * 10_000, worker=f"worker-{i}", prompt_text="y" * 9999)
+        row.add_trajectory(f"{i + 1}-0", trajectory)
     assert len(row.text) <= MAX_TEXT_CHARACTERS and len(row.workers) == 4 and len(row.prompt) <= 240
     row.add_score("1-0", Score(ticket=0, index=1 << 40, status=ScoreStatus.OK, value=1.0))
     assert row.rewards.count == 0, "an impossible index takes no memory"
@@ -121,22 +121,24 @@ def test_a_prompt_is_a_chat_where_its_row_has_one() -> None:
 
 
 def test_a_token_says_how_likely_and_how_old_it_was_and_whose_it_is() -> None:
-    made = completion(0, 0, "")
-    unknown = made.model_copy(update={"logprobs": np.array([np.nan, *made.logprobs[1:]], np.float32)})
-    found = list(shown_tokens(unknown.segments[0], TokenTexts(None), 5, 0, 99))
-    assert [token.kinds.split() for token in found] == [
+    trajectory = completion(0, 0, "")
+    unknown = trajectory.model_copy(
+        update={"logprobs": np.array([np.nan, *trajectory.logprobs[1:]], np.float32)}
+    )
+    tokens = list(shown_tokens(unknown.segments[0], TokenTexts(None), 5, 0, 99))
+    assert [token.kinds.split() for token in tokens] == [
         ["t", level, age, trained, "id"]
         for level, age, trained in (
             ("l0", "v4", "trained"), ("l1", "v4", "trained"), ("l2", "v4", "trained"),
             ("l3", "v4", "trained"), ("l4", "v4", "trained"), ("l5", "v4", "untrained"),
         )
     ]  # fmt: skip
-    assert [token.text for token in found] == ["5", "6", "7", "8", "9", "10"]
-    assert [token.begins for token in found] == ["0", "", "", "", "1", ""]
-    assert "logprob unknown" in found[0].tip and "token 4 · id 9" in found[4].tip
-    assert "(1.83 %) · version 1, 4 steps old" in found[4].tip and found[5].tip.endswith("not trained")
-    (part,) = shown_tokens(made.segments[0], TokenTexts(None), -1, 5, 1)
-    assert (part.text, part.begins) == ("10", "") and "old" not in part.tip
+    assert [token.text for token in tokens] == ["5", "6", "7", "8", "9", "10"]
+    assert [token.begins for token in tokens] == ["0", "", "", "", "1", ""]
+    assert "logprob unknown" in tokens[0].tip and "token 4 · id 9" in tokens[4].tip
+    assert "(1.83 %) · version 1, 4 steps old" in tokens[4].tip and tokens[5].tip.endswith("not trained")
+    (last,) = shown_tokens(trajectory.segments[0], TokenTexts(None), -1, 5, 1)
+    assert (last.text, last.begins) == ("10", "") and "old" not in last.tip
     played = as_session(completion(0, 0, "")).segments[0]
     tokens = list(shown_tokens(played, TokenTexts(None), 1, 3, 5))
     assert ["environment" in token.kinds for token in tokens] == [False, True, True, True, False]
@@ -169,8 +171,8 @@ def test_a_moving_average_has_the_weights_of_its_definition() -> None:
     assert smooth(np.array([1.0, 0.0]), 0.5).tolist() == pytest.approx([1.0, 1 / 3])
     y = np.random.default_rng(3).normal(size=40)
     weight = 0.8
-    for n, found in enumerate(smooth(y, weight)):
-        assert found == pytest.approx(np.average(y[: n + 1], weights=weight ** np.arange(n, -1, -1)))
+    for n, mean in enumerate(smooth(y, weight)):
+        assert mean == pytest.approx(np.average(y[: n + 1], weights=weight ** np.arange(n, -1, -1)))
     assert smooth(y, 0.0) is y and len(smooth(np.empty(0), 0.9)) == 0
 
 
@@ -189,11 +191,11 @@ def test_each_complete_line_is_read_and_the_last_of_a_step_stands(tmp_path: Path
     file.write_text("".join([*LINES[:2], *odd, *LINES[2:], '{"kind": "step", "step": 3, "rew']))
     columns = columns_in(tmp_path)
     assert sorted(columns.numbers) == sorted(NAMES[:-1])
-    found = {name: columns.series(name) for name in NAMES}
-    assert found["reward"].x.tolist() == [0, 1, 2] and found["reward"].y.tolist() == [1, 0.75, 1.25]
-    assert found["reward"].time.tolist() == [0, 1, 2] and found["kl"].x.tolist() == [1]
-    assert found["eval/held_out/score"].y.tolist() == [0.25] and found[NAMES[3]].y.tolist() == [2.0]
-    assert len(found["none"].x) == 0 and columns_in(tmp_path) is columns, "it is read when it has changed"
+    series = {name: columns.series(name) for name in NAMES}
+    assert series["reward"].x.tolist() == [0, 1, 2] and series["reward"].y.tolist() == [1, 0.75, 1.25]
+    assert series["reward"].time.tolist() == [0, 1, 2] and series["kl"].x.tolist() == [1]
+    assert series["eval/held_out/score"].y.tolist() == [0.25] and series[NAMES[3]].y.tolist() == [2.0]
+    assert len(series["none"].x) == 0 and columns_in(tmp_path) is columns, "it is read when it has changed"
     with file.open("a") as more:
         more.write('ard": 2, "time": 103}\n')
     assert columns_in(tmp_path).series("reward").y.tolist() == [1, 0.75, 1.25, 2]
@@ -210,7 +212,9 @@ def test_charts_have_what_is_a_number_and_a_line_for_each_source() -> None:
     assert [tree["key"] for tree in trees] == [
         "reward", "evaluation", "loss", "idle", "time", "source_reward", "source_passes"
     ]  # fmt: skip
-    lines = {tree["key"]: {one["label"]: one["points"] for one in tree["lines"]} for tree in trees}
+    lines = {}
+    for tree in trees:
+        lines[tree["key"]] = {line["label"]: line["points"] for line in tree["lines"]}
     assert len(lines["reward"]["mean"]) <= 500 and lines["reward"]["mean"][-1] == [999, 142.714]
     assert [500, math.nan] not in lines["loss"]["loss"] and lines["idle"] == {"reward": [[0, 0.75]]}
     assert list(lines["evaluation"]) == ["held_out"]
@@ -219,11 +223,11 @@ def test_charts_have_what_is_a_number_and_a_line_for_each_source() -> None:
 
 
 def test_configs_are_compared_field_by_field() -> None:
-    one = flatten({"run_id": "a", "trainer": {"lr": 1, "sets": [1, 2], "empty": {}}, "old": True})
-    other = flatten({"run_id": "b", "trainer": {"lr": 2, "sets": [1, 2], "empty": {}}})
-    assert one["trainer.empty"] == {}
-    assert differing([one, other]) == [("trainer.lr", [1, 2]), ("old", [True, ABSENT])]
-    assert differing([{}, one, one]) == [], "nothing is known of the first"
+    first = flatten({"run_id": "a", "trainer": {"lr": 1, "sets": [1, 2], "empty": {}}, "old": True})
+    second = flatten({"run_id": "b", "trainer": {"lr": 2, "sets": [1, 2], "empty": {}}})
+    assert first["trainer.empty"] == {}
+    assert differing([first, second]) == [("trainer.lr", [1, 2]), ("old", [True, ABSENT])]
+    assert differing([{}, first, first]) == [], "nothing is known of the first"
 
 
 def test_an_address_is_read_within_bounds() -> None:

@@ -74,8 +74,8 @@ def test_results_in_one_more_list_are_accepted_where_all_are_as_apps_wraps_them(
 
 
 def test_a_result_that_is_text_may_be_text_or_json_beside_lists_and_is_json_beside_json() -> None:
-    def accepted(given: Any, expected: str) -> list[Any]:
-        (test,) = read_tests({"fn_name": "f", "inputs": [given], "outputs": [expected]}, {}, False)
+    def accepted(argument: Any, expected: str) -> list[Any]:
+        (test,) = read_tests({"fn_name": "f", "inputs": [argument], "outputs": [expected]}, {}, False)
         assert isinstance(test, CallTest)
         return test.accepted
 

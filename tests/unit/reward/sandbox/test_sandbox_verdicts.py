@@ -59,9 +59,9 @@ OWN = [SandboxConfig(memory_mb=256, packages=False), SandboxConfig(memory_mb=512
 
 def test_who_asks_does_not_decide_how_safe_it_is() -> None:
     asked = SandboxConfig(memory_mb=1 << 20, time_s=3600.0, packages=True)
-    found = within(asked, OWN)
-    assert (found.memory_mb, found.packages) == (512, False)
-    assert found.time_s == 6.0
+    limits = within(asked, OWN)
+    assert (limits.memory_mb, limits.packages) == (512, False)
+    assert limits.time_s == 6.0
     assert within(OWN[1], OWN) == OWN[1]
 
 

@@ -284,8 +284,8 @@ async def test_a_long_answer_loses_its_middle() -> None:
 async def test_a_result_that_cannot_be_shown_is_an_observation_and_no_fault() -> None:
     script = Script(call("nest", depth=1) + call("nest", depth=100_000), "done")
     _, session = await play(script, use="tools", tools=(f"{THIS}:nest",))
-    shown, deep = answers_of_tools(session)
-    assert shown == "[[]]" and deep.startswith("error:") and session.num_faults == 0
+    shallow, deep = answers_of_tools(session)
+    assert shallow == "[[]]" and deep.startswith("error:") and session.num_faults == 0
 
 
 async def test_an_answer_longer_than_the_model_reads_truncates_the_session_and_can_be_sent() -> None:
@@ -321,8 +321,8 @@ class Kept:
     def __init__(self) -> None:
         self.fields: dict[bytes, bytes] = {}
 
-    async def keep(self, name: bytes, number: int, part: Part) -> bool:
-        self.fields[b"0:%d" % number] = name + codec.encode_payload(part)
+    async def keep(self, name: bytes, number: int, recorded: Part) -> bool:
+        self.fields[b"0:%d" % number] = name + codec.encode_payload(recorded)
         return True
 
     async def play(self, script: Script, **section: Any) -> Played:

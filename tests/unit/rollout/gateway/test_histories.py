@@ -43,9 +43,9 @@ class Run:
         answer = await self.session.answer(Question(messages, tuple(tools)))
         return {name: value for name, value in answer.message.items() if name != "reasoning_content"}
 
-    def kept(self, place: int = 0) -> str:
+    def kept(self, number: int = 0) -> str:
         """The text of what is trained in a history."""
-        segment = self.session.histories.all[place].recorder.segment()
+        segment = self.session.histories.all[number].recorder.segment()
         return self.decode(segment.completion_ids[segment.mask].tolist())
 
     def check(self, **counts: int) -> None:
@@ -84,8 +84,8 @@ async def test_a_result_after_a_call_extends_it_whatever_ids_the_client_gives_it
     run = Run(name, call + end, f"7{ENDS[name][0]}")
     first = await run.say(USER, tools=TOOLS)
     first["tool_calls"][0]["id"] = "mine"
-    told = {"role": "tool", "tool_call_id": "mine", "content": "7"}
-    await run.say(USER, first, told, tools=TOOLS)
+    result = {"role": "tool", "tool_call_id": "mine", "content": "7"}
+    await run.say(USER, first, result, tools=TOOLS)
     run.check(clean=1)
 
 
@@ -105,8 +105,8 @@ async def test_where_a_client_only_appends_all_that_was_sampled_stays(name: str,
     end = ENDS[name][0]
     run = Run(name, f"{thought}Code: add(1)\nSTOP and so on{end}", f"75{end}")
     await run.session.answer(Question((USER,), stop=("STOP",)))
-    told = {"role": "assistant", "content": "Code: add(1)\n</code>"}
-    await run.say(USER, told, HIGHER)
+    answer = {"role": "assistant", "content": "Code: add(1)\n</code>"}
+    await run.say(USER, answer, HIGHER)
     run.check(realigned=1)
     assert run.kept() == f"{thought}Code: add(1)\n75"
     whole = run.tokenizer.decode(run.session.histories.all[0].recorder.completion_ids)
@@ -127,7 +127,8 @@ async def test_of_several_answers_to_one_question_the_one_with_the_longest_commo
 async def test_a_branch_from_one_answer_leaves_another_that_is_like_it_untouched() -> None:
     end = "<|im_end|>"
     run = Run("qwen3", f"It may be 50{end}", f"It may be 75{end}", *[f"80{end}"] * 2)
-    first, second = [(await run.session.answer(Question((USER,)), is_retry=False)).message for _ in range(2)]
+    first = (await run.session.answer(Question((USER,)), is_retry=False)).message
+    second = (await run.session.answer(Question((USER,)), is_retry=False)).message
     await run.say(USER, second, HIGHER)
     await run.say(USER, second, {"role": "user", "content": "Lower."})
     assert run.session.counts == {"forked": 2, "clean": 1}
@@ -180,11 +181,11 @@ async def test_the_beginning_of_the_first_answer_is_a_part_of_the_prompt() -> No
 
 
 async def test_a_list_of_tools_that_shrinks_or_changes_its_order_is_read_already() -> None:
-    other: Any = copy.deepcopy(TOOLS[0])
-    other["function"]["name"] = "sub"
+    subtract: Any = copy.deepcopy(TOOLS[0])
+    subtract["function"]["name"] = "sub"
     run = Run("qwen3", *(f"{n}<|im_end|>" for n in range(4)))
     history: list[Message] = [USER]
-    for tools in ([*TOOLS, other], [other, *TOOLS], TOOLS, [*TOOLS, other]):
+    for tools in ([*TOOLS, subtract], [subtract, *TOOLS], TOOLS, [*TOOLS, subtract]):
         history += [await run.say(*history, tools=tools), HIGHER]
     run.check(clean=3)
 

@@ -146,8 +146,9 @@ async def test_a_refused_limit_stays_while_answers_that_were_asked_for_before_ar
 async def test_answers_alike_whose_beginning_the_client_wrote_are_said_once() -> None:
     run = Run(repeated_requests="sample")
     begun = {"role": "assistant", "content": "It is "}
-    one, other = [await run.begin(USER, begun, is_retry=False) for _ in range(2)]
-    for number, asking in ((1, other), (0, one)):  # the session's first answer comes last
+    first = await run.begin(USER, begun, is_retry=False)
+    second = await run.begin(USER, begun, is_retry=False)
+    for number, asking in ((1, second), (0, first)):  # the session's first answer comes last
         run.asked[number].say("7")
         await asking
     assert len(run.trajectory.segments) == 2
@@ -267,7 +268,7 @@ async def test_the_key_of_a_session_cannot_be_guessed_from_any_address() -> None
         addresses = [served.enter_context(gateway.serving(session)) for session in sessions]
     keys = [gateway.placeholder_key, *(session.key for session in sessions)]
     assert len({*keys, *(session.token for session in sessions)}) == 7
-    assert not [key for key in keys if any(key in address for address in addresses)]
+    assert not [key for key in keys for address in addresses if key in address]
     assert all(session.token in address for session, address in zip(sessions, addresses, strict=True))
 
 

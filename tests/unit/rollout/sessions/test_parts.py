@@ -40,10 +40,10 @@ class Kept:
         self.fields: dict[bytes, bytes] = {}
         self.refuses = False
 
-    async def keep(self, name: bytes, number: int, part: Part) -> bool:
+    async def keep(self, name: bytes, number: int, recorded: Part) -> bool:
         if self.refuses:
             return False
-        self.fields[b"3:%d" % number] = name + codec.encode_payload(part)
+        self.fields[b"3:%d" % number] = name + codec.encode_payload(recorded)
         return True
 
     def read(self, read_claim: Callable[[Claim], bytes] = pytest.fail) -> RecordedPlay:
@@ -55,9 +55,9 @@ async def never(*_: object) -> Generation:
 
 
 def test_spans_of_what_is_joined_count_on_and_a_version_that_goes_on_has_one() -> None:
-    one = generation(10, 3, (1, 0), (2, 2), finish="length")
-    assert joined(one, generation(13, 2, (2, 0), (3, 1))).spans == ((1, 0), (2, 2), (3, 4))
-    whole = joined(one, generation(13, 2, (5, 0)))
+    beginning = generation(10, 3, (1, 0), (2, 2), finish="length")
+    assert joined(beginning, generation(13, 2, (2, 0), (3, 1))).spans == ((1, 0), (2, 2), (3, 4))
+    whole = joined(beginning, generation(13, 2, (5, 0)))
     assert whole.spans == ((1, 0), (2, 2), (5, 3))
     assert (whole.token_ids, whole.finish) == ([10, 11, 12, 13, 14], "stop")
 
@@ -76,8 +76,8 @@ async def test_a_single_turn_goes_on_from_its_parts_with_its_spans_as_they_were(
         await Recording(dies, kept.play, kept.keep).turn([1, 2], SAMPLING)
     play = kept.read()
     assert play.name == kept.play.name and play.newest_version == 2
-    assert [part.token_ids.tolist() for part in play.parts] == [[10, 11], [12, 13], [14]]
-    assert [part.spans for part in play.parts] == [((1, 0),), ((1, 0), (2, 1)), ((2, 0),)]
+    assert [recorded.token_ids.tolist() for recorded in play.parts] == [[10, 11], [12, 13], [14]]
+    assert [recorded.spans for recorded in play.parts] == [((1, 0),), ((1, 0), (2, 1)), ((2, 0),)]
 
     async def goes_on(ids: Any, sampling: Any, on_tokens: Any) -> Generation:
         asked.append((ids, sampling.max_tokens))
@@ -94,11 +94,11 @@ async def test_what_the_engine_chose_comes_along_as_it_was_recorded() -> None:
     once more: they are of other weights."""
     kept = Kept()
 
-    def with_choices(made: Generation, num_prompt: int, engine: int) -> Generation:
-        num_routes = num_prompt + len(made.token_ids) - 1
-        routes = np.array([[[engine, place]] for place in range(num_routes)], np.uint8)
-        rows = {KEPT: Rows.of_lists([(token, engine) for token in made.token_ids]), ROUTES: Rows(routes)}
-        return replace(made, choices=rows)
+    def with_choices(plain: Generation, num_prompt: int, engine: int) -> Generation:
+        num_routes = num_prompt + len(plain.token_ids) - 1
+        routes = np.array([[[engine, position]] for position in range(num_routes)], np.uint8)
+        rows = {KEPT: Rows.of_lists([(token, engine) for token in plain.token_ids]), ROUTES: Rows(routes)}
+        return replace(plain, choices=rows)
 
     async def dies(ids: Any, sampling: Any, on_tokens: Any) -> Generation:
         for count in (2, 5):
@@ -109,7 +109,7 @@ async def test_what_the_engine_chose_comes_along_as_it_was_recorded() -> None:
     with pytest.raises(RuntimeError):
         await Recording(dies, kept.play, kept.keep).turn([1, 2], SAMPLING)
     play = kept.read()
-    assert [len(part.choices[ROUTES]) for part in play.parts] == [3, 3]
+    assert [len(recorded.choices[ROUTES]) for recorded in play.parts] == [3, 3]
 
     async def goes_on(ids: Any, sampling: Any, on_tokens: Any) -> Generation:
         return with_choices(generation(15, 2), len(ids), 2)
@@ -118,7 +118,7 @@ async def test_what_the_engine_chose_comes_along_as_it_was_recorded() -> None:
     whole = await recording.turn([1, 2], SAMPLING)
     await recording.keep_new()
     assert whole.choices[KEPT] == Rows.of_lists([(t, 1 if t < 15 else 2) for t in range(10, 17)])
-    expected = [[[1 if place < 6 else 2, place]] for place in range(8)]
+    expected = [[[1 if position < 6 else 2, position]] for position in range(8)]
     assert whole.choices[ROUTES].values.tolist() == expected
     again = await Recording(never, kept.read()).turn([1, 2], SAMPLING)
     assert again.choices == whole.choices and again.token_ids == whole.token_ids
@@ -143,9 +143,9 @@ async def test_turns_and_answers_come_as_they_were_recorded_and_then_the_engine_
     second = Recording(ask, kept.read(), kept.keep)
     second.begin()
     assert second.next_answer() == "opening"
-    found = await second.turn([1], SAMPLING)
+    turn = await second.turn([1], SAMPLING)
     await second.keep_new()
-    assert (found.token_ids, found.finish) == ([10, 11], "length")
+    assert (turn.token_ids, turn.finish) == ([10, 11], "length")
     assert [second.next_answer(), (await second.turn([1], SAMPLING)).token_ids] == ["a", [20, 21, 22]]
     await second.keep_new()
     assert not second.has_answer and len(kept.fields) == 3
@@ -196,7 +196,7 @@ async def test_a_part_that_is_not_kept_is_the_last_but_the_session_is_whole() ->
 
 
 async def test_a_lost_lease_that_only_a_part_finds_ends_the_turn() -> None:
-    async def keep(name: bytes, number: int, part: Part) -> bool:
+    async def keep(name: bytes, number: int, recorded: Part) -> bool:
         raise LeaseLostError("gone")
 
     async def ask(ids: Any, sampling: Any, on_tokens: Any) -> Generation:
@@ -218,14 +218,14 @@ class TestReading:
     async def test_a_torn_part_is_none_and_what_is_before_it_counts(self) -> None:
         kept = await self.filled()
         kept.fields[b"3:1"] = kept.fields[b"3:1"][:-3]
-        assert [part.token_ids.tolist() for part in kept.read().parts] == [[0]]
+        assert [recorded.token_ids.tolist() for recorded in kept.read().parts] == [[0]]
         del kept.fields[b"3:0"]
         assert kept.read().parts == ()
 
     async def test_parts_of_another_play_do_not_follow(self) -> None:
         kept = await self.filled()
-        other = new_play(PROMPT).name
-        kept.fields[b"3:1"] = other + kept.fields[b"3:1"][PLAY_BYTES:]
+        another = new_play(PROMPT).name
+        kept.fields[b"3:1"] = another + kept.fields[b"3:1"][PLAY_BYTES:]
         assert len(kept.read().parts) == 1
 
     async def test_parts_of_another_prompt_with_the_same_number_are_none(self) -> None:

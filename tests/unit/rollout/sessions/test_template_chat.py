@@ -221,7 +221,8 @@ def test_a_call_that_was_cut_off_is_not_made_with_the_parameters_that_are_there(
 
 def test_half_a_character_is_read_as_one_that_is_lost() -> None:
     chat, _ = chat_of("qwen3")
-    cut, lost = ([{"role": "user", "content": text}] for text in ("a\ud83d", "a\ufffd"))
+    cut = [{"role": "user", "content": "a\ud83d"}]
+    lost = [{"role": "user", "content": "a\ufffd"}]
     tools = [
         {"type": "function", "function": {"name": "add", "description": "Add \ud83d.", "parameters": {}}}
     ]

@@ -49,7 +49,7 @@ FIRST = 0.5 / (math.sqrt(0.5) + EPSILON)
 
 
 @pytest.mark.parametrize(
-    ("function", "given", "expected"),
+    ("function", "arguments", "expected"),
     [
         # mean 1/2, squares 4 * 1/4 = 1, divisor 3: deviation sqrt(1/3)
         (grpo, ([1, 0, 0, 1],), np.array([0.5, -0.5, -0.5, 0.5]) / (math.sqrt(1 / 3) + EPSILON)),
@@ -77,8 +77,8 @@ FIRST = 0.5 / (math.sqrt(0.5) + EPSILON)
         (returns, (np.array([0.0, 0.0, 0.1]), 1.0), [0.1, 0.1, 0.1]),
     ],
 )  # fmt: skip
-def test_worked_examples(function, given, expected):
-    np.testing.assert_allclose(function(*given), expected, rtol=1e-9, atol=1e-8)
+def test_worked_examples(function, arguments, expected):
+    np.testing.assert_allclose(function(*arguments), expected, rtol=1e-9, atol=1e-8)
 
 
 def test_gdpo_leaves_out_what_does_not_apply():
@@ -97,7 +97,7 @@ OF_A_GROUP = {
     "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "pass_at_k": lambda rewards: pass_at_k(rewards, 2),
     "opo": lambda rewards: opo(rewards, [3] * len(rewards)), "max_rl": max_rl, 
     "grpo_batch": lambda rewards: grpo_batch([rewards]),
-    "gdpo": lambda rewards: gdpo([[(one, one) for one in rewards]], [1.0, 1.0]),
+    "gdpo": lambda rewards: gdpo([[(reward, reward) for reward in rewards]], [1.0, 1.0]),
 }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_a_missing_reward_is_an_error_and_never_a_zero(name, bad):
 
 
 @pytest.mark.parametrize(
-    ("function", "given"),
+    ("function", "arguments"),
     [
         (remax, ([1, 0], math.nan)),
         (opo, ([1, 0], [3])),
@@ -125,9 +125,9 @@ def test_a_missing_reward_is_an_error_and_never_a_zero(name, bad):
         (gae, (np.zeros(2), np.zeros(3))),
     ],
 )
-def test_what_does_not_fit_is_refused(function, given):
+def test_what_does_not_fit_is_refused(function, arguments):
     with pytest.raises(ValueError):
-        function(*given)
+        function(*arguments)
 
 
 def test_computed_in_float64_whatever_comes_in():
@@ -146,14 +146,14 @@ class TestAgainstReferences:
         r = torch.tensor(group)
         weights = torch.tensor(lengths, dtype=torch.float32)
         others = [torch.cat([r[:i], r[i + 1 :]]) for i in range(len(r))]
-        for found, expected in (
+        for advantages, expected in (
             (grpo(group), (r - r.mean()) / (r.std() + EPSILON)),
-            (rloo(group), r - torch.stack([other.mean() for other in others])),
+            (rloo(group), r - torch.stack([siblings.mean() for siblings in others])),
             (opo(group, lengths), r - (weights * r).sum() / weights.sum()),
             (max_rl(group), (r - r.mean()) / r.mean()),
             (remax(group, 0.3), r - 0.3),
         ):
-            np.testing.assert_allclose(found, expected, **CLOSE)
+            np.testing.assert_allclose(advantages, expected, **CLOSE)
 
     def test_of_the_batch(self):
         rewards = torch.tensor([reward for group in GROUPS for reward in group])
@@ -171,8 +171,7 @@ class TestAgainstReferences:
         scaled[1, :, 2] = 0.0  # equal: exactly zero here, rounding noise there
         sums = (scaled * torch.tensor(weights)).sum(-1).flatten()
         expected = (sums - sums.mean()) / (sums.std() + EPSILON)
-        given = [[tuple(map(float, parts)) for parts in group] for group in rewards]
-        np.testing.assert_allclose(gdpo(given, weights), expected, **CLOSE)
+        np.testing.assert_allclose(gdpo(rewards.tolist(), weights), expected, **CLOSE)
 
     @pytest.mark.parametrize("successes", range(7))
     @pytest.mark.parametrize("k", [1, 2, 3, 6])
@@ -180,10 +179,16 @@ class TestAgainstReferences:
         """Sets have rewards, which are normalised as in GRPO; a completion gets the mean of its sets."""
         rewards = [1.0] * successes + [0.0] * (6 - successes)
         sets = list(itertools.combinations(range(6), k))
-        set_rewards = np.array([max(rewards[i] for i in members) for members in sets])
+        best = []
+        for members in sets:
+            best.append(max(rewards[i] for i in members))
+        set_rewards = np.array(best)
         deviation = set_rewards.std()
         scaled = (set_rewards - set_rewards.mean()) / deviation if deviation > 1e-9 else 0 * set_rewards
-        expected = [np.mean([scaled[s] for s, members in enumerate(sets) if i in members]) for i in range(6)]
+        expected = []
+        for i in range(6):
+            of_its_sets = [scaled[s] for s, members in enumerate(sets) if i in members]
+            expected.append(np.mean(of_its_sets))
         np.testing.assert_allclose(pass_at_k(rewards, k), expected, atol=1e-12)
 
     def test_gae_is_the_sum_written_out(self):
@@ -191,7 +196,9 @@ class TestAgainstReferences:
         rewards = rng.normal(size=7)
         values = rng.normal(size=7)
         deltas = rewards + 0.95 * np.append(values[1:], 0.0) - values
-        expected = [sum((0.95 * 0.8) ** (u - t) * deltas[u] for u in range(t, 7)) for t in range(7)]
+        expected = []
+        for t in range(7):
+            expected.append(sum((0.95 * 0.8) ** (u - t) * deltas[u] for u in range(t, 7)))
         np.testing.assert_allclose(gae(rewards, values, 0.95, 0.8)[0], expected, rtol=1e-12)
 
 
@@ -213,11 +220,11 @@ def test_a_success_is_a_reward_of_at_least_the_threshold():
     ],
 )
 def test_whitening_over_the_tokens_of_the_batch(values, expected):
-    arrays = [np.array(one) for one in values]
+    arrays = [np.array(of_sample) for of_sample in values]
     for function in (whiten, lambda arrays: reinforce_plus_plus(arrays, [0.0] * len(arrays))):
-        found = function(arrays)
-        assert len(found) == len(expected)
-        for mine, theirs in zip(found, expected, strict=True):
+        whitened_arrays = function(arrays)
+        assert len(whitened_arrays) == len(expected)
+        for mine, theirs in zip(whitened_arrays, expected, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
@@ -288,7 +295,7 @@ def test_only_batch_normalisation_waits_for_the_batch(name):
     assert advantages.scope == ADVANTAGES[name].scope
     groups = [group_of(0, 1.0, 0.0), group_of(1, 3.0, 0.0), group_of(2, 1.0, 1.0)]
     together = values_of(assigned(advantages, *groups))
-    alone = [value for one in groups for value in values_of(assigned(advantages, one))]
+    alone = [value for group in groups for value in values_of(assigned(advantages, group))]
     assert (together == alone) is (advantages.scope == "group")
 
 
@@ -306,11 +313,11 @@ def test_gdpo_reads_the_rewards_of_the_scores_with_the_weights_of_the_config():
     }
     config = trainer_config(algorithm={"advantage": "gdpo"}, reward__rewards=rewards)
     components = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}, {"right": 0.0}]
-    given = group_of(0, 0.0, 0.0, 0.0)
+    group = group_of(0, 0.0, 0.0, 0.0)
     for i, parts in enumerate(components):
-        given.scores[i] = make_score(0, i, 0.0, components=parts | {"right/detail": 7.0})
+        group.scores[i] = make_score(0, i, 0.0, components=parts | {"right/detail": 7.0})
     expected = gdpo([[(1.0, 0.0), (0.0, 1.0), (0.0, None)]], [2.0, 0.5]).tolist()
-    assert values_of(assigned(Advantages(config), given)) == expected
+    assert values_of(assigned(Advantages(config), group)) == expected
 
 
 def shaped_by(rewards: list[float], lengths: list[int], turns: Any = (), **algorithm: Any) -> Any:
@@ -346,8 +353,8 @@ TWO_TURNS = (TurnEnd(5, 0.0), TurnEnd(10, 0.0))
     ],
 )  # fmt: skip
 def test_length_costs_reward_before_completions_are_compared(rewards, lengths, algorithm, shaped):
-    found = shaped_by(rewards, lengths, TWO_TURNS if len(rewards) == 4 else (), **algorithm)
-    np.testing.assert_allclose(found, centred(shaped), atol=1e-12)
+    advantages = shaped_by(rewards, lengths, TWO_TURNS if len(rewards) == 4 else (), **algorithm)
+    np.testing.assert_allclose(advantages, centred(shaped), atol=1e-12)
 
 
 def test_the_length_penalty_is_prime_rls_linear_one():
@@ -355,11 +362,11 @@ def test_the_length_penalty_is_prime_rls_linear_one():
     rng = np.random.default_rng(5)
     rewards = rng.integers(0, 2, 8).astype(float)
     lengths = rng.integers(1, 50, 8)
-    found = shaped_by(rewards.tolist(), lengths.tolist(), length_penalty={"tokens": 0.25})
+    advantages = shaped_by(rewards.tolist(), lengths.tolist(), length_penalty={"tokens": 0.25})
     r = torch.tensor(rewards, dtype=torch.float32)
     n = torch.tensor(lengths, dtype=torch.float32)
     shaped = r - r.mean() * 0.25 * (n / n.max())
-    np.testing.assert_allclose(found, shaped - shaped.mean(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(advantages, shaped - shaped.mean(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -379,12 +386,14 @@ def test_reinforce_plus_plus_puts_the_penalty_on_the_tokens_that_follow_it():
     # Token rewards -0.5, 0, 1 - 0.5 => returns 0, 0.5, 0.5; and 0, 0, 0.
     kl = {"place": "reward", "estimator": "k1", "coefficient": 1.0}
     references = [np.array([-1.5, -1.0, -1.5], np.float32), np.full(3, -1.0, np.float32)]
-    samples = [plain_sample(0, i, 1.0 - i, reference_logprobs=one) for i, one in enumerate(references)]
+    samples = [
+        plain_sample(0, i, 1.0 - i, reference_logprobs=logprobs) for i, logprobs in enumerate(references)
+    ]
     advantages = assigner(advantage="reinforce_plus_plus", kl=kl, **REFERENCE)
     first, second = assigned(advantages, group_of_samples(0, *samples))
     expected = whitened([0.0, 0.5, 0.5, 0.0, 0.0, 0.0])
-    found = np.append(first.columns["advantages"], second.columns["advantages"])
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    both = np.append(first.columns["advantages"], second.columns["advantages"])
+    np.testing.assert_allclose(both, expected, atol=1e-6)
     assert first.mean_advantage == pytest.approx(expected[:3].mean())
 
 
@@ -400,6 +409,11 @@ def test_without_a_penalty_reinforce_plus_plus_has_one_number_for_a_sequence():
     np.testing.assert_allclose(values_of(done), [*whitened([1.0, 0.0, 0.0]), 0.0])
 
 
+def trained_advantages(samples: list[Sample]) -> np.ndarray:
+    """Those of the trained tokens of all samples."""
+    return np.concatenate([sample.columns["advantages"][sample.mask] for sample in samples])
+
+
 def test_gae_goes_over_trained_tokens_and_whitening_takes_the_batch_and_leaves_the_values_targets():
     # The token in the middle is no action: rewards 0, 1, values 0.5, 0.25 as in the function's docstring.
     fields = {"values": np.array([0.5, 9.0, 0.25], np.float32), "mask": np.array([True, False, True])}
@@ -411,8 +425,7 @@ def test_gae_goes_over_trained_tokens_and_whitening_takes_the_batch_and_leaves_t
     done = assigned(scaled, *groups)
     np.testing.assert_allclose(raw[0].columns["advantages"], [0.125, 0.0, 0.75])
     np.testing.assert_allclose(raw[0].columns["returns"], [0.625, 0.0, 1.0])
-    trained = [np.concatenate([s.columns["advantages"][s.mask] for s in samples]) for samples in (raw, done)]
-    np.testing.assert_allclose(trained[1], whitened(trained[0]))
+    np.testing.assert_allclose(trained_advantages(done), whitened(trained_advantages(raw)))
     for mine, theirs in zip(done, raw, strict=True):
         np.testing.assert_array_equal(mine.columns["returns"], theirs.columns["returns"])
 
@@ -426,10 +439,10 @@ VALUES = (0.5, -0.25, 0.125, 0.75, -1.0)
 def session(index: int, reward: float, rewards: tuple[float | None, ...] = (1.0, None, -0.5)) -> Sample:
     """Turns of two, one and two tokens, the last in a segment of its own, with an answer between them."""
     first = make_segment((3, 4), (5, 6), (7, 8, 9), (10,), rewards=rewards[:2])
-    made = make_session(0, index, first, make_segment((11,), (12, 13), rewards=rewards[2:]))
+    trajectory = make_session(0, index, first, make_segment((11,), (12, 13), rewards=rewards[2:]))
     values = np.zeros(8, np.float32)
-    sample = make_sample(made)
-    sample.turns = tuple(turn_ends(made.segments, 1.0))
+    sample = make_sample(trajectory)
+    sample.turns = tuple(turn_ends(trajectory.segments, 1.0))
     values[sample.mask] = VALUES
     return changed(sample, reward=reward, values=values)
 
@@ -477,25 +490,26 @@ class TestTurns:
             next_value = VALUES[t + 1] if t < 4 else 0.0
             following = rewards[t] + discount * next_value - VALUES[t] + discount * LAMBDA * following
             expected[t] = following
-        advantage_T, returns_T = (sample.columns[name] for name in ("advantages", "returns"))
+        advantage_T = sample.columns["advantages"]
+        returns_T = sample.columns["returns"]
         np.testing.assert_allclose(advantage_T[sample.mask], expected, rtol=1e-12)
         np.testing.assert_allclose(returns_T[sample.mask], np.add(expected, VALUES), rtol=1e-12)
         assert not advantage_T[~sample.mask].any()
 
     @pytest.mark.parametrize(("gamma", "per"), [(GAMMA, "token"), (GAMMA, "turn"), (1.0, "token")])
     def test_reinforce_plus_plus_whitens_the_returns_of_tokens(self, gamma, per):
-        advantages = assigner(advantage="reinforce_plus_plus", gamma=gamma, gamma_per=per)
-        samples = assigned(advantages, group_of_samples(0, session(0, 3.0), session(1, -1.0)))
+        assign = assigner(advantage="reinforce_plus_plus", gamma=gamma, gamma_per=per)
+        samples = assigned(assign, group_of_samples(0, session(0, 3.0), session(1, -1.0)))
         expected: list[float] = []
-        for rest in (2.0, -2.0):  # of the score, less the turns' 1.0 and -0.5, and with the last turn's own
+        # Of the score, less the turns' 1.0 and -0.5, and with the last turn's own.
+        for remainder in (2.0, -2.0):
             following = 0.0
             returns = [0.0] * 5
-            for t, reward in reversed(list(enumerate([0.0, 1.0, 0.0, 0.0, rest]))):
+            for t, reward in reversed(list(enumerate([0.0, 1.0, 0.0, 0.0, remainder]))):
                 following = reward + discounts(gamma, per)[t] * following
                 returns[t] = following
             expected += returns
-        found = np.concatenate([s.columns["advantages"][s.mask] for s in samples])
-        np.testing.assert_allclose(found, whitened(expected), rtol=1e-9)
+        np.testing.assert_allclose(trained_advantages(samples), whitened(expected), rtol=1e-9)
 
     def test_a_session_is_overlong_by_what_the_model_wrote_however_its_history_was_split(self):
         overlong = {"penalty": 1.0, "buffer_share": 0.5}
@@ -547,8 +561,10 @@ class TestTeacher:
     def test_every_advantage_has_the_teachers_part_added_as_it_is(self, name):
         plain = group_of(7, 1.0, 0.0)
         samples = [taught(sample, [-1.25, -1.0, -0.5], 0.5) for sample in plain.samples]
-        given = group_of_samples(7, *samples)
+        taught_group = group_of_samples(7, *samples)
         advantages = assigner(advantage=name)
-        for sample, outcome in zip(assigned(advantages, given), assigned(advantages, plain), strict=True):
+        for sample, outcome in zip(
+            assigned(advantages, taught_group), assigned(advantages, plain), strict=True
+        ):
             expected = outcome.columns["advantages"] + 0.5 * np.array([-0.25, 0.0, 0.5])
             np.testing.assert_allclose(sample.columns["advantages"], expected, atol=1e-7)

@@ -103,8 +103,11 @@ def test_a_policy_trains_with_the_coefficients_of_the_moment_and_saves_them():
     policy = make_policy(algorithm=fields)
     fixed = make_policy(algorithm=REFERENCE)
     samples = make_samples(4)
-    parts = zip(samples, policy.precompute(samples), strict=True)
-    samples = [changed(sample, reference_logprobs=part["reference_logprobs"] - 0.5) for sample, part in parts]
+    precomputed = zip(samples, policy.precompute(samples), strict=True)
+    samples = [
+        changed(sample, reference_logprobs=columns["reference_logprobs"] - 0.5)
+        for sample, columns in precomputed
+    ]
     plain = fixed.accumulate(one_batch(samples))
     first = policy.accumulate(one_batch(samples))
     assert first.loss_sum == pytest.approx(plain.loss_sum + 0.1 * first.kl_sum, rel=1e-6)
@@ -117,7 +120,7 @@ def test_a_policy_trains_with_the_coefficients_of_the_moment_and_saves_them():
     policy.zero()
     state = policy.state()
     assert state.values["coefficients"]["kl"] == pytest.approx(0.11)
-    other = make_policy(algorithm=fields)
-    load_state(other, state)
-    assert other.accumulate(one_batch(samples)) == second
+    resumed = make_policy(algorithm=fields)
+    load_state(resumed, state)
+    assert resumed.accumulate(one_batch(samples)) == second
     assert "coefficients" not in fixed.state().values

@@ -86,7 +86,7 @@ def sapo_slope(r: float, t: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "given", "fields", "loss", "gradient", "sums"),
+    ("algorithm", "logprobs", "fields", "loss", "gradient", "sums"),
     [
         clipped("ratio 1", 1.0, 2.0, -2.0, -2.0),
         clipped("inside", 1.2, 2.0, -2.4, -2.4),
@@ -236,10 +236,10 @@ def sapo_slope(r: float, t: float) -> float:
         *(
             example(
                 f"a teacher by {estimator}", {"teacher": {"place": "loss", "estimator": estimator}},
-                *TAUGHT_TOKENS, first + 2 * second, [slope, 2 * other, 0.0], TAUGHT,
+                *TAUGHT_TOKENS, first + 2 * second, [first_slope, 2 * second_slope, 0.0], TAUGHT,
                 teacher_kl_sum=first + second, teacher_tokens=2,
             )
-            for estimator, first, second, slope, other in (
+            for estimator, first, second, first_slope, second_slope in (
                 ("k1", LOG2, -LOG2, LOG2, -LOG2),
                 ("k2", LOG2**2 / 2, LOG2**2 / 2, LOG2, -LOG2),
                 ("k3", LOG2 - 0.5, 1.0 - LOG2, 0.5, -1.0),
@@ -275,8 +275,8 @@ def sapo_slope(r: float, t: float) -> float:
         ),
     ],
 )  # fmt: skip
-def test_worked_examples(algorithm, given, fields, loss, gradient, sums):
-    tokens = make_tokens(*given, **fields)
+def test_worked_examples(algorithm, logprobs, fields, loss, gradient, sums):
+    tokens = make_tokens(*logprobs, **fields)
     terms = loss_of(tokens, **algorithm)
     terms.loss.backward()
     if loss is not None:
@@ -359,9 +359,9 @@ def test_corrections_have_verls_names_and_given_fields_win():
     for name in CORRECTIONS:
         algorithm = AlgorithmConfig(correction=name)
         assert AlgorithmConfig.model_validate(algorithm.model_dump(mode="json")) == algorithm
-    given = AlgorithmConfig(correction="decoupled_geo_rs_token_tis", importance={"high": 5.0})
-    assert (given.importance.level, given.importance.high) == ("token", 5.0)
-    assert given.rejection.bounds["seq_mean_k1"] == pytest.approx((0.999, 1.001), abs=2e-6)
+    config = AlgorithmConfig(correction="decoupled_geo_rs_token_tis", importance={"high": 5.0})
+    assert (config.importance.level, config.importance.high) == ("token", 5.0)
+    assert config.rejection.bounds["seq_mean_k1"] == pytest.approx((0.999, 1.001), abs=2e-6)
     geo = AlgorithmConfig(correction="bypass_pg_geo_rs_token_tis")
     assert (geo.loss, geo.importance_mode, geo.importance.level) == ("reinforce", "truncate", "token")
     k3 = AlgorithmConfig(correction="decoupled_k3_rs")
@@ -442,7 +442,8 @@ class TestKl:
     @pytest.mark.parametrize("estimator", ["k2", "k3"])
     def test_a_teachers_gradient_over_all_tokens_is_that_of_the_divergence_itself(self, estimator):
         generator = torch.Generator().manual_seed(1)
-        logits, teacher = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
+        logits = torch.randn(7, generator=generator, dtype=torch.float64)
+        teacher = torch.randn(7, generator=generator, dtype=torch.float64)
         policy_V = logits.requires_grad_().log_softmax(-1)
         teacher_V = teacher.log_softmax(-1)
         term = TeacherTermConfig(place="loss", estimator=estimator)
@@ -450,8 +451,8 @@ class TestKl:
         reverse = policy_V.exp() * (policy_V - teacher_V)
         forward = teacher_V.exp() * (teacher_V - policy_V)
         theirs = (reverse if estimator == "k2" else forward).sum()
-        found = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (ours, theirs)]
-        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+        gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -475,8 +476,8 @@ def test_tiles_are_joined_by_their_sums_and_largest_values():
         {"tokens": torch.tensor(n), "weight_max": tensor(x)[0], "expert_counts/0": torch.tensor([n, 1])}
         for n, x in ((1, 3.0), (2, 2.0))
     ]
-    found = add_tiles(tiles)
-    assert (found.tokens, found.weight_max, found.expert_counts) == (3, 3.0, ((3, 2),))
+    sums = add_tiles(tiles)
+    assert (sums.tokens, sums.weight_max, sums.expert_counts) == (3, 3.0, ((3, 2),))
     assert add_tiles([]).expert_counts == ()
 
 
@@ -524,8 +525,8 @@ def test_weights_and_denominators(normalisation, weights, whole, empty):
     assert [token_weight(normalisation, n, 6 if n else 0) for n in (2, 4, 0)] == weights
     assert denominator(normalisation, 2, 6, 10, num_groups=1.0) == whole
     assert denominator(normalisation, 1, 0, 10, num_groups=0.5) == empty
-    parts = [(3, 17, 32, 1.0), (1, 0, 32, 0.25), (5, 40, 32, 0.5)]
-    assert sum(denominator(normalisation, *part) for part in parts) == denominator(
+    counts = [(3, 17, 32, 1.0), (1, 0, 32, 0.25), (5, 40, 32, 0.5)]
+    assert sum(denominator(normalisation, *numbers) for numbers in counts) == denominator(
         normalisation, 9, 57, 32, 1.75
     )
 
@@ -562,7 +563,7 @@ class TestNoTokenTakesOverAStep:
     def test_penalties_stop_at_their_bounds(self, d, kl, expected):
         assert self.penalty(d, **kl) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
-    @pytest.mark.parametrize("estimator", [one for one in KINDS if one != "k3"])
+    @pytest.mark.parametrize("estimator", [kind for kind in KINDS if kind != "k3"])
     def test_beyond_20_nats_a_token_keeps_its_gradient(self, estimator):
         for d in (-25.0, 25.0):
             value, gradient = self.penalty(d, estimator=estimator, bound=None)
@@ -622,9 +623,9 @@ class TestNoTokenTakesOverAStep:
     )
     def test_a_token_that_the_model_rules_out_adds_finite_numbers_and_no_gradient(self, fields, has_proximal):
         def terms_of(probability):
-            given = {"proximal_logprobs_N": tensor(probability, 0.3).log()} if has_proximal else {}
-            given["reference_logprobs_N"] = tensor(probability, 0.2).log()
-            tokens = make_tokens([probability, 0.5], [0.4, 0.4], [-1.0, 1.0], **given)
+            further = {"proximal_logprobs_N": tensor(probability, 0.3).log()} if has_proximal else {}
+            further["reference_logprobs_N"] = tensor(probability, 0.2).log()
+            tokens = make_tokens([probability, 0.5], [0.4, 0.4], [-1.0, 1.0], **further)
             terms = loss_of(tokens, **fields)
             terms.loss.backward()
             return tokens.logprobs_N.grad, terms

@@ -5,6 +5,7 @@ that TRL has too are held against TRL itself (tests/integration/trainer/test_los
 Then statistics of a mini-batch, by hand and over the whole batch; and recipes, from rewards to gradients.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -114,8 +115,8 @@ def k3(of: SimpleNamespace) -> torch.Tensor:
     return (of.reference - of.now).exp() - 1 - (of.reference - of.now)
 
 
-def with_gradient_of(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return value.detach() + other - other.detach()
+def with_gradient_of(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return value.detach() + source - source.detach()
 
 
 OFF: dict[str, Any] = {"importance": {"mode": "off"}}
@@ -330,15 +331,19 @@ def samples_of(data: SimpleNamespace) -> list[Sample]:
         "start_logprobs": data.current,
         "entropies": data.entropies,
     }
-    return [
-        plain_sample(0, b, 0.0, data.mask.shape[1], advantage=a, **{name: v[b] for name, v in names.items()})
-        for b, a in enumerate(data.advantages.tolist())
-    ]
+    samples = []
+    for b, advantage in enumerate(data.advantages.tolist()):
+        columns = {name: values_BT[b] for name, values_BT in names.items()}
+        samples.append(plain_sample(0, b, 0.0, data.mask.shape[1], advantage=advantage, **columns))
+    return samples
 
 
 def statistics_of(samples: list[Sample]) -> dict[str, np.ndarray]:
     names = [name for name in ("factors", "penalised") if name in samples[0].columns]
-    return {name: np.stack([sample.columns[name] for sample in samples]) for name in names}
+    statistics = {}
+    for name in names:
+        statistics[name] = np.stack([sample.columns[name] for sample in samples])
+    return statistics
 
 
 STATISTICS: dict[str, dict[str, Any]] = {
@@ -423,7 +428,7 @@ def test_depends_neither_on_the_order_nor_on_what_is_not_trained(case):
 def test_an_algorithm_without_statistics_leaves_samples_as_they_are():
     samples = samples_of(probable_rectangle(0))
     group = Group(0, samples=list(samples), precomputed_for=3)
-    before = [{name: values_T.copy() for name, values_T in sample.columns.items()} for sample in samples]
+    before = [copy.deepcopy(sample.columns) for sample in samples]
     arrays = [dict(sample.columns) for sample in samples]
     fill_statistics([group], AlgorithmConfig())
     assert group.precomputed_for == 3
@@ -450,9 +455,9 @@ def made_up() -> SimpleNamespace:
 def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
     """Loss and gradient as the trainer has them: filter, advantages, normalisation, surrogate."""
     config = trainer_config(algorithm=algorithm, group_size=3, rollout__sampling={"max_tokens": MAX_TOKENS})
-    given = made_up()
+    data = made_up()
     group_filter = GroupFilter(config)
-    logprobs = iter(given.rollout)
+    logprobs = iter(data.rollout)
     groups = []
     for ticket, lengths in enumerate(LENGTHS):
         source = Group(ticket, 0)
@@ -465,7 +470,7 @@ def ours(**algorithm: Any) -> tuple[float, np.ndarray]:
         assert group_filter.apply(source, 0) is None
         groups.append(source)
     samples = [sample for group in assigned(Advantages(config), *groups) for sample in group.samples]
-    return loss_of(samples, given.current, config.trainer.algorithm)
+    return loss_of(samples, data.current, config.trainer.algorithm)
 
 
 def loss_of(samples: list[Sample], current: list[np.ndarray], algorithm: Any) -> tuple[float, np.ndarray]:
@@ -495,9 +500,9 @@ def loss_of(samples: list[Sample], current: list[np.ndarray], algorithm: Any) ->
 
 
 def reference(name: str) -> tuple[float, np.ndarray]:
-    given = made_up()
-    current = [torch.tensor(values, requires_grad=True) for values in given.current]
-    rollout = [torch.tensor(values) for values in given.rollout]
+    data = made_up()
+    current = [torch.tensor(values, requires_grad=True) for values in data.current]
+    rollout = [torch.tensor(values) for values in data.rollout]
     rewards = [torch.tensor(group) for group in REWARDS]
     loss = FORMULAS[name](current, rollout, rewards)
     loss.backward()

@@ -13,6 +13,7 @@ from tidemill.common.config.algorithm import AlgorithmConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.algorithm.advantages import Advantages
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
+from tidemill.services.trainer.groups.sample import Sample
 
 Write = Callable[[str], str]
 
@@ -26,6 +27,13 @@ def write(tmp_path):
         return f"{tmp_path / 'mine.py'}:{'loss' if 'loss' in text else 'advantage'}"
 
     return write
+
+
+def advantage_of(sample: Sample) -> float | list[float]:
+    """One number, or one for each token."""
+    if sample.advantage is not None:
+        return sample.advantage
+    return sample.columns["advantages"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -47,15 +55,11 @@ def test_an_advantage_is_given_what_it_takes(write, text, scope, expected):
     assert advantages.scope == scope
     mask = np.array([True, False, True])
     rewards = {2: [2.0], 5: [1.0, 0.25]}
-    groups = [
-        group_of_samples(t, *(plain_sample(t, i, r, mask=mask) for i, r in enumerate(own)))
-        for t, own in rewards.items()
-    ]
-    found = [
-        [s.columns["advantages"] if s.advantage is None else s.advantage for s in group.samples]
-        for group in assigned(advantages, *groups)
-    ]
-    assert [[np.asarray(one).tolist() for one in group] for group in found] == expected
+    groups = []
+    for ticket, of_group in rewards.items():
+        samples = [plain_sample(ticket, i, reward, mask=mask) for i, reward in enumerate(of_group)]
+        groups.append(group_of_samples(ticket, *samples))
+    assert [list(map(advantage_of, group.samples)) for group in assigned(advantages, *groups)] == expected
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ PRESSED = ((10, 5, 4), (11, 5, 4), (12, 5, 4), (13, 5, 4), (14, 7, 5), (15, 7, 5
 
 
 @pytest.mark.parametrize(
-    ("groups", "complete", "fields", "taken"),
+    ("groups", "complete", "fields", "expected"),
     [
         # In order: only the step's own groups, in the order in which they completed.
         (((10, 5, 4), (11, 5, 4), (12, 6, 5), (13, 6, 5)), [13, 11, 12, 10], IN_ORDER, [11, 10]),
@@ -70,8 +70,8 @@ PRESSED = ((10, 5, 4), (11, 5, 4), (12, 5, 4), (13, 5, 4), (14, 7, 5), (15, 7, 5
         (((10, 5, 5), (11, 5, 5)), [], {"max_staleness": 0}, []),
     ],
 )
-def test_examples_by_hand(groups, complete, fields, taken):
-    assert select(groups_of(*groups), complete, **fields) == taken
+def test_examples_by_hand(groups, complete, fields, expected):
+    assert select(groups_of(*groups), complete, **fields) == expected
 
 
 def test_a_group_that_has_not_started_counts_as_old_as_it_may_become():

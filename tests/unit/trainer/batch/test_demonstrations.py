@@ -76,17 +76,19 @@ def loaded(
     source = {"name": "shown", "kind": "demonstrations", "path": str(path)}
     config = DataConfig.model_validate({"train": [source], "shuffle": False, **data})
     model = ModelConfig(path=str(folder), max_model_len=16, special_tokens=special_tokens)
-    (found,) = load_demonstrations(config, AutoTokenizer.from_pretrained(folder), 0, model)
-    return [found.prompts[place] for place in range(len(found))]
+    (source_read,) = load_demonstrations(config, AutoTokenizer.from_pretrained(folder), 0, model)
+    return [source_read.prompts[index] for index in range(len(source_read))]
 
 
 def words(demonstration: Demonstration) -> tuple[str, str, str]:
     """Prompt, completion, and what of it is trained."""
     names = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(29))]
     trained = demonstration.completion_ids[demonstration.mask]
-    return tuple(
-        " ".join(names[i] for i in ids) for ids in (demonstration.ids, demonstration.completion_ids, trained)
-    )
+
+    def text(ids: Any) -> str:
+        return " ".join(names[i] for i in ids)
+
+    return text(demonstration.ids), text(demonstration.completion_ids), text(trained)
 
 
 def said(*turns: str) -> list[dict[str, str]]:
@@ -112,13 +114,13 @@ LAST = ("w21 w1 w20 w2 <eos> w21 w3 w20", "w4 w5 <eos>", "w4 w5 <eos>")
     ],
 )
 def test_the_assistants_turns_of_a_completion_are_trained(tmp_path, template, row, expected):
-    assert [words(one) for one in loaded(tmp_path, [row], template)] == [expected]
+    assert [words(demonstration) for demonstration in loaded(tmp_path, [row], template)] == [expected]
 
 
 def test_text_without_a_template_ends_with_the_tokenizers_end(tmp_path):
     rows = [{"prompt": "w1 w2", "completion": " w3"}, {"prompt": "w1", "completion": " w3 <eos>"}]
-    found = loaded(tmp_path, rows, prompt_suffix=" w9")
-    assert list(map(words, found)) == [
+    demonstrations = loaded(tmp_path, rows, prompt_suffix=" w9")
+    assert list(map(words, demonstrations)) == [
         ("w1 w2 w9", "w3 <eos>", "w3 <eos>"),
         ("w1 w9", "w3 <eos>", "w3 <eos>"),
     ]
@@ -203,9 +205,9 @@ def test_its_text_is_read_as_that_of_a_completion(tmp_path, special_tokens, expe
     ids = [STRIPPING.index(word) for word in ("[THINK]", "w2", "[/THINK]", "w3", "<eos>")]
     rows = [{"prompt_ids": [5], "completion_ids": ids}]
     (demonstration,) = loaded(tmp_path, rows, stripping=True, special_tokens=special_tokens)
-    made = demonstration.trajectory(FIRST_DEMONSTRATION, 0, 0)
-    assert (made.text, made.thought) == expected
-    assert made.completion_ids.tolist() == ids
+    trajectory = demonstration.trajectory(FIRST_DEMONSTRATION, 0, 0)
+    assert (trajectory.text, trajectory.thought) == expected
+    assert trajectory.completion_ids.tolist() == ids
 
 
 def test_an_end_token_that_the_tokenizer_appends_is_no_part_of_the_prompt(tmp_path):
@@ -219,7 +221,8 @@ def test_streamed_rows_are_those_that_are_held(tmp_path):
     held = loaded(tmp_path, rows, overlong_prompts="drop")
     streamed = loaded(tmp_path, rows, overlong_prompts="drop", stream=True)
     assert list(map(words, held)) == list(map(words, streamed))
-    assert [one.row for one in held] == [one.row for one in streamed] == [0, 2, 3]
+    assert [demonstration.row for demonstration in held] == [0, 2, 3]
+    assert [demonstration.row for demonstration in streamed] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,7 @@ def plan_of(weights: dict[str, float], groups_per_step: int = 4, **fields: Any) 
     )
     ids = np.array([3, 4], np.int32)
     mask = np.ones(2, np.bool_)
-    made: dict[bool, list[PromptSource]] = {True: [], False: []}
+    by_kind: dict[bool, list[PromptSource]] = {True: [], False: []}
     for source in config.data.sources:
         rows: list[Prompt] = [
             Demonstration(ids, "", "", None, {}, row, source=source.name, completion_ids=ids + row, mask=mask,
@@ -267,8 +270,8 @@ def plan_of(weights: dict[str, float], groups_per_step: int = 4, **fields: Any) 
             else Prompt(ids, "", "", None, {}, row, source=source.name)
             for row in range(5 if source.is_imitated else 7)
         ]  # fmt: skip
-        made[source.is_imitated].append(PromptSource(rows, 0, True, source.name))
-    return PromptPlan(made[False], config, made[True])
+        by_kind[source.is_imitated].append(PromptSource(rows, 0, True, source.name))
+    return PromptPlan(by_kind[False], config, by_kind[True])
 
 
 @pytest.mark.parametrize(
@@ -280,20 +283,21 @@ def test_each_step_has_its_share_of_demonstrations(weights):
     for step in range(1, 60):
         num_shown = 4 * step - plan.num_tickets(step)
         assert abs(num_shown - share * 4 * step) < len(weights)
-        assert sum(len(plan.places.tickets(one)) for one in range(step)) == num_shown
+        assert sum(len(plan.places.tickets(earlier)) for earlier in range(step)) == num_shown
         first = plan.num_tickets(step - 1)
         assert all(plan.step_of(n) == step - 1 for n in range(first, plan.num_tickets(step)))
 
 
 def test_a_demonstration_follows_from_its_number_alone():
     plan = plan_of({"shown": 1})
-    other = plan_of({"shown": 1})
+    second_plan = plan_of({"shown": 1})
     numbers = plan.places.tickets(3)
-    assert numbers == [FIRST_DEMONSTRATION + place for place in range(12, 16)]
-    made = [plan.places.trajectory(number) for number in numbers]
-    assert [one.step for one in made] == [3] * 4 and [one.min_version for one in made] == [2] * 4
-    assert made == [other.places.trajectory(number) for number in numbers]
-    epoch = [plan.places.trajectory(FIRST_DEMONSTRATION + place).completion_ids[0] for place in range(5)]
+    assert numbers == [FIRST_DEMONSTRATION + index for index in range(12, 16)]
+    trajectories = [plan.places.trajectory(number) for number in numbers]
+    assert [trajectory.step for trajectory in trajectories] == [3] * 4
+    assert [trajectory.min_version for trajectory in trajectories] == [2] * 4
+    assert trajectories == [second_plan.places.trajectory(number) for number in numbers]
+    epoch = [plan.places.trajectory(FIRST_DEMONSTRATION + index).completion_ids[0] for index in range(5)]
     assert sorted(epoch) == [3, 4, 5, 6, 7], "each row once"
 
 

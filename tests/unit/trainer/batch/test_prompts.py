@@ -96,9 +96,9 @@ def test_a_resume_on_other_prompts_is_refused():
     prompt = make_source().prompts[0]
     changed = Prompt(prompt.ids, "", "", "another truth", {}, 0)
     others = [make_source(9), make_source(seed=1), make_source(shuffle=False)]
-    for other in [*others, PromptSource([changed, *make_source().prompts[1:]], 0, True)]:
+    for unlike in [*others, PromptSource([changed, *make_source().prompts[1:]], 0, True)]:
         with pytest.raises(ConfigError, match="fingerprint"):
-            PromptPlan([other], config).restore(saved)
+            PromptPlan([unlike], config).restore(saved)
 
 
 def chat(*messages: tuple[str, str]) -> list[dict[str, str]]:
@@ -129,14 +129,15 @@ def test_a_row_becomes_the_text_of_its_template_without_doubled_special_tokens(
     tokenizer = make_tokenizer(template)
     rows = make_rows(prompt)
     with capture_logs() as logs:
-        (made,) = encode_rows(rows, tokenizer, data(**fields))
-    assert words(tokenizer, made) == expected
+        (encoded,) = encode_rows(rows, tokenizer, data(**fields))
+    assert words(tokenizer, encoded) == expected
     assert rows == make_rows(prompt), "the row itself is not changed"
-    assert made.ids.dtype == np.int32 and not made.ids.flags.writeable
-    assert (made.data_source, made.ground_truth, made.extra, made.row) == ("test", "0", {"i": 0}, 0)
+    assert encoded.ids.dtype == np.int32 and not encoded.ids.flags.writeable
+    assert (encoded.data_source, encoded.row) == ("test", 0)
+    assert (encoded.ground_truth, encoded.extra) == ("0", {"i": 0})
     # Judges and reward models have templates of their own, into which the policy's must not go.
-    is_wrapped = isinstance(prompt, str) and made.text != prompt
-    assert made.own_text == (prompt if is_wrapped else "")
+    is_wrapped = isinstance(prompt, str) and encoded.text != prompt
+    assert encoded.own_text == (prompt if is_wrapped else "")
     assert bool(logs) is ("never" in fields.values()), "a system prompt has no effect without a template"
 
 
@@ -262,10 +263,10 @@ def test_by_hand():
     sources 1 and 2 may (source 0 has 1 of 2 * 1/2), due at 3 and 6; at n = 3 only 0 (due 4) and 2; at n = 4
     1 (due 6) and 2 (due 6), a tie; at n = 5 0 (due 6) and who lost the tie (due 6); at n = 6 who is left."""
     for seed in range(8):
-        found = sources(Mixture([3, 2, 1], seed), 6)
-        assert found[:3] == [0, 1, 0]
-        assert sorted(found[3:]) == [0, 1, 2]
-        assert found[3] in (1, 2)
+        chosen = sources(Mixture([3, 2, 1], seed), 6)
+        assert chosen[:3] == [0, 1, 0]
+        assert sorted(chosen[3:]) == [0, 1, 2]
+        assert chosen[3] in (1, 2)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -282,8 +283,8 @@ def test_positions_of_a_source_count_up_without_a_gap():
     mixture = Mixture([0.7, 0.2, 0.1], 3)
     places = [mixture.place_at(number) for number in range(500)]
     for source in range(3):
-        own = [position for one, position in places if one == source]
-        assert own == list(range(len(own)))
+        positions = [position for its_source, position in places if its_source == source]
+        assert positions == list(range(len(positions)))
     assert mixture.counts_at(500) == [350, 100, 50]
     assert mixture.counts_at(0) == [0, 0, 0]
 
@@ -303,12 +304,12 @@ def test_the_order_never_changes_between_releases():
 def test_a_source_at_its_limit_leaves_its_place_to_the_others():
     """One of two rows, twice: four turns of half of the tickets; then the two others share by 3 to 1."""
     mixture = Mixture([4, 3, 1], 0, [4, None, None])
-    found = sources(mixture, 40)
-    assert Counter(found)[0] == 4
-    last = max(number for number, source in enumerate(found) if source == 0)
+    chosen = sources(mixture, 40)
+    assert Counter(chosen)[0] == 4
+    last = max(number for number, source in enumerate(chosen) if source == 0)
     assert last < 8
-    rest = found[last + 1 :]
-    assert all(abs(rest[:n].count(1) - 0.75 * n) < 1 for n in range(1, len(rest)))
+    later = chosen[last + 1 :]
+    assert all(abs(later[:n].count(1) - 0.75 * n) < 1 for n in range(1, len(later)))
 
 
 def test_when_all_sources_are_at_their_limits_the_message_says_so():

@@ -87,7 +87,7 @@ def test_a_restarted_trainer_knows_the_states_of_all_that_can_be_restored(tmp_pa
     (folder_of(tmp_path, 4) / "checkpoint.json").write_text("{")
     store = CheckpointStore(tmp_path, keep=3)
     store.load_latest()
-    assert [known.version for known in store.kept] == [2, 6]
+    assert [state.version for state in store.kept] == [2, 6]
 
 
 def test_older_ones_are_given_up_only_for_a_newest_that_can_be_read_back(tmp_path):
@@ -284,7 +284,7 @@ def test_a_torn_checkpoint_does_not_count_as_kept(tmp_path):
     store = saved(tmp_path, 2, 4)
     spoil(tmp_path, 4)
     store.save(state(6), Policy(6).save_state)
-    assert [known.version for known in store.kept] == [2, 6]
+    assert [state.version for state in store.kept] == [2, 6]
     spoil(tmp_path, 6)
     assert loaded(tmp_path) == (2, 2.0)
     saved(tmp_path, 3)  # after a restart that went back
@@ -299,7 +299,7 @@ def test_a_torn_checkpoint_goes_when_enough_whole_ones_are_there(tmp_path):
     with capture_logs() as logs:
         store.save(state(6), Policy(6).save_state)
     assert [line["version"] for line in logs if line["log_level"] == "error"] == [4, 2]
-    assert [known.version for known in store.kept] == [6]
+    assert [state.version for state in store.kept] == [6]
     store.save(state(8), Policy(8).save_state)
     assert store.versions() == [6, 8]
 

@@ -45,11 +45,11 @@ def test_a_step_that_is_trained_again_replaces_what_came_of_it(tmp_path):
     assert CommitJournal(tmp_path).read(1).digest == "f" * 32
 
 
-@pytest.mark.parametrize(("below", "left"), [(0, 0), (2, 2), (3, 3), (7, 3)])
-def test_the_newest_are_forgotten(tmp_path, below, left):
+@pytest.mark.parametrize(("below", "num_left"), [(0, 0), (2, 2), (3, 3), (7, 3)])
+def test_the_newest_are_forgotten(tmp_path, below, num_left):
     journal = filled(tmp_path, 0, 1, 2)
     journal.cut(below)
-    assert journal.steps == CommitJournal(tmp_path).steps == range(left)
+    assert journal.steps == CommitJournal(tmp_path).steps == range(num_left)
 
 
 @pytest.mark.parametrize("num_cut", [1, 30, 150])

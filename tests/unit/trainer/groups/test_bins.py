@@ -38,9 +38,18 @@ def random_step(seed: int, groups: int = 24, size: int = 4) -> list[Sample]:
         prompt = rng.integers(0, 1 << 20, int(rng.integers(4, 60)))
         begun = rng.integers(0, 1 << 20, 20)
         for index in range(size):
-            rest = rng.integers(0, 1 << 20, int(2 ** rng.uniform(2, 8.4)))
-            samples.append(sample_of((ticket, index), prompt, [*begun[: int(rng.integers(0, 20))], *rest]))
+            ending = rng.integers(0, 1 << 20, int(2 ** rng.uniform(2, 8.4)))
+            samples.append(sample_of((ticket, index), prompt, [*begun[: int(rng.integers(0, 20))], *ending]))
     return samples
+
+
+def in_terms_of(numbers: Sequence[int], indices: Sequence[int]) -> tuple[int, ...]:
+    """Indices into `numbers` as these numbers."""
+    return tuple(numbers[i] for i in indices)
+
+
+def sizes_of(batch: MicroBatch) -> list[int]:
+    return [sample.num_tokens for sample in batch.samples]
 
 
 def num_tiles(samples: Sequence[Sample], layout: Layout) -> int:
@@ -57,8 +66,10 @@ def test_each_rank_has_one_forward_pass_for_each_micro_batch(layout, size, seed)
     for batch in batches:
         shares = split_samples(batch.samples, size, TILE, layout)
         assert sorted(i for share in shares for i in share) == list(range(len(batch.samples)))
-        own = [[batch.samples[i] for i in share] for share in shares]
-        assert max(num_tiles(part, layout) for part in own) == 1
+        tiles = []
+        for share in shares:
+            tiles.append(num_tiles([batch.samples[i] for i in share], layout))
+        assert max(tiles) == 1
 
 
 def test_shares_do_not_depend_on_who_computes_them():
@@ -66,16 +77,16 @@ def test_shares_do_not_depend_on_who_computes_them():
     expected = split_samples(samples, 4, TILE)
     order = np.random.default_rng(1).permutation(len(samples)).tolist()
     again = split_samples([samples[i] for i in order], 4, TILE)
-    assert [tuple(order[i] for i in share) for share in again] == expected
+    assert [in_terms_of(order, share) for share in again] == expected
 
 
 def test_what_is_in_common_counts_once_and_attention_by_the_square():
     """20 + 30 + 10 tokens with a prompt of 20: pairs 50^2 / 2 and (30^2 - 20^2) / 2."""
     prompt = range(100, 120)
     samples = [sample_of((0, 0), prompt, range(30)), sample_of((0, 1), prompt, range(50, 60))]
-    (part,) = PrefixOrder(samples, "tree").cut(60)
-    assert (part.tokens, part.row_tokens, part.scores) == (60, 80, 1250 + 250)
-    assert cost(part, 1000.0) == 61.5
+    (whole,) = PrefixOrder(samples, "tree").cut(60)
+    assert (whole.tokens, whole.row_tokens, whole.scores) == (60, 80, 1250 + 250)
+    assert cost(whole, 1000.0) == 61.5
     assert len(PrefixOrder(samples, "tree").cut(59)) == len(PrefixOrder(samples, "varlen").cut(60)) == 2
     assert (PrefixOrder(samples, "tree").num_tokens, PrefixOrder(samples, "varlen").num_tokens) == (60, 80)
 
@@ -83,9 +94,9 @@ def test_what_is_in_common_counts_once_and_attention_by_the_square():
 def test_a_bin_has_no_more_keys_than_a_tile_may_copy():
     prompt = range(1000, 1000 + TILE - 40)
     samples = [sample_of((0, i), prompt, [i] * 4) for i in range(10)]
-    parts = PrefixOrder(samples, "tree").cut(TILE)
-    assert [len(part.members) for part in parts] == [4, 4, 2]
-    assert max(part.row_tokens for part in parts) <= MOST_KEYS * TILE
+    pieces = PrefixOrder(samples, "tree").cut(TILE)
+    assert [len(piece.members) for piece in pieces] == [4, 4, 2]
+    assert max(piece.row_tokens for piece in pieces) <= MOST_KEYS * TILE
 
 
 def test_a_group_is_divided_where_that_takes_less_time_and_not_for_a_fuller_bin():
@@ -107,7 +118,7 @@ def test_padding_counts_where_rows_are_padded():
     lengths = [100, 90, 30, 30, 30, 30]
     order = PrefixOrder([plain_sample(i, 0, 1.0, length - 2) for i, length in enumerate(lengths)], "padded")
     bins = order.fill(order.cut(200), 200)
-    assert [sorted(one.members) for one in bins] == [[0, 1], [2, 3, 4, 5]]
+    assert [sorted(each.members) for each in bins] == [[0, 1], [2, 3, 4, 5]]
     assert not Bin(rows=2, widest=100).takes(Bin(rows=1, widest=30), 200, "padded")
 
 
@@ -118,7 +129,9 @@ def test_long_and_short_samples_are_divided_by_cost_and_not_by_tokens():
     # 200 + 200^2 / 2 / 200 = 300; 20 + 1 = 21 each
     assert shares == [(0,), tuple(range(1, 11))]
     shares = split_samples(samples, 2, 1000, "varlen", scores_of_a_token=1e9)
-    assert sorted(sum(samples[i].num_tokens for i in share) for share in shares) == [200, 200]
+    for share in shares:
+        assert sum(samples[i].num_tokens for i in share) == 200
+    assert len(shares) == 2
 
 
 def test_parts_of_a_group_do_not_depend_on_the_groups_beside_it():
@@ -126,10 +139,10 @@ def test_parts_of_a_group_do_not_depend_on_the_groups_beside_it():
     first = [i for i, sample in enumerate(samples) if sample.key[0] == 3]
     alone = split_groups([samples[i] for i in first], 2, 300, "tree")
     beside = split_groups(samples, 3, 300, "tree")
-    assert sorted(i for share in beside for part in share for i in part) == list(range(len(samples)))
-    expected = {tuple(first[i] for i in part) for share in alone for part in share}
-    assert {part for share in beside for part in share if part[0] in first} == expected
-    loads = [sum(len(part) for part in share) for share in beside]
+    assert sorted(i for share in beside for piece in share for i in piece) == list(range(len(samples)))
+    expected = {in_terms_of(first, piece) for share in alone for piece in share}
+    assert {piece for share in beside for piece in share if piece[0] in first} == expected
+    loads = [sum(map(len, share)) for share in beside]
     assert min(loads) > 0
 
 
@@ -143,7 +156,7 @@ def test_first_fit_after_sorting_by_length():
     batches = form_micro_batches(samples, max_tokens=7)
     assert form_micro_batches([], 10) == []
     # longest first: 5 opens a batch, 4 the next, 3 fits beside 4, 2 beside 5
-    assert [[sample.num_tokens for sample in batch.samples] for batch in batches] == [[5, 2], [4, 3]]
+    assert list(map(sizes_of, batches)) == [[5, 2], [4, 3]]
 
 
 def test_a_sample_above_the_budget_has_a_micro_batch_of_its_own():

@@ -147,9 +147,9 @@ class TestMasks:
         cut = sub.model_copy(
             update={"turns": (sub.turns[0].model_copy(update={"finish": "length"}), sub.turns[1])}
         )
-        made = make_session(7, 0, cut, make_segment((3, 4), (5, 6)), group_size=2)
+        session = make_session(7, 0, cut, make_segment((3, 4), (5, 6)), group_size=2)
         group = Group(
-            7, 5, {0: made, 1: make_session(7, 1, group_size=2)}, {i: make_score(7, i, i) for i in (0, 1)}
+            7, 5, {0: session, 1: make_session(7, 1, group_size=2)}, {i: make_score(7, i, i) for i in (0, 1)}
         )
         outcome = filtered(config_of(algorithm={"mask_truncated": True}, max_staleness=5), group)
         assert isinstance(outcome, Group)
@@ -162,8 +162,9 @@ class TestMasks:
             group = group_of(1.0, 0.0)
             group.trajectories[0] = make_trajectory(7, 0, group_size=2, spans=((5, 0),), finish="length")
             verdicts.append(trained(filtered(config, group)))
-        assert [[s.num_trained for s in verdict.samples] for verdict in verdicts] == [[3, 3], [0, 3]]
-        verdict = verdicts[1]
+        unmasked, verdict = verdicts
+        assert [sample.num_trained for sample in unmasked.samples] == [3, 3]
+        assert [sample.num_trained for sample in verdict.samples] == [0, 3]
         assert verdict.rewards == [1.0, 0.0], "it still counts in the group's mean"
         assert advantages_of(masking, verdict)[1] == pytest.approx(-0.70701, abs=1e-5)
 
@@ -179,8 +180,8 @@ def test_a_group_with_a_logprob_that_is_no_number_is_refused_and_not_a_crash(num
     kept = Rows.of_lists([[token] for token in make_trajectory().completion_ids.tolist()])
     for choices in (None, Choices(rows={KEPT: kept})):
         group = group_of(1.0, 0.0, 0.0, 1.0)
-        for index, one in group.trajectories.items():
-            group.trajectories[index] = one.model_copy(update={"choices": choices})
+        for index, trajectory in group.trajectories.items():
+            group.trajectories[index] = trajectory.model_copy(update={"choices": choices})
         bad = group.trajectories[2]
         logprobs = np.full(bad.num_tokens, number, dtype=np.float32)
         group.trajectories[2] = bad.model_copy(update={"logprobs": logprobs})
@@ -280,7 +281,7 @@ class TestTeacher:
 
     def test_each_sampled_token_gets_its_teachers_logprob(self):
         segments = (make_segment((3, 4), (6,), (8, 9), (11, 12)), make_segment((14, 15, 16), (17, 18), (19,)))
-        logprobs = -np.arange(1, sum(int(one.mask.sum()) for one in segments) + 1, dtype=np.float32)
+        logprobs = -np.arange(1, sum(int(segment.mask.sum()) for segment in segments) + 1, dtype=np.float32)
         score = make_score(7, 0, 0.0, teacher_logprobs=logprobs)
         group = Group(7, 5, {0: make_session(7, 0, *segments)}, {0: score})
         (sample,) = trained(filtered(self.ALONE, group, group.trajectories[0].max_version)).samples
@@ -294,8 +295,9 @@ class TestTeacher:
         group = group_of(1.0, 0.0)
         assert refused(filtered(teaching(), group)).reason == FEW_SCORES
         group.scores[1] = taught(0.0, 0.0).scores[1]
-        found = trained(filtered(self.ALONE, group))
-        assert [sample.key[1] for sample in found.samples] == [1] and found.left_out == [(0, MISSING_TEACHER)]
+        verdict = trained(filtered(self.ALONE, group))
+        assert [sample.key[1] for sample in verdict.samples] == [1]
+        assert verdict.left_out == [(0, MISSING_TEACHER)]
 
     def test_logprobs_of_other_tokens_are_refused(self):
         refusal = refused(filtered(teaching(), taught(1.0, 0.0, teacher=(-0.5, -0.5))))
@@ -306,11 +308,12 @@ class TestTeacher:
         refused(filtered(teaching({"rule": RULE, "wise": MEASURED}, **FILTER), taught(1.0, 1.0)))
 
     def test_the_teacher_is_that_of_the_data_source(self):
-        one, two = (TEACHER | {"applies_to": [source], "weight": w} for source, w in (("a", 1.0), ("b", 2.0)))
-        config = teaching({"rule": RULE, "one": one, "two": two})
+        of_a = TEACHER | {"applies_to": ["a"], "weight": 1.0}
+        of_b = TEACHER | {"applies_to": ["b"], "weight": 2.0}
+        config = teaching({"rule": RULE, "one": of_a, "two": of_b})
         for source, expected in (("a", ("one", 1.0)), ("b", ("two", 2.0)), ("c", ("", 0.0))):
-            found = trained(filtered(config, taught(1.0, 0.0, data_source=source))).samples[0]
-            assert (found.teacher, found.teacher_weight) == expected
+            sample = trained(filtered(config, taught(1.0, 0.0, data_source=source))).samples[0]
+            assert (sample.teacher, sample.teacher_weight) == expected
 
     def test_truncated_completions_are_left_out_of_the_lesson_too(self):
         config = teaching(algorithm={"mask_truncated": True})
@@ -321,8 +324,8 @@ class TestTeacher:
     def test_a_teacher_alone_can_teach_groups_of_one(self):
         held_out = RULE | {"lanes": ["eval"]}
         weightless = RULE | {"weight": 0.0}
-        one = teaching({"wise": TEACHER, "rule": held_out}, group_size=1, reward__min_group_size=1)
-        assert one.reward.distils_alone
+        config = teaching({"wise": TEACHER, "rule": held_out}, group_size=1, reward__min_group_size=1)
+        assert config.reward.distils_alone
         assert teaching({"wise": TEACHER, "rule": weightless}).reward.distils_alone
         for rewards in (None, {"rule": RULE, "wise": MEASURED}):
             assert not teaching(rewards).reward.distils_alone
@@ -337,9 +340,9 @@ def test_a_sample_without_its_routes_fails_where_the_policy_replays_them():
     group_filter = GroupFilter(config_of())
     assert len(trained(group_filter.apply(group, 5) or group).samples) == 3
     group_filter.routing = Routing((0,), num_experts=12)
-    found = trained(group_filter.apply(group, 5) or group)
-    assert found.left_out == [(2, NO_CHOICES)]
-    assert [len(sample.routes[0].experts) for sample in found.samples] == [6, 6]
+    verdict = trained(group_filter.apply(group, 5) or group)
+    assert verdict.left_out == [(2, NO_CHOICES)]
+    assert [len(sample.routes[0].experts) for sample in verdict.samples] == [6, 6]
 
 
 @pytest.mark.parametrize("experts", [[0, 0], [5, 5], [1, 12]])
@@ -400,17 +403,20 @@ def test_the_first_entry_of_a_key_wins_and_no_other_index_counts():
 
 def test_scores_of_other_tokens_are_refused_and_those_of_its_own_are_taken():
     """A key has come twice: `lost` was generated before Redis lost its tail, `again` after it."""
-    (_, old), (sample, own) = scored("lost"), scored("again")
-    for in_order in permutations((sample, old, own)):
+    (_, old) = scored("lost")
+    (sample, its_score) = scored("again")
+    for in_order in permutations((sample, old, its_score)):
         group, refused = pending(*in_order)
         assert values_in(group) == {0: 0.75} and not group.other_scores
-        is_never_first = in_order[0] is own and in_order[2] is sample
+        is_never_first = in_order[0] is its_score and in_order[2] is sample
         assert refused == ([] if is_never_first else [f"{in_order.index(old) + 1}-0"])
 
 
 def test_scores_of_other_tokens_do_not_complete_a_group():
-    (_, old), (again, _), (other, its) = (scored("lost"), scored("again"), scored("again", 1))
-    for in_order in ((old, other, its, again), (again, other, its, old)):
+    (_, old) = scored("lost")
+    (again, _) = scored("again")
+    (second, second_score) = scored("again", 1)
+    for in_order in ((old, second, second_score, again), (again, second, second_score, old)):
         group, _ = pending(*in_order)
         assert not group.is_complete and list(group.scores) == [1]
 

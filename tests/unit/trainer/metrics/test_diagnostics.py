@@ -94,7 +94,7 @@ def test_what_an_advice_names_is_a_setting_or_a_metric():
         text = f"{check.problem} {check.problem_low} {check.advice} {check.advice_low}"
         for name in re.findall(r"[a-z]+(?:[._][a-z_]+)+", text):
             is_field = any(field.endswith(f".{name}") for field in fields)
-            assert is_field or name in [other.metric for other in CHECKS.values()], name
+            assert is_field or name in [each.metric for each in CHECKS.values()], name
 
 
 def test_a_range_without_bounds_says_nothing():

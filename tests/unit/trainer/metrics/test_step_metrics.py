@@ -196,8 +196,8 @@ def test_each_source_has_its_own_numbers_and_a_run_without_sources_none():
             )
             for i, n in enumerate(sizes)
         }  # fmt: skip
-        made = zip(map(make_sample, trajectories.values()), rewards, strict=True)
-        samples = [changed(sample, reward=reward) for sample, reward in made]
+        rewarded = zip(map(make_sample, trajectories.values()), rewards, strict=True)
+        samples = [changed(sample, reward=reward) for sample, reward in rewarded]
         groups.append(Group(ticket, 4, trajectories, samples=samples))
     numbers = source_metrics(4, groups, success_threshold=0.5)
     assert numbers == {
@@ -213,10 +213,10 @@ def test_the_step_says_how_far_the_policy_is_from_each_teacher(weight):
     """Groups that a teacher counts for are not without a lesson, although all rewards are equal."""
     rewards = {"rule": {"function": "math"}, "wise": {"teacher": {"servers": "there"}, "weight": weight}}
     logprobs = np.array([-0.25, -0.5, -1.0], np.float32)  # the rollout's are -0.5
-    made = {i: make_trajectory(7, i, group_size=2, spans=((5, 0),)) for i in range(2)}
+    trajectories = {i: make_trajectory(7, i, group_size=2, spans=((5, 0),)) for i in range(2)}
     scores = {i: make_score(7, i, 1.0, teacher_logprobs=logprobs) for i in range(2)}
     judge = GroupFilter(trainer_config(reward__rewards=rewards, servers__there={}))
-    group = Group(7, 5, made, scores)
+    group = Group(7, 5, trajectories, scores)
     assert judge.apply(group, 5) is None
     numbers = step_metrics(5, step_of(group), 0, 1.0)
     # -0.5 + 0.25, 0, -0.5 + 1: twice
@@ -230,17 +230,17 @@ def test_the_step_says_how_far_the_policy_is_from_each_teacher(weight):
     assert judge.select(group) is None
     without = step_metrics(5, step_of(group), 0, 1.0)
     assert "teacher/wise/reverse_kl" not in without and without["teacher/wise/tokens"] == 6.0
-    plain = stage_metrics(list(made.values()), [make_score(7, 0)])
+    plain = stage_metrics(list(trajectories.values()), [make_score(7, 0)])
     assert numbers["stages/record_bytes"] == plain["stages/record_bytes"] + 4 * 3
 
 
 def test_samples_that_failed_before_a_reward_saw_them_took_no_time_that_counts():
-    made = [make_trajectory(0, n, started_at=10.0, finished_at=12.0, worker="r") for n in range(2)]
+    played = [make_trajectory(0, n, started_at=10.0, finished_at=12.0, worker="r") for n in range(2)]
     failed = [make_trajectory(0, n, fault="an environment failed", started_at=0.0) for n in range(2, 6)]
     scores = [make_score(0, n, 1.0, latency_s=3.0, scored_at=20.0, worker="w") for n in range(2)]
     failures = [make_score(0, n, None, scored_at=1.0, worker="w") for n in range(2, 6)]
-    numbers = stage_metrics([*made, *failed], [*scores, *failures])
-    assert numbers == stage_metrics(made, scores)
+    numbers = stage_metrics([*played, *failed], [*scores, *failures])
+    assert numbers == stage_metrics(played, scores)
     assert (numbers["stages/generation_s"], numbers["stages/score_s"]) == (2.0, 3.0)
     assert stage_metrics(failed, failures) == {}
 
@@ -278,15 +278,15 @@ def test_each_trajectory_is_timed_from_stage_to_stage():
     stages = ("generate", "reward_queue", "reward", "trainer")
     before = {stage: value("stage_seconds_sum", stage=stage) for stage in stages}
     sample = sample_of(0, 0, 2, ((4, 0),)).model_copy(update={"started_at": 10.0, "finished_at": 13.0})
-    other = sample_of(0, 1, 2, ((4, 0),)).model_copy(update={"started_at": 10.0, "finished_at": 12.0})
+    second = sample_of(0, 1, 2, ((4, 0),)).model_copy(update={"started_at": 10.0, "finished_at": 12.0})
     scores = [
         make_score(0, 0, 1.0, latency_s=4.0, scored_at=22.0),
         # By a worker whose clock is behind: no stage takes less than no time.
         make_score(0, 1, 0.0, latency_s=4.0, scored_at=15.0),
     ]
-    failed = other.model_copy(update={"index": 2, "fault": "an environment failed"})
+    failed = second.model_copy(update={"index": 2, "fault": "an environment failed"})
     scores.append(make_score(0, 2, None, scored_at=20.0))
-    group = group_of([sample, other, failed], scores)
+    group = group_of([sample, second, failed], scores)
     group.trajectory_ids = dict.fromkeys(range(3), "1000-0")
     group.score_ids = {0: "10000-0", 1: "3000-0", 2: "2000-0"}
     observe_step(commit_of(30.0), StepResult(groups=[group]))

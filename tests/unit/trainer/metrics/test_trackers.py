@@ -154,7 +154,8 @@ def test_mlflow_continues_its_run(tmp_path, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setattr(sender_module, "CLOSE_S", 240.0)  # importing mlflow takes its time
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{tmp_path}/mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     for steps in (range(2), range(1, 3)):
         record_steps(tmp_path, TRACKERS["mlflow"], steps, name="mlflow")
     client = MlflowClient(uri)

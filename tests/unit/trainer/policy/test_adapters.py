@@ -131,7 +131,9 @@ ON_THE_HEAD = {"target_modules": ["lm_head", "self_attn.v_proj"]}
 def test_merged_weights_compute_what_the_adapters_do(make_model, options, tmp_path):
     lora = {"rank": 4, "alpha": 16} | options
     # Kernels of experts know no float64.
-    dtype, atol = (torch.float32, 1e-4) if make_model is tiny_mixtral else (torch.float64, 1e-5)
+    is_coarse = make_model is tiny_mixtral
+    dtype = torch.float32 if is_coarse else torch.float64
+    atol = 1e-4 if is_coarse else 1e-5
     policy = trained(policy=make_policy(dtype, model=make_model(), lora=lora))
     samples = make_samples(12)
     merged = merged_model(policy, tmp_path, make_model())
@@ -205,16 +207,16 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_bit_by_bit(tmp_path):
 
 def test_a_checkpoint_of_other_adapters_or_another_base_is_refused():
     state = trained(1).state()
-    for other, reason in (
+    for policy, reason in (
         (make_policy(seed=1, **LORA), "belong to the model"),
         (make_policy(lora={"rank": 4, "alpha": 8}), "belong to the model"),
         (make_policy(lora={"rank": 2, "alpha": 8}), "do not fit the model"),
         (make_policy(), "do not fit the model"),
     ):
-        before = other.digest()
+        before = policy.digest()
         with pytest.raises(ConfigError, match=reason):
-            load_state(other, state)
-        assert other.digest() == before
+            load_state(policy, state)
+        assert policy.digest() == before
     with pytest.raises(ConfigError, match="do not fit the model"):
         load_state(make_policy(**LORA), make_policy().state())
 

@@ -227,10 +227,8 @@ def test_what_is_chosen_computes_what_plain_attention_does(family):
     chosen = exact_attention(make_config(family))
     ids_BT = torch.arange(3, 23)[None]
     with torch.no_grad():
-        mine, plain = (
-            make_model(family, attention=kernel)(input_ids=ids_BT, use_cache=False).logits
-            for kernel in (chosen, "eager")
-        )
+        mine = make_model(family, attention=chosen)(input_ids=ids_BT, use_cache=False).logits
+        plain = make_model(family, attention="eager")(input_ids=ids_BT, use_cache=False).logits
     torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)
 
 
@@ -257,12 +255,12 @@ def per_sequence(
         positions = torch.arange(below - above)
         distance = positions[below - above - (end - first) :, None] - positions
         mask = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
-        part = [
+        inputs = [
             x[a:b].transpose(0, 1)[None]
             for x, a, b in ((query, first, end), (key, above, below), (value, above, below))
         ]
         attended = torch.nn.functional.scaled_dot_product_attention(
-            *part, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            *inputs, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         parts.append(attended[0].transpose(0, 1))
     return torch.cat(parts)
@@ -274,7 +272,8 @@ def test_sequences_end_to_end_are_those_of_plain_attention(family, layout, monke
     """Grouped keys, windows, scales of a model's own."""
     monkeypatch.setattr(attention, "varlen_attn", per_sequence)
     samples = make_relatives(12)
-    plain, packed = (make_policy(model=make_model(family, attention=name)) for name in ("eager", VARLEN))
+    plain = make_policy(model=make_model(family, attention="eager"))
+    packed = make_policy(model=make_model(family, attention=VARLEN))
     assert packed.layout == "tree"
     packed.layout = layout
     packed._tile_tokens = 64
@@ -282,9 +281,9 @@ def test_sequences_end_to_end_are_those_of_plain_attention(family, layout, monke
     for policy in (plain, packed):
         policy.accumulate(batch)
     assert_all_close(logprobs_of(packed, samples), logprobs_of(plain, samples), 2e-05)
-    for (name, weight), (_, other) in zip(packed._parameters, plain._parameters, strict=True):
-        if other.grad is not None:
-            torch.testing.assert_close(weight.grad, other.grad, atol=2e-4, rtol=2e-3, msg=name)
+    for (name, weight), (_, expected) in zip(packed._parameters, plain._parameters, strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(weight.grad, expected.grad, atol=2e-4, rtol=2e-3, msg=name)
 
 
 def test_values_may_be_narrower_than_keys_and_rows_without_boundaries_are_sequences(monkeypatch):

@@ -66,8 +66,8 @@ def test_a_sample_without_a_teacher_has_weight_0_beside_others():
 
 def test_each_tile_gets_its_tokens_with_the_columns_of_its_samples_alone():
     """One tile a sample, longest first: a tile without a teacher and demonstrations does not know of them."""
-    shown = changed(plain(2, 4), imitation=0.5)
-    samples = (plain(0, 3), taught(plain(1, 2), [-7.0, -8.0], 0.5), shown)
+    demonstration = changed(plain(2, 4), imitation=0.5)
+    samples = (plain(0, 3), taught(plain(1, 2), [-7.0, -8.0], 0.5), demonstration)
     rows = make_rows(samples, [sample.mask for sample in samples])
     of_shown, of_plain, of_taught = tokens_of_tiles(plan_tiles(rows, "padded", 1), MicroBatch(samples))
     assert [len(tokens.weights_N) for tokens in (of_shown, of_plain, of_taught)] == [4, 3, 2]
@@ -90,8 +90,8 @@ def test_what_only_some_sampled_completions_have_is_an_error():
 def test_a_demonstration_has_for_every_column_the_value_of_the_table():
     columns = {name: np.full(3, 0.75) for name in trained_names()}
     sampled = changed(plain(0, 3), **columns | {"rollout_logprobs": np.full(3, 0.75, np.float32)})
-    shown = changed(plain(1, 2), imitation=0.5)
-    tokens = tokens_of(sampled, shown).comparable()
+    demonstration = changed(plain(1, 2), imitation=0.5)
+    tokens = tokens_of(sampled, demonstration).comparable()
     assert tokens.columns.keys() == set(trained_names())
     for name, values_N in tokens.columns.items():
         expected = COLUMNS[name].of_demonstration
@@ -101,9 +101,9 @@ def test_a_demonstration_has_for_every_column_the_value_of_the_table():
 
 
 def test_demonstrations_alone_have_advantages_of_0():
-    shown = changed(plain(0, 2), imitation=0.5)
-    del shown.columns["advantages"]
-    assert tokens_of(shown).advantages_N.tolist() == [0.0, 0.0]
+    demonstration = changed(plain(0, 2), imitation=0.5)
+    del demonstration.columns["advantages"]
+    assert tokens_of(demonstration).advantages_N.tolist() == [0.0, 0.0]
 
 
 def test_logprobs_of_models_are_floored_and_those_of_the_rollout_are_not():

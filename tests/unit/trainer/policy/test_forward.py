@@ -138,13 +138,13 @@ def test_chunks_equal_the_whole_in_value_and_gradient(
     head = kind(8, 32, bias=with_entropies).double()
     hidden = torch.randn(23, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 32, (23,), generator=generator)
-    upstream, other = torch.randn(2, 23, generator=generator, dtype=torch.float64)
+    of_logprobs, of_entropies = torch.randn(2, 23, generator=generator, dtype=torch.float64)
 
     def run(score):
         hidden.grad = None
         head.zero_grad()
         logprobs, entropies, _ = score()
-        (logprobs * upstream + with_entropies * other * entropies).sum().backward()
+        (logprobs * of_logprobs + with_entropies * of_entropies * entropies).sum().backward()
         assert entropies.requires_grad == with_entropies
         return [logprobs.detach(), entropies.detach(), hidden.grad, *(p.grad for p in head.parameters())]
 
@@ -160,11 +160,11 @@ def test_chunks_equal_the_whole_in_value_and_gradient(
 def test_in_half_precision_chunks_are_as_right_as_the_whole(is_wide, monkeypatch):
     """Also with products that are not rounded, as GPUs have them."""
 
-    def add(total, left, right):
-        total.addmm_(left.float(), right.float())
+    def add(total, first, second):
+        total.addmm_(first.float(), second.float())
 
     monkeypatch.setattr(head_module, "has_wide_products", lambda *_: is_wide)
-    monkeypatch.setattr(head_module, "wide_product", lambda left, right: left.float() @ right.float())
+    monkeypatch.setattr(head_module, "wide_product", lambda first, second: first.float() @ second.float())
     monkeypatch.setattr(head_module, "add_wide_product", add)
     generator = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(64, 300, bias=False)
@@ -211,7 +211,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        sizes = [part.numel() for part in tree_leaves(output) if isinstance(part, torch.Tensor)]
+        sizes = [tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
         self.elements = max([self.elements, *sizes])
         return output
 
@@ -242,7 +242,7 @@ def test_a_logit_takes_the_bytes_that_are_counted_for_it(scaling, with_entropies
     def train():
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             sums = score_hidden(hidden, head, targets, 0.7, chunk * vocabulary, with_entropies, scaling)[:2]
-        sum(part.sum() for part in sums if part.requires_grad).backward()
+        sum(scores.sum() for scores in sums if scores.requires_grad).backward()
 
     beside = 10 * 9 * vocabulary + 20 * 8 * num_tokens  # head and hidden states, and what is theirs
     assert peak_bytes(train) < each * chunk * vocabulary + beside

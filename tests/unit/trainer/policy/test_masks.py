@@ -50,9 +50,9 @@ def dense_logprobs(logits_NV: Tensor, targets_N: Tensor, kept: Rows | None) -> T
     assert kept is None or kept.offsets is not None
     filled = []
     for i, logits_V in enumerate(logits_NV):
-        own = [] if kept is None else kept.values[kept.offsets[i] : kept.offsets[i + 1]].tolist()
+        kept_ids = [] if kept is None else kept.values[kept.offsets[i] : kept.offsets[i + 1]].tolist()
         away = torch.full_like(logits_V, -torch.inf)
-        away[own if own else slice(None)] = 0.0
+        away[kept_ids if kept_ids else slice(None)] = 0.0
         filled.append(torch.log_softmax(logits_V + away, -1)[targets_N[i]])
     return torch.stack(filled)
 
@@ -94,8 +94,10 @@ def test_the_head_is_a_dense_mask_in_value_and_gradient(
     logits_NV = scaling.of(head(hidden_NH)) / 0.7
     whole_NV = torch.log_softmax(logits_NV, -1)
     expected = dense_logprobs(logits_NV, targets_N, kept), -(whole_NV.exp() * whole_NV).sum(-1)
-    for mine, other in zip([*scored, *gradients(*scored)], [*expected, *gradients(*expected)], strict=True):
-        torch.testing.assert_close(mine, other, rtol=0.0, atol=1e-13)
+    for mine, expected_value in zip(
+        [*scored, *gradients(*scored)], [*expected, *gradients(*expected)], strict=True
+    ):
+        torch.testing.assert_close(mine, expected_value, rtol=0.0, atol=1e-13)
     logprobs_N, _, log_mass_N = score_hidden(hidden_NH, head, targets_N, *options)
     whole_N = whole_NV.gather(-1, targets_N[:, None])[:, 0]
     torch.testing.assert_close(logprobs_N + log_mass_N, whole_N, rtol=0.0, atol=1e-13)
@@ -110,8 +112,8 @@ def test_the_head_is_a_dense_mask_in_value_and_gradient(
     dense = torch.autograd.grad(
         whole_N @ of_whole_N + mass_N @ of_logprobs_N, [hidden_NH, *head.parameters()]
     )
-    for ours, other in zip(mine, dense, strict=True):
-        torch.testing.assert_close(ours, other, rtol=0.0, atol=1e-13)
+    for ours, expected_value in zip(mine, dense, strict=True):
+        torch.testing.assert_close(ours, expected_value, rtol=0.0, atol=1e-13)
 
 
 def test_one_wide_row_does_not_widen_the_others():
@@ -124,11 +126,11 @@ def test_one_wide_row_does_not_widen_the_others():
     ]  # fmt: skip
     kept = Rows.of_lists([range(count) for count in counts])
     values_CV = torch.randn(8, 200_000)
-    assert [part.ids_RK.shape for part in KeptLogits.of(values_CV, kept)] == [(8, 100)], "small enough"
+    assert [block.ids_RK.shape for block in KeptLogits.of(values_CV, kept)] == [(8, 100)], "small enough"
     wide = Rows.of_lists([range(140_000) if count > 2 else range(2) for count in counts])
     values_CV = torch.randn(40, 150_000)
     wide = Rows.joined([wide] * 5)
-    assert [part.ids_RK.shape for part in KeptLogits.of(values_CV, wide)] == [(5, 140_000), (35, 2)]
+    assert [block.ids_RK.shape for block in KeptLogits.of(values_CV, wide)] == [(5, 140_000), (35, 2)]
 
 
 def test_rows_that_are_padded_together_have_the_same_bits_as_ever():
@@ -148,7 +150,7 @@ def test_rows_that_are_padded_together_have_the_same_bits_as_ever():
 def reference(policy: Any, samples: Sequence[Sample], temperature: float) -> tuple[list[Tensor], Tensor]:
     """Of each sample's completion tokens the logprobs, a row of the model for each segment; and the gradient
     of `PLAIN_LOSS`."""
-    found = []
+    logprobs = []
     loss = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         logits = []
@@ -159,10 +161,10 @@ def reference(policy: Any, samples: Sequence[Sample], temperature: float) -> tup
             logits.append(whole_TV[len(prompt_ids) - 1 : -1] / temperature)
             start += num_completion
         targets_T = torch.from_numpy(sample.completion_ids.astype(np.int64))
-        found.append(dense_logprobs(torch.cat(logits), targets_T, sample.kept))
-        loss = loss - sample.advantage * found[-1][torch.from_numpy(sample.mask)].sum()
+        logprobs.append(dense_logprobs(torch.cat(logits), targets_T, sample.kept))
+        loss = loss - sample.advantage * logprobs[-1][torch.from_numpy(sample.mask)].sum()
     weights = [weight for _, weight in policy._parameters]
-    return [one.detach() for one in found], torch.cat(
+    return [logprobs_T.detach() for logprobs_T in logprobs], torch.cat(
         [g.flatten() for g in torch.autograd.grad(loss, weights)]
     )
 
@@ -181,8 +183,8 @@ def test_training_is_that_of_a_dense_mask_in_every_layout(layout, options):
                 weight.add_(0.1 * torch.randn_like(weight))
     samples = with_masks([*make_relatives(12), *session_samples(4)])
     logprobs, gradient = reference(policy, samples, 1.6)
-    for mine, other in zip(policy._score_all([samples], policy.scorer, 1.6), logprobs, strict=True):
-        np.testing.assert_allclose(mine["logprobs"], other.numpy(), rtol=0.0, atol=1e-12)
+    for mine, expected in zip(policy._score_all([samples], policy.scorer, 1.6), logprobs, strict=True):
+        np.testing.assert_allclose(mine["logprobs"], expected.numpy(), rtol=0.0, atol=1e-12)
     policy.accumulate(one_batch(samples))
     assert float((gradients_of(policy) - gradient).norm() / gradient.norm()) < 1e-12
 
@@ -194,10 +196,10 @@ def test_samples_share_positions_whose_masks_differ():
     ids = np.arange(3, 15, dtype=np.int32)
     first = changed(sample, prompt_ids=ids, completion_ids=ids, rollout_logprobs=np.zeros(12, np.float32),
                     mask=np.ones(12, np.bool_))  # fmt: skip
-    alike = [
-        changed(first, key=(0, i), kept=Rows.of_lists([sorted({token, *more}) for token in ids.tolist()]))
-        for i, more in enumerate([(), (4,), (5, 20, 21)])
-    ]
+    alike = []
+    for i, more in enumerate([(), (4,), (5, 20, 21)]):
+        kept = Rows.of_lists([sorted({token, *more}) for token in ids.tolist()])
+        alike.append(changed(first, key=(0, i), kept=kept))
     samples = [*alike, changed(first, key=(0, 3))]
     logprobs, gradient = reference(policy, samples, 1.0)
     assert policy.layout == "tree_or_padded" and not logprobs[0].any(), "sampled from one id alone"
@@ -211,11 +213,11 @@ def test_a_reference_is_no_engine_and_scores_over_all_ids():
     policy = make_policy(torch.float64, algorithm=algorithm, passes=2)
     samples = with_masks(make_relatives(8))
     bare = [changed(sample, kept=None) for sample in samples]
-    found = policy.precompute(samples)
+    masked = policy.precompute(samples)
     without = policy.precompute(bare)
-    for sample, one, other in zip(samples, found, without, strict=True):
-        np.testing.assert_array_equal(one["reference_logprobs"], other["reference_logprobs"])
-        is_same = np.array_equal(one["proximal_logprobs"], other["proximal_logprobs"])
+    for sample, with_mask, without_mask in zip(samples, masked, without, strict=True):
+        np.testing.assert_array_equal(with_mask["reference_logprobs"], without_mask["reference_logprobs"])
+        is_same = np.array_equal(with_mask["proximal_logprobs"], without_mask["proximal_logprobs"])
         assert is_same == (sample.kept is None)
 
 
@@ -237,28 +239,33 @@ async def test_the_engines_logprobs_are_the_trainers(tmp_path, filters):
     await engine.start()
     engine._model.double()
     sampling = SamplingParams(max_tokens=60, **filters)
-    prompts = [[3 + (i * 5 + j * 7) % 190 for j in range(1 + i % 9)] for i in range(256)]
-    requests = [GenerationRequest(f"r{i}", prompt_ids, sampling) for i, prompt_ids in enumerate(prompts)]
-    found = await asyncio.gather(*map(engine.generate, requests))
-    samples = [_as_sample(i, prompts[i], made) for i, made in enumerate(found)]
-    logprobs = [made.logprobs for made in found]
+    prompts = []
+    requests = []
+    for i in range(256):
+        prompt_ids = [3 + (i * 5 + j * 7) % 190 for j in range(1 + i % 9)]
+        prompts.append(prompt_ids)
+        requests.append(GenerationRequest(f"r{i}", prompt_ids, sampling))
+    generations = await asyncio.gather(*map(engine.generate, requests))
+    samples = [_as_sample(i, prompts[i], generation) for i, generation in enumerate(generations)]
+    logprobs = [generation.logprobs for generation in generations]
     assert sum(map(len, logprobs)) > 10_000
     model = engine._model.requires_grad_(True)
     policy = make_policy(torch.float64, model=model, temperature=sampling.temperature)
     await engine.close()
     scored = policy._score_all(by_group(samples), policy.scorer, sampling.temperature)
-    gaps = [np.abs(mine["logprobs"] - other).max() for mine, other in zip(scored, logprobs, strict=True)]
+    gaps = [np.abs(mine["logprobs"] - theirs).max() for mine, theirs in zip(scored, logprobs, strict=True)]
     assert max(gaps) <= 1e-12
     counts = np.concatenate([np.diff(sample.kept.offsets) for sample in samples])
     assert 1 <= counts.min() <= counts.max() < 200, "each filter takes some"
     bare = [changed(sample, kept=None) for sample in samples]
     without = policy._score_all(by_group(bare), policy.scorer, sampling.temperature)
-    assert np.mean(np.concatenate(logprobs) - np.concatenate([one["logprobs"] for one in without])) > 0.01
+    unmasked = np.concatenate([columns["logprobs"] for columns in without])
+    assert np.mean(np.concatenate(logprobs) - unmasked) > 0.01
 
 
-def _as_sample(number: int, prompt_ids: list[int], made: Any) -> Sample:
-    kept = made.choices["kept"]
-    return sample_of(divmod(number, 4), prompt_ids, made.token_ids, made.logprobs, kept=kept)
+def _as_sample(number: int, prompt_ids: list[int], generation: Any) -> Sample:
+    kept = generation.choices["kept"]
+    return sample_of(divmod(number, 4), prompt_ids, generation.token_ids, generation.logprobs, kept=kept)
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,10 @@ def bytes_saved(family: str, dtype: torch.dtype, **changes: Any) -> int:
     if dtype != torch.float32:
         round_alike(model)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    found: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     cast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
@@ -59,7 +59,7 @@ def bytes_saved(family: str, dtype: torch.dtype, **changes: Any) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), cast:
         output = model.base_model(input_ids=ids, use_cache=False)
     assert output is not None
-    return sum(t.untyped_storage().nbytes() for address, t in found.items() if address not in weights)
+    return sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in weights)
 
 
 @pytest.mark.parametrize(
@@ -180,21 +180,21 @@ def test_what_ranks_that_divide_experts_take_by_hand():
     ranks = {"num_ranks": 8, "shard_ranks": 4}
     take = trainer_take(config_of(ranks | {"expert_ranks": 2}), model_of(sizes=MIXTURE), 1e9, 16, True)
     # Two of six experts: each two ranks have three, and of these the first has two.
-    own = 400 / 4 + 600 * 2 / 6
-    assert take.parts["master weights"] == take.parts["gradients"] == 4 * own
-    assert take.parts["AdamW moments"] == 8 * own
+    of_first = 400 / 4 + 600 * 2 / 6
+    assert take.parts["master weights"] == take.parts["gradients"] == 4 * of_first
+    assert take.parts["AdamW moments"] == 8 * of_first
     assert take.parts["gradients until an update"] == 4 * (400 + 300)
     assert take.parts["gathered layers"] == 2 * (400 + 2 * (50 + 75))
     alike = trainer_take(config_of(ranks), model_of(sizes=MIXTURE), 1e9, 16, True)
-    assert alike.parts["master weights"] == 4 * own, "six experts on four ranks are two on the first"
+    assert alike.parts["master weights"] == 4 * of_first, "six experts on four ranks are two on the first"
     assert alike.parts["gradients until an update"] == 4 * 1000
 
 
 def test_auto_takes_as_few_ranks_for_a_pass_as_fit_and_the_experts_of_a_host():
     def chosen(room, **trainer):
         config = config_of(trainer, length=1 << 16)
-        found = choose_ranks(config, model_of(1e6, MIXTURE), 1e12, room, width=8).trainer
-        return found.context_ranks, found.expert_ranks
+        trainer_chosen = choose_ranks(config, model_of(1e6, MIXTURE), 1e12, room, width=8).trainer
+        return trainer_chosen.context_ranks, trainer_chosen.expert_ranks
 
     def needed(size):
         config = config_of({"num_ranks": 12, "context_ranks": size}, length=1 << 16)
@@ -279,10 +279,10 @@ def test_passes_are_chosen_from_fast_to_small_and_what_is_set_is_kept():
 def test_what_does_not_fit_is_said_with_what_to_set():
     big = replace(SIZES, parameters=4 * 10**9)
     machine = Machine(gpus=8, gpu_bytes=40 * GIB)
-    found = examine_fit(config_of(), model_of(1e3, big), machine)
-    assert "the trainer takes" in found.problems[0] and "AdamW moments 29.8" in found.problems[0]
-    assert found.settings["trainer.num_ranks"] == 4
-    assert found.settings["trainer.gradient_checkpointing"] is False
+    fit = examine_fit(config_of(), model_of(1e3, big), machine)
+    assert "the trainer takes" in fit.problems[0] and "AdamW moments 29.8" in fit.problems[0]
+    assert fit.settings["trainer.num_ranks"] == 4
+    assert fit.settings["trainer.gradient_checkpointing"] is False
     assert not find_settings(config_of(), model_of(1e3, big), machine).problems
     none = examine_fit(config_of(), model_of(1e3, big), Machine(8, 2 * GIB))
     assert none.settings == {} and "the trainer takes" in none.problems[-1]
@@ -300,13 +300,13 @@ def test_what_does_not_fit_is_said_with_what_to_set():
 def test_in_turns_each_has_the_gpu_but_for_what_the_other_leaves_there():
     big = replace(SIZES, parameters=10**9)
     machine = Machine(1, 24 * GIB)
-    found = examine_fit(config_of(), model_of(1.0, big), machine)
-    assert found.problems == () and found.takes_turns
-    assert found.trainer is not None and 0.15 * 24 * GIB < found.trainer.peak < usable(24 * GIB) - 2 * GIB
+    fit = examine_fit(config_of(), model_of(1.0, big), machine)
+    assert fit.problems == () and fit.takes_turns
+    assert fit.trainer is not None and 0.15 * 24 * GIB < fit.trainer.peak < usable(24 * GIB) - 2 * GIB
     at_once = examine_fit(config_of(trainer_gpus="shared"), model_of(1.0, big), machine)
     assert at_once.problems and not at_once.takes_turns
-    assert found.host.parts["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
-    assert found.host.parts["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
+    assert fit.host.parts["weights of engines that sleep"] == pytest.approx(2e9 * 4 / 3)
+    assert fit.host.parts["trainer outside of its turn"] == pytest.approx((4 + 8 + 2) * 1e9 * 4 / 3)
     full = examine_fit(config_of(vllm={"gpu_memory_utilization": 0.95}), model_of(1.0), machine)
     assert "leaves less than 2.0 GiB of 24.0" in full.problems[0]
     several = examine_fit(
@@ -323,9 +323,9 @@ def test_moments_on_the_host_are_counted_there_and_advised_before_what_changes_t
     assert small.parts["AdamW moments"] == 8000, "never more than without"
     host = host_take(config_of({"offload_optimizer": True, "num_ranks": 4}), SIZES, ranks=2, engines=0)
     assert host.parts["AdamW moments"] == pytest.approx(8000 / 4 * 2 * 4 / 3)
-    found = examine_fit(config_of(workers=0), model_of(1e3, big), Machine(1, 40 * GIB))
-    assert found.problems and found.settings["trainer.offload_optimizer"] is True
-    assert "trainer.lora" not in found.settings
+    fit = examine_fit(config_of(workers=0), model_of(1e3, big), Machine(1, 40 * GIB))
+    assert fit.problems and fit.settings["trainer.offload_optimizer"] is True
+    assert "trainer.lora" not in fit.settings
 
 
 def test_passes_that_ranks_share_hold_a_part_of_the_longest_sequence_and_are_advised_for_long_ones():

@@ -51,11 +51,11 @@ NORMALISATIONS = ["sequence", "token", "constant"]
 def test_on_policy_nothing_is_corrected_clipped_or_capped():
     policy = make_policy(algorithm={"old_logprobs": "recompute"})
     samples = make_samples(10)
-    own = [
+    on_policy = [
         changed(sample, rollout_logprobs=logprobs)
         for sample, logprobs in zip(samples, logprobs_of(policy, samples), strict=True)
     ]
-    metrics = policy.accumulate(one_batch(own))
+    metrics = policy.accumulate(one_batch(on_policy))
     assert metrics.weight_sum / metrics.tokens == pytest.approx(1.0, abs=1e-5)
     assert metrics.mismatch_max < 1e-5
     assert abs(metrics.rollout_kl_sum) < 1e-5
@@ -284,9 +284,9 @@ def test_a_state_is_written_without_pickle_and_the_same_bytes_each_time(tmp_path
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
     policy = make_policy()
     before = policy.digest()
-    other = make_policy(model=tiny_llama(hidden_size=16))
+    narrower = make_policy(model=tiny_llama(hidden_size=16))
     with pytest.raises(ConfigError, match="do not fit the model"):
-        load_state(policy, other.state())
+        load_state(policy, narrower.state())
     with pytest.raises(ConfigError, match="of policy 'simulated'"):
         load_state(policy, PolicyState({"simulated": torch.zeros(1)}, {"policy": "simulated"}))
     with pytest.raises(ConfigError, match="holds no state"):
@@ -319,11 +319,11 @@ def test_a_policy_is_loaded_as_configured(tmp_path):
     # version 0 has the bytes of the folder, whatever is configured beside it
     assert policy.digest() == make_policy().digest()
     samples = make_samples(4)
-    own = [
+    on_policy = [
         changed(sample, rollout_logprobs=logprobs)
         for sample, logprobs in zip(samples, logprobs_of(policy, samples, 1.6), strict=True)
     ]
-    metrics = policy.accumulate(one_batch(own))
+    metrics = policy.accumulate(one_batch(on_policy))
     assert metrics.mismatch_max < 1e-5  # rollout.sampling.temperature reached the loss
     assert metrics.denominator == metrics.tokens
 
@@ -385,25 +385,25 @@ async def test_the_device_is_held_from_the_first_call_of_a_step_until_it_is_let_
     policy = Policy(failures=2)
     files = [tmp_path / "device-0"]
     assert await thread.call(lambda: 1) == 1 and not thread.takes_turns
-    other = GpuLock(files)
+    of_engine = GpuLock(files)
     activity = Activity("trainer")
     async with asyncio.timeout(60), thread.taking_turns(GpuLock(files), activity):
         thread.policy = await thread.call(lambda: policy)
-        await other.acquire()
+        await of_engine.acquire()
         assert not policy.is_here, "who waits gets it as soon as nothing is computed"
         thread.hold()
         called = asyncio.create_task(thread.call(lambda: policy.is_here))
         await wait_until(lambda: activity.state == "wait:device")
         assert await thread.call_anywhere(lambda: policy.is_here) is False, "a state can be saved meanwhile"
-        other.release()
+        of_engine.release()
         assert await called and policy.failures == 0
-        wanting = asyncio.create_task(other.acquire())
+        wanting = asyncio.create_task(of_engine.acquire())
         await asyncio.sleep(0.1)
         assert not wanting.done() and await thread.call(lambda: policy.is_here)
         thread.release()
         await wanting
         assert not policy.is_here
-        other.release()
+        of_engine.release()
 
 
 async def test_who_cannot_enter_says_so_and_gives_the_device_back(tmp_path, monkeypatch):

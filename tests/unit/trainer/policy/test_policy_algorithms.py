@@ -116,11 +116,10 @@ def test_the_gradient_does_not_depend_on_the_split_or_the_order(name, normalisat
     if "teacher" in algorithm:
         samples = all_taught(samples, TeacherTermConfig(**algorithm["teacher"]))
     rng = np.random.default_rng(0)
-    splits = [
-        [one_batch(samples)],
-        form_micro_batches(samples, 40)[::-1],
-        [one_batch([samples[i] for i in part]) for part in np.array_split(rng.permutation(14), 5)],
-    ]
+    by_chance = []
+    for indices in np.array_split(rng.permutation(14), 5):
+        by_chance.append(one_batch([samples[i] for i in indices]))
+    splits = [[one_batch(samples)], form_micro_batches(samples, 40)[::-1], by_chance]
     results = []
     for split in splits:
         metrics = accumulate_all(policy, split)
@@ -182,8 +181,8 @@ class TestReference:
         assert not any(name.startswith("reference.") for name in policy.state().tensors)
         resumed = make_policy(algorithm=FROZEN)
         load_state(resumed, policy.state())
-        for one in (policy, resumed):
-            assert_all_close(self.logprobs(one, samples), start, 0.0)
+        for each in (policy, resumed):
+            assert_all_close(self.logprobs(each, samples), start, 0.0)
         assert resumed.digest() == policy.digest()
 
     @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -215,9 +214,9 @@ class TestReference:
     def test_in_bfloat16_it_is_near(self):
         samples = make_samples(6)
         policy = make_policy(algorithm={"reference": {"model": "frozen", "dtype": "bfloat16"}})
-        found = self.logprobs(policy, samples)
-        assert_all_close(found, logprobs_of(make_policy(), samples), 0.2)
-        assert {values.dtype for values in found} == {np.dtype(np.float32)}
+        logprobs = self.logprobs(policy, samples)
+        assert_all_close(logprobs, logprobs_of(make_policy(), samples), 0.2)
+        assert {values.dtype for values in logprobs} == {np.dtype(np.float32)}
 
     def test_it_is_scored_at_the_sampling_temperature(self):
         samples = make_samples(6)
@@ -261,7 +260,7 @@ class TestValues:
         policy = moved_policy(algorithm=algorithm)
         policy.accumulate(one_batch(with_returns(policy, samples, 0.7)))
         head = option_of(policy, ValueHead)
-        found = gradients_of(policy).clone()
+        gradient = gradients_of(policy).clone()
         model = head.model if algorithm is CRITIC else policy._model
         policy.zero()
         loss = torch.zeros((), dtype=torch.float64)
@@ -273,8 +272,8 @@ class TestValues:
         loss.backward()
         expected = gradients_of(policy)
         assert expected.any()
-        torch.testing.assert_close(found[-len(expected) :], expected, rtol=1e-7, atol=1e-9)
-        assert not found[: -len(expected)].any(), "with advantages of 0 the policy has no gradient"
+        torch.testing.assert_close(gradient[-len(expected) :], expected, rtol=1e-7, atol=1e-9)
+        assert not gradient[: -len(expected)].any(), "with advantages of 0 the policy has no gradient"
 
     def test_are_in_checkpoint_and_digest_and_not_in_exported_weights(self, algorithm):
         samples = make_samples(5)
@@ -285,8 +284,8 @@ class TestValues:
         before = policy.digest()
         load_state(resumed, policy.state())
         assert resumed.digest() == before != make_policy(algorithm=algorithm).digest()
-        for one in (policy, resumed):
-            train(one, [one_batch(with_returns(one, samples, 0.7))])
+        for each in (policy, resumed):
+            train(each, [one_batch(with_returns(each, samples, 0.7))])
         assert resumed.digest() == policy.digest() != before
         np.testing.assert_array_equal(values_of(resumed, samples), values_of(policy, samples))
         exported = {name for name, _ in policy.named_parameters_for_export()}
@@ -294,9 +293,9 @@ class TestValues:
         with torch.no_grad():
             option_of(policy, ValueHead).layer.bias.add_(1.0)
         assert policy.digest() != resumed.digest()
-        for other in (make_policy(), make_policy(algorithm=PPO if algorithm is CRITIC else CRITIC)):
+        for unlike in (make_policy(), make_policy(algorithm=PPO if algorithm is CRITIC else CRITIC)):
             with pytest.raises(ConfigError, match="the value head"):
-                load_state(other, policy.state())
+                load_state(unlike, policy.state())
 
     def test_are_those_of_the_held_weights(self, algorithm):
         samples = make_samples(5)
@@ -342,8 +341,8 @@ class TestCritic:
         policy = make_policy(algorithm=CRITIC, **options)
         far = [changed(s, advantage=1.0) for s in with_returns(policy, samples, 1e4)]
         assert train(policy, [one_batch(far)]).grad_norm == pytest.approx(norm, rel=1e-6)
-        for one, other in zip(alone._model.parameters(), policy._model.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+        for expected, actual in zip(alone._model.parameters(), policy._model.parameters(), strict=True):
+            torch.testing.assert_close(expected, actual, rtol=1e-6, atol=1e-8)
 
 
 def test_nothing_is_prepared_that_the_algorithm_has_no_use_for():
@@ -400,8 +399,8 @@ def test_packed_equals_unpacked_whatever_the_split():
         policy = make_policy(torch.float64, packing=packing, micro_batch_tokens=split)
         accumulate_all(policy, form_micro_batches(samples, split))
         results.append(gradients_of(policy))
-    for other in results[1:]:
-        assert_alike(other, results[0])
+    for gradient in results[1:]:
+        assert_alike(gradient, results[0])
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gae"])

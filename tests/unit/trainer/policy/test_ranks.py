@@ -94,10 +94,10 @@ def test_ranks_meet_once_each_has_read_its_state(monkeypatch, tmp_path):
 @pytest.fixture
 def threads(monkeypatch):
     """The numbers of threads that torch is given, on a host of 16 cores."""
-    given: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    return given
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -127,17 +127,17 @@ def test_a_rank_is_bound_to_those_of_them_that_it_may_use(beside, bound, threads
     monkeypatch.setattr(rank_policy, "cores_beside", lambda address: addresses.append(address) or beside)
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    taken: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.append(cores))
+    bound_to: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound_to.append(cores))
     take_share(torch.device("cuda"), 4, {})
-    assert (addresses, taken) == (["0000:3b:00.0"], bound)
+    assert (addresses, bound_to) == (["0000:3b:00.0"], bound)
 
 
-@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}])
-def test_segments_grow_unless_the_user_says_otherwise(given, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(given))
+@pytest.mark.parametrize("environment", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}])
+def test_segments_grow_unless_the_user_says_otherwise(environment, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(environment))
     prepare_torch(run_config("x").trainer)
-    assert os.environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert os.environ == (environment or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def as_plain(value: Any) -> Any:
@@ -154,10 +154,12 @@ def as_plain(value: Any) -> Any:
 
 def test_calls_and_samples_arrive_as_they_were_sent():
     plain, sample = make_samples(2)
-    other = taught(sample, np.full(sample.num_trained, -1.5), 0.5, advantage=np.full(len(sample.mask), 0.5))
-    arrived = unpack(pack([plain, other]), Sample, SegmentTokens, TurnEnd)
-    assert all(isinstance(one, Sample) for one in arrived)
-    assert [as_plain(one) for one in arrived] == [as_plain(one) for one in (plain, other)]
+    with_teacher = taught(
+        sample, np.full(sample.num_trained, -1.5), 0.5, advantage=np.full(len(sample.mask), 0.5)
+    )
+    arrived = unpack(pack([plain, with_teacher]), Sample, SegmentTokens, TurnEnd)
+    assert all(isinstance(each, Sample) for each in arrived)
+    assert [as_plain(each) for each in arrived] == [as_plain(each) for each in (plain, with_teacher)]
     assert unpack(pack(("save_state", [Path("a/b")]))) == ("save_state", (Path("a/b"),))
     assert unpack(pack(("update", [2.5]))) == ("update", (2.5,))
 

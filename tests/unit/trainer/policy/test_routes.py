@@ -61,8 +61,8 @@ assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 def test_balance_of_a_sequence_by_hand():
     # Shares (3/4, 1/4) and (5/8, 3/8): P = (11/16, 5/16), f = (2, 0). Then one token alone: 2 * 3/4.
     affinities = torch.tensor([[3.0, 1.0], [1.0, 3.0], [5.0, 3.0]])
-    found = sequence_balance(affinities, 1, torch.tensor([0, 1, 0]), 2)
-    assert found.tolist() == pytest.approx([1.375, 1.5])
+    balance = sequence_balance(affinities, 1, torch.tensor([0, 1, 0]), 2)
+    assert balance.tolist() == pytest.approx([1.375, 1.5])
     even = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.2, 0.1, 0.4, 0.3]])
     assert sequence_balance(even, 2, torch.zeros(2, dtype=torch.int64), 1).item() == pytest.approx(1.0)
 
@@ -159,9 +159,9 @@ def counts_of(*layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def test_metrics_by_hand():
-    one = Sums({"tokens": 1, "balance_sum": 2.0} | counts_of((1, 1, 0, 0), (2, 0, 0, 0)))
-    two = Sums({"tokens": 1, "balance_sum": 4.0} | counts_of((1, 1, 0, 0), (0, 1, 1, 0)))
-    metrics = loss_metrics(Sums() + one + two)
+    first = Sums({"tokens": 1, "balance_sum": 2.0} | counts_of((1, 1, 0, 0), (2, 0, 0, 0)))
+    second = Sums({"tokens": 1, "balance_sum": 4.0} | counts_of((1, 1, 0, 0), (0, 1, 1, 0)))
+    metrics = loss_metrics(Sums() + first + second)
     # Layer 0: (2, 2, 0, 0), entropy log 2 of log 4. Layer 1: (2, 1, 1, 0), entropy 1.5 log 2.
     assert metrics["experts/max_load"] == 2.0
     assert metrics["experts/entropy"] == pytest.approx((0.5 + 0.75) / 2)
@@ -200,13 +200,13 @@ def test_own_routes_change_no_bit(family):
     model = make_model(family, experts_implementation="eager", **FAMILIES[family])
     samples = with_own(model, [*make_relatives(7), *session_samples(3)])
     policy = make_policy(model=model, replays_routes=True)
-    found = []
-    for given in (samples, [changed(sample, routes=()) for sample in samples]):
+    results = []
+    for trained_samples in (samples, [changed(sample, routes=()) for sample in samples]):
         policy.zero()
-        sums = accumulate_all(policy, form_micro_batches(given, 80))
-        found.append((gradients_of(policy).clone(), sums.loss_sum, sums.mismatch_max))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1:] == found[1][1:]
+        sums = accumulate_all(policy, form_micro_batches(trained_samples, 80))
+        results.append((gradients_of(policy).clone(), sums.loss_sum, sums.mismatch_max))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
 
 
 @pytest.fixture
@@ -226,9 +226,12 @@ def rounds_otherwise(graph: torch.fx.GraphModule, _: object) -> Any:
     """A compiler whose numbers have other last bits."""
 
     def run(*args: Any) -> tuple[Any, ...]:
-        found = graph.forward(*args)
-        is_rounded = [isinstance(one, torch.Tensor) and one.is_floating_point() for one in found]
-        return tuple(one * (1 + 2**-51) if own else one for one, own in zip(found, is_rounded, strict=True))
+        outputs = graph.forward(*args)
+        rounded = []
+        for output in outputs:
+            is_number = isinstance(output, torch.Tensor) and output.is_floating_point()
+            rounded.append(output * (1 + 2**-51) if is_number else output)
+        return tuple(rounded)
 
     return run
 
@@ -261,18 +264,18 @@ def test_what_would_have_been_chosen_otherwise_is_counted():
     model = make_model("Mixtral", experts_implementation="eager")
     (sample,) = make_samples(1)
     sample = changed(sample, mask=np.ones_like(sample.mask))
-    own = choice_of(model, next(rows_of(sample)))
-    other = own.copy()
+    chosen = choice_of(model, next(rows_of(sample)))
+    replayed = chosen.copy()
     source = len(sample.prompt_ids)
-    other[source, 1] = (other[source, 1] + 1) % 3
+    replayed[source, 1] = (replayed[source, 1] + 1) % 3
     policy = make_policy(model=model, replays_routes=True)
-    sums = policy.accumulate(one_batch([changed(sample, routes=(make_routes(other),))]))
+    sums = policy.accumulate(one_batch([changed(sample, routes=(make_routes(replayed),))]))
     assert (sums.changed_tokens, sums.changed_layers) == (1, 0.5)
     (plain,) = logprobs_of(policy, [changed(sample, routes=())])
     gap = np.abs(plain - sample.rollout_logprobs).sum()
     assert sums.compared_tokens == sums.tokens == len(plain)
-    found = [sums.replayed_gap_sum, sums.unreplayed_gap_sum]
-    assert found == pytest.approx([sums.mismatch_sum, gap], rel=1e-5)
+    gaps = [sums.replayed_gap_sum, sums.unreplayed_gap_sum]
+    assert gaps == pytest.approx([sums.mismatch_sum, gap], rel=1e-5)
     assert policy.accumulate(one_batch([sample])).compared_tokens == 0, "once an update"
 
 
@@ -291,7 +294,7 @@ def test_replay_closes_the_gap_to_an_engine_whose_routers_round_otherwise():
     of_engine = make_policy(model=engine)
     samples = with_own(engine, make_samples(60))
     logprobs = logprobs_of(of_engine, [changed(sample, routes=()) for sample in samples])
-    samples = [changed(s, rollout_logprobs=own) for s, own in zip(samples, logprobs, strict=True)]
+    samples = [changed(s, rollout_logprobs=of_sample) for s, of_sample in zip(samples, logprobs, strict=True)]
     policy = make_policy(model=model, replays_routes=True)
     with_replay = policy.accumulate(one_batch(samples)).mismatch_max
     without = policy.accumulate(one_batch([changed(s, routes=()) for s in samples])).mismatch_max
@@ -308,12 +311,12 @@ def test_a_reference_chooses_by_itself():
             algorithm=algorithm,
             **fields,
         )
-        found = [one["reference_logprobs"] for one in policy.precompute(samples)]
+        references = [columns["reference_logprobs"] for columns in policy.precompute(samples)]
         plain = logprobs_of(policy, [changed(sample, routes=()) for sample in samples])
         replayed = logprobs_of(policy, samples)
-        for reference, own, other in zip(found, plain, replayed, strict=True):
-            np.testing.assert_allclose(reference, own, atol=1e-6)
-            assert np.abs(reference - other).max() > 1e-3
+        for reference, unreplayed, with_replay in zip(references, plain, replayed, strict=True):
+            np.testing.assert_allclose(reference, unreplayed, atol=1e-6)
+            assert np.abs(reference - with_replay).max() > 1e-3
 
 
 def test_routes_of_all_layers_are_looked_up_by_the_number_of_the_layer():
@@ -325,19 +328,22 @@ def test_routes_of_all_layers_are_looked_up_by_the_number_of_the_layer():
     routed = (routes.experts + rng.integers(1, 4, routes.experts.shape, dtype=np.uint8)[..., :1]) % 8
     both = np.concatenate([np.zeros_like(routed), routed], 1)
     policy = make_policy(model=model, replays_routes=True)
-    found = [logprobs_of(policy, [changed(sample, routes=(make_routes(own),))])[0] for own in (routed, both)]
-    np.testing.assert_array_equal(*found)
+    logprobs = [
+        logprobs_of(policy, [changed(sample, routes=(make_routes(experts),))])[0]
+        for experts in (routed, both)
+    ]
+    np.testing.assert_array_equal(*logprobs)
 
 
 def test_rows_share_a_token_only_where_routes_are_equal():
     first, *_ = make_samples(1)
     count = len(first.prompt_ids) + len(first.completion_ids)
-    own = np.zeros((count - 1, 2, 2), dtype=np.uint8)
-    other = own.copy()
-    other[-1, 1, 1] = 1
+    experts = np.zeros((count - 1, 2, 2), dtype=np.uint8)
+    changed_experts = experts.copy()
+    changed_experts[-1, 1, 1] = 1
     samples = [
         changed(first, key=(0, i), routes=(make_routes(routes),))
-        for i, routes in enumerate((own, own, other))
+        for i, routes in enumerate((experts, experts, changed_experts))
     ]
     # The last one has its own last two tokens: the one whose routes differ, and the one after it.
     assert PrefixOrder(samples[:2], "tree").num_tokens == count

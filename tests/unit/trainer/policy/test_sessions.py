@@ -48,9 +48,9 @@ def samples_of(*trajectories: Trajectory) -> list[Sample]:
 def logprobs_by_hand(model: Any, trajectory: Trajectory) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the model's tokens, one row of the wire after the other: current ones, and the rollout's."""
     current = []
-    for ids, places in rows_by_hand(trajectory):
+    for ids, positions in rows_by_hand(trajectory):
         logprobs = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-        current += [logprobs[place - 1, ids[place]] for place in places]
+        current += [logprobs[position - 1, ids[position]] for position in positions]
     rollout = [value for s in trajectory.segments for value in s.logprobs[s.mask].tolist()]
     return torch.stack(current), torch.tensor(rollout).double()
 
@@ -94,17 +94,18 @@ TEACHING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", TEACHING)
-def test_a_teacher_scores_each_row_of_a_session_as_written_out(place):
+@pytest.mark.parametrize("where", TEACHING)
+def test_a_teacher_scores_each_row_of_a_session_as_written_out(where):
     """A fork's rows share nothing but their sample."""
     weight = 0.7
-    term = TeacherTermConfig(**TEACHING[place])
+    term = TeacherTermConfig(**TEACHING[where])
     model = tiny_llama().double()
     teacher = tiny_llama(seed=9).double()
     samples = []
     loss = torch.zeros(()).double()
     for trajectory in (TWO_TURNS, FORKED):
-        student, wise = (logprobs_by_hand(of, trajectory)[0] for of in (model, teacher))
+        student, _ = logprobs_by_hand(model, trajectory)
+        wise, _ = logprobs_by_hand(teacher, trajectory)
         wise = wise.detach().float()
         # On policy: the rollout's logprobs are the policy's own, so that every importance weight is 1.
         sample = make_sample(trajectory)
@@ -113,7 +114,7 @@ def test_a_teacher_scores_each_row_of_a_session_as_written_out(place):
         sample = taught(sample, wise.numpy(), weight, rollout_logprobs=rollout, advantage=0.0)
         add_teacher(sample, term)
         samples.append(sample)
-        if place == "reward":
+        if where == "reward":
             d = (student.detach().float().double() - wise.double()).clamp(-term.clip, term.clip)
             loss = loss + (weight * d * (student - student.detach()).exp()).sum()
         else:
@@ -121,7 +122,7 @@ def test_a_teacher_scores_each_row_of_a_session_as_written_out(place):
             loss = loss + (weight * (1 - torch.exp(-d)) * student).sum()
     loss.backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    algorithm = {"teacher": TEACHING[place], "loss": "reinforce", "normalisation": "constant"}
+    algorithm = {"teacher": TEACHING[where], "loss": "reinforce", "normalisation": "constant"}
     policy = make_policy(torch.float64, algorithm=algorithm)
     assert accumulate_all(policy, form_micro_batches(samples, 12)).denominator == 2 * MAX_COMPLETION
     assert ((gradients_of(policy) - expected).norm() / expected.norm()).item() < 1e-5
@@ -176,25 +177,25 @@ def test_every_segment_is_one_row_and_a_whole_session_one_tile_where_that_matter
     samples = session_samples(12)
     rows = make_rows(samples, [sample.mask for sample in samples])
     tiles = [*map(lay_out, plan_tiles(rows, layout, 40, keeps_samples))]
-    placed = [(row.sample, int(place)) for tile in tiles for row in tile.rows for place in row.places]
-    trained = [(i, int(place)) for i, s in enumerate(samples) for place in np.flatnonzero(s.mask)]
+    placed = [(row.sample, int(position)) for tile in tiles for row in tile.rows for position in row.places]
+    trained = [(i, int(position)) for i, s in enumerate(samples) for position in np.flatnonzero(s.mask)]
     assert sorted(placed) == trained
     assert len(rows) == sum(len(sample.segments) for sample in samples)
     for tile in tiles:
         targets = [samples[row.sample].completion_ids[row.places] for row in tile.rows]
         assert tile.targets_N.tolist() == np.concatenate(targets).tolist()
     if keeps_samples:
-        homes = [{n for n, tile in enumerate(tiles) if i in tile.samples} for i in range(len(samples))]
-        assert all(len(home) == 1 for home in homes)
+        for i in range(len(samples)):
+            assert sum(i in tile.samples for tile in tiles) == 1
 
 
 def test_logprobs_of_a_session_are_those_of_its_rows():
     (sample,) = samples_of(FORKED)
     policy = make_policy(torch.float64)
-    (found,) = logprobs_of(policy, [sample])
+    (logprobs,) = logprobs_of(policy, [sample])
     expected, _ = logprobs_by_hand(tiny_llama().double(), FORKED)
-    np.testing.assert_allclose(found[sample.mask], expected.detach().numpy(), rtol=1e-6)
-    assert len(found) == 8
+    np.testing.assert_allclose(logprobs[sample.mask], expected.detach().numpy(), rtol=1e-6)
+    assert len(logprobs) == 8
 
 
 def test_what_the_environment_said_changes_no_number_of_its_own():
@@ -207,8 +208,8 @@ def test_what_the_environment_said_changes_no_number_of_its_own():
         logprobs = np.where(sample.mask, sample.rollout_logprobs, said).astype(np.float32)
         (tokens,) = policy.precompute([sample])
         reference = np.where(sample.mask, tokens["reference_logprobs"], said).astype(np.float32)
-        other = changed(sample, rollout_logprobs=logprobs, reference_logprobs=reference)
-        sums.append((policy.accumulate(one_batch([other])), gradients_of(policy).tolist()))
+        answered = changed(sample, rollout_logprobs=logprobs, reference_logprobs=reference)
+        sums.append((policy.accumulate(one_batch([answered])), gradients_of(policy).tolist()))
     assert sums[0] == sums[1]
 
 
@@ -244,9 +245,9 @@ def test_a_session_without_a_token_of_the_model_counts_as_an_empty_completion_do
 def test_turns_end_where_the_session_says_and_weigh_what_the_run_says():
     first = make_segment((3,), (4, 5), (6,), (7,), rewards=(0.5, None))
     session = make_session(0, 0, first, make_segment((8, 9), (10, 11), rewards=(-1.0,)))
-    one, _ = filtered(session, make_session(0, 1))
-    assert one.turns == ((2, 1.0), (4, 0.0), (6, -2.0))
-    assert one.turn_A.tolist() == [0, 0, 1, 2, 2]
+    sample, _ = filtered(session, make_session(0, 1))
+    assert sample.turns == ((2, 1.0), (4, 0.0), (6, -2.0))
+    assert sample.turn_A.tolist() == [0, 0, 1, 2, 2]
 
 
 def test_only_the_models_tokens_count_with_their_versions():

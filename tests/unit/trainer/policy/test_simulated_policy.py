@@ -58,12 +58,12 @@ def test_simulated_state_continues_the_chain(tmp_path):
 
 def test_simulated_weights_differ_by_version(tmp_path):
     simulated = simulated_policy()
-    found = []
+    files = []
     for version in range(2):
         simulated.begin_writing(tmp_path, version, -1).result()
-        found.append((tmp_path / "model.safetensors").read_bytes())
+        files.append((tmp_path / "model.safetensors").read_bytes())
         simulated.update(1.0)
-    assert found[0] != found[1] and len(found[1]) < 5000
+    assert files[0] != files[1] and len(files[1]) < 5000
 
 
 def test_simulated_metrics_count_as_the_real_ones():

@@ -58,10 +58,12 @@ def test_each_sequence_is_on_the_path_of_its_last_node(rows, shortest):
             places.append(trie.add(len(ids), common))
             assert trie.size == count.size == expected, "what would be shared is shared"
         row = np.zeros(trie.size, dtype=np.int32)
-        for ids, own in zip(ordered, places, strict=True):
-            row[own] = ids
-        assert all(np.array_equal(row[own], ids) for ids, own in zip(ordered, places, strict=True))
-    covered = sorted(place for node in trie.nodes for place in node.places.tolist())
+        for ids, its_places in zip(ordered, places, strict=True):
+            row[its_places] = ids
+        assert all(
+            np.array_equal(row[its_places], ids) for ids, its_places in zip(ordered, places, strict=True)
+        )
+    covered = sorted(covered_place for node in trie.nodes for covered_place in node.places.tolist())
     assert covered == list(range(trie.size))
     if shortest == 1:
         different = {tuple(ids[: i + 1]) for ids in rows for i in range(len(ids))}
@@ -100,9 +102,9 @@ def families(draw: Any) -> list[Sample]:
         prompt_ids = plain.prompt_ids
         ids = plain.completion_ids
         if samples and draw(st.booleans()):
-            other = samples[draw(st.integers(0, len(samples) - 1))]
-            prompt_ids = other.prompt_ids
-            kept = other.completion_ids[: draw(st.integers(0, len(other.completion_ids)))]
+            earlier = samples[draw(st.integers(0, len(samples) - 1))]
+            prompt_ids = earlier.prompt_ids
+            kept = earlier.completion_ids[: draw(st.integers(0, len(earlier.completion_ids)))]
             if draw(st.booleans()) and len(prompt_ids) < 60:  # a later turn: what was said is prompt now
                 prompt_ids = np.concatenate([prompt_ids, kept])
             else:
@@ -114,7 +116,8 @@ def families(draw: Any) -> list[Sample]:
 def single_and_tree(**trainer: Any) -> tuple[TransformersPolicy, TransformersPolicy]:
     """Two policies alike: the first has a row for each sample, the second has trees. The model's norms are
     float64, as its weights are."""
-    single, tree = (make_policy(torch.float64, model=make_model("GPTNeoX"), **trainer) for _ in range(2))
+    single = make_policy(torch.float64, model=make_model("GPTNeoX"), **trainer)
+    tree = make_policy(torch.float64, model=make_model("GPTNeoX"), **trainer)
     single.layout = "padded"
     single._tile_tokens = 1
     tree.layout = "tree"
@@ -131,11 +134,13 @@ def gap_to_single_rows(
         policy.zero()
     results = [accumulate_all(policy, [one_batch(samples)]) for policy in (single, tree)]
     assert results[1].loss_sum == pytest.approx(results[0].loss_sum, rel=1e-12, abs=1e-12)
-    for one, other in zip(logprobs_of(single, samples), logprobs_of(tree, samples), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+    for expected_logprobs, logprobs in zip(
+        logprobs_of(single, samples), logprobs_of(tree, samples), strict=True
+    ):
+        np.testing.assert_allclose(expected_logprobs, logprobs, rtol=1e-6)
     expected = gradients_of(single)
-    found = gradients_of(tree)
-    return float((found - expected).norm() / expected.norm())
+    gradient = gradients_of(tree)
+    return float((gradient - expected).norm() / expected.norm())
 
 
 @pytest.fixture(scope="module")
@@ -178,12 +183,11 @@ def test_a_gradient_that_meets_in_one_place_has_the_same_bits_each_time():
         values = torch.randn(50, 64, requires_grad=True)
         places = torch.randint(0, 50, (40, 100))
         gradient = torch.randn(40, 100, 64)
-        first, *others = (
-            torch.autograd.grad(rows_at(values, places), values, gradient)[0] for _ in range(20)
-        )
+        gradients = [torch.autograd.grad(rows_at(values, places), values, gradient)[0] for _ in range(20)]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(first, other) for other in others)
+    first = gradients[0]
+    assert all(torch.equal(first, again) for again in gradients)
     expected = torch.zeros(50, 64).index_add_(0, places.flatten(), gradient.flatten(0, 1))
     torch.testing.assert_close(first, expected)
     assert torch.equal(rows_at(values, places), values[places])
@@ -205,21 +209,24 @@ def test_a_window_that_only_the_mask_knows_gives_no_tree():
     sizes = {"num_local_experts": 2, "sliding_window": 40, "max_position_embeddings": 256}
     hidden = make_model("Phimoe", **sizes)
     assert pick_layout(hidden, TokenScorer(hidden, torch.float32), True, 64) == "padded"
-    given = make_model("Mistral", sliding_window=40)
-    assert pick_layout(given, TokenScorer(given, torch.float32), True, 64) == "tree_or_padded"
+    passed_on = make_model("Mistral", sliding_window=40)
+    assert pick_layout(passed_on, TokenScorer(passed_on, torch.float32), True, 64) == "tree_or_padded"
 
 
 @pytest.mark.parametrize(("groups", "size"), [(3, 2), (12, 8), (9, 8), (1, 4)])
 def test_ranks_have_like_loads_and_common_beginnings_together(groups, size):
-    own = np.arange(100, dtype=np.int32)
+    completion_ids = np.arange(100, dtype=np.int32)
     samples = [
-        sample_of((group, i), 1000 * group + np.arange(200), own + 10_000 * (group * 8 + i + 1))
+        sample_of((group, i), 1000 * group + np.arange(200), completion_ids + 10_000 * (group * 8 + i + 1))
         for group in range(groups)
         for i in range(8)
     ]
     shares = split_samples(samples, size, 100_000)
     assert sorted(i for share in shares for i in share) == list(range(len(samples)))
-    loads = [200 * len({samples[i].key[0] for i in share}) + 100 * len(share) for share in shares]
+    loads = []
+    for share in shares:
+        groups_of_share = {samples[i].key[0] for i in share}
+        loads.append(200 * len(groups_of_share) + 100 * len(share))
     alone = -(-8 * groups // size) * 300
     assert max(loads) < 0.8 * alone, "less than with a row for each"
     row_loads = [len(share) for share in split_samples(samples, size, 100_000, "varlen")]

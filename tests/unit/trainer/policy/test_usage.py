@@ -54,8 +54,8 @@ def test_a_steps_use_is_over_all_ranks():
     }  # fmt: skip
     config = TrainerConfig(micro_batch_tokens=256, num_ranks=2)
     usage = Usage(ModelFlops(token=1e12), 128e12, (2 << 30, 3 << 30))
-    found = usage_metrics(numbers, result, usage, config)
-    assert found == {
+    metrics = usage_metrics(numbers, result, usage, config)
+    assert metrics == {
         "forward/fill": 512 / (2 * 2 * 256), "perf/tokens_per_s_per_rank": 100.0,
         "perf/tflops_per_rank": 64.0, "perf/peak_gib": 3.0, "perf/peak_gib_rank": 1.0, "perf/mfu": 0.5,
     }  # fmt: skip

@@ -40,8 +40,8 @@ def test_the_best_version_is_kept_and_named_in_best_json(tmp_path):
     for version, score in ((0, 0.1), (5, 0.7), (10, 0.7), (15, math.nan), (20, 0.6)):
         best.consider(version, {"test": {"score": score}})
     assert best.in_use == {5}
-    found = json.loads((tmp_path / "best.json").read_text())
-    assert (found["version"], found["value"], found["weights"]) == (5, 0.7, "weights/v00000005")
+    record = json.loads((tmp_path / "best.json").read_text())
+    assert (record["version"], record["value"], record["weights"]) == (5, 0.7, "weights/v00000005")
 
 
 def test_a_metric_is_the_mean_over_datasets_or_that_of_one(tmp_path):
@@ -103,8 +103,8 @@ def test_an_evaluation_with_too_many_failures_is_no_candidate(tmp_path):
     assert best.in_use == {1}
     weights(tmp_path, 1, 2)
     records = [
-        {"kind": "evaluation", "version": version, "set": "test", **found["test"]}
-        for version, found in ((1, result(0.5, 98, 2)), (2, result(0.8, 97, 3)))
+        {"kind": "evaluation", "version": version, "set": "test", **scores["test"]}
+        for version, scores in ((1, result(0.5, 98, 2)), (2, result(0.8, 97, 3)))
     ]
     assert BestVersion(tmp_path, "score", records).in_use == {1}
 

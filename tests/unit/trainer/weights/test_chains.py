@@ -43,21 +43,22 @@ def change(policy: TransformersPolicy, share: float, seed: int) -> None:
 
 def assert_leads_there(run: Path, manifest: WeightManifest, policy: TransformersPolicy) -> None:
     """The chain's bytes are those of a full version of the same weights."""
-    base, *deltas = [verified_files(run, part) for part in read_chain(run, manifest)]
+    chain = [verified_files(run, link) for link in read_chain(run, manifest)]
+    base, *deltas = chain
     shutil.rmtree(run / "whole", ignore_errors=True)
     shutil.rmtree(run / "full", ignore_errors=True)
     (run / "whole").mkdir()
     paths = write_whole(base, deltas, run / "whole")
     check_whole(paths, manifest)
     save_weights(policy, run / "full")
-    found = {info: bits.tolist() for path in paths for info, bits in read_safetensors(path)}
+    written = {info: bits.tolist() for path in paths for info, bits in read_safetensors(path)}
     expected = read_safetensors(run / "full" / "model.safetensors")
-    assert found == {info: bits.tolist() for info, bits in expected}
+    assert written == {info: bits.tolist() for info, bits in expected}
 
 
 def kinds(run: Path, versions: range) -> list[tuple[str, int]]:
-    found = [read_manifest(run, version) for version in versions]
-    return [(manifest.encoding, manifest.base) for manifest in found if manifest]
+    manifests = [read_manifest(run, version) for version in versions]
+    return [(manifest.encoding, manifest.base) for manifest in manifests if manifest]
 
 
 def test_versions_are_deltas_until_too_much_changed_or_the_base_is_old(tmp_path):
@@ -230,20 +231,20 @@ def test_a_comparison_on_a_device_finds_the_same_and_waits_once_a_chunk(share, m
 @pytest.fixture
 def events(monkeypatch):
     """What happens on a device whose copies arrive when they are waited for."""
-    found: list[tuple[str, int]] = []
+    log: list[tuple[str, int]] = []
 
     class Stream:
         def __init__(self, device=None):
             self.num_copies = 0
 
-        def wait_stream(self, other):
-            found.append(("follows training", 0))
+        def wait_stream(self, stream):
+            log.append(("follows training", 0))
 
         def record_event(self):
             number = self.num_copies
             self.num_copies = self.num_copies + 1
-            found.append(("begun", number))
-            return SimpleNamespace(synchronize=lambda: found.append(("arrived", number)))
+            log.append(("begun", number))
+            return SimpleNamespace(synchronize=lambda: log.append(("arrived", number)))
 
     @contextmanager
     def on(stream):
@@ -254,16 +255,16 @@ def events(monkeypatch):
     empty = lambda *sizes, pin_memory=False, **options: torch.empty(*sizes, **options)  # noqa: E731
     monkeypatch.setattr(shadow, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8=torch.uint8))
     monkeypatch.setattr(shadow, "_is_on_device", lambda _: True)
-    return found
+    return log
 
 
 def test_copies_wait_for_training_once_and_run_ahead_of_who_writes(events):
     copies = HostCopies()
     tensors = [torch.full((size,), size, dtype=torch.int16) for size in (3, 5, 4)]
     copies.follow(tensors)
-    for number, (found, tensor) in enumerate(zip(copies.read(tensors), tensors, strict=True)):
+    for number, (copy, tensor) in enumerate(zip(copies.read(tensors), tensors, strict=True)):
         events.append(("written", number))
-        assert torch.equal(found, tensor)
+        assert torch.equal(copy, tensor)
     assert events == [
         ("follows training", 0), ("begun", 0), ("begun", 1), ("arrived", 0), ("written", 0), ("begun", 2),
         ("arrived", 1), ("written", 1), ("arrived", 2), ("written", 2),

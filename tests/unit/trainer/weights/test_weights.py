@@ -151,13 +151,13 @@ def test_a_manifest_cannot_name_a_path_outside_of_the_weights(tmp_path, folder, 
         verified_files(run, manifest)
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_link_that_leaves_the_run_is_refused(tmp_path, what):
+@pytest.mark.parametrize("target", ["file", "folder"])
+def test_a_link_that_leaves_the_run_is_refused(tmp_path, target):
     run = tmp_path / "run"
     elsewhere = tmp_path / "elsewhere"
     manifest = write_version(WeightStore(run), 1, Policy(1.0))
     folder = run / "weights" / manifest.folder
-    path = folder / "a.safetensors" if what == "file" else folder
+    path = folder / "a.safetensors" if target == "file" else folder
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
     with pytest.raises(WeightsError, match="outside of"):
