@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+[ "$(cat /app/largest.txt)" = old/archive.txt ]

@@ -1,0 +1,6 @@
+#!/bin/bash
+set -e
+git() { as-agent git -C /app/repo "$@"; }
+[ "$(git show main:shop.txt)" = 'lamp: 12, red' ]
+[ "$(git rev-parse main^2)" = "$(git rev-parse colours)" ]
+[ "$(git log -1 --format=%s main^1)" = 'Raise the price' ]

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+[ "$(cat /app/top.txt)" = "$(printf 'the 8\ntide 5\nwheel 3')" ]

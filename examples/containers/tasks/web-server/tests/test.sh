@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+[ "$(curl -q -s -m 5 http://127.0.0.1:8080/hello)" = hello ]
+[ "$(curl -q -s -m 5 -o /dev/null -w '%{http_code}' http://127.0.0.1:8080/bye)" = 404 ]
