@@ -15,6 +15,8 @@ from task_folder import WORKDIR, TaskFolder, read_tasks
 SERVES = "web-server"
 """The task whose solution is a program that runs on."""
 USER = "1000:1000"
+ENDS_ALL = "kill -9 -1 2> /dev/null || true"
+"""Ends all processes of the user but itself and process 1."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 KILLED = 137
 AGENT = AgentConfig(tools=["run_command", "submit"])
@@ -32,12 +34,10 @@ BOX = SandboxConfig(
 def to_agentbox(task: TaskFolder) -> Task:
     """agentbox runs the model's commands and the test as one user. So the test is no file, and what the
     model has left running is ended first."""
-    clean = (
-        f"exec env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/nonexistent bash -c {shlex.quote(task.test)}"
-    )
+    clean = f"exec env -i PATH={PATH} HOME=/nonexistent bash -c {shlex.quote(task.test)}"
     verifier = VerifierSpec(
         command=clean,
-        pre_commands=[] if task.name == SERVES else ["kill -9 -1"],
+        pre_commands=[] if task.name == SERVES else [ENDS_ALL],
         workdir="/",
     )
     return Task(

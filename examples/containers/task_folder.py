@@ -7,12 +7,15 @@ NAME/solution/solve.sh      a solution, for checks; never in a box of a run
 NAME/tests/test.sh          the test: exit code 0 is a reward of 1
 """
 
+import os
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-TASKS = Path(__file__).parent / "tasks"
+TASKS = Path(os.environ.get("TASKS_DIR", Path(__file__).parent / "tasks"))
+"""The folder with the tasks; TASKS_DIR names one of your own."""
 USER = "agent"
 """Whom the model's commands run as; tests run as root."""
 WORKDIR = "/app"
@@ -52,3 +55,9 @@ def read_tasks(folder: Path = TASKS) -> Iterator[TaskFolder]:
     """Read the tasks in a folder, by name."""
     for path in sorted(folder.glob("*/task.toml")):
         yield read_task(path.parent)
+
+
+def oracle(row: dict[str, Any]) -> list[Any]:
+    """What a model says that knows the solution: for `tidemill check`, with boxes.py and shell_loop.py."""
+    tasks = list(read_tasks())
+    return [{"shell": {"command": tasks[row["task"]].solution}}, "done"]
