@@ -74,7 +74,7 @@ async def test_a_name_says_whose_lease_it_is(broker: Broker, keys: Keys, make: M
     async with make(**SETTINGS) as worker:
         delivery = await worker.fetch()
         name = name_of(worker, delivery, 2)
-        assert read_name(str(name)) == name
+        assert read_name(str(name)) == read_name(f"{name}__env") == name
         assert (name.entry_id, name.ticket, name.index) == (delivery.entry_id, delivery.message.ticket, 2)
         assert worker.consumer.name.endswith(f".{name.consumer}")
         for other_name in (f"x{name}", f"{name}x", f"{name}_default", "tidemill", "", str(name).upper()):

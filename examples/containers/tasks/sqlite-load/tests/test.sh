@@ -1,4 +1,6 @@
 #!/bin/bash
+# Harbor reads a file, others the exit code.
+trap 'code=$?; [ ! -d /logs/verifier ] || echo $((code == 0)) > /logs/verifier/reward.txt' EXIT
 set -e
 python3 -I - <<'P'
 import sqlite3

@@ -1,4 +1,6 @@
 #!/bin/bash
+# Harbor reads a file, others the exit code.
+trap 'code=$?; [ ! -d /logs/verifier ] || echo $((code == 0)) > /logs/verifier/reward.txt' EXIT
 set -e
 say() { as-agent python3 -I -c "import sys; sys.path.insert(0, '/app'); import stats; print(repr(stats.$1))"; }
 [ "$(say 'mean([1, 2])')" = 1.5 ]
