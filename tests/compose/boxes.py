@@ -49,6 +49,7 @@ PLAY = f"$ {VERIFIERS} {REPO / 'examples' / 'verifiers' / 'play.py'} boxes"
 OPTIONS = "--env.agent.harness.id shell_loop --env.agent.runtime.type docker"
 SESSION = SessionName(RUN_UID, Lane.TRAIN, "1-0", "1a2b3c4d", 0, 0)
 LENGTH = 1 << 16
+BATCH = 4
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -134,6 +135,17 @@ async def test_the_solution_gets_one_and_nothing_gets_zero(play: Play, name: str
     assert (reward_of(solved), reward_of(untouched)) == (1.0, 0.0)
     roles = [message["role"] for message in solved.session.messages]
     assert roles == ["assistant", "tool", "assistant"]
+
+
+async def test_all_tasks_get_one_for_their_solution_and_zero_for_nothing_by_agentbox_too() -> None:
+    rewards: list[float | None] = []
+    for first in range(0, len(NAMES), BATCH):
+        batch = [TASKS[name] for name in NAMES[first : first + BATCH]]
+        outcomes = await play_agentbox(
+            *((task, task.solution) for task in batch), *((task,) for task in batch)
+        )
+        rewards += map(reward_of, outcomes)
+        assert rewards[-2 * len(batch) :] == [1.0] * len(batch) + [0.0] * len(batch), first
 
 
 REWRITES_TESTS = """
