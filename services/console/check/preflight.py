@@ -325,8 +325,8 @@ def _check_environment(findings: Findings, rows: Rows, row: Row | None, plays_or
     oracle = config.rollout.environment.oracle
     if plays_oracle and oracle and not is_here:
         findings.notes.append(
-            f"rollout.environment.oracle {oracle} was not played: the tokenizer of {config.model.path} is not "
-            "on this machine; name the folder of a model that is"
+            f"rollout.environment.oracle {oracle} was not played: the tokenizer of {config.model.path} is "
+            "not on this machine; name the folder of a model that is"
         )
     if plays_oracle and oracle and is_here:
         firsts = [list(examples[:ORACLE_ROWS]) for name, examples in rows.items() if name.startswith("train")]
