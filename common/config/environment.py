@@ -64,6 +64,9 @@ class EnvironmentConfig(Section):
     processes: int = Field(8, ge=1, le=1024)
     """Most processes of a worker for blocking environments and tools."""
 
+    oracle: PathText = ""
+    """A function, `tasks.py:oracle`, that says of a row what a model says that knows its solution; `tidemill
+    check` plays the first rows by it, and with nothing."""
     containers: Literal["none", "docker", "podman"] = "none"
     """Command by which containers of sessions are removed when their session ends, or its worker is gone."""
     max_containers: int = Field(0, ge=0, le=100_000)

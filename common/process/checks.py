@@ -19,6 +19,8 @@ TIMEOUT_S = 300.0
 """Limit on a check; importing torch on a busy machine may take minutes."""
 FIRST_LINE_S = 5.0
 """A check that takes longer says so."""
+ORACLE_TIMEOUT_S = 1800.0
+"""The same for sessions in containers, whose images may have to be fetched."""
 MACHINE_TIMEOUT_S = 120.0
 ANSWER = "tidemill-answer: "
 """Prefix of the line with a program's answer; a user's module may print other lines."""
@@ -68,18 +70,24 @@ def check_reward(config: RunConfig, row: Row | None = None, calls: bool = False)
     return _ask(Program.REWARD_CHECK, request, f"reward {named}")
 
 
-def check_environment(config: RunConfig, row: Row | None = None) -> list[str]:
-    """Have a process of the rollout service load the environment, as its workers will, and with a row play
-    one session with a script in place of the model; returns lines that describe it.
+def check_environment(config: RunConfig, rows: Sequence[Row] = (), plays_oracle: bool = False) -> list[str]:
+    """Have a process of the rollout service load the environment, as its workers will, and with rows play
+    one session with a script in place of the model; returns lines that describe it. With `plays_oracle`, play
+    each row as `rollout.environment.oracle` says, and once with nothing.
 
     Raises:
-        ConfigError: it cannot be imported or used, or it fails.
+        ConfigError: it cannot be imported or used, or it fails; rows whose reward is not as expected.
     """
     section = config.rollout.environment
     if section.is_single_turn:
         return []
-    request = {"config": config.model_dump(mode="json"), "row": _fields(row)}
-    answer = _ask(Program.ROLLOUT_CHECK, request, f"rollout.environment.use {section.use}")
+    request = {
+        "config": config.model_dump(mode="json"),
+        "rows": [_fields(row) for row in rows],
+        "plays_oracle": plays_oracle,
+    }
+    timeout_s = ORACLE_TIMEOUT_S if plays_oracle else TIMEOUT_S
+    answer = _ask(Program.ROLLOUT_CHECK, request, f"rollout.environment.use {section.use}", timeout_s)
     return list(answer["played"])
 
 
@@ -117,7 +125,7 @@ def examine_machine(config: RunConfig, runs: Path) -> list[dict[str, Any]]:
 
 
 def _fields(row: Row | None) -> dict[str, Any] | None:
-    names = ("prompt", "data_source", "ground_truth", "extra", "source")
+    names = ("prompt", "data_source", "ground_truth", "extra", "source", "origin")
     return None if row is None else {name: getattr(row, name) for name in names}
 
 

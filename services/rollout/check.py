@@ -1,8 +1,9 @@
 """`python -m tidemill.services.rollout.check REQUEST`: can this environment be loaded, and played with?
 
-The request has a run's `config`, and a `row` of its dataset or null. With a row, one session is played in
+The request has a run's `config`, and `rows` of its dataset, or none. With a row, one session is played in
 which no engine takes part: the model is a script that calls each tool once with made-up arguments, or says
-"ok" a few times. It runs in a process of its own (`common/process/checks.py`), for it imports users' modules.
+"ok" a few times. With several rows, each is played as `rollout.environment.oracle` says. It runs in a process
+of its own (`common/process/checks.py`), for it imports users' modules.
 """
 
 import json
@@ -11,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidemill.common.config import RunConfig
-from tidemill.common.config.environment import AGENT
-from tidemill.common.data.dataset import PROMPT
+from tidemill.common.config.environment import AGENT, NO_CONTAINERS
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.checks import Answer, answer_check
 from tidemill.common.process.programs import run_main
-from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.common.wire.messages import SamplingParams
+from tidemill.services.rollout.containers.command import ContainerCommand, EngineAwayError
 from tidemill.services.rollout.engines.engine import Generation
-from tidemill.services.rollout.environments.environment import chat_of
 from tidemill.services.rollout.environments.player import EnvironmentPlayer, build_stage
+from tidemill.services.rollout.oracle import make_ticket, play_oracle
 from tidemill.services.rollout.sessions.chat import Call, ChatFormat, Parsed, Tools, call_of
 from tidemill.services.rollout.sessions.player import Played
 from tidemill.services.rollout.sessions.template_chat import open_chat
@@ -32,11 +33,12 @@ SHOWN = 200
 
 def check(request: Any) -> Answer:
     config = RunConfig.model_validate(request["config"])
-    return {"played": run_main(_check(config, request["row"]))}
+    return {"played": run_main(_check(config, request["rows"], request["plays_oracle"]))}
 
 
-async def _check(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
-    """Load the environment and, with a row, play one session. Returns lines that describe it.
+async def _check(config: RunConfig, rows: Sequence[Mapping[str, Any]], plays_oracle: bool) -> list[str]:
+    """Load the environment and, with a row, play one session, or those of the oracle. Returns lines that
+    describe it.
 
     Raises:
         ConfigError: the environment cannot be loaded or fails, or the chat template refuses its messages.
@@ -44,6 +46,10 @@ async def _check(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
     section = config.rollout.environment
     if section.is_single_turn:
         return []
+    if section.containers != NO_CONTAINERS:
+        await check_engine(section.containers)
+    if plays_oracle:
+        return await play_oracle(config, rows, open_chat(config))
     if section.use == AGENT:  # loaded only: with a script in place of the model, many programs would fail
         from tidemill.services.rollout.environments.agent import AgentProgram
 
@@ -51,30 +57,16 @@ async def _check(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
         await program.start()
         await program.close()
         return []
-    if row is None:
+    if not rows:
         await build_stage(section).close()
         return []
     changed = section.model_copy(update={"attempts": 1, "max_turns": min(TURNS, section.max_turns)})
     rollout = config.rollout.model_copy(update={"environment": changed})
     chat = ScriptedChat(open_chat(config))
     player = EnvironmentPlayer(config.model_copy(update={"rollout": rollout}), lambda ids: "", lambda: chat)
-    prompt = row["prompt"]
-    is_text = isinstance(prompt, str)
     try:
         await player.start()
-        # As the trainer issues it, except that `prompt_ids` lack the run's system prompt and suffix.
-        ticket = Ticket(
-            ticket=0,
-            step=0,
-            min_version=0,
-            group_size=1,
-            prompt_ids=chat.render(chat_of(prompt)),
-            prompt_text=prompt if is_text else "",
-            data_source=row["data_source"],
-            ground_truth=row["ground_truth"],
-            extra=dict(row["extra"]) | ({} if is_text else {PROMPT: prompt}),
-            sampling=SamplingParams(max_tokens=config.rollout.sampling.max_tokens),
-        )
+        ticket = make_ticket(config, rows[0], chat)
         end = chat.render([{"role": "user", "content": SAYS}])[-1:]
 
         async def ask(ids: Sequence[int], sampling: SamplingParams) -> Generation:
@@ -88,6 +80,21 @@ async def _check(config: RunConfig, row: Mapping[str, Any] | None) -> list[str]:
         ) from None
     finally:
         await player.close()
+
+
+async def check_engine(command: str) -> None:
+    """Check that the engine of containers answers, before anything is started.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    try:
+        await ContainerCommand(command).list_containers()
+    except EngineAwayError as error:
+        raise ConfigError(
+            f"rollout.environment.containers {command}: no engine of containers answers on this machine: "
+            f"{error}. Start it, or check and run where it is"
+        ) from None
 
 
 def _lines(played: Played) -> list[str]:

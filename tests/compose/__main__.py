@@ -3,8 +3,8 @@
 Needs root, Docker 20.10 or newer, Compose, 15 GB of disk and 15 minutes; without a registry also debootstrap.
 Builds the CPU images, does a run of arith on one machine while containers are scaled and killed and Redis is
 restarted, and another run that a second node joins over the head's address; before them, tests of sessions'
-containers. Ends with 0 if nothing was lost and nothing was trained twice, 1 if something was, 2 if this
-machine lacks something.
+containers, and sessions of examples/containers. Ends with 0 if nothing was lost and nothing was trained
+twice, 1 if something was, 2 if this machine lacks something.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.compose.containers import passes_on_engine
+from tests.compose.containers import passes_on_engine, plays_boxes
 from tests.compose.docker import Docker, MissingError
 from tests.compose.images import make_images
 from tests.compose.scenarios import Result, one_machine, two_nodes
@@ -23,6 +23,8 @@ from tests.compose.scenarios import Result, one_machine, two_nodes
 SCENARIOS = {"one": one_machine, "two": two_nodes}
 CONTAINERS = "containers"
 """Tests of sessions' containers."""
+BOXES = "boxes"
+"""Sessions of examples/containers, with verifiers and agentbox-rl."""
 WORK = Path("/tmp/tidemill-compose")
 STEPS = 60
 
@@ -30,7 +32,7 @@ STEPS = 60
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compose", description=__doc__)
     parser.add_argument(
-        "--only", choices=sorted([*SCENARIOS, CONTAINERS]), help="one scenario instead of all"
+        "--only", choices=sorted([*SCENARIOS, CONTAINERS, BOXES]), help="one scenario instead of all"
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run (default: %(default)s)")
     parser.add_argument(
@@ -44,7 +46,9 @@ def main() -> int:
             # First: they need no images, and an engine without containers.
             if has_containers and not passes_on_engine(docker):
                 return 1
-            if options.only == CONTAINERS:
+            if options.only in (None, BOXES) and not plays_boxes(docker, options.work):
+                return 1
+            if options.only in (CONTAINERS, BOXES):
                 return 0
             docker.compose_command()
             images = make_images(docker, options.work)

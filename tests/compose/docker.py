@@ -22,7 +22,7 @@ class Docker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = dict(os.environ)
-        self._engine: subprocess.Popen[bytes] | None = None
+        self._engine: Engine | None = None
 
     def __enter__(self) -> "Docker":
         if shutil.which("docker") is None:
@@ -36,8 +36,7 @@ class Docker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._engine is not None:
-            self._engine.terminate()
-            self._engine.wait(START_TIMEOUT_S)
+            self._engine.stop()
 
     def __call__(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S, **options: Any) -> str:
         """Run one docker command; returns what it printed."""
@@ -59,27 +58,51 @@ class Docker:
 
     def _start_engine(self) -> None:
         """No engine answers: start one with a folder and a socket of its own."""
+        self._engine = Engine(self.folder)
+        self._engine.start()
+        self.env["DOCKER_HOST"] = self._engine.address
+
+
+class Engine:
+    """A Docker engine with a folder and a socket of its own."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.address = f"unix://{folder}/docker.sock"
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, also after it was killed; returns when it answers."""
         if os.geteuid() != 0 or shutil.which("dockerd") is None:
             raise MissingError("no Docker engine answers, and starting one takes root and dockerd")
         self.folder.mkdir(parents=True, exist_ok=True)
-        socket = self.folder / "docker.sock"
-        command = [
-            "dockerd",
-            "--data-root",
-            str(self.folder / "data"),
-            "--exec-root",
-            str(self.folder / "exec"),
-        ]
-        command += ["--pidfile", str(self.folder / "dockerd.pid"), "-H", f"unix://{socket}"]
+        paths = ["--data-root", f"{self.folder}/data", "--exec-root", f"{self.folder}/exec"]
+        command = ["dockerd", *paths, "--pidfile", f"{self.folder}/dockerd.pid", "-H", self.address]
         with open(self.folder / "dockerd.log", "ab") as log:
-            self._engine = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self.env["DOCKER_HOST"] = f"unix://{socket}"
+            self._process = subprocess.Popen(
+                [*command, *self._options], stdout=log, stderr=log, start_new_session=True
+            )
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.succeeds("version"):
-            if time.monotonic() > deadline or self._engine.poll() is not None:
+        answers = ["docker", "-H", self.address, "version"]
+        while subprocess.run(answers, capture_output=True).returncode:
+            if time.monotonic() > deadline or self._process.poll() is not None:
                 tail = (self.folder / "dockerd.log").read_text(errors="replace")[-1500:]
                 raise MissingError(f"the Docker engine did not start:\n{tail}")
             time.sleep(0.2)
+
+    def kill(self) -> None:
+        """SIGKILL to the engine: its containers run on."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        (self.folder / "dockerd.pid").unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """Stop it, and its containers."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(START_TIMEOUT_S)
 
 
 def run(command: list[str], env: dict[str, str], timeout_s: float = COMMAND_TIMEOUT_S, **options: Any) -> str:

@@ -54,7 +54,7 @@ class Images:
 def make_images(docker: Docker, work: Path) -> Images:
     """Build everything; what was built before and has not changed is taken from Docker's cache."""
     images = Images()
-    if _can_pull(docker):
+    if can_pull(docker, PULLED["PYTHON_BASE"]):
         images.settings |= PULLED
         docker("tag", PULLED["PYTHON_BASE"], PYTHON)
         pip = []
@@ -82,14 +82,14 @@ def build(docker: Docker, tag: str, dockerfile: str, argument: str, base: str, o
     docker("build", *options_of_build, str(REPO))
 
 
-def _can_pull(docker: Docker) -> bool:
-    return docker.has_image(PULLED["PYTHON_BASE"]) or docker.succeeds("pull", "-q", PULLED["PYTHON_BASE"])
+def can_pull(docker: Docker, image: str) -> bool:
+    return docker.has_image(image) or docker.succeeds("pull", "-q", image)
 
 
 def _stand_in(docker: Docker, work: Path, images: Images) -> None:
     print("no registry can be reached: Debian stands in for the base images", flush=True)
     if not docker.has_image(DEBIAN):
-        _import_debian(docker, work)
+        import_debian(docker, work, DEBIAN, PACKAGES)
     wheels = _fetch_wheels(work)
     conf = "printf '[global]\\nno-index = true\\nfind-links = /wheels\\n' > /etc/pip.conf"
     _build_from_debian(docker, PYTHON, f"COPY wheels /wheels\nRUN {conf}", wheels.parent)
@@ -100,20 +100,21 @@ def _stand_in(docker: Docker, work: Path, images: Images) -> None:
     images.left_out.add("grafana")
 
 
-def _import_debian(docker: Docker, work: Path) -> None:
+def import_debian(docker: Docker, work: Path, tag: str, packages: str) -> None:
+    """Make an image of Debian and these packages without a registry."""
     if shutil.which("debootstrap") is None:
         raise MissingError("no registry can be reached, and debootstrap is not on PATH (Debian: debootstrap)")
     root = work / "debian"
     shutil.rmtree(root, ignore_errors=True)
     print("making a Debian with debootstrap", flush=True)
-    command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root)]
+    command = ["debootstrap", "--variant=minbase", f"--include={packages}", SUITE, str(root)]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise MissingError(f"debootstrap failed, has it root and a mirror?\n{ended.stdout[-1500:]}")
     for cached in (root / "var/cache/apt/archives").glob("*.deb"):
         cached.unlink()
     with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as tar:
-        docker("import", "-", DEBIAN, stdin=tar.stdout)
+        docker("import", "-", tag, stdin=tar.stdout)
     shutil.rmtree(root)
 
 

@@ -1,8 +1,8 @@
 """A stand-in for the `docker` command, for machines without Docker: it says so in its version.
 
 It keeps one file for each container in the folder `STAND_IN_DOCKER`, and knows the few commands that
-sessions and the reaper use: `run -d`, `ps`, `rm`, `kill`. While the file `away` is there, it answers as the
-client does without a daemon. `make compose-test` runs the same tests on a real engine.
+sessions and the reaper use: `run -d`, `ps`, `info`, `rm`, `kill`. While the file `away` is there, it answers
+as the client does without a daemon. `make compose-test` runs the same tests on a real engine.
 """
 
 import itertools
@@ -28,6 +28,8 @@ def main() -> int:
         print("stand-in for docker, of Tidemill's tests: it runs no containers")
     elif command == "run":
         _run(folder, arguments)
+    elif command == "info":
+        print(folder)
     elif command == "ps":
         _list(folder, arguments)
     elif command in ("rm", "kill"):

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     *_settings_of_losses(),
     ("rollout.environment: tools", lambda s: s.use == TOOLS, "use is tools"),
     ("rollout.environment: agent", lambda s: s.use == AGENT, "use is agent"),
+    (
+        "rollout.environment: oracle",
+        lambda s: not s.is_single_turn,
+        "use names an environment: tools, agent, or a class",
+    ),
     ("reward.rewards.*.judge: system", lambda s: s.api == "chat", "api is chat"),
     ("reward.rewards.*.model: mean std", lambda s: s.normalise == "standardise", "normalise is standardise"),
     (
@@ -147,6 +153,8 @@ def _value(section: Any, name: str) -> tuple[Any, Any]:
 
 
 SANDBOX_TIMEOUT_S = 120.0
+ORACLE_ROWS = 3
+"""Rows that are played as `rollout.environment.oracle` says."""
 USUAL_IDS = 10
 """Assumed number of ids that top-p or min-p leave, where there is no top-k."""
 
@@ -213,7 +221,7 @@ def examine(
         lambda: check_lengths(rows, findings.model, findings.config.data, findings.notes),
         lambda: findings.notes.extend(find_odd_truths(rows) if findings.config.data.needs_truth else ()),
         lambda: _check_rewards(findings, first_row(), calls_reward),
-        lambda: _check_environment(findings, first_row()),
+        lambda: _check_environment(findings, rows, first_row(), calls_reward),
         lambda: findings.notes.extend(check_code_tests(findings.config, rows)),
         lambda: _try_sandboxes(findings),
     ]
@@ -309,10 +317,23 @@ def _check_rewards(findings: Findings, row: Row | None, calls_reward: bool) -> N
     findings.notes += answer["faults"]
 
 
-def _check_environment(findings: Findings, row: Row | None) -> None:
-    """Check the environment; a session is played only if the model's tokenizer is on this machine."""
+def _check_environment(findings: Findings, rows: Rows, row: Row | None, plays_oracle: bool) -> None:
+    """Check the environment; a session is played only if the model's tokenizer is on this machine. With an
+    oracle, and `plays_oracle`, the first rows are played as it says."""
+    config = findings.config
     is_here = findings.model is not None and not findings.model.is_remote
-    findings.session = check_environment(findings.config, row if is_here else None)
+    oracle = config.rollout.environment.oracle
+    if plays_oracle and oracle and not is_here:
+        findings.notes.append(
+            f"rollout.environment.oracle {oracle} was not played: the tokenizer of {config.model.path} is "
+            "not on this machine; name the folder of a model that is"
+        )
+    if plays_oracle and oracle and is_here:
+        firsts = [list(examples[:ORACLE_ROWS]) for name, examples in rows.items() if name.startswith("train")]
+        chosen = list(chain.from_iterable(firsts))[:ORACLE_ROWS]
+        findings.session = check_environment(config, chosen, plays_oracle=True)
+        return
+    findings.session = check_environment(config, [row] if row is not None and is_here else [])
 
 
 def _check_gpus(config: RunConfig) -> None:

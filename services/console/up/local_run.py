@@ -119,6 +119,8 @@ class LocalRun:
         self._is_stopping = False
         self._is_ending_at_once = False
         self._archiving: asyncio.Task[None] | None = None
+        self._removal: asyncio.subprocess.Process | None = None
+        """Removes containers of the run; None before and after that."""
         self._started = time.monotonic()
         self._ran_before_s = 0.0
         self._rollout_idle: float | None = None
@@ -181,7 +183,8 @@ class LocalRun:
                 return await self._report(broker, outcome)
 
     async def _remove_containers(self) -> None:
-        """Remove what sessions have left on this node: no worker of the run is there to do it."""
+        """Remove what sessions have left on this node: no worker of the run is there to do it. Ctrl-C ends
+        it."""
         command = self.config.rollout.environment.containers
         uid = read_uid(self.folder.path)
         # Without a uid no session has begun.
@@ -196,14 +199,20 @@ class LocalRun:
         except OSError as error:  # the machine is short of processes: the run still gets its report
             self._view.event(f"containers of the run may be left on this node: {error}")
             return
-        try:
+        self._removal = process
+        output = b""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CONTAINERS_TIMEOUT_S):
                 output, _ = await process.communicate()
-        except TimeoutError:
-            process.kill()
-            output = b"containers of the run may be left on this node: removing them took too long"
+        self._removal = None
         for line in output.decode(errors="replace").splitlines():
             self._view.event(line)
+        has_ended = process.returncode is not None and process.returncode >= 0
+        if not has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            rest_command = f"python -m tidemill.services.rollout.containers {' '.join(arguments)}"
+            self._view.event(f"containers of the run may be left on this node; `{rest_command}` removes them")
 
     async def _supervise(self, broker: Broker, env: dict[str, str], guard: Guard) -> RunOutcome:
         # Before any process starts: it reads its config from Redis.
@@ -417,5 +426,8 @@ class LocalRun:
             self._view.event("ending at once")
             self._is_ending_at_once = True
             self._supervisor.kill()
+            if self._removal is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._removal.kill()
             if self._archiving is not None:
                 self._archiving.cancel()

@@ -171,13 +171,18 @@ class Template:
     def finish(self) -> None:
         """Let an interpreter that has served its last program end by itself; its starter sees that it was not
         killed."""
-        if self._wait_for_end(ANSWER_S):
-            self._requests.close()
-            self._errors.close()
-            if self._starter == os.getpid():
-                self._process.wait()
-        else:
+        has_ended = self._wait_for_end(ANSWER_S)
+        if has_ended and self._starter == os.getpid():
+            # What is around it has to end as well.
+            try:
+                self._process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                has_ended = False
+        if not has_ended:
             self.close()
+            return
+        self._requests.close()
+        self._errors.close()
 
     def run(
         self, uid: int, file_bytes: int, order: IO[bytes], streams: Sequence[IO[bytes]], answer_s: float

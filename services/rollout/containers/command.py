@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tidemill.services.rollout.containers.names import SessionName, read_name
@@ -64,8 +65,7 @@ class ContainerCommand:
             EngineAwayError: the engine does not answer.
         """
         if self.program == "podman":
-            listed = json.loads(await self._run("ps", "-a", "--no-trunc", "--format", "json") or "[]")
-            rows = [_podman_row(entry) for entry in listed or ()]
+            rows = _podman_rows(await self._run("ps", "-a", "--no-trunc", "--format", "json"))
         else:
             # Docker's JSON has all labels in one string, in which a value may look like another label.
             fields = ["{{.ID}}", "{{.State}}", "{{.Status}}"]
@@ -94,6 +94,15 @@ class ContainerCommand:
             return 0
         await self._run("rm", "-f", "-v", *ids, timeout_s=REMOVAL_TIMEOUT_S, is_fine=_says_gone)
         return len(ids)
+
+    async def read_data_folder(self) -> Path:
+        """The folder of the engine's data, on whose disk containers write; the engine's machine has it.
+
+        Raises:
+            EngineAwayError: the engine does not answer.
+        """
+        field = "{{.DockerRootDir}}" if self.program == "docker" else "{{.Store.GraphRoot}}"
+        return Path((await self._run("info", "--format", field)).strip())
 
     async def _run(self, *arguments: str, timeout_s: float = TIMEOUT_S, is_fine: Any = None) -> str:
         """Run the command; returns what it wrote. `is_fine` reads the errors of one that failed."""
@@ -128,6 +137,14 @@ def _says_gone(errors: str) -> bool:
     for words in GONE:
         others = [line for line in others if words not in line]
     return not others
+
+
+def _podman_rows(output: str) -> list[list[str]]:
+    """The rows of podman's list. Raises EngineAwayError: it is none, as where a warning goes before it."""
+    try:
+        return [_podman_row(entry) for entry in json.loads(output or "[]") or ()]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EngineAwayError(f"podman ps: expected a list in JSON, got {output[:200]!r}") from error
 
 
 def _podman_row(entry: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Names of sessions, which their containers carry: whose they are can be read off them.
 
 A name has letters, digits and hyphens only: it may be a label's value, and the name of a Compose project.
+What follows two underscores is no part of it: Harbor appends it to the name of a trial.
 """
 
 import re
@@ -8,7 +9,9 @@ from dataclasses import dataclass, replace
 
 from tidemill.common.wire.messages import Lane
 
-NAME = re.compile(r"tidemill-([0-9a-f]{8})-([te])-(\d+)-(\d+)-([0-9a-f]+)-(\d+)-(\d+)-(\d+)")
+NAME = re.compile(
+    r"tidemill-([0-9a-f]{8})-([te])-(\d+)-(\d+)-([0-9a-f]+)-(\d+)-(\d+)-(\d+)(?:__[a-z0-9_-]+)?"
+)
 LANES = {lane.value[0]: lane for lane in Lane}
 
 

@@ -20,6 +20,7 @@ from tidemill.common.process.failures import doubling
 from tidemill.common.process.shortage import fault_in
 from tidemill.common.telemetry import metrics
 from tidemill.services.rollout.containers.command import Container, ContainerCommand, EngineAwayError
+from tidemill.services.rollout.containers.disk import EngineDisk
 from tidemill.services.rollout.containers.names import SessionName
 
 log = structlog.get_logger(__name__)
@@ -34,6 +35,7 @@ class SessionContainers:
     def __init__(self, section: EnvironmentConfig) -> None:
         self.is_on = section.containers != NO_CONTAINERS
         self.command = ContainerCommand(section.containers)
+        self._disk = EngineDisk(self.command)
         self.run_uid = ""
         """Set before the first session, where `is_on`."""
         self.live: set[str] = set()
@@ -50,6 +52,7 @@ class SessionContainers:
         """Ids of the containers that a session's environment had when it was set up."""
         self._gone: dict[str, frozenset[str]] = {}
         """Those that were gone when it was asked for its reward."""
+        self._begun_at: dict[str, float] = {}
         self._num_away = 0
 
     async def begin(self, session: SessionName | None) -> str:
@@ -64,6 +67,7 @@ class SessionContainers:
             raise fault
         name = str(session.numbered(next(self._numbers)))
         self.live.add(name)
+        self._begun_at[name] = time.monotonic()
         return name
 
     async def end(self, name: str) -> None:
@@ -77,6 +81,7 @@ class SessionContainers:
 
     async def close(self) -> None:
         """Wait for removals that are under way."""
+        await self._disk.close()
         await asyncio.gather(*self._removals, return_exceptions=True)
 
     async def note_started(self, name: str) -> None:
@@ -100,7 +105,7 @@ class SessionContainers:
 
         Raises:
             EnvironmentFaultError: the engine does not answer, a container of the session was killed, or one
-                that its environment had started is gone.
+                that its environment had started is gone; or the engine's disk was full meanwhile.
             MachineFaultError: the engine cannot be asked, because this machine is short of something.
         """
         if not name or (reward is not None and reward > 0):
@@ -114,6 +119,11 @@ class SessionContainers:
             raise EnvironmentFaultError(
                 f"the session's result is not believed: {error}", "container"
             ) from error
+        if self._disk.full_at >= self._begun_at[name]:
+            raise EnvironmentFaultError(
+                f"the session's result is not believed: the disk of the containers was full ({self._disk})",
+                "container",
+            )
         for container in containers:
             if container.exit_code in KILLED:
                 raise EnvironmentFaultError(
@@ -140,6 +150,10 @@ class SessionContainers:
                     await self.list_containers()
         if self._away is not None:
             return MachineFaultError(f"a session cannot start: {self._away}", errno.EAGAIN)
+        if await self._disk.is_full():
+            return MachineFaultError(
+                f"a session cannot start: the disk of the containers is full ({self._disk})", errno.EAGAIN
+            )
         num_by_session = Counter(str(container.session) for container in self._listed)
         # A session that has just begun will have one.
         num_to_come = len(self.live - num_by_session.keys())
@@ -190,6 +204,7 @@ class SessionContainers:
             self.live.discard(name)
             self._started.pop(name, None)
             self._gone.pop(name, None)
+            self._begun_at.pop(name, None)
 
     def _note_away(self, error: EngineAwayError) -> None:
         self._num_away += 1

@@ -3,13 +3,14 @@
 Heavy modules and users' code are not imported here, but when the player starts.
 """
 
+from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from tidemill.common.config.environment import AGENT, OPENENV, SINGLE_TURN, TOOLS, EnvironmentConfig
 from tidemill.common.config.run import RunConfig
-from tidemill.services.rollout.sessions.player import Decode, Player, Read
-from tidemill.services.rollout.sessions.template_chat import open_chat
+from tidemill.services.rollout.sessions import template_chat
+from tidemill.services.rollout.sessions.player import Decode, OpenChat, Player, Read
 
 if TYPE_CHECKING:
     from tidemill.services.rollout.environments.environment import Design, Stage
@@ -26,10 +27,14 @@ ENVIRONMENTS = {
 """`rollout.environment.use` -> class of the player, and loader of its `Design` or `Stage`."""
 
 
-def build_player(config: RunConfig, decode: Decode, read: Read | None = None) -> Player:
-    """The player of one worker; its `start` loads the environment. `decode` and `read` are the engine's."""
+def build_player(
+    config: RunConfig, decode: Decode, read: Read | None = None, open_chat: OpenChat | None = None
+) -> Player:
+    """The player of one worker; its `start` loads the environment. `decode` and `read` are the engine's;
+    `open_chat` is for another chat format than the model's."""
     player, _ = _row(config.rollout.environment)
-    built: Player = resolve_name(player)(config, decode, lambda: open_chat(config), read)
+    open_format = open_chat or partial(template_chat.open_chat, config)
+    built: Player = resolve_name(player)(config, decode, open_format, read)
     return built
 
 

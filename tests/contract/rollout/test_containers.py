@@ -6,6 +6,7 @@ Where Docker is not, `tests/support/stand_in_docker.py` is the engine.
 import asyncio
 import errno
 import io
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console
 from tests.support.containers import Containers, containers_in
 from tests.support.rollout_worker import RUN_UID, Worker, issue, take_over
 from tests.support.training import trainer_config
+from tests.support.waiting import wait_until
 from tidemill.common.errors import EnvironmentFaultError, MachineFaultError
 from tidemill.common.redis.broker import Broker
 from tidemill.common.run.state import keep_uid
@@ -26,6 +28,7 @@ from tidemill.common.wire.keys import ROLLOUT_GROUP, Keys
 from tidemill.common.wire.messages import Lane, Ticket
 from tidemill.services.console.run.folder import RunFolder
 from tidemill.services.console.up.local_run import LocalRun
+from tidemill.services.rollout.containers import disk as disk_module
 from tidemill.services.rollout.containers import reaper as reaper_module
 from tidemill.services.rollout.containers.__main__ import remove_of_run
 from tidemill.services.rollout.containers.command import ContainerCommand, EngineAwayError
@@ -71,7 +74,7 @@ async def test_a_name_says_whose_lease_it_is(broker: Broker, keys: Keys, make: M
     async with make(**SETTINGS) as worker:
         delivery = await worker.fetch()
         name = name_of(worker, delivery, 2)
-        assert read_name(str(name)) == name
+        assert read_name(str(name)) == read_name(f"{name}__env") == name
         assert (name.entry_id, name.ticket, name.index) == (delivery.entry_id, delivery.message.ticket, 2)
         assert worker.consumer.name.endswith(f".{name.consumer}")
         for other_name in (f"x{name}", f"{name}x", f"{name}_default", "tidemill", "", str(name).upper()):
@@ -344,6 +347,34 @@ async def test_a_reward_of_nothing_is_not_believed_where_a_container_was_lost(
         assert not containers.ids and not sessions.live and not sessions._started
 
 
+async def test_a_reward_of_nothing_is_not_believed_where_the_disk_of_the_containers_was_full(
+    broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = SimpleNamespace(f_bavail=1 << 20, f_frsize=4096)
+    monkeypatch.setattr(disk_module.os, "statvfs", lambda _: room)
+    monkeypatch.setattr(disk_module, "LOOK_S", 0.01)
+    monkeypatch.setattr("tidemill.services.rollout.containers.sessions.LISTING_AGE_S", 0.0)
+    await issue(broker, keys)
+    async with make(**SETTINGS) as worker:
+        sessions = worker.player.containers
+        name = name_of(worker, await worker.fetch())
+        before = await sessions.begin(name)
+        await sessions.check(before, 0.0)
+        room.f_bavail = 4095
+        await wait_until(lambda: sessions._disk.full_at > 0)
+        with pytest.raises(MachineFaultError, match=r"is full \(less than 16 MiB are free in "):
+            await sessions.begin(name)
+        room.f_bavail = 4096
+        after = await sessions.begin(name)
+        await sessions.check(after, 0.0)
+        await sessions.check(before, 1.0)
+        with pytest.raises(EnvironmentFaultError, match="the disk of the containers was full"):
+            await sessions.check(before, 0.0)
+        for each in (before, after):
+            await sessions.end(each)
+        await sessions.close()
+
+
 async def test_a_machine_that_can_start_no_process_is_no_fault_of_the_session(
     broker: Broker, keys: Keys, make: Make, containers: Containers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +391,47 @@ async def test_a_machine_that_can_start_no_process_is_no_fault_of_the_session(
             with pytest.raises(MachineFaultError, match="short of processes"):
                 await sessions.check(name, 0.0)
         await sessions.end(name)
+
+
+@pytest.mark.parametrize("output", ["WARN: no cgroups\n[]", "{}x", '[{"State": "running"}]', "[3]", "7"])
+async def test_what_podman_says_in_place_of_a_list_is_no_end_of_the_reaper(
+    output: str, broker: Broker, keys: Keys, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "said"
+    said.write_text(output)
+    podman = tmp_path / "podman"
+    podman.write_text(f"#!/bin/sh\ncat {said}\n")
+    podman.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    async with make(rollout__environment=ENVIRONMENT | {"containers": "podman"}) as worker:
+        reaper = reaper_of(worker)
+        with pytest.raises(EngineAwayError, match="podman ps: expected a list in JSON, got "):
+            await reaper.look()
+        said.write_text("")
+        await reaper.look()
+
+
+async def test_a_second_ctrl_c_ends_the_removal_of_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 600\n")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    config = trainer_config(**SETTINGS).model_copy(update={"run_id": "test"})
+    folder = RunFolder(tmp_path, config.run_id)
+    folder.path.mkdir()
+    uid = keep_uid(folder.path)
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    run = LocalRun(config, folder, [], console, is_live=False, resume_command="")
+    run._stop()
+    removal = asyncio.create_task(run._remove_containers())
+    await wait_until((tmp_path / "begun").exists)
+    run._stop()
+    async with asyncio.timeout(20):
+        await removal
+    assert f"containers --uid {uid} --command docker` removes them" in output.getvalue()
 
 
 async def test_a_line_break_in_the_label_of_somebody_elses_container_hides_no_other(
