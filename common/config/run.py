@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
+from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.reward import RewardConfig, failure_value_warnings, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.section import PathText, Rules, Section
@@ -123,6 +124,8 @@ class RunConfig(Section):
     """Seeds data order and sampling."""
     model: ModelConfig
     data: DataConfig
+    images: ImagesConfig | None = None
+    """Pictures in prompts; null: a run of text."""
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     servers: dict[ServersName, ServersConfig] = Field(default_factory=dict, max_length=64)

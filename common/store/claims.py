@@ -114,6 +114,7 @@ class ClaimStore:
             "own_text": "",
             "ground_truth": None,
             "extra": {},
+            "images": (),
             "claim": claim,
         }
         return Trajectory.model_construct(**(sample.__dict__ | without))
