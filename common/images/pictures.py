@@ -79,8 +79,7 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
     if not content:
         raise BrokenImageError("it is empty")
     try:
-        # A JPEG file may turn out to be one of phones.
-        source = Image.open(io.BytesIO(content), formats=[*FORMATS, PHONE_FORMAT])
+        source = Image.open(io.BytesIO(content), formats=FORMATS)
         _check_header(source, label)
         source.load()
         upright = ImageOps.exif_transpose(source)
