@@ -4,7 +4,7 @@ Guarantee: every bit is what it would be on the device. AdamW works on each elem
 pass over the device in slices; everything else is copied.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 if TYPE_CHECKING:
     from tidemill.services.trainer.policy.forward import TokenScorer
-    from tidemill.services.trainer.policy.side_models import ReferenceModel, ValueHead
+    from tidemill.services.trainer.policy.options import PolicyOption
 
 SLICE = 1 << 25
 """Elements of a parameter whose moments are on the device at once; a multiple of every vector's width, so
@@ -175,11 +175,10 @@ class LeavesDevice:
     """The part of `TransformersPolicy` that gives the device to others between steps: weights, moments and
     the version before wait in the host's memory. Checkpoints can be written there; nothing else is called."""
 
-    _device: torch.device
+    device: torch.device
+    options: "Sequence[PolicyOption]"
+    scorer: "TokenScorer"
     _optimizer: AdamW
-    _scorer: "TokenScorer"
-    _reference: "ReferenceModel | None"
-    _value_head: "ValueHead | None"
 
     def leave(self) -> None:
         self._move(torch.device("cpu"))
@@ -187,16 +186,17 @@ class LeavesDevice:
     def enter(self) -> None:
         """Take the device again. Raises torch.OutOfMemoryError: another process has not freed its memory yet;
         call it again."""
-        self._move(self._device)
+        self._move(self.device)
 
     def _movable(self) -> list[nn.Module]:
-        scorers = [self._scorer, self._reference.scorer] if self._reference else [self._scorer]
-        heads = self._value_head.modules_to_move() if self._value_head else []
-        return list(dict.fromkeys([*(scorer.module for scorer in scorers), *heads]))
+        modules = [self.scorer.module]
+        for option in self.options:
+            modules += option.modules()
+        return modules
 
     def _move(self, device: torch.device) -> None:
         def moved(tensor: Tensor) -> Tensor:
-            if tensor.device.type == device.type != self._device.type or (
+            if tensor.device.type == device.type != self.device.type or (
                 tensor.is_cuda and device.type == "cuda"
             ):
                 return tensor  # there already: an attempt before this one ended half-way
@@ -212,7 +212,7 @@ class LeavesDevice:
         writer = self.__dict__.get("_writer")
         if writer is not None:
             writer.shadow.move(moved)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
             # Memory that the allocator keeps is of no use to the process that has the GPU now.
             torch.cuda.empty_cache()
