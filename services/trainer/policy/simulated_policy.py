@@ -44,6 +44,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
 
     layout: Layout = "tree"
     routing = None
+    processor = ""
 
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer

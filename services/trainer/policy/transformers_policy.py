@@ -50,7 +50,12 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
-from tidemill.services.trainer.policy.options import OptionSettings, PolicyOption, load_options
+from tidemill.services.trainer.policy.options import (
+    OptionSettings,
+    PictureSettings,
+    PolicyOption,
+    load_options,
+)
 from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, make_rows, plan_tiles
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
@@ -67,13 +72,14 @@ def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(of_group) for _, of_group in groupby(samples, key=lambda sample: sample.key[0])]
 
 
-def load_policy(config: RunConfig) -> "TransformersPolicy":
-    """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
-    used."""
+def load_policy(config: RunConfig, run_dir: Path | None = None) -> "TransformersPolicy":
+    """Load `model.path` and prepare it for training; pictures are in the run's folder. Raises ConfigError:
+    the model or the device cannot be used."""
     prepare_torch(config.trainer)
     device = use_device(config.trainer.device)
     model = load_model(config.model, device)
-    policy = TransformersPolicy(model, config.trainer, **policy_settings(config))
+    settings = policy_settings(config) | {"pictures": picture_settings(config, run_dir)}
+    policy = TransformersPolicy(model, config.trainer, **settings)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
@@ -88,6 +94,15 @@ def policy_settings(config: RunConfig) -> dict[str, Any]:
         "max_model_len": config.model.max_model_len,
         "seed": config.seed,
     }
+
+
+def picture_settings(config: RunConfig, run_dir: Path | None) -> PictureSettings | None:
+    """None for a run of text."""
+    if config.images is None:
+        return None
+    if run_dir is None:
+        raise ConfigError("images: the pictures of a run are in its folder, and none was given")
+    return PictureSettings(config.model.path, config.images, run_dir, config.streams.claim_check_url)
 
 
 class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled, Measured):
@@ -105,10 +120,11 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         max_model_len: int = 64,
         seed: int = 0,
         base_digest: str = "",
+        pictures: PictureSettings | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`device` is where the weights will be, if the model has none yet; `base_digest`, `replays_routes`
-        and `seed` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the config
+        """`device` is where the weights will be, if the model has none yet; `base_digest`, `replays_routes`,
+        `seed` and `pictures` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the config
         says."""
         self._model = model
         self.device = device or model.device
@@ -120,7 +136,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         algorithm = config.algorithm
         self._set_coefficients(algorithm)
         self._surrogate = find_loss(algorithm)
-        settings = OptionSettings(config, dtype, self.device, seed, base_digest, replays_routes)
+        settings = OptionSettings(config, dtype, self.device, seed, base_digest, replays_routes, pictures)
         self.options = load_options(settings, model)
         for option in self.options:
             option.change_model(model)
@@ -178,6 +194,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 is_trained = any(weight.requires_grad for weight in module.parameters())
                 if is_trained and recomputable_layers(module):
                     recompute_layers(module)
+
+    @property
+    def processor(self) -> str:
+        return next((option.processor for option in self.options if option.processor), "")
 
     @property
     def routing(self) -> Routing | None:

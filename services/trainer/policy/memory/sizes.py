@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tidemill.common.config import RunConfig
 from tidemill.common.config.trainer import LoraConfig
@@ -26,6 +26,7 @@ from tidemill.services.trainer.policy.fsdp.experts import expert_weights
 from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import compute_dtype, recomputable_layers
 from tidemill.services.trainer.weights.exported import plan_export
+from tidemill.services.trainer.weights.pretrained import auto_class
 from tidemill.services.trainer.weights.store import model_tensors
 
 USUAL_GPU = (9, 0)
@@ -106,7 +107,7 @@ def build_on_meta(config: PreTrainedConfig, attention: Any = None) -> PreTrained
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = auto_class(config).from_config(
                 deepcopy(config), dtype=torch.float32, **options
             )
     except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError) as error:
