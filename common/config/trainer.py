@@ -116,7 +116,7 @@ class TrainerConfig(Section):
     policy: Literal["transformers", "simulated"] = "transformers"
     """What is trained: a Hugging Face causal language model, or delays."""
     train_tower: bool = False
-    """Train what turns pictures into features, too (`images`): the vision tower and the projector behind it."""
+    """Train what makes features of pictures, too (`images`): the tower and the projector behind it."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None

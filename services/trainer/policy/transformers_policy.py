@@ -124,8 +124,8 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         device: torch.device | None = None,
     ) -> None:
         """`device` is where the weights will be, if the model has none yet; `base_digest`, `replays_routes`,
-        `seed` and `pictures` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the config
-        says."""
+        `seed` and `pictures` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the
+        config says."""
         self._model = model
         self.device = device or model.device
         self._are_weights_checked = False
