@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from tidemill.common.images.store import ImageStore
 
 
+MOST_KEPT = 1 << 16
+"""Pictures of which it is known that they are whole, at most: a group's samples come at about the same time."""
+
+
 class PictureCheck:
     """Threads may share it."""
 
     def __init__(self, store: "ImageStore", processor: "PictureProcessor") -> None:
         self._store = store
         self._processor = processor
-        self._whole: set[Image] = set()
-        """Pictures that were read, without their tokens."""
+        self._whole: set[tuple[str, int]] = set()
+        """Digests and sizes of pictures that were read."""
 
     def fault_of(self, sample: Trajectory) -> str:
         """What is wrong with the sample's pictures or with tokens that stand for some; empty where nothing
@@ -63,11 +67,13 @@ class PictureCheck:
                 f"{image.num_tokens} tokens stand for a picture of {image.width} x {image.height}, and the "
                 f"processor here makes {count} of it"
             )
-        # One picture is in all samples of a group, at one place or another.
-        alone = image.model_copy(update={"first": 0})
-        if alone not in self._whole:
-            self._store.read(image)
-            self._whole.add(alone)
+        identity = (image.digest, image.num_bytes)
+        if identity in self._whole:
+            return
+        self._store.read(image)
+        if len(self._whole) >= MOST_KEPT:
+            self._whole.clear()
+        self._whole.add(identity)
 
 
 def watch_pictures(claims: ClaimStore, config: RunConfig, run_dir: Path) -> None:
