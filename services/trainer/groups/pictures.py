@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_KEPT = 1 << 16
-"""Pictures of which it is known that they are whole, at most: a group's samples come at about the same time."""
+"""Pictures, at most, that are known to be whole: samples with the same one come at about the same time."""
 
 
 class PictureCheck:

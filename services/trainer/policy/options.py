@@ -33,6 +33,7 @@ from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.policy.optimizer import AdamW
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.tile import Row, Tile
 
@@ -116,6 +117,8 @@ class PolicyOption:
     """Whether `columns_of` needs `hidden_NH` of a tile."""
     columns: tuple[str, ...] = ()
     """Columns of `columns_of` that each sample gets in `precompute`, under the weights before the step."""
+    optimizer: type[AdamW] | None = None
+    """The kind of AdamW that trains, in place of torch's own."""
     freezes_model = False
     """Whether a checkpoint and the digest of commits have what is trained in place of the whole model."""
 
@@ -252,6 +255,10 @@ def _wants_compiler(settings: OptionSettings, _: PreTrainedModel) -> bool:
     return settings.trainer.compile
 
 
+def _wants_moments_on_host(settings: OptionSettings, _: PreTrainedModel) -> bool:
+    return settings.trainer.offload_optimizer
+
+
 def _wants_copy_for_reference(settings: OptionSettings, _: PreTrainedModel) -> bool:
     return settings.trainer.algorithm.needs_reference and settings.trainer.lora is None
 
@@ -284,6 +291,7 @@ OPTIONS = {
     "critic": OptionRow("critic:Critic", _wants_critic),
     # Its hooks on the model are in no copy.
     "routers": OptionRow("routers:Routers", _wants_routers),
+    "offload": OptionRow("offload:OffloadedMoments", _wants_moments_on_host),
 }
 """By name, in the order in which hooks are called."""
 
