@@ -114,6 +114,7 @@ def make_policy(model: Any, samples: Sequence[Sample], budget_tokens: int) -> Tr
     config = TrainerConfig.model_validate(
         {
             "micro_batch_tokens": budget_tokens,
+            "liger": "off",
             "optimizer": {"lr": LR, "max_grad_norm": MAX_GRAD_NORM},
             "algorithm": {"normalisation": "token", "importance": {"mode": "off"}},
         }

@@ -146,8 +146,42 @@ class RunConfig(Section):
         yield from self._comparison_rules()
         yield from self._teacher_rules()
         yield from self._filter_rules()
-        yield from self._image_rules()
+        yield from self._picture_rules()
         yield from server_rules(self.reward, self.servers)
+
+    def _picture_rules(self) -> Rules:
+        trainer = self.trainer
+        if self.images is None:
+            if trainer.train_tower:
+                yield (
+                    "trainer.train_tower needs the section images: without pictures a tower has no gradient; "
+                    "add `images: {}`, or leave it out"
+                )
+            return
+        if trainer.num_ranks > 1:
+            yield (
+                f"trainer.num_ranks is {trainer.num_ranks}, and runs with pictures (images) train on one "
+                "rank: leave it out"
+            )
+        if trainer.compile:
+            yield "trainer.compile does not work with pictures (images) yet: leave it out"
+        environment = self.rollout.environment
+        if not environment.is_single_turn:
+            yield (
+                f"images: pictures are in prompts of a single turn only, and rollout.environment.use is "
+                f"{environment.use}; take single_turn, or leave out `images`"
+            )
+        blind = [name for name, reward in self.reward.named.items() if reward.kind in BLIND_KINDS]
+        if blind:
+            yield (
+                f"images: reward.rewards.{_list(blind)} would score without the pictures: judges, reward "
+                "models and teachers get none yet. Take a function or a sandbox"
+            )
+        if self.data.chat_template == "never":
+            yield (
+                "images: the places of pictures are written by the chat template, and data.chat_template is "
+                "never; take auto"
+            )
 
     @model_validator(mode="after")
     def _spare_truth(self) -> "RunConfig":
@@ -385,28 +419,6 @@ class RunConfig(Section):
             yield (
                 "trainer.algorithm.overlong punishes sessions that come near the limit of their tokens, and "
                 "there is none: set rollout.environment.max_tokens, or leave the punishment out"
-            )
-
-    def _image_rules(self) -> Rules:
-        """Refuses what does not see pictures."""
-        if self.images is None:
-            return
-        environment = self.rollout.environment
-        if not environment.is_single_turn:
-            yield (
-                f"images: pictures are in prompts of a single turn only, and rollout.environment.use is "
-                f"{environment.use}; take single_turn, or leave out `images`"
-            )
-        blind = [name for name, reward in self.reward.named.items() if reward.kind in BLIND_KINDS]
-        if blind:
-            yield (
-                f"images: reward.rewards.{_list(blind)} would score without the pictures: judges, reward "
-                "models and teachers get none yet. Take a function or a sandbox"
-            )
-        if self.data.chat_template == "never":
-            yield (
-                "images: the places of pictures are written by the chat template, and data.chat_template is "
-                "never; take auto"
             )
 
     def _comparison_rules(self) -> Rules:

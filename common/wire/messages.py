@@ -489,6 +489,9 @@ class Commit(Message):
     )
     metrics: dict[str, float] = Field(default_factory=dict)
     digest: str = ""
+    processor: str = Field(
+        "", description="name and digest of the image processor; empty where no picture is trained"
+    )
     samples_digest: str = Field(
         "", max_length=16, description="of tokens and rewards trained; absent of older releases"
     )

@@ -10,7 +10,6 @@ from benchmarks.gpu.mfu import measure
 from tests.gpu.models import DEVICE, needs_gpu, needs_kernels
 from tests.support.models import accumulate_all, gradients_of, make_samples, one_batch, tiny_llama
 from tidemill.common.config.trainer import TrainerConfig
-from tidemill.services.trainer.policy.model_loading import accelerate_model
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 pytestmark = needs_gpu
@@ -19,7 +18,6 @@ pytestmark = needs_gpu
 def policy_on_gpu(**trainer: object) -> TransformersPolicy:
     config = TrainerConfig.model_validate({"device": DEVICE, "liger": "off", **trainer})
     model = tiny_llama().to(DEVICE)
-    accelerate_model(model, config, torch.float32)
     return TransformersPolicy(model, config, dtype=torch.float32, temperature=1.0, max_completion_tokens=14)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +27,12 @@ from tidemill.common.wire.choices import Rows
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
-from tidemill.services.trainer.policy.adapters import Adapters
+from tidemill.services.trainer.policy.options import PolicyOption
 from tidemill.services.trainer.policy.policy import Policy, UpdateResult
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+
+AnOption = TypeVar("AnOption", bound=PolicyOption)
 
 MAX_COMPLETION = 14
 """Completion tokens of a policy's run, at most."""
@@ -153,8 +155,13 @@ def make_policy(
         temperature=temperature,
         max_completion_tokens=MAX_COMPLETION,
         replays_routes=replays_routes,
-        adapters=Adapters(model, config.lora, dtype, seed=0) if config.lora else None,
     )
+
+
+def option_of(policy: TransformersPolicy, kind: type[AnOption]) -> AnOption:
+    """The policy's option of this kind."""
+    (option,) = (option for option in policy.options if isinstance(option, kind))
+    return option
 
 
 def gradients_of(policy: TransformersPolicy) -> torch.Tensor:
@@ -259,7 +266,7 @@ def logprobs_of(
     """Logprobs of all completion tokens under the current weights, [T] for each sample; of several ranks,
     each has to make the call."""
     parts, order = policy._deal_groups(samples)
-    scored = policy._score_all(parts, policy._scorer, temperature)
+    scored = policy._score_all(parts, policy.scorer, temperature)
     return policy._join([scores["logprobs"].astype(np.float32) for scores in scored], order)
 
 

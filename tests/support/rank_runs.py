@@ -21,7 +21,6 @@ from tidemill.services.trainer.algorithm.losses.sums import EXPERTS, Sums
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
-from tidemill.services.trainer.policy.adapters import Adapters
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks, join_ranks
 from tidemill.services.trainer.policy.policy import UpdateResult
@@ -89,8 +88,6 @@ def policy_on(
     """One process's policy in float64, or that of one of these ranks, laid out as the config says; the model
     gets its adapters."""
     settings = {"dtype": torch.float64, "temperature": 1.6, "max_completion_tokens": MAX_COMPLETION} | options
-    if config.lora is not None:
-        settings["adapters"] = Adapters(model, config.lora, torch.float64, seed=0)
     if ranks is None:
         return TransformersPolicy(model, config, **settings)
     ranks.lay_out(config.shard_ranks, config.context_size, config.expert_size)

@@ -97,7 +97,7 @@ def gradient_by_hand(
 
     policy = make_policy(torch.float64, model=model, packing=False, **fields)
     monkeypatch.setattr(MixtralTopKRouter, "forward", route)
-    score = policy._scorer.score
+    score = policy.scorer.score
 
     def of_row(tile: Any, *args: Any, **kwargs: Any) -> Any:
         (tile_row,) = tile.rows
@@ -105,7 +105,7 @@ def gradient_by_hand(
         row[:] = [by_ids[tile_row.ids.tobytes()]]
         return score(tile, *args, **kwargs)
 
-    monkeypatch.setattr(policy._scorer, "score", of_row)
+    monkeypatch.setattr(policy.scorer, "score", of_row)
     policy._tile_tokens = 1
     for sample in samples:
         pairs = list(zip(rows_of(sample), sample.routes, strict=True))

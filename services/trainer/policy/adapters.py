@@ -9,7 +9,7 @@ for bit.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,13 @@ from transformers.pytorch_utils import Conv1D
 from tidemill.common.config.trainer import LoraConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.routers import modules_of_routers
+from tidemill.services.trainer.groups.columns import SampleColumns
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.forward import output_head
+from tidemill.services.trainer.policy.layers import tower_of
+from tidemill.services.trainer.policy.options import OptionSettings, PolicyCore, PolicyOption
+from tidemill.services.trainer.policy.reference import reference_columns
+from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.weights.shadow import held_range
 from tidemill.services.trainer.weights.store import digest_parameters, model_tensors, whole_tensor
 
@@ -39,26 +45,24 @@ _NAME = "default"
 """PEFT's name of the adapter, where a model could have several."""
 
 
-class Adapters:
-    """The adapters of one model. Make it before the model is compiled, split, and before its optimizer. For a
-    model whose weights are not read yet, `base_digest` is that of its files."""
+class Adapters(PolicyOption):
+    """The adapters of one model, which are trained in place of its weights."""
 
-    folder = ADAPTER_FOLDER
-    """Beside a version's weights: the adapters alone."""
+    freezes_model = True
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: LoraConfig,
-        compute_dtype: torch.dtype,
-        seed: int,
-        base_digest: str = "",
-    ) -> None:
+    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+        lora = settings.trainer.lora
+        assert lora is not None, "the config asks for them"
+        self._config: LoraConfig = lora
+        self._settings = settings
         self._model = model
-        self._config = config
+
+    def change_model(self, model: PreTrainedModel) -> None:
+        """Put the adapters into the model. Raises ConfigError: its layers take none."""
+        config = self._config
         targets = find_targets(model, config)
-        base_digest = base_digest or digest_parameters(model_tensors(model).items())
-        self._peft_config = _inject(model, config, targets, seed)
+        base_digest = self._settings.base_digest or digest_parameters(model_tensors(model).items())
+        self._peft_config = _inject(model, config, targets, self._settings.seed)
         self._layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
         lost = lost_in_peft(model, self._peft_config, self._layers)
         if lost:
@@ -71,7 +75,7 @@ class Adapters:
         scale = config.alpha / (math.sqrt(config.rank) if config.rank_stabilized else config.rank)
         self.identity = f"{base_digest} with adapters of rank {config.rank} times {scale:g}"
         """The base and scale that the adapters belong to; those of a checkpoint fit no other."""
-        self._halve_base(compute_dtype)
+        self._halve_base(self._settings.dtype)
 
     def _halve_base(self, compute_dtype: torch.dtype) -> None:
         """Keep frozen matrices in the dtype that autocast would bring them to in every forward pass. The
@@ -84,10 +88,12 @@ class Adapters:
             if not weight.requires_grad:
                 weight.data = weight.data.to(compute_dtype)
 
-    @property
-    def mark(self) -> Tensor:
-        """The identity as bytes, which a version's digest covers beside the adapters' own."""
-        return torch.frombuffer(bytearray(self.identity.encode()), dtype=torch.uint8)
+    def precompute(self, parts: Sequence[Sequence[Sample]], policy: PolicyCore) -> list[SampleColumns]:
+        """The reference of KL penalties is the model with its adapters off."""
+        if not self._settings.trainer.algorithm.needs_reference:
+            return []
+        with self.off():
+            return reference_columns(parts, policy, policy.scorer)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -100,23 +106,39 @@ class Adapters:
             for layer in self._layers.values():
                 layer.enable_adapters(True)
 
-    def base(self) -> dict[str, Tensor]:
-        """The tensors of the model without adapters, by the names that it has then; views."""
-        named = model_tensors(self._model).items()
-        return {n.replace(".base_layer.", "."): t for n, t in named if not _is_adapter_weight(n)}
+    def state(self) -> PolicyState:
+        return PolicyState({}, {"base": self.identity})
+
+    def check_state(self, values: Mapping[str, Any]) -> None:
+        base = values.get("base")
+        if base != self.identity:
+            raise ConfigError(
+                f"the checkpoint's adapters belong to the model {base}, and this is {self.identity}; resume "
+                "with the model.path and trainer.lora the run was started with"
+            )
+
+    def marks(self) -> dict[str, Tensor]:
+        """The identity as bytes."""
+        return {"base": torch.frombuffer(bytearray(self.identity.encode()), dtype=torch.uint8)}
+
+    def base_of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        base = {}
+        for name, tensor in tensors.items():
+            if not _is_adapter_weight(name):
+                base[name.replace(".base_layer.", ".")] = tensor
+        return base
 
     @torch.no_grad()
-    def merged(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The weights of an ordinary model that computes the same, by the base's names; all ranks must call
-        this."""
-        tensors = self.base()
+    def published(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights of an ordinary model that computes the same."""
+        merged = self.base_of(tensors)
         for path, layer in self._layers.items():
-            tensors[f"{path}.weight"] = _add(_delta(layer), tensors[f"{path}.weight"], dtype)
-        return tensors
+            merged[f"{path}.weight"] = _add(_delta(layer), merged[f"{path}.weight"], dtype)
+        return merged
 
-    def save(self, folder: Path, writes: bool = True) -> None:
-        """Write a folder that `PeftModel.from_pretrained` and engines load beside the base; all ranks must
-        call this, of which one writes."""
+    def save_beside(self, folder: Path, writes: bool = True) -> None:
+        """Write the adapters alone, as a folder that `PeftModel.from_pretrained` and engines load beside the
+        base."""
         tensors = {
             f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": whole_tensor(
                 parameter.detach()
@@ -126,9 +148,10 @@ class Adapters:
         }
         if not writes:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        _as_loaded(self._peft_config, self._model, self._layers).save_pretrained(str(folder))
+        adapter_folder = folder / ADAPTER_FOLDER
+        adapter_folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, adapter_folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        _as_loaded(self._peft_config, self._model, self._layers).save_pretrained(str(adapter_folder))
 
 
 def _delta(layer: Any) -> Tensor:
@@ -179,10 +202,12 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     head = output_head(model)
     # None on a router or in one: routers are left as they were.
     routing = modules_of_routers(model)
+    # Nor on a tower or its projector, whose layers may have the same names: engines leave them out.
+    of_tower = {id(module) for section in tower_of(model) for module in section.modules()}
     linears = {
         name: module
         for name, module in model.named_modules()
-        if id(module) not in routing and _takes_adapter(module)
+        if id(module) not in routing | of_tower and _takes_adapter(module)
     }
     if config.target_modules == "all-linear":
         return [name for name, module in linears.items() if module is not head]
@@ -190,6 +215,16 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     for target in config.target_modules:
         names = [name for name in linears if f".{name}".endswith(f".{target}")]
         if not names:
+            in_tower = [
+                name
+                for name, module in model.named_modules()
+                if id(module) in of_tower and f".{name}".endswith(f".{target}")
+            ]
+            if in_tower:
+                raise ConfigError(
+                    f"trainer.lora.target_modules: {target} is in the tower of pictures alone "
+                    f"({in_tower[0]}), of which engines take no adapters; leave it out"
+                )
             last_parts = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
                 f"trainer.lora.target_modules: the model has no linear layer {target!r}; it has "

@@ -6,7 +6,7 @@ each tile's `Tokens` are views of it.
 Shape legend: M trained tokens of a micro-batch, C columns, N of the tokens that are in one tile.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,8 +101,9 @@ class BatchTokens:
             names.append(IMITATION)
         return names
 
-    def of_tile(self, number: int, scores: Tile, values_N: Tensor | None) -> Tokens:
-        """The trained tokens of the tile of this number in the plan, of which `scores` has the scores."""
+    def of_tile(self, number: int, scores: Tile, columns_now: Mapping[str, Tensor]) -> Tokens:
+        """The trained tokens of the tile of this number in the plan, of which `scores` has the scores, and
+        `columns_now` what else the policy has just computed of them: `values`."""
         if not self._numbers_of_tiles:
             self._move(scores.logprobs_N.device, scores.logprobs_N.dtype)
         tile = self._tiles[number]
@@ -111,7 +112,7 @@ class BatchTokens:
             logprobs_N=scores.logprobs_N,
             entropies_N=scores.entropies_N,
             log_mass_N=scores.log_mass_N,
-            values_N=values_N,
+            values_N=columns_now.get("values"),
             sequence_N=self._sequences_of_tiles[number],
             num_sequences=tile.num_sequences,
             routing=scores.routing,

@@ -16,11 +16,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from tidemill.services.trainer.policy.layers import body_of, layers_of
+from tidemill.services.trainer.policy.options import OptionSettings, PolicyOption
 from tidemill.services.trainer.policy.precision import round_alike
 
 log = structlog.get_logger(__name__)
 
 Backend = str | Callable[..., Any]
+
+
+class Compiler(PolicyOption):
+    """`trainer.compile`."""
+
+    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+        self._settings = settings
+
+    def change_model(self, model: PreTrainedModel) -> None:
+        compile_model(model, self._settings.dtype, device=self._settings.device)
 
 
 def compile_model(

@@ -7,11 +7,10 @@ What is trained and not exported (value head, adapters before they are merged) h
 `+`, in commits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_digest
 from tidemill.common.wire.messages import WeightFile
-from tidemill.services.trainer.policy.offload import local
+from tidemill.services.trainer.policy.options import PolicyOption
+from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.state import SavesState
 from tidemill.services.trainer.weights.exported import DTYPES
 from tidemill.services.trainer.weights.shadow import owned_range
 from tidemill.services.trainer.weights.shard_writer import ShardWriter, sum_over_ranks
 from tidemill.services.trainer.weights.store import WeightState, model_tensors, whole_tensor
-
-if TYPE_CHECKING:
-    from tidemill.services.trainer.policy.adapters import Adapters
 
 
 class ExportsWeights(SavesState):
@@ -38,22 +35,36 @@ class ExportsWeights(SavesState):
 
     _model: PreTrainedModel
     _dtype: torch.dtype
-    _adapters: "Adapters | None"
-    _beside_model: frozenset[str]
-    """Names of trained parameters that are not the model's, such as a value head's."""
+    options: Sequence[PolicyOption]
+    _beside_model: Collection[str]
+    """Names of trained parameters that are not the model's."""
     _parameters: Sequence[tuple[str, nn.Parameter]]
     max_share_changed = 1.0
     """Where a larger share of the weights changes, no delta is written: `weights.max_share_changed`."""
 
     @cached_property
     def _writer(self) -> ShardWriter:
-        # The base has the shapes of the merged weights, and no rank waits for another.
-        tensors = self._adapters.base() if self._adapters else model_tensors(self._model)
+        # The base has the shapes of what is published, and no rank waits for another.
+        tensors = self._base_of(self._model)
         return ShardWriter(self._model, tensors, self._dtype, self.peers, max_share=self.max_share_changed)
 
     def _sources(self) -> dict[str, Tensor]:
-        """The published weights, by the model's names: adapters are merged."""
-        return self._adapters.merged(self._dtype) if self._adapters else model_tensors(self._model)
+        """The published weights, by the names of `_base_of`."""
+        tensors = model_tensors(self._model)
+        for option in self.options:
+            tensors = option.published(tensors, self._dtype)
+        return tensors
+
+    def _base_of(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """The tensors of the model, or of one beside it, as its files have them; views."""
+        tensors = model_tensors(model)
+        for option in self.options:
+            tensors = option.base_of(tensors)
+        return tensors
+
+    @property
+    def _is_model_frozen(self) -> bool:
+        return any(option.freezes_model for option in self.options)
 
     def named_parameters_for_export(self) -> Iterator[tuple[str, Tensor]]:
         # All first, in the model's order: each is a call of all ranks, and none may depend on the conversion.
@@ -73,14 +84,19 @@ class ExportsWeights(SavesState):
         )
 
     def begin_writing(self, folder: Path, version: int, parent: int) -> Future[tuple[WeightFile, ...]]:
-        """Write weights with adapters merged, and beside them a folder of the adapters alone."""
-        if self._adapters:
-            self._adapters.save(folder / self._adapters.folder, writes=self.peers.rank == 0)
+        for option in self.options:
+            option.save_beside(folder, writes=self.peers.rank == 0)
         return self._writer.begin(self._sources, folder, version, parent)
 
     def finish_writing(self) -> None:
         self._writer.wait()
         self.finish_saving()
+
+    def move_version(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Move the version that was compared last, where there is one."""
+        writer: ShardWriter | None = self.__dict__.get("_writer")  # `self._writer` would make it
+        if writer is not None:
+            writer.shadow.move(moved)
 
     def digest(self) -> str:
         """Digest of the current weights, in the form that commits have."""
@@ -89,9 +105,12 @@ class ExportsWeights(SavesState):
     def _committed(self, exported: Digest) -> str:
         """The digest of exported weights, and where something else is trained the sum of that, to which each
         rank adds its rows."""
-        trained = [(n, p.detach()) for n, p in self._parameters if self._adapters or n in self._beside_model]
-        if self._adapters:
-            trained.append(("base", self._adapters.mark))
+        trained: list[tuple[str, Tensor]] = []
+        for name, parameter in self._parameters:
+            if self._is_model_frozen or name in self._beside_model:
+                trained.append((name, parameter.detach()))
+        for option in self.options:
+            trained += option.marks().items()
         if not trained:
             return str(exported)
         is_leader = self.peers.rank == 0

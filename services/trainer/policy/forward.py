@@ -12,9 +12,9 @@ Shape legend: B rows, T columns, N scored tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
@@ -30,13 +30,11 @@ from tidemill.services.trainer.groups.trie import SHORTEST
 from tidemill.services.trainer.policy.finite import refuse_broken_numbers
 from tidemill.services.trainer.policy.head import PLAIN, Scaling, score_hidden, score_logits
 from tidemill.services.trainer.policy.layers import body_of
+from tidemill.services.trainer.policy.options import PolicyOption
 from tidemill.services.trainer.policy.packing import choose_layout, kinds_of_layers
 from tidemill.services.trainer.policy.precision import round_alike
 from tidemill.services.trainer.policy.tile import Row, Tile, lay_out
 from tidemill.services.trainer.policy.trees import TREE, Tree, no_mask, rows_at
-
-if TYPE_CHECKING:
-    from tidemill.services.trainer.policy.routers import Routers
 
 log = structlog.get_logger(__name__)
 
@@ -136,20 +134,22 @@ class TokenScorer:
         self,
         model: PreTrainedModel,
         compute_dtype: torch.dtype,
-        routers: "Routers | None" = None,
+        options: Sequence[PolicyOption] = (),
         root: nn.Module | None = None,
     ) -> None:
+        """`options` are those of the policy, whose hooks surround its passes; none for a model beside it."""
         self._model = model
-        self._routers = routers
+        self._options = options
         self._root = root
         self.module = root or model
         self._device = model.device
         self._compute_dtype = compute_dtype
         if self._is_half:
             round_alike(model)
-        trying = routers.trying() if routers else nullcontext()
         # Under autocast, because flash attention takes no float32.
-        with torch.no_grad(), self._autocast(), trying:
+        with torch.no_grad(), self._autocast(), ExitStack() as trials:
+            for option in options:
+                trials.enter_context(option.around_trial())
             self.scaling: Scaling | None = self._find_scaling(model)
             """None where the model needs whole logits."""
 
@@ -190,27 +190,25 @@ class TokenScorer:
         """The tile with its scores: logprobs and entropies are in float32.
 
         Logprobs and the mass of the kept ids have gradients; entropies have them if `entropy_gradient`.
-        Routing is there if gradients are computed and it is wanted.
+        What options have seen in the pass (`pass_scores`) is there if gradients are computed.
 
         A tile with `columns` gives the scores of all its tokens, with gradients for this rank's. Its
         `hidden_NH` cover this rank's tokens alone.
         """
-        scores = self._run(self._score_routed, tile, temperature, entropy_gradient, keep_hidden)
+        scores = self._run(self._score_within, tile, temperature, entropy_gradient, keep_hidden)
         return replace(tile, **scores._asdict())
 
-    def _score_routed(self, tile: Tile, *options: Any) -> _Scores:
-        if self._routers is None:
-            scores = _of_all_ranks(self._score(tile, *options), tile)
-        else:
-            routes = None if tile.routes is None else tile.routes.to(self._device)
-            with self._routers.passing(routes, is_noted=torch.is_grad_enabled()):
-                scores = self._score(tile, *options)
-                if torch.is_grad_enabled():
-                    sources_N = tile.sources_N.to(self._device)
-                    scores = scores._replace(
-                        routing=self._routers.at(sources_N), changed_N=self._routers.changed_at(sources_N)
-                    )
-                scores = _of_all_ranks(scores, tile)
+    def _score_within(self, tile: Tile, *arguments: Any) -> _Scores:
+        """The scores of a pass within its options' hooks, of all ranks that share the tile."""
+        with ExitStack() as hooks:
+            for option in self._options:
+                hooks.enter_context(option.around_pass(tile, self._device))
+            scores = self._score(tile, *arguments)
+            if self._options and torch.is_grad_enabled():
+                sources_N = tile.sources_N.to(self._device)
+                for option in self._options:
+                    scores = scores._replace(**option.pass_scores(sources_N))
+            scores = _of_all_ranks(scores, tile)
         if self._root is None:
             return scores
         # The sharding hooks the gradients of tensors in a returned tuple; these must not be views.
@@ -219,8 +217,8 @@ class TokenScorer:
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> _Scores:
         sources_N = tile.sources_N.to(self._device)
         targets_N = tile.targets_N.to(self._device)
-        kwargs = self._inputs(tile)
         with self._autocast():
+            kwargs = self._inputs(tile)
             if self.scaling is None:
                 output = self._model(**kwargs, output_hidden_states=keep_hidden)
                 hidden_NH: Tensor | None = None
@@ -249,8 +247,8 @@ class TokenScorer:
         return self._run(self._hidden, tile)
 
     def _hidden(self, tile: Tile) -> Tensor:
-        kwargs = self._inputs(tile)
         with self._autocast():
+            kwargs = self._inputs(tile)
             if self.scaling is not None:
                 hidden_BTH = body_of(self._model)(**kwargs).last_hidden_state
             else:
@@ -266,6 +264,8 @@ class TokenScorer:
         }
         if TREE in kwargs:
             kwargs["attention_mask"] = no_mask(self._device)
+        if tile.computed is not None:
+            kwargs |= tile.computed.of_model(self._model, self._device)
         # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
         return kwargs | {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
 

@@ -2,12 +2,9 @@
 
 A rank opens the model without its weights, and reads its own shards of them once it is split. Every weight
 comes from the files: a folder that lacks some, a model that is too short for the run, or a
-device that is not there is a ConfigError. Then torch.compile and Liger's fused kernels, where they are
-wanted: what was asked for and is missing ends the start; `auto`, and a compiler that fails, leave the model
-as it was.
+device that is not there is a ConfigError.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -17,7 +14,7 @@ import structlog
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.common.config.run import ModelConfig
@@ -26,10 +23,10 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.model_config import freeze_rope, with_overrides
 from tidemill.services.trainer.policy.attention import choose_attention
 from tidemill.services.trainer.policy.layers import outermost
-from tidemill.services.trainer.policy.options import load_option
 from tidemill.services.trainer.weights.pretrained import (
     PretrainedWeights,
     UnclearError,
+    auto_class,
     give_storage,
     open_pretrained,
 )
@@ -104,7 +101,7 @@ def open_model(
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
         opened: Any = _open_empty(config.path, model_config, options) if reads_later else None
         if opened is None:
-            opened = AutoModelForCausalLM.from_pretrained(
+            opened = auto_class(model_config).from_pretrained(
                 config.path, config=model_config, output_loading_info=True, **options
             )
             opened = (*opened, None)
@@ -154,44 +151,7 @@ def _check_context(config: ModelConfig, model: PreTrainedModel) -> None:
         )
 
 
-def accelerate_model(
-    model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, device: torch.device | None = None
-) -> None:
-    """Apply `trainer.liger` and `trainer.compile` to a loaded model, in place; it computes in `dtype`, and
-    `device` is where the weights will be if it has none yet. Raises ConfigError: `liger: on` where Liger
-    cannot run."""
-    if wants_liger(config, device or model.device):
-        _apply_liger(model)
-    if config.compile:
-        load_option("compiler")(model, dtype, device=device)
-
-
-def wants_liger(config: TrainerConfig, device: torch.device) -> bool:
-    """Whether to use Liger's kernels: `auto` where they are installed, the model is on a GPU and the compiler
-    does not fuse the same. Raises ConfigError: `on`, and one of the first two is missing."""
-    if config.liger == "off" or (config.liger == "auto" and config.compile):
-        return False
-    missing = ""
-    if device.type != "cuda":
-        missing = f"its kernels run on CUDA GPUs, and the model is on {device.type}"
-    elif importlib.util.find_spec("liger_kernel") is None:
-        missing = "the package liger-kernel is not installed: pip install 'tidemill[liger]'"
-    if missing and config.liger == "on":
-        raise ConfigError(
-            f"trainer.liger: on is not possible, {missing}. Or set trainer.liger to auto or off"
-        )
-    return not missing
-
-
-def _apply_liger(model: PreTrainedModel) -> None:
-    """Fused norms, rotary embeddings and gated units; logprobs stay with `head.score_hidden`."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-    log.info("using Liger's kernels", model=str(model.config.model_type))
-
-
-def recompute_layers(model: PreTrainedModel) -> None:
+def recompute_layers(model: nn.Module) -> None:
     """Wrap the layers that transformers would checkpoint, in place. Raises ConfigError: the model has no such
     layers."""
     layers = recomputable_layers(model)

@@ -9,10 +9,12 @@ own choice a router returns the same bits, and with others it returns these.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -21,7 +23,11 @@ from transformers import PreTrainedModel
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.routers import count_experts, find_routers, is_mixture, parts_of
 from tidemill.common.wire.choices import Routing
-from tidemill.services.trainer.algorithm.losses.routing import AFFINITIES, LayerRouting
+from tidemill.services.trainer.algorithm.losses.routing import AFFINITIES, LayerRouting, rerouted
+from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums
+from tidemill.services.trainer.groups.micro_batch import MicroBatch
+from tidemill.services.trainer.policy.options import OptionSettings, PolicyCore, PolicyOption
+from tidemill.services.trainer.policy.tile import Row, Tile
 from tidemill.services.trainer.policy.trees import rows_at
 
 MAX_DEVIATION = 0.05
@@ -52,31 +58,38 @@ class GivenExperts(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Routers:
-    """Notes what a model's routers return, in passes that ask for it, and replays routes in them. Make it
-    before the model is sharded."""
+ROWS_PER_COMPARED = 64
+"""Samples of an update's first micro-batch, for each row that is scored without routes too."""
 
-    def __init__(self, model: PreTrainedModel, measures: bool = True, replays: bool = False) -> None:
-        """`measures`: logits are wanted; `replays`: routes may be given. Raises ConfigError: it is a mixture
-        whose routers are not known."""
+
+class Routers(PolicyOption):
+    """Notes what a model's routers return, in passes that compute gradients, and replays routes in passes."""
+
+    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
         self._name = type(model).__name__
-        self._measures = measures
+        self._measures = settings.trainer.algorithm.router.is_on
+        self._wants_replays = settings.replays_routes
         self._seen: list[tuple[nn.Module, Any]] | None = None
         self._routes: Tensor | None = None
         self._changed: list[Tensor] = []
         self._is_trial = False
         self._affinities: dict[nn.Module, str] = {}
+        self._layers: list[int] = []
+
+    def join(self, model: PreTrainedModel, policy: PolicyCore) -> None:
+        """Put a hook on each router; the copies of the model have been made, and get none. Raises
+        ConfigError: it is a mixture whose routers are not known."""
         routers = find_routers(model)
         self._layers = [layer for layer, _ in routers]
-        self.replays = replays and bool(routers)
-        """Whether passes can be given routes, and need them."""
-        self.routing = Routing(tuple(self._layers), count_experts(model.config)) if self.replays else None
+        self._replays = self._wants_replays and bool(routers)
+        if self._replays:
+            self.routing = Routing(tuple(self._layers), count_experts(model.config))
         for number, (_, router) in enumerate(routers):
-            if self.replays:
+            if self._replays:
                 # Compiled it would round otherwise than when it runs once more, in the hook.
                 router.forward = torch.compiler.disable(router.forward)
             router.register_forward_hook(partial(self._note, number), with_kwargs=True)
-        if replays and not routers and is_mixture(model.config):
+        if self._wants_replays and not routers and is_mixture(model.config):
             raise self._no_replay("transformers names none")
         if any(module._compiled_call_impl is not None for module in model.modules()):
             torch.compiler.reset()  # what was compiled before would go on without the hooks
@@ -84,7 +97,7 @@ class Routers:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would compile one variant for each router
     def _note(self, number: int, router: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         again: Callable[[Tensor], Any] = partial(_again, router, args, kwargs, output)
-        if self._is_trial and self.replays:
+        if self._is_trial and self._replays:
             self._try(again, output)
         if self._routes is not None:
             parts = parts_of(output)
@@ -122,8 +135,12 @@ class Routers:
             f"({reason}); set it to false to train along the trainer's own choice"
         )
 
+    def around_pass(self, tile: Tile, device: torch.device) -> AbstractContextManager[None]:
+        routes = None if tile.routes is None else tile.routes.to(device)
+        return self._passing(routes, is_noted=torch.is_grad_enabled())
+
     @contextmanager
-    def passing(self, routes: Tensor | None = None, is_noted: bool = True) -> Iterator[None]:
+    def _passing(self, routes: Tensor | None = None, is_noted: bool = True) -> Iterator[None]:
         """One forward pass, with routes or without; until the end of the block, note what routers return.
         Layers that run again in its backward pass get the same routes. Shape [tokens, layers, experts of a
         token]; -1: the router's own."""
@@ -142,11 +159,11 @@ class Routers:
             self._seen = None
 
     @contextmanager
-    def trying(self) -> Iterator[None]:
+    def around_trial(self) -> Iterator[None]:
         """Within the block, passes find out what routers can do. Raises ConfigError: not what is wanted."""
         self._is_trial = True
         try:
-            with self.passing():
+            with self._passing():
                 yield
                 if self._measures:
                     self._learn()
@@ -180,7 +197,10 @@ class Routers:
             "which the weights are a softmax or sigmoid of the logits; leave it out"
         )
 
-    def at(self, sources_N: Tensor) -> tuple[LayerRouting, ...]:
+    def pass_scores(self, sources_N: Tensor) -> dict[str, Any]:
+        return {"routing": self._routing_at(sources_N), "changed_N": self._changed_at(sources_N)}
+
+    def _routing_at(self, sources_N: Tensor) -> tuple[LayerRouting, ...]:
         """What routers returned at these flat positions, layer by layer."""
         if not self._measures:
             return ()
@@ -194,12 +214,42 @@ class Routers:
             routings.append(LayerRouting(self._affinities[router], logits_NE, chosen_NK))
         return tuple(routings)
 
-    def changed_at(self, sources_N: Tensor) -> Tensor | None:
+    def _changed_at(self, sources_N: Tensor) -> Tensor | None:
         """The share of layers in which the routers of these flat positions would have chosen otherwise, in
         the last pass that was noted. Shape [N]; None where it had no routes."""
         if not self._changed:
             return None
         return rows_at(torch.stack(self._changed, -1).float().mean(-1), sources_N)
+
+    def sums_of(self, tile: Tile) -> TileSums:
+        return {} if tile.changed_N is None else rerouted(tile.changed_N)
+
+    @torch.no_grad()
+    def begin_update(self, batch: MicroBatch, plan: Sequence[Tile], policy: PolicyCore) -> Sums:
+        """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
+        choice: two passes, which the other ranks make too."""
+        if self.routing is None:
+            return Sums()
+        # Without demonstrations: no engine has chosen for them, nor said a logprob.
+        rows = [row for tile in plan[:1] for row in tile.rows if row.routes is not None]
+        rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
+        with_routes = _gap_to_engine(batch, rows, policy)
+        without_routes = _gap_to_engine(batch, [replace(row, routes=None) for row in rows], policy)
+        return Sums(
+            compared_tokens=sum(len(row.targets) for row in rows),
+            replayed_gap_sum=with_routes,
+            unreplayed_gap_sum=without_routes,
+        )
+
+
+def _gap_to_engine(batch: MicroBatch, rows: Sequence[Row], policy: PolicyCore) -> float:
+    """The sum of |logprob - the engine's| over the tokens of rows that fit into one pass."""
+    tile = policy.score_rows(rows)
+    logprobs_N = tile.logprobs_N.double().cpu().numpy()
+    if not rows:
+        return 0.0
+    of_engine = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows]
+    return float(np.abs(logprobs_N - np.concatenate(of_engine)).sum())
 
 
 def _again(router: nn.Module, args: Any, kwargs: Any, output: Any, chosen_NK: Tensor) -> Any:

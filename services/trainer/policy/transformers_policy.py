@@ -8,42 +8,41 @@ forward pass is bounded by tiles, whatever the size of the micro-batch.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.common.run.routers import find_routers, is_mixture
-from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
+from tidemill.common.wire.choices import Routing
+from tidemill.services.trainer.algorithm.coefficients import Coefficients, CurrentCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
-from tidemill.services.trainer.algorithm.losses.routing import rerouted
 from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums, add_tiles, count_batch
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
-from tidemill.services.trainer.groups.sample import Sample, without_choices
+from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.batch_tokens import BatchTokens
 from tidemill.services.trainer.policy.exporting import ExportsWeights
 from tidemill.services.trainer.policy.finite import find_broken_weights, refuse_broken_weights
 from tidemill.services.trainer.policy.forward import TokenScorer, fill_columns, pick_layout
 from tidemill.services.trainer.policy.model_loading import (
-    accelerate_model,
     compute_dtype,
     load_model,
     prepare_torch,
+    recomputable_layers,
     recompute_layers,
     use_device,
 )
-from tidemill.services.trainer.policy.offload import LeavesDevice
+from tidemill.services.trainer.policy.moving import free_device, move_modules, move_moments, mover
 from tidemill.services.trainer.policy.optimizer import (
     OPTIMIZER,
     build_optimizer,
@@ -52,22 +51,20 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
-from tidemill.services.trainer.policy.options import load_option
+from tidemill.services.trainer.policy.options import (
+    OptionSettings,
+    PictureSettings,
+    PolicyOption,
+    load_options,
+)
 from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, make_rows, plan_tiles
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.profiling import CallProfiler
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
 from tidemill.services.trainer.policy.tile import NO_ROW, NOTHING, Row, Tile, lay_out
-from tidemill.services.trainer.policy.usage import Measured, Profiled
+from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops, measure_usage
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
-
-if TYPE_CHECKING:
-    from tidemill.services.trainer.policy.adapters import Adapters
-    from tidemill.services.trainer.policy.routers import Routers
-    from tidemill.services.trainer.policy.side_models import ReferenceModel, ValueHead
-
-ROWS_PER_COMPARED = 64
-"""Samples of an update's first micro-batch, for each row that is scored without routes too."""
 
 T = TypeVar("T")
 
@@ -77,40 +74,41 @@ def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(of_group) for _, of_group in groupby(samples, key=lambda sample: sample.key[0])]
 
 
-def load_policy(config: RunConfig) -> "TransformersPolicy":
-    """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
-    used."""
+def load_policy(config: RunConfig, run_dir: Path | None = None) -> "TransformersPolicy":
+    """Load `model.path` and prepare it for training; pictures are in the run's folder. Raises ConfigError:
+    the model or the device cannot be used."""
     prepare_torch(config.trainer)
     device = use_device(config.trainer.device)
     model = load_model(config.model, device)
-    policy = TransformersPolicy(model, config.trainer, **policy_options(config, model, device))
+    settings = policy_settings(config) | {"pictures": picture_settings(config, run_dir)}
+    policy = TransformersPolicy(model, config.trainer, **settings)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
 
-def policy_options(
-    config: RunConfig, model: PreTrainedModel, device: torch.device, base_digest: str = ""
-) -> dict[str, Any]:
-    """A policy's arguments besides model and config. The model gets adapters, kernels and compiled layers
-    where they are wanted; `base_digest` as for `Adapters`. Raises ConfigError: it cannot have them."""
-    trainer = config.trainer
-    dtype = compute_dtype(config.model)
-    adapters = None
-    if trainer.lora:
-        adapters = load_option("adapters")(model, trainer.lora, dtype, config.seed, base_digest)
-    accelerate_model(model, trainer, dtype, device)
+def policy_settings(config: RunConfig) -> dict[str, Any]:
+    """A policy's arguments besides model and `trainer`."""
     return {
-        "dtype": dtype,
+        "dtype": compute_dtype(config.model),
         "temperature": config.rollout.sampling.temperature,
         "max_completion_tokens": config.max_completion_tokens,
         "replays_routes": config.rollout.record_routes,
-        "adapters": adapters,
         "max_model_len": config.model.max_model_len,
+        "seed": config.seed,
     }
 
 
-class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled, Measured):
-    """Implements `Policy` for one model on one device."""
+def picture_settings(config: RunConfig, run_dir: Path | None) -> PictureSettings | None:
+    """None for a run of text."""
+    if config.images is None:
+        return None
+    if run_dir is None:
+        raise ConfigError("images: the pictures of a run are in its folder, and none was given")
+    return PictureSettings(config.model.path, config.images, run_dir, config.streams.claim_check_url)
+
+
+class TransformersPolicy(ExportsWeights):
+    """Implements `Policy` for one model on one device, and `PolicyCore` for its options."""
 
     def __init__(
         self,
@@ -120,69 +118,109 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         dtype: torch.dtype,
         temperature: float,
         max_completion_tokens: int,
-        adapters: "Adapters | None" = None,
         replays_routes: bool = False,
         max_model_len: int = 64,
+        seed: int = 0,
+        base_digest: str = "",
+        pictures: PictureSettings | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`device` is where the weights will be, if the model has none yet."""
+        """`device` is where the weights will be, if the model has none yet; `base_digest`, `replays_routes`,
+        `seed` and `pictures` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the
+        config says."""
         self._model = model
-        self._adapters = adapters
-        self._device = device or model.device
+        self.device = device or model.device
         self._are_weights_checked = False
         self._config = config
         self._dtype = dtype
         self._temperature = temperature
         self._max_completion_tokens = max_completion_tokens
         algorithm = config.algorithm
-        self._set_coefficients(algorithm)
+        self._coefficients = CurrentCoefficients(algorithm)
         self._surrogate = find_loss(algorithm)
-        self._reference: ReferenceModel | None = None
-        """None with adapters: the reference is the model with its adapters off."""
-        if algorithm.needs_reference and adapters is None:
-            self._reference = load_option("reference")(model, algorithm.reference, self._make_scorer)
-        self._value_head = self._make_value_head(model)
-        # Last: ranks shard the model, and what is beside it begins as a copy of the whole.
-        measures = algorithm.router.is_on
-        routers: Routers | None = None
-        if measures or (replays_routes and (is_mixture(model.config) or find_routers(model))):
-            routers = load_option("routers")(model, measures, replays_routes)
-        self.routing = None if routers is None else routers.routing
-        self._scorer = self._make_scorer(model, routers if measures or self.routing else None)
-        head_parameters = self._value_head.named() if self._value_head else []
-        trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-        self._parameters = [*trained, *head_parameters]
-        self._beside_model = frozenset(name for name, _ in head_parameters)
-        # A critic's gradients are clipped by themselves: they have nothing to do with the policy's.
-        self._bounded = (
-            [trained, head_parameters]
-            if self._value_head is not None and self._value_head.is_clipped_alone
-            else [self._parameters]
-        )
-        head_lr = algorithm.value.lr or config.optimizer.lr
-        own_rates = {name: head_lr for name, _ in head_parameters}
-        self._optimizer = build_optimizer(
-            self._parameters, config.optimizer, own_rates, offloads=config.offload_optimizer
-        )
+        settings = OptionSettings(config, dtype, self.device, seed, base_digest, replays_routes, pictures)
+        self.options = load_options(settings, model)
+        for option in self.options:
+            option.change_model(model)
+        self._measure_model()
+        for option in self.options:
+            option.join(model, self)
+        # Last: ranks split the model, and what stands beside it begins as a copy of the whole.
+        self.scorer = self._score_with(model, self.options)
+        self._list_parameters()
+        kinds = [option.optimizer for option in self.options if option.optimizer is not None]
+        kind = kinds[0] if kinds else None
+        self._optimizer = build_optimizer(self._parameters, config.optimizer, self._rates, kind)
+        self._profiler = CallProfiler()
         self._num_updates = 0
         self._begins_update = True
         self._held: dict[str, Tensor] | None = None
-        self.layout = pick_layout(model, self._scorer, config.packing, max_model_len)
+        self.layout = pick_layout(model, self.scorer, config.packing, max_model_len)
         self.bins = config.bin_tokens, config.num_bins
         # Losses over whole sequences need all segments of a session in one forward pass.
         self._keeps_samples = algorithm.needs_whole_sequences
+        self._keeps_hidden = any(option.reads_hidden for option in self.options)
         self._tile_tokens = config.bin_tokens
         """Most tokens of one forward pass."""
         if model.device.type == "cpu":
             self._tile_tokens = min(CPU_TILE_TOKENS, config.bin_tokens)
         if config.gradient_checkpointing is True:  # and not `auto`: then nothing has chosen yet
-            recompute_layers(model)
-            for beside in self._value_head.models() if self._value_head else ():
-                recompute_layers(beside)
+            self._recompute_layers()
 
-    def _make_scorer(self, model: PreTrainedModel, routers: "Routers | None" = None) -> TokenScorer:
+    def _list_parameters(self) -> None:
+        """List what is trained: of the model, and beside it."""
+        of_model = [(name, weight) for name, weight in self._model.named_parameters() if weight.requires_grad]
+        self._parameters = [*of_model]
+        self._rates: dict[str, float] = {}
+        """Peak learning rates by name, where an option has its own."""
+        clipped_together = [*of_model]
+        self._clipped = [clipped_together]
+        """Parameters whose gradients have one norm, and are clipped by it; first those of the model."""
+        for option in self.options:
+            beside = option.beside_model()
+            if beside is None:
+                continue
+            self._parameters += beside.parameters
+            if beside.lr is not None:
+                self._rates |= {name: beside.lr for name, _ in beside.parameters}
+            if beside.is_clipped_alone:
+                self._clipped.append(beside.parameters)
+            else:
+                clipped_together += beside.parameters
+        self._beside_model = {name for name, _ in self._parameters[len(of_model) :]}
+
+    def _recompute_layers(self) -> None:
+        """Have layers computed again for their gradient, of the model and of what is trained beside it."""
+        recompute_layers(self._model)
+        for option in self.options:
+            for module in option.modules():
+                is_trained = any(weight.requires_grad for weight in module.parameters())
+                if is_trained and recomputable_layers(module):
+                    recompute_layers(module)
+
+    @property
+    def processor(self) -> str:
+        return next((option.processor for option in self.options if option.processor), "")
+
+    @property
+    def routing(self) -> Routing | None:
+        for option in self.options:
+            if option.routing is not None:
+                return option.routing
+        return None
+
+    def _measure_model(self) -> None:
+        """For ranks: measure the model, while it is whole and it is known what of it is trained."""
+
+    def make_scorer(self, model: PreTrainedModel) -> TokenScorer:
+        return self._score_with(model, ())
+
+    def _score_with(self, model: PreTrainedModel, options: Sequence[PolicyOption]) -> TokenScorer:
         self._check_weights(model)
-        return TokenScorer(model, self._dtype, routers)
+        return TokenScorer(model, self._dtype, options)
+
+    def split_layer(self, layer: nn.Module) -> None:
+        """For ranks: split a layer that is called by itself."""
 
     def _check_weights(self, model: PreTrainedModel) -> None:
         """Check that what was read is finite; the models beside the policy begin as copies of it.
@@ -197,16 +235,6 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         for answer in self.peers.gather(pack(find_broken_weights(model.named_parameters()))):
             broken.update(unpack(answer))
         refuse_broken_weights(sorted(broken))
-
-    def _make_value_head(self, model: PreTrainedModel) -> "ValueHead | None":
-        algorithm = self._config.algorithm
-        if not algorithm.needs_values:
-            return None
-        if algorithm.value.model == "own":
-            critic: ValueHead = load_option("critic")(model, self._make_scorer, self._device)
-            return critic
-        head: ValueHead = load_option("value_head")(model, algorithm.value.detach, self._device)
-        return head
 
     def accumulate(self, batch: MicroBatch) -> Sums:
         """Forward and backward, tile by tile; one synchronisation with the device at the end."""
@@ -234,11 +262,18 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         return tiles
 
     def _lay_out(self, tile: Tile) -> Tile:
-        return lay_out(tile)
+        """A planned tile, with its tensors and its options' inputs."""
+        tile = lay_out(tile)
+        for option in self.options:
+            tile = option.complete_tile(tile)
+        return tile
 
     def _accumulate(self, batch: MicroBatch, plan: Sequence[Tile]) -> Sums:
         lengths = [len(row) for tile in plan for row in tile.rows]
-        compared = self._compare_routes(batch, plan) if self._begins_update else Sums()
+        measured = Sums()
+        if self._begins_update:
+            for option in self.options:
+                measured = measured + option.begin_update(batch, plan, self)
         self._begins_update = False
         batch_tokens = BatchTokens(plan, batch, self._config.algorithm.normalisation)
         sums: list[TileSums] = []
@@ -253,58 +288,42 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         counts["positions"] = positions
         counts["row_tokens"] = sum(lengths)
         counts["row_pairs"] = sum(length * (length + 1) // 2 for length in lengths)
-        return counts + add_tiles(sums) + compared
+        return counts + add_tiles(sums) + measured
 
-    @torch.no_grad()
-    def _compare_routes(self, batch: MicroBatch, plan: Sequence[Tile]) -> Sums:
-        """How far logprobs of some rows are from the engine's, with its routes and with the routers' own
-        choice: two passes, which the other ranks make too."""
-        if self.routing is None:
-            return Sums()
-        # Without demonstrations: no engine has chosen for them, nor said a logprob.
-        rows = [row for tile in plan[:1] for row in tile.rows if row.routes is not None]
-        rows = rows[: max(1, len(batch.samples) // ROWS_PER_COMPARED)]
-        with_routes = self._gap_to_engine(batch, rows)
-        without_routes = self._gap_to_engine(batch, [replace(row, routes=None) for row in rows])
-        return Sums(
-            compared_tokens=sum(len(row.targets) for row in rows),
-            replayed_gap_sum=with_routes,
-            unreplayed_gap_sum=without_routes,
-        )
-
-    def _gap_to_engine(self, batch: MicroBatch, rows: Sequence[Row]) -> float:
-        """The sum of |logprob - the engine's| over the tokens of rows that fit into one pass."""
+    def score_rows(self, rows: Sequence[Row]) -> Tile:
         tile = self._lay_out(plan_tiles(rows or [NO_ROW], self.layout, self._tile_tokens)[0])
-        logprobs_N = self._scorer.score(tile, self._temperature).logprobs_N.double().cpu().numpy()
-        if not rows:
-            return 0.0
-        of_engine = [batch.samples[row.sample].rollout_logprobs[row.places] for row in tile.rows]
-        return float(np.abs(logprobs_N - np.concatenate(of_engine)).sum())
+        return self.scorer.score(tile, self._temperature)
 
     def _train_tile(self, tile: Tile, number: int, batch_tokens: BatchTokens) -> TileSums:
         """Add the gradient of the plan's tile of this number; return its sums, still on the device."""
-        algorithm = self._algorithm
-        head = self._value_head
-        scores = self._scorer.score(
+        algorithm = self._coefficients.algorithm
+        tile = self.scorer.score(
             tile,
             self._temperature,
             entropy_gradient=algorithm.entropy_coefficient > 0.0,
-            keep_hidden=head is not None and head.reads_policy,
+            keep_hidden=self._keeps_hidden,
         )
-        values_N = head(tile, scores.hidden_NH) if head is not None else None
-        tokens = batch_tokens.of_tile(number, scores, values_N)
+        tokens = batch_tokens.of_tile(number, tile, self._columns_now(tile))
         loss, sums = policy_loss(tokens, algorithm, self._surrogate)
         loss.backward()
-        return sums if scores.changed_N is None else sums | rerouted(scores.changed_N)
+        for option in self.options:
+            sums |= option.sums_of(tile)
+        return sums
+
+    def _columns_now(self, tile: Tile) -> dict[str, Tensor]:
+        """Columns of a scored tile's tokens that options compute, [N]."""
+        columns: dict[str, Tensor] = {}
+        for option in self.options:
+            columns |= option.columns_of(tile)
+        return columns
 
     def update(self, denominator: float) -> UpdateResult:
-        """One AdamW step, or none where the gradients are not finite or there is nothing to divide by. At the
-        end of a step the reference model follows, where that is due."""
+        """One AdamW step, or none where the gradients are not finite or there is nothing to divide by."""
         result = self._update(denominator)
         num_steps, updates_within = divmod(self._num_updates, self._config.updates_per_step)
-        is_end_of_step = updates_within == 0
-        if self._reference is not None and is_end_of_step and self._reference.is_due(num_steps):
-            self._reference.update(self._model)
+        if updates_within == 0:
+            for option in self.options:
+                option.end_step(num_steps, self._model)
         return result
 
     def _sum_held(self) -> None:
@@ -322,7 +341,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             self.zero()
             return UpdateResult(0.0, lr, skipped=True, reason="the update has no token to train on")
         bound = self._config.optimizer.max_grad_norm
-        norms = [finish_gradients(parameters, denominator, bound) for parameters in self._bounded]
+        norms = [finish_gradients(parameters, denominator, bound) for parameters in self._clipped]
         norm = norms[0]
         unbounded = [infinite for infinite in norms if not math.isfinite(infinite)]
         if unbounded:
@@ -341,6 +360,12 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         # None and not zeros: by it `_update` recognises that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
 
+    def coefficients(self) -> Coefficients:
+        return self._coefficients.current
+
+    def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
+        self._coefficients.adapt(kl, entropy, num_samples)
+
     def hold_weights(self) -> None:
         """Copy what is trained, in master precision on its device."""
         self._held = {name: tensor.clone() for name, tensor in self._weights().items()}
@@ -349,37 +374,36 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self._held = None
 
     def _weights(self) -> dict[str, Tensor]:
-        """Everything that updates change: of the model, and of the value head; views."""
-        if self._adapters is not None:
-            return {name: parameter.detach() for name, parameter in self._parameters}
-        head = self._value_head.named() if self._value_head else []
-        return model_tensors(self._model) | {name: parameter.detach() for name, parameter in head}
+        """Everything that updates change, of the model and beside it; views."""
+        trained = {name: parameter.detach() for name, parameter in self._parameters}
+        if self._is_model_frozen:
+            return trained
+        beside = {name: tensor for name, tensor in trained.items() if name in self._beside_model}
+        return model_tensors(self._model) | beside
 
     def precompute(self, samples: Sequence[Sample]) -> list[SampleColumns]:
         parts, order = self._deal_groups(samples)
         algorithm = self._config.algorithm
-        computed = [SampleColumns() for group in parts for _ in group]
         wanted = {
             "proximal_logprobs": ("logprobs", self._config.needs_proximal),
-            "values": ("values", self._value_head is not None),
             "start_logprobs": ("logprobs", algorithm.needs_start_logprobs),
             "entropies": ("entropies", algorithm.needs_start_entropies),
         }
         needed = {field: name for field, (name, is_needed) in wanted.items() if is_needed}
+        for option in self.options:
+            needed |= {name: name for name in option.columns}
+        computed = [SampleColumns() for group in parts for _ in group]
         if needed:
             with self._held_weights():
-                start = self._score_all(parts, self._scorer, self._temperature, self._value_head)
+                start = self._score_all(parts, self.scorer, self._temperature, self.options)
             for columns, scores in zip(computed, start, strict=True):
                 for field, name in needed.items():
                     columns[field] = scores[name]
-        if algorithm.needs_reference:
-            scorer = self._reference.scorer if self._reference else self._scorer
-            # A reference makes its own choices.
-            own_choices = [list(map(without_choices, group)) for group in parts]
-            with self._adapters.off() if self._adapters else nullcontext():
-                scored = self._score_all(own_choices, scorer, self._temperature)
-            for columns, scores in zip(computed, scored, strict=True):
-                columns["reference_logprobs"] = scores["logprobs"]
+        for option in self.options:
+            of_option = option.precompute(parts, self)
+            if of_option:
+                for columns, more in zip(computed, of_option, strict=True):
+                    columns.update(more)
         return self._join(computed, order)
 
     def _deal_groups(self, samples: Sequence[Sample]) -> tuple[list[list[Sample]], list[int]]:
@@ -408,37 +432,41 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             for name, tensor in current.items():
                 tensor.copy_(saved[name])
 
+    def score_samples(self, parts: Sequence[Sequence[Sample]], scorer: TokenScorer) -> list[SampleColumns]:
+        return self._score_all(parts, scorer, self._temperature)
+
     @torch.no_grad()
     def _score_all(
         self,
         parts: Sequence[Sequence[Sample]],
         scorer: TokenScorer,
         temperature: float,
-        head: "ValueHead | None" = None,
+        options: Sequence[PolicyOption] = (),
     ) -> list[SampleColumns]:
-        """`logprobs` of all completion tokens, `entropies` where they are needed, `values` where a head is
-        given; in the order of the parts. Only samples of one part share a forward pass. float32, or float64
+        """`logprobs` of all completion tokens, `entropies` where they are needed, and columns of these
+        options; in the order of the parts. Only samples of one part share a forward pass. float32, or float64
         for a model of that precision."""
         # float64, so that comparisons of gradients are not rounded.
         wide = np.float64 if self._dtype == torch.float64 else np.float32
         names = ["logprobs"]
         if self._config.algorithm.needs_start_entropies:
             names.append("entropies")
-        if head is not None:
-            names.append("values")
+        for option in options:
+            names += option.columns
         columns: list[SampleColumns] = []
         for sample in chain.from_iterable(parts):
             num_tokens = len(sample.completion_ids)
             columns.append({name: np.zeros(num_tokens, dtype=wide) for name in names})
+        keeps_hidden = any(option.reads_hidden for option in options)
         plan = self._plan_scored(parts)
         # As many passes as the other ranks make: in each of them they wait for each other.
         for tile in chain(map(self._lay_out, plan), repeat(NOTHING, self._num_missing(plan))):
-            scores = scorer.score(tile, temperature, keep_hidden=head is not None and head.reads_policy)
-            fill_columns("logprobs", scores.logprobs_N, tile, columns)
-            if "entropies" in names:
-                fill_columns("entropies", scores.entropies_N, tile, columns)
-            if head is not None:
-                fill_columns("values", head(tile, scores.hidden_NH), tile, columns)
+            scores = scorer.score(tile, temperature, keep_hidden=keeps_hidden)
+            numbers = {"logprobs": scores.logprobs_N, "entropies": scores.entropies_N}
+            for option in options:
+                numbers |= option.columns_of(scores)
+            for name in names:
+                fill_columns(name, numbers[name], tile, columns)
         return columns
 
     def state(self) -> PolicyState:
@@ -447,21 +475,21 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         moments = optimizer_tensors(self._optimizer, self._parameters)
         tensors.update((f"{OPTIMIZER}{name}", tensor) for name, tensor in moments.items())
         tensors["rng.cpu"] = torch.get_rng_state()
-        if self._device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
+        if self.device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         values = {"policy": "transformers", "updates": self._num_updates}
-        values |= self._coefficients.as_values(self._config.algorithm)
-        return PolicyState(tensors, values | ({"base": self._adapters.identity} if self._adapters else {}))
+        values |= self._coefficients.as_values()
+        for option in self.options:
+            values |= option.state().values
+        return PolicyState(tensors, values)
 
     def _saved_weights(self) -> dict[str, Tensor]:
-        """The weights of a checkpoint: what is trained, and an updated reference; views."""
-        head = dict(self._value_head.named()) if self._value_head else {}
-        tensors = {
-            name if name in head else f"model.{name}": tensor for name, tensor in self._weights().items()
-        }
-        if self._reference is not None:
-            prefix = self._reference.prefix
-            tensors |= {f"{prefix}{name}": tensor for name, tensor in self._reference.tensors().items()}
+        """The weights of a checkpoint: what is trained, and what options keep; views."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._weights().items():
+            tensors[name if name in self._beside_model else f"model.{name}"] = tensor
+        for option in self.options:
+            tensors |= option.state().tensors
         return tensors
 
     @torch.no_grad()
@@ -476,10 +504,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         for name, tensor in weights.items():
             fill(tensor, state, name)
         self._num_updates = int(values["updates"])
-        self._set_coefficients(self._config.algorithm, values.get("coefficients"))
+        self._coefficients.begin(values.get("coefficients"))
         torch.set_rng_state(state.read("rng.cpu").cpu())
-        if self._device.type == "cuda" and "rng.cuda" in state.shapes:
-            torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self._device)
+        if self.device.type == "cuda" and "rng.cuda" in state.shapes:
+            torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self.device)
         self.zero()
         # Wait here, without a limit: a rank with a slow disk would exceed that of the next call on GPUs.
         self.peers.gather(b"")
@@ -500,9 +528,32 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 f"model ({', '.join(wrong[:3])}); resume with the model, the adapters, the value head and "
                 "the reference the run was started with"
             )
-        base = self._adapters.identity if self._adapters else None
-        if values.get("base") != base:
-            raise ConfigError(
-                f"the checkpoint's adapters belong to the model {values.get('base')}, and this is "
-                f"{base}; resume with the model.path and trainer.lora the run was started with"
-            )
+        for option in self.options:
+            option.check_state(values)
+
+    def leave(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def enter(self) -> None:
+        """Take the device again. Raises torch.OutOfMemoryError: another process has not freed its memory yet;
+        call it again."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        moved = mover(device, self.device)
+        move_modules([self.scorer.module], moved)
+        for option in self.options:
+            move_modules(option.modules(), moved)
+        move_moments(self._optimizer, moved)
+        self.move_version(moved)
+        free_device(self.device)
+
+    @cached_property
+    def _flops(self) -> ModelFlops:
+        return count_flops(self._model)
+
+    def usage(self) -> Usage:
+        return measure_usage(self._flops, self.peers)
+
+    def profile(self, folder: Path | None) -> None:
+        self._profiler.profile(folder)

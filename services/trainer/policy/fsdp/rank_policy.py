@@ -35,12 +35,11 @@ from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
-from tidemill.services.trainer.policy.offload import local
-from tidemill.services.trainer.policy.routers import Routers
-from tidemill.services.trainer.policy.side_models import ValueHead
+from tidemill.services.trainer.policy.options import PolicyOption
+from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.state import PolicyState, Shard
 from tidemill.services.trainer.policy.tile import NOTHING, Tile, cut_tile
-from tidemill.services.trainer.policy.transformers_policy import T, TransformersPolicy, policy_options
+from tidemill.services.trainer.policy.transformers_policy import T, TransformersPolicy, policy_settings
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.pretrained import PretrainedWeights, give_storage
 from tidemill.services.trainer.weights.shadow import held_rows
@@ -134,8 +133,8 @@ def load_rank_policy(config: RunConfig, ranks: Ranks) -> "RankPolicy":
         # One rank reads the whole base: the digest in checkpoints is the same for any number of ranks.
         own_digest = weights.digest(model_tensors(model)).encode() if ranks.is_leader else b""
         digest = ranks.broadcast(own_digest).decode()
-    options = policy_options(config, model, ranks.device, digest)
-    policy = RankPolicy(model, config.trainer, ranks, weights, **options)
+    settings = policy_settings(config) | {"base_digest": digest}
+    policy = RankPolicy(model, config.trainer, ranks, weights, **settings)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
@@ -149,7 +148,7 @@ class RankPolicy(TransformersPolicy):
         config: TrainerConfig,
         ranks: Ranks,
         weights: PretrainedWeights | None = None,
-        **options: Any,
+        **settings: Any,
     ) -> None:
         """`weights` fill a model that has none yet, and the models beside it."""
         self._ranks = ranks
@@ -159,35 +158,34 @@ class RankPolicy(TransformersPolicy):
         """Sharded modules that are trained."""
         self._holds_gradients = False
         """Whether each rank has gradients of its own that are not summed yet."""
-        self._reduces_once = reduces_once(model, config, ranks)
         self._width = int(getattr(model.config.get_text_config(), "hidden_size", 0))
         self._context = ranks.context
         if self._context is not None:
             check_heads(model.config, self._context.size)
-        super().__init__(model, config, device=ranks.device, **options)
+        super().__init__(model, config, device=ranks.device, **settings)
         self._pretrained = None  # closes its files
         if self._context is not None:
             self.layout = shareable(self.layout, model)
 
-    def _make_scorer(self, model: PreTrainedModel, routers: Routers | None = None) -> TokenScorer:
+    def _measure_model(self) -> None:
+        self._reduces_once = reduces_once(self._model, self._config, self._ranks)
+
+    def _score_with(self, model: PreTrainedModel, options: Sequence[PolicyOption]) -> TokenScorer:
         root = ShardedModel(model, self._ranks, self._dtype)
         if self._pretrained is not None:
             give_storage(root, self._ranks.device)
-            self._pretrained.fill(self._adapters.base() if self._adapters else model_tensors(model))
+            self._pretrained.fill(self._base_of(model))
             # Else a slow disk would use up the time limit of the next collective call on the GPU.
             self._ranks.meet()
         self._remember(root)
         self._check_weights(model)
-        return TokenScorer(model, self._dtype, routers, root)
+        return TokenScorer(model, self._dtype, options, root)
 
-    def _make_value_head(self, model: PreTrainedModel) -> ValueHead | None:
-        head = super()._make_value_head(model)
-        if head is not None:
-            # As the root: what is gathered for a pass without backward would outlive a change of the weights.
-            fully_shard(head.layer, mesh=self._ranks.mesh, reshard_after_forward=True)
-            sum_gradients(head.layer)
-            self._remember(head.layer)
-        return head
+    def split_layer(self, layer: nn.Module) -> None:
+        # As the root: what is gathered for a pass without backward would outlive a change of the weights.
+        fully_shard(layer, mesh=self._ranks.mesh, reshard_after_forward=True)
+        sum_gradients(layer)
+        self._remember(layer)
 
     def _remember(self, root: nn.Module) -> None:
         if isinstance(root, FSDPModule) and any(weight.requires_grad for weight in root.parameters()):
@@ -275,14 +273,11 @@ class RankPolicy(TransformersPolicy):
 
     def _pass_nothing(self) -> None:
         """A forward and backward pass that adds nothing, but takes part in what others gather and sum."""
-        head = self._value_head
-        scores = self._scorer.score(
-            NOTHING, self._temperature, keep_hidden=head is not None and head.reads_policy
-        )
+        tile = self.scorer.score(NOTHING, self._temperature, keep_hidden=self._keeps_hidden)
         # Times 0 and not left out: the backward pass has to reach every layer in which others sum.
-        nothing = 0.0 * scores.logprobs_N.sum()
-        if head is not None:
-            nothing = nothing + 0.0 * head(NOTHING, scores.hidden_NH).sum()
+        nothing = 0.0 * tile.logprobs_N.sum()
+        for values_N in self._columns_now(tile).values():
+            nothing = nothing + 0.0 * values_N.sum()
         nothing.backward()
 
     def _sum_held(self) -> None:

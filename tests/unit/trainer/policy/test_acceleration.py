@@ -21,7 +21,8 @@ from tests.support.models import (
 )
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.policy.model_loading import recompute_layers, use_device, wants_liger
+from tidemill.services.trainer.policy.liger import wants_liger
+from tidemill.services.trainer.policy.model_loading import recompute_layers, use_device
 from tidemill.services.trainer.policy.offload import _Lanes
 
 CPU = torch.device("cpu")

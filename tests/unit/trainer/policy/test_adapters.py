@@ -26,6 +26,7 @@ from tests.support.models import (
     make_policy,
     make_samples,
     one_batch,
+    option_of,
     run_config,
     save_state,
     save_weights,
@@ -39,9 +40,10 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.run.routers import modules_of_routers
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy import adapters
-from tidemill.services.trainer.policy.adapters import find_targets
+from tidemill.services.trainer.policy.adapters import Adapters, find_targets
+from tidemill.services.trainer.policy.reference import ReferenceModel
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy, load_policy
-from tidemill.services.trainer.weights.store import WeightStore
+from tidemill.services.trainer.weights.store import WeightStore, model_tensors
 
 late("peft", "the lora extra is not installed")
 
@@ -172,7 +174,7 @@ def test_the_reference_is_the_start_without_a_second_copy():
     trained(3, policy)
     reference = [tokens["reference_logprobs"] for tokens in policy.precompute(samples)]
     assert_all_close(reference, start, 0.0)
-    assert policy._reference is None
+    assert not any(isinstance(option, ReferenceModel) for option in policy.options)
     assert sum(1 for _ in policy._model.parameters()) == num_parameters
     assert not train(policy, [one_batch(samples)]).skipped, "adapters are on and trainable again"
 
@@ -278,13 +280,15 @@ def test_linear_layers_beside_experts_have_adapters_and_the_experts_have_none():
     model = shared_experts()
     linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     assert any("shared_experts" in name for name in linears)
-    adapters = make_policy(model=model, lora={})._adapters
+    policy = make_policy(model=model, lora={})
+    adapters = option_of(policy, Adapters)
     assert adapters._layers.keys() == linears - {"lm_head"}
-    assert adapters.merged(torch.float32).keys() == adapters.base().keys()
+    tensors = model_tensors(policy._model)
+    assert adapters.published(tensors, torch.float32).keys() == adapters.base_of(tensors).keys()
 
 
 def test_a_router_that_is_a_linear_layer_has_no_adapter():
-    layers = make_policy(model=make_model("Phimoe"), lora={})._adapters._layers
+    layers = option_of(make_policy(model=make_model("Phimoe"), lora={}), Adapters)._layers
     assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
@@ -345,7 +349,8 @@ def test_a_grouped_linear_layer_has_no_adapter():
     fields |= experts | {"head_dim": 8, "num_key_value_heads": 1, "num_hidden_layers": 1}
     policy = make_policy(model=make_model("DeepseekV4", **fields), lora={})
     assert not train(policy, [one_batch(make_samples(4))]).skipped
-    assert "o_b_proj" in (names := {name.rpartition(".")[2] for name in policy._adapters._layers})
+    names = {name.rpartition(".")[2] for name in option_of(policy, Adapters)._layers}
+    assert "o_b_proj" in names
     assert "o_a_proj" not in names
 
 

@@ -181,7 +181,7 @@ def test_training_is_that_of_a_dense_mask_in_every_layout(layout, options):
                 weight.add_(0.1 * torch.randn_like(weight))
     samples = with_masks([*make_relatives(12), *session_samples(4)])
     logprobs, gradient = reference(policy, samples, 1.6)
-    for mine, other in zip(policy._score_all([samples], policy._scorer, 1.6), logprobs, strict=True):
+    for mine, other in zip(policy._score_all([samples], policy.scorer, 1.6), logprobs, strict=True):
         np.testing.assert_allclose(mine["logprobs"], other.numpy(), rtol=0.0, atol=1e-12)
     policy.accumulate(one_batch(samples))
     assert float((gradients_of(policy) - gradient).norm() / gradient.norm()) < 1e-12
@@ -246,13 +246,13 @@ async def test_the_engines_logprobs_are_the_trainers(tmp_path, filters):
     model = engine._model.requires_grad_(True)
     policy = make_policy(torch.float64, model=model, temperature=sampling.temperature)
     await engine.close()
-    scored = policy._score_all(by_group(samples), policy._scorer, sampling.temperature)
+    scored = policy._score_all(by_group(samples), policy.scorer, sampling.temperature)
     gaps = [np.abs(mine["logprobs"] - other).max() for mine, other in zip(scored, logprobs, strict=True)]
     assert max(gaps) <= 1e-12
     counts = np.concatenate([np.diff(sample.kept.offsets) for sample in samples])
     assert 1 <= counts.min() <= counts.max() < 200, "each filter takes some"
     bare = [changed(sample, kept=None) for sample in samples]
-    without = policy._score_all(by_group(bare), policy._scorer, sampling.temperature)
+    without = policy._score_all(by_group(bare), policy.scorer, sampling.temperature)
     assert np.mean(np.concatenate(logprobs) - np.concatenate([one["logprobs"] for one in without])) > 0.01
 
 

@@ -19,6 +19,7 @@ from tests.support.models import (
     make_policy,
     make_samples,
     one_batch,
+    option_of,
     tiny_llama,
     train,
 )
@@ -30,7 +31,9 @@ from tidemill.services.trainer.algorithm.advantages.shaping import add_teacher
 from tidemill.services.trainer.algorithm.losses.sums import loss_metrics
 from tidemill.services.trainer.groups.bins import form_micro_batches
 from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.policy.reference import ReferenceModel
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+from tidemill.services.trainer.policy.value_head import ValueHead
 
 FROZEN: dict[str, Any] = {"reference": {"model": "frozen"}}
 ROLLOUT: dict[str, Any] = {"old_logprobs": "rollout"}
@@ -202,11 +205,12 @@ class TestReference:
     def test_mixup_moves_it_part_of_the_way(self):
         updated = {"reference": {"model": "updated", "every": 1, "mixup": 0.25}}
         policy = make_policy(torch.float64, algorithm=updated, optimizer={"lr": 0.1})
-        start = {name: tensor.clone() for name, tensor in policy._reference.tensors().items()}
+        reference = option_of(policy, ReferenceModel)
+        start = {name: tensor.clone() for name, tensor in reference.tensors().items()}
         train(policy, [one_batch(prepared(policy, make_samples(6)))])
         for name, parameter in policy._model.named_parameters():
             expected = 0.75 * start[name] + 0.25 * parameter.detach()
-            torch.testing.assert_close(policy._reference.tensors()[name], expected)
+            torch.testing.assert_close(reference.tensors()[name], expected)
 
     def test_in_bfloat16_it_is_near(self):
         samples = make_samples(6)
@@ -256,7 +260,7 @@ class TestValues:
         samples = make_samples(5)
         policy = moved_policy(algorithm=algorithm)
         policy.accumulate(one_batch(with_returns(policy, samples, 0.7)))
-        head = policy._value_head
+        head = option_of(policy, ValueHead)
         found = gradients_of(policy).clone()
         model = head.model if algorithm is CRITIC else policy._model
         policy.zero()
@@ -288,7 +292,7 @@ class TestValues:
         exported = {name for name, _ in policy.named_parameters_for_export()}
         assert exported == {name for name, _ in make_policy().named_parameters_for_export()}
         with torch.no_grad():
-            policy._value_head.layer.bias.add_(1.0)
+            option_of(policy, ValueHead).layer.bias.add_(1.0)
         assert policy.digest() != resumed.digest()
         for other in (make_policy(), make_policy(algorithm=PPO if algorithm is CRITIC else CRITIC)):
             with pytest.raises(ConfigError, match="the value head"):
@@ -315,7 +319,7 @@ class TestValueHead:
         batch = with_returns(policy, make_samples(5), 0.7)
         policy.accumulate(one_batch(batch))
         assert all(not p.grad.any() for p in policy._model.parameters() if p.grad is not None)
-        assert policy._value_head.layer.bias.grad.item() != 0
+        assert option_of(policy, ValueHead).layer.bias.grad.item() != 0
 
     def test_has_a_learning_rate_of_its_own(self):
         policy = make_policy(

@@ -276,7 +276,7 @@ def test_weights_are_back_on_the_device_when_the_thread_that_writes_them_may_rea
     is_enqueued = list[bool]()
     to = torch.Tensor.to
     policy.compare_weights()
-    policy._device = torch.device("meta")
+    policy.device = torch.device("meta")
 
     def noted(tensor, *args, **kwargs):
         is_enqueued.append(kwargs.get("non_blocking", False))
