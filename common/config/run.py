@@ -152,6 +152,12 @@ class RunConfig(Section):
             self.data.without_truth()  # a note in `data`, which stays the same object
         return self
 
+    @model_validator(mode="after")
+    def _take_images(self) -> "RunConfig":
+        if self.images is not None:
+            self.data.with_images()  # likewise
+        return self
+
     @property
     def max_completion_tokens(self) -> int:
         """Most tokens of a completion: of a session all that follows its prompt."""

@@ -46,6 +46,8 @@ class Family:
     """Whether positions have three axes, which the model's `get_rope_index` computes."""
     more_placeholders: tuple[str, ...] = ()
     """Fields of the model's config with further ids that stand for pixels, beside `image_token_id`."""
+    marks: tuple[str, ...] = ()
+    """Fields with the ids that stand around pictures: no text of a row may have them."""
 
 
 FAMILIES = {
@@ -58,6 +60,7 @@ FAMILIES = {
             token_types="mm_token_type_ids",
             has_grid_positions=True,
             more_placeholders=("video_token_id",),
+            marks=("vision_start_token_id", "vision_end_token_id"),
         ),
         Family(
             "qwen3_vl",
@@ -66,6 +69,7 @@ FAMILIES = {
             token_types="mm_token_type_ids",
             has_grid_positions=True,
             more_placeholders=("video_token_id",),
+            marks=("vision_start_token_id", "vision_end_token_id"),
         ),
         Family("llava", _count_features, has_edges=False),
     )

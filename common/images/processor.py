@@ -43,6 +43,9 @@ class PictureProcessor:
         more = [int(getattr(config, field)) for field in family.more_placeholders]
         self.banned_ids = tuple(sorted({self.placeholder_id, *more}))
         """Ids that stand for pixels: never sampled, never trained."""
+        marks = [int(getattr(config, field)) for field in family.marks]
+        self.reserved_ids = (self.placeholder_id, *more, *marks)
+        """Ids that no text of a row may contain; the placeholder first."""
         settings = {key: value for key, value in processor.to_dict().items() if key not in VOLATILE}
         described = json.dumps([self.name, settings, self.call_kwargs], sort_keys=True, default=str)
         self.digest = xxhash.xxh3_128_hexdigest(described.encode())
@@ -52,23 +55,24 @@ class PictureProcessor:
     def pixels(self, pictures: Sequence[bytes]) -> "dict[str, torch.Tensor]":
         """The model's inputs for the stored pictures of one row, such as `pixel_values` and
         `image_grid_thw`. Raises ValueError: the processor refuses one."""
-        inputs = self.image_processor(
-            images=[open_png(png) for png in pictures], return_tensors="pt", **self.call_kwargs
-        )
-        return dict(inputs)
+        return self._process([open_png(png) for png in pictures])
 
     def num_tokens(self, pictures: Sequence[bytes]) -> list[int]:
-        """How many tokens stand for each picture, by what the processor returns for it. Raises ValueError:
-        the processor refuses one."""
-        counts = []
-        for png in pictures:
-            size = size_of(png)
-            # They depend on its size alone.
-            if size not in self._num_tokens_of_size:
-                (count,) = self.family.count_tokens(self.image_processor, self._config, self.pixels([png]))
-                self._num_tokens_of_size[size] = count
-            counts.append(self._num_tokens_of_size[size])
-        return counts
+        """How many tokens stand for each picture. Raises ValueError: the processor refuses one."""
+        return [self.num_tokens_of(*size_of(png)) for png in pictures]
+
+    def num_tokens_of(self, width: int, height: int) -> int:
+        """How many tokens stand for a picture of this size, by what the processor returns for one: they
+        depend on nothing else. Raises ValueError: the processor refuses it."""
+        size = (width, height)
+        if size not in self._num_tokens_of_size:
+            from PIL import Image
+
+            inputs = self._process([Image.new("RGB", size)])
+            (self._num_tokens_of_size[size],) = self.family.count_tokens(
+                self.image_processor, self._config, inputs
+            )
+        return self._num_tokens_of_size[size]
 
     def expand(self, ids: Sequence[int] | Int32, pictures: Sequence[bytes]) -> tuple[Int32, list[Span]]:
         """The ids with each placeholder repeated for all tokens of its picture, and these tokens' spans.
@@ -77,16 +81,25 @@ class PictureProcessor:
             ValueError: there are more or fewer placeholders than pictures, two have no text between them, or
                 the processor refuses a picture.
         """
+        return self.expand_sizes(ids, [size_of(png) for png in pictures])
+
+    def expand_sizes(
+        self, ids: Sequence[int] | Int32, sizes: Sequence[tuple[int, int]]
+    ) -> tuple[Int32, list[Span]]:
+        """Like `expand`, for pictures of these widths and heights."""
         places = np.flatnonzero(np.asarray(ids) == self.placeholder_id).tolist()
-        if len(places) != len(pictures):
-            raise ValueError(f"it has {len(pictures)} pictures and {len(places)} placeholders for them")
+        if len(places) != len(sizes):
+            raise ValueError(f"it has {len(sizes)} pictures and {len(places)} placeholders for them")
         if any(second == first + 1 for first, second in pairwise(places)):
             raise ValueError("two pictures have no text between them, and would count as one")
         counts = np.ones(len(ids), dtype=np.int64)
-        counts[places] = self.num_tokens(pictures)
+        counts[places] = [self.num_tokens_of(width, height) for width, height in sizes]
         expanded = np.repeat(np.asarray(ids, dtype=np.int32), counts)
         starts = np.cumsum(counts) - counts
         return expanded, [(int(starts[place]), int(counts[place])) for place in places]
+
+    def _process(self, pictures: Sequence[Any]) -> dict[str, Any]:
+        return dict(self.image_processor(images=pictures, return_tensors="pt", **self.call_kwargs))
 
 
 def open_png(png: bytes) -> Any:

@@ -6,12 +6,13 @@ archive's trajectories need the pictures.
 """
 
 import os
+import re
 from pathlib import Path
 from threading import Lock
 
 import xxhash
 
-from tidemill.common.errors import StoreError, TidemillError
+from tidemill.common.errors import BrokenImageError, StoreError
 from tidemill.common.files import storage_errors, write_atomically
 from tidemill.common.store.claims import RETRIES
 from tidemill.common.store.objects import Objects
@@ -19,10 +20,7 @@ from tidemill.common.wire.images import Image
 
 IMAGES_FOLDER = "images"
 """Name of the folder of pictures in the run's folder."""
-
-
-class BrokenImageError(TidemillError):
-    """A picture is missing, damaged, or not one that we take: its sample has failed, and no other."""
+_NAME = re.compile(r"([0-9a-f]{32})\.png")
 
 
 class ImageStore:
@@ -39,7 +37,9 @@ class ImageStore:
         if url:
             address = f"{url.rstrip('/')}/{run_dir.name}/{IMAGES_FOLDER}"
             self._objects = Objects(address, "streams.claim_check_url", retries=RETRIES)
-        self._stored: set[str] = set()
+        self._stored: set[str] | None = None
+        """Digests of the pictures that are there; None before they were listed."""
+        self._has_folder = False
         self._lock = Lock()
 
     def put(self, png: bytes) -> str:
@@ -50,13 +50,20 @@ class ImageStore:
             StoreError: the object store does not take it.
         """
         digest = xxhash.xxh3_128_hexdigest(png)
-        with self._lock:
-            if digest in self._stored:
-                return digest
-        self._write(digest, png)
-        with self._lock:
-            self._stored.add(digest)
+        if not self.has(digest):
+            self._write(_name(digest), png)
+            with self._lock:
+                self._digests().add(digest)
         return digest
+
+    def has(self, digest: str) -> bool:
+        """Whether a picture is there, as far as this process knows: the store is listed once.
+
+        Raises:
+            StoreError: the object store cannot be listed.
+        """
+        with self._lock:
+            return digest in self._digests()
 
     def read(self, image: Image) -> bytes:
         """The bytes of a picture.
@@ -71,17 +78,26 @@ class ImageStore:
             raise BrokenImageError(f"image {self.folder.name}/{name} does not match its digest")
         return png
 
-    def _write(self, digest: str, png: bytes) -> None:
-        name = _name(digest)
+    def _digests(self) -> set[str]:
+        if self._stored is None:
+            if self._objects is not None:
+                names = self._objects.names()
+            else:
+                names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+            # A file of such a name has its bytes: it was published whole.
+            self._stored = {match[1] for match in map(_NAME.fullmatch, names) if match}
+        return self._stored
+
+    def _write(self, name: str, png: bytes) -> None:
         if self._objects is not None:
             self._objects.write(name, png)
             return
-        path = self.folder / name
         with storage_errors("an image", self.folder):
-            self.folder.mkdir(exist_ok=True)
-            # A file of this name has these bytes: it was published whole.
-            if not path.is_file() or path.stat().st_size != len(png):
-                write_atomically(path, png)
+            # Once: if the folder vanishes later, it is not mounted, and a new one would be without pictures.
+            if not self._has_folder:
+                self.folder.mkdir(exist_ok=True)
+            self._has_folder = True
+            write_atomically(self.folder / name, png)
 
     def _read_file(self, name: str) -> bytes:
         try:

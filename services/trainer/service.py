@@ -191,7 +191,13 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
 def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prompt]]]:
     config = context.config
     tokenizer = load_tokenizer(config.model.path)
-    prompts = load_training_prompts(config.data, tokenizer, config.seed)
-    evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
+    pictures = None
+    if config.images is not None:
+        # A run of text imports nothing of it.
+        from tidemill.services.trainer.batch.row_pictures import RowPictures
+
+        pictures = RowPictures.of_run(config, context.run_dir, tokenizer)
+    prompts = load_training_prompts(config.data, tokenizer, config.seed, pictures)
+    evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts, pictures)
     demonstrations = load_demonstrations(config.data, tokenizer, config.seed, config.model)
     return PromptPlan(prompts, config, demonstrations), evaluation
