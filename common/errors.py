@@ -75,6 +75,10 @@ class EngineError(TidemillError):
     """The generation engine failed for good; the process has to be restarted."""
 
 
+class BrokenImageError(TidemillError):
+    """A picture is missing, damaged, or not one that is taken: its row or sample has failed, and no other."""
+
+
 class EnvironmentFaultError(TidemillError):
     """An environment could not start, did not answer in time, or died; the model is not at fault.
 

@@ -11,7 +11,7 @@ SOURCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
 Columns = dict[
-    Literal["prompt", "ground_truth", "data_source", "extra_info", "completion"],
+    Literal["prompt", "ground_truth", "data_source", "extra_info", "completion", "images"],
     Annotated[str, Field(min_length=1)],
 ]
 
@@ -133,6 +133,7 @@ class DataConfig(Section):
     """Choose prompts by how often they were solved; `{}` takes the defaults."""
 
     _needs_truth: bool = PrivateAttr(True)
+    _has_images: bool = PrivateAttr(False)
 
     @property
     def needs_truth(self) -> bool:
@@ -142,6 +143,15 @@ class DataConfig(Section):
     def without_truth(self) -> None:
         """Note that rows need no ground truth. Called once, by the `RunConfig`."""
         self._needs_truth = False
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows may have pictures: where the run has the section `images`."""
+        return self._has_images
+
+    def with_images(self) -> None:
+        """Note that rows may have pictures. Called once, by the `RunConfig`."""
+        self._has_images = True
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from tidemill.common.config.data import DataConfig, SourceConfig
+from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.reward import RewardConfig, failure_value_warnings, server_rules
 from tidemill.common.config.rollout import RolloutConfig, SamplingConfig
 from tidemill.common.config.section import PathText, Rules, Section
@@ -111,6 +112,8 @@ class ExpectConfig(Section):
 
 FILTERED = f"rollout.sampling ({FILTER_NAMES}) filters, so that rollout logprobs lie above the policy's"
 """Beginning of the reason why an option is refused that compares with rollout logprobs."""
+BLIND_KINDS = ("judge", "model", "teacher")
+"""Kinds of rewards that would not get the pictures of a prompt."""
 ServersName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -123,6 +126,8 @@ class RunConfig(Section):
     """Seeds data order and sampling."""
     model: ModelConfig
     data: DataConfig
+    images: ImagesConfig | None = None
+    """Pictures in prompts; null: a run of text."""
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     servers: dict[ServersName, ServersConfig] = Field(default_factory=dict, max_length=64)
@@ -141,12 +146,53 @@ class RunConfig(Section):
         yield from self._comparison_rules()
         yield from self._teacher_rules()
         yield from self._filter_rules()
+        yield from self._picture_rules()
         yield from server_rules(self.reward, self.servers)
+
+    def _picture_rules(self) -> Rules:
+        trainer = self.trainer
+        if self.images is None:
+            if trainer.train_tower:
+                yield (
+                    "trainer.train_tower needs the section images: without pictures a tower has no gradient; "
+                    "add `images: {}`, or leave it out"
+                )
+            return
+        if trainer.num_ranks > 1:
+            yield (
+                f"trainer.num_ranks is {trainer.num_ranks}, and runs with pictures (images) train on one "
+                "rank: leave it out"
+            )
+        if trainer.compile:
+            yield "trainer.compile does not work with pictures (images) yet: leave it out"
+        environment = self.rollout.environment
+        if not environment.is_single_turn:
+            yield (
+                f"images: pictures are in prompts of a single turn only, and rollout.environment.use is "
+                f"{environment.use}; take single_turn, or leave out `images`"
+            )
+        blind = [name for name, reward in self.reward.named.items() if reward.kind in BLIND_KINDS]
+        if blind:
+            yield (
+                f"images: reward.rewards.{_list(blind)} would score without the pictures: judges, reward "
+                "models and teachers get none yet. Take a function or a sandbox"
+            )
+        if self.data.chat_template == "never":
+            yield (
+                "images: the places of pictures are written by the chat template, and data.chat_template is "
+                "never; take auto"
+            )
 
     @model_validator(mode="after")
     def _spare_truth(self) -> "RunConfig":
         if all(reward.environment for reward in self.reward.named.values()):
             self.data.without_truth()  # a note in `data`, which stays the same object
+        return self
+
+    @model_validator(mode="after")
+    def _take_images(self) -> "RunConfig":
+        if self.images is not None:
+            self.data.with_images()  # likewise
         return self
 
     @property

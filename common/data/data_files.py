@@ -188,6 +188,14 @@ def open_rows(path: str, is_streamed: bool) -> Iterable[Located]:
     return rows
 
 
+def folder_of(path: str) -> Path:
+    """The folder that paths in the rows of this file are relative to."""
+    if path.startswith(HUB):
+        return Path()
+    place = Path(split_of(path)[0])
+    return place if place.is_dir() else place.parent
+
+
 def split_of(path: str) -> tuple[str, str]:
     """`folder@test` as folder and split; the split is empty where the path names none."""
     folder, at, split = path.rpartition("@")

@@ -17,8 +17,20 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from tidemill.common.data.data_files import Located, RowFile, files_of, in_words, open_rows
+from tidemill.common.data.data_files import Located, RowFile, files_of, folder_of, in_words, open_rows
+from tidemill.common.data.image_columns import (
+    IMAGES,
+    NO_SECTION,
+    NOT_IMITATED,
+    check_no_pictures,
+    column_of,
+    in_order,
+    parse_parts,
+    read_column,
+    text_of,
+)
 from tidemill.common.errors import ConfigError
+from tidemill.common.images.sources import ImageSource, looks_like_pictures
 from tidemill.common.wire.surrogates import REMEDY, find_halves
 
 if TYPE_CHECKING:
@@ -39,7 +51,8 @@ GSM8K_SOURCE = "openai/gsm8k"
 MAX_SHOWN_COLUMNS = 20
 
 ChatMessage = dict[str, Any]
-"""A chat message: `role` and `content`, both text; other keys go to the chat template unchanged."""
+"""A chat message: `role` and `content`, both text, or a content of parts (`image_columns`); other keys go to
+the chat template unchanged."""
 
 _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\s*$")
 
@@ -48,7 +61,8 @@ _FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)\
 class Row:
     """One row of a dataset: `number` counts over all files from 0, `origin` names it in messages, and
     `source` is the name of the set where the run has several. `completion` is that of a demonstration: text,
-    the messages after the prompt, or columns with ids (`IDS`).
+    the messages after the prompt, or columns with ids (`IDS`). `images` are its pictures by the order of
+    their places.
 
     Example: `prompt` "2+2=", `data_source` "arith", `ground_truth` "4", `extra` {}, `number` 0, `origin`
     "train.jsonl line 1".
@@ -62,19 +76,23 @@ class Row:
     origin: str
     source: str = ""
     completion: str | list[ChatMessage] | dict[str, Any] | None = None
+    images: tuple[ImageSource, ...] = ()
 
 
 class StreamedRows(Sequence[Row]):
     """Rows that are read from disk and parsed on access: at most the first `max_rows` of several files in
-    order. `parse` makes a row from its columns and origin, and its number."""
+    order. `parse` makes a row from its columns and origin, its number, and the file's folder, which
+    `folders` has for each file."""
 
     def __init__(
         self,
         files: Sequence[RowFile],
-        parse: Callable[[Located, int], Row],
+        folders: Sequence[Path],
+        parse: Callable[[Located, int, Path], Row],
         max_rows: int | None = None,
     ) -> None:
         self._files = files
+        self._folders = folders
         self._parse = parse
         count = sum(len(file) for file in files)
         self._count = count if max_rows is None else min(count, max_rows)
@@ -92,11 +110,11 @@ class StreamedRows(Sequence[Row]):
         if not 0 <= key < self._count:
             raise IndexError(key)
         index = key
-        for file in self._files:
+        for file, folder in zip(self._files, self._folders, strict=True):
             if index < len(file):
-                break
+                return self._parse(file[index], key, folder)
             index -= len(file)
-        return self._parse(file[index], key)
+        raise IndexError(key)
 
 
 Opener = Callable[[str, bool], Iterable[Located]]
@@ -160,31 +178,36 @@ def read_rows(
             is streamed, it is raised on access.
     """
 
-    def parse(located: Located, number: int) -> Row:
+    def parse(located: Located, number: int, folder: Path) -> Row:
         if source is not None and source.is_imitated:
             return _of_source(parse_demonstration(located, number, data.columns), source)
-        return _of_source(parse_row(located, number, data.columns, data.needs_truth), source)
+        pictures_from = folder if data.has_images else None
+        row = parse_row(located, number, data.columns, data.needs_truth, pictures_from)
+        return _of_source(row, source)
 
     rows: list[Row] = []
     files: list[RowFile] = []
+    folders: list[Path] = []
     for path in files_of(paths):
+        folder = folder_of(path)
         try:
             opened = opener(path, is_streamed)
             num_before = len(rows)
             if isinstance(opened, RowFile) and is_streamed:
                 files.append(opened)
+                folders.append(folder)
                 is_empty = not len(opened)
             else:
                 for located in opened:
                     if max_rows is not None and len(rows) >= max_rows:
                         return rows
-                    rows.append(parse(located, len(rows)))
+                    rows.append(parse(located, len(rows), folder))
                 is_empty = len(rows) == num_before
         except OSError as error:
             raise ConfigError(f"cannot read dataset {path}: {error.strerror or error}.") from None
         if is_empty:
             raise ConfigError(f"dataset {path} has no rows; give a file with at least one.")
-    return StreamedRows(files, parse, max_rows) if is_streamed else rows
+    return StreamedRows(files, folders, parse, max_rows) if is_streamed else rows
 
 
 def _of_source(row: Row, source: "SourceConfig | None") -> Row:
@@ -205,16 +228,43 @@ def gsm8k_answer(answer: str) -> str | None:
     return match[1].replace(",", "") if match else None
 
 
-def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_truth: bool) -> Row:
-    """Make a row from its columns. Raises ConfigError: it lacks something."""
+def parse_row(
+    located: Located,
+    number: int,
+    names: Mapping[Any, str],
+    needs_truth: bool,
+    pictures_from: Path | None = None,
+) -> Row:
+    """Make a row from its columns.
+
+    Args:
+        located: origin and columns.
+        number: number of the row.
+        names: `data.columns`.
+        needs_truth: whether a row without a ground truth is refused.
+        pictures_from: the folder that paths of pictures are relative to; None where the run has no pictures.
+
+    Raises:
+        ConfigError: it lacks something, or has pictures in a run without.
+    """
     origin = located[0]
     columns = _renamed(located[1], names, located[0])
     _check_text(columns, origin)
+    if pictures_from is None:
+        check_no_pictures(columns, origin, NO_SECTION)
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
         raise _missing(origin, f"column {column!r} (the prompt)", columns)
-    prompt = _parse_prompt(columns[column], column, origin)
+    prompt, pictures_in_parts = _parse_prompt(columns[column], column, origin, pictures_from)
     reserved = {column, "data_source", "reward_model", "ground_truth", "extra_info"}
+    images: tuple[ImageSource, ...] = ()
+    if pictures_from is not None:
+        images_column = column_of(columns)
+        pictures = read_column(columns[images_column], pictures_from) if images_column else []
+        images = in_order(pictures_in_parts, pictures)
+        # Never in `extra`, which goes through Redis.
+        reserved |= {images_column, names.get(IMAGES[0], "").partition(".")[0]}
+        reserved |= {name for name, value in columns.items() if looks_like_pictures(value)}
     if _is_gsm8k(columns, column):
         columns |= {"data_source": GSM8K_SOURCE, "ground_truth": _final_answer(columns["answer"], origin)}
         reserved.discard("question")
@@ -227,7 +277,7 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
     others = {name: value for name, value in columns.items() if name not in reserved and value is not None}
     if column != PROMPT and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # Data for fine-tuning: the last message is an answer, not the beginning of one.
-        columns = {"answer": prompt[-1]["content"]} | columns
+        columns = {"answer": text_of(prompt[-1]["content"])} | columns
         prompt = prompt[:-1]
         if not prompt:
             raise _wrong(origin, column, "a chat with a question before the answer", columns[column])
@@ -240,7 +290,7 @@ def parse_row(located: Located, number: int, names: Mapping[Any, str], needs_tru
     # Reward functions may need the chat itself; the model reads its rendered text.
     chat = {PROMPT: prompt} if isinstance(prompt, list) else {}
     extra = _sendable({**others, **(info or {}), **chat}, origin, "extra_info")
-    return Row(prompt, source or "", truth, extra, number, origin)
+    return Row(prompt, source or "", truth, extra, number, origin, images=images)
 
 
 def parse_demonstration(located: Located, number: int, names: Mapping[Any, str]) -> Row:
@@ -257,10 +307,11 @@ def parse_demonstration(located: Located, number: int, names: Mapping[Any, str])
     column = next((name for name in PROMPTS if columns.get(name) is not None), PROMPT)
     if columns.get(column) is None:
         raise _missing(origin, f"column {column!r} (the prompt)", columns, (*PROMPTS, *COMPLETIONS))
-    prompt = _parse_prompt(columns[column], column, origin)
+    check_no_pictures(columns, origin, NOT_IMITATED)
+    prompt, _ = _parse_prompt(columns[column], column, origin)
     completion_columns = [name for name in COMPLETIONS if columns.get(name) is not None]
     if completion_columns:
-        completion = _parse_prompt(columns[completion_columns[0]], completion_columns[0], origin)
+        completion, _ = _parse_prompt(columns[completion_columns[0]], completion_columns[0], origin)
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         # The completion starts with the assistant's first message.
         first = next(index for index, message in enumerate(prompt) if message["role"] == "assistant")
@@ -306,23 +357,37 @@ def _final_answer(answer: str, origin: str) -> str:
     return number
 
 
-def _parse_prompt(prompt: Any, column: str, origin: str) -> str | list[ChatMessage]:
+def _parse_prompt(
+    prompt: Any, column: str, origin: str, pictures_from: Path | None = None
+) -> tuple[str | list[ChatMessage], list[ImageSource | None]]:
+    """The prompt, and the picture of each part of type `image` in it: None where it is in another column."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{origin}: column {column!r} is empty; expected the text of a prompt.")
-        return prompt
+        return prompt, []
     if not isinstance(prompt, list) or not prompt:
         raise _wrong(origin, column, "text or a list of chat messages", prompt)
     messages = []
+    pictures: list[ImageSource | None] = []
     for position, message in enumerate(prompt):
+        where = f"{column}[{position}]"
         if not isinstance(message, dict):
-            raise _wrong(origin, f"{column}[{position}]", "an object with role and content", message)
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise _wrong(origin, f"{column}[{position}].{key}", "text", message.get(key))
+            raise _wrong(origin, where, "an object with role and content", message)
         # Parquet adds nulls for keys that only other messages have.
-        messages.append({key: value for key, value in message.items() if value is not None})
-    return messages
+        parsed = {key: value for key, value in message.items() if value is not None}
+        content = message.get("content")
+        if isinstance(content, list) and content:
+            if pictures_from is None:
+                wrong = _wrong(origin, f"{where}.content", "text", content)
+                raise ConfigError(f"{wrong} Pictures need the section `images`.")
+            parsed["content"], sources = parse_parts(content, f"{origin}: {where}", pictures_from)
+            pictures += sources
+        elif not isinstance(content, str):
+            raise _wrong(origin, f"{where}.content", "text", content)
+        if not isinstance(message.get("role"), str):
+            raise _wrong(origin, f"{where}.role", "text", message.get("role"))
+        messages.append(parsed)
+    return messages, pictures
 
 
 def _find_ground_truth(columns: Mapping[str, Any], origin: str, needs_truth: bool) -> Any:

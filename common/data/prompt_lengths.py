@@ -5,9 +5,11 @@ Needs a model folder with a tokenizer.json.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tidemill.common.config import DataConfig, RunConfig, is_path, parse_config
 from tidemill.common.data.dataset import ChatMessage, Row, read_training_rows
+from tidemill.common.data.image_columns import TEXT_PART, text_of, with_parts
 from tidemill.common.errors import ConfigError
 from tidemill.common.run.chat_template import ChatTemplate, RenderError
 from tidemill.common.run.hub import told_while_waiting
@@ -19,10 +21,15 @@ TOKENIZER_FILE = "tokenizer.json"
 
 def plain_prompt(row: Row, data: DataConfig) -> str:
     """The text of a prompt without a chat template. Raises ConfigError: the prompt is a chat."""
+    if row.images:
+        raise ConfigError(
+            f"{row.origin}: it has pictures, whose places only a chat template writes; use "
+            "data.chat_template 'auto' with a model that has one."
+        )
     if isinstance(row.prompt, str):
         return row.prompt + data.prompt_suffix
     if len(row.prompt) == 1:
-        return f"{row.prompt[0]['content']}{data.prompt_suffix}"
+        return f"{text_of(row.prompt[0]['content'])}{data.prompt_suffix}"
     raise ConfigError(
         f"{row.origin}: the prompt is a chat of {len(row.prompt)} messages, but no chat template is in "
         "use; use data.chat_template 'auto' with a model that has one, or give the prompt as text."
@@ -30,9 +37,17 @@ def plain_prompt(row: Row, data: DataConfig) -> str:
 
 
 def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
-    """The row as a chat: system prompt first unless it has its own, suffix on the last question."""
+    """The row as a chat: system prompt first unless it has its own, suffix on the last question. Where rows
+    may have pictures, contents are lists of parts.
+
+    Raises:
+        ConfigError: there is no question for the suffix.
+        BrokenImageError: there are more or fewer places for pictures than pictures.
+    """
     prompt = row.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if data.has_images:
+        messages = with_parts(messages, len(row.images))
     if data.prompt_suffix:
         users = [index for index, message in enumerate(messages) if message["role"] == "user"]
         if not users:
@@ -40,10 +55,16 @@ def chat_messages(row: Row, data: DataConfig) -> list[ChatMessage]:
                 f"{row.origin}: no message has the role user, so data.prompt_suffix has no place."
             )
         last = messages[users[-1]]
-        messages[users[-1]] = {**last, "content": last["content"] + data.prompt_suffix}
+        suffix = _content(data.prompt_suffix, data)
+        messages[users[-1]] = {**last, "content": last["content"] + suffix}
     if data.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
+        messages.insert(0, {"role": "system", "content": _content(data.system_prompt, data)})
     return messages
+
+
+def _content(text: str, data: DataConfig) -> Any:
+    """A text as the content of a message, or as its end."""
+    return [{"type": TEXT_PART, "text": text}] if data.has_images else text
 
 
 def fate_of_overlong(overlong: Sequence[tuple[int, str]], num_rows: int, data: DataConfig) -> str:
@@ -99,10 +120,12 @@ class Ruler:
         return self._template is not None
 
     def overlong(self, rows: Sequence[Row]) -> Iterable[tuple[int, str]]:
-        """Length in tokens and origin of each prompt above the limit."""
+        """Length in tokens and origin of each prompt above the limit; prompts with pictures are left out."""
         limit = self.data.max_prompt_tokens
         for start in range(0, len(rows), BATCH_ROWS):
-            texts = [(row.origin, self._text(row)) for row in rows[start : start + BATCH_ROWS]]
+            # How many tokens a picture takes only the image processor knows.
+            batch = [row for row in rows[start : start + BATCH_ROWS] if not row.images]
+            texts = [(row.origin, self._text(row)) for row in batch]
             long = [(origin, text) for origin, text in texts if len(text.encode()) >= limit]
             # A chat template contains the special tokens itself.
             encoded = self._tokenizer.encode_batch(
@@ -160,6 +183,11 @@ def _count_used(config: RunConfig, rows: Sequence[Row], fetches: bool) -> int:
     """Rows that are trained on: all but those that are dropped for their length."""
     if config.data.overlong_prompts != "drop":
         return len(rows)
+    if config.images is not None:
+        raise NotMeasuredError(
+            "trainer.epochs counts the rows that data.overlong_prompts: drop leaves, and prompts with "
+            "pictures are measured only as the trainer starts. Give trainer.steps in its place."
+        )
     path = config.model.path
     folder = (
         _fetch_tokenizer(path) if fetches and not is_path(path) and not Path(path).is_dir() else Path(path)

@@ -83,7 +83,8 @@ def schema_of(message: Message) -> bytes:
 def _needs(message: Message) -> list[str]:
     if not type(message).changes_meaning:
         return []
-    return [name for name in type(message).changes_meaning if message.__dict__[name] is not None]
+    # Absent ones are None, or an empty tuple.
+    return [name for name in type(message).changes_meaning if message.__dict__[name] not in (None, ())]
 
 
 def encode_payload(message: Message) -> bytes:

@@ -24,6 +24,7 @@ from pydantic import (
 
 from tidemill.common.wire.arrays import BitArray, Bits, Float32Array, Int32Array, is_same
 from tidemill.common.wire.choices import WireRows, check_rows
+from tidemill.common.wire.images import Image, check_images
 from tidemill.common.wire.sampling import FILTERS, TokenFilters
 from tidemill.common.wire.segments import Finish, Segment, Session, VersionSpan, check_tokens, check_turns
 
@@ -82,6 +83,13 @@ class PromptFields(Message):
         "", description="the row's own text where `prompt_text` is more, such as a chat template's rendering"
     )
     source: str = Field("", description="the source of `data.train`, or the evaluation set, it is of")
+    images: tuple[Image, ...] = Field((), description="its pictures, by the order of their tokens")
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        if self.images:
+            check_images(self.images, len(self.prompt_ids))
+        return self
 
 
 FIRST_FILTERS = ("top_p", "top_k")
@@ -129,6 +137,7 @@ class Ticket(PromptFields):
     """
 
     kind: ClassVar[str] = "ticket"
+    changes_meaning: ClassVar[frozenset[str]] = frozenset({"images"})
     ticket: int = Field(ge=0)
     step: int = Field(ge=0, description="the step that is meant to train on the group")
     min_version: int = Field(ge=0, description="an engine older than this must not start the group")
@@ -191,7 +200,7 @@ class Trajectory(PromptFields):
     """
 
     kind: ClassVar[str] = "trajectory"
-    changes_meaning: ClassVar[frozenset[str]] = frozenset({"claim", "choices"})
+    changes_meaning: ClassVar[frozenset[str]] = frozenset({"claim", "choices", "images"})
     ticket: int = Field(ge=0)
     index: int = Field(ge=0)
     step: int = Field(ge=0)
@@ -265,8 +274,8 @@ class Trajectory(PromptFields):
 
     @cached_property
     def tokens_digest(self) -> str:
-        """Digest of the tokens of all segments: a score belongs to exactly these. Empty where a claim stands
-        for them."""
+        """Digest of the tokens of all segments and of the pictures: a score belongs to exactly these. Empty
+        where a claim stands for them."""
         if self.claim is not None:
             return ""
         digest = xxhash.xxh3_64()
@@ -276,6 +285,8 @@ class Trajectory(PromptFields):
             for ids in (row.prompt_ids, row.completion_ids):
                 digest.update(len(ids).to_bytes(8, "little"))
                 digest.update(np.ascontiguousarray(ids).data)
+        for image in self.images:
+            digest.update(image.digest.encode())
         return digest.hexdigest()
 
     @property
@@ -481,6 +492,9 @@ class Commit(Message):
     )
     metrics: dict[str, float] = Field(default_factory=dict)
     digest: str = ""
+    processor: str = Field(
+        "", description="name and digest of the image processor; empty where no picture is trained"
+    )
     samples_digest: str = Field(
         "", max_length=16, description="of tokens and rewards trained; absent of older releases"
     )

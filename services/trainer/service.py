@@ -33,6 +33,7 @@ from tidemill.services.trainer.durable.recovery import Replayer
 from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.durable.waiting import on_disk, until_stored
 from tidemill.services.trainer.evaluation import Evaluator
+from tidemill.services.trainer.groups.pictures import watch_pictures
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
@@ -72,6 +73,8 @@ async def _train(context: ServiceContext) -> None:
     prompts, evaluation = await asyncio.to_thread(_load_data, context)
     broker = context.broker
     keys = context.keys
+    if broker.claims is not None:
+        await asyncio.to_thread(watch_pictures, broker.claims, context.config, context.run_dir)
     join = StreamJoin(broker, keys)
     scheduler = Scheduler(broker, keys, context.config, prompts, join.expect)
     streams = RunStreams(scheduler, join, Reconciler(broker, keys, scheduler))
@@ -191,7 +194,13 @@ def _report(beat: Heartbeat, trainer: Trainer) -> None:
 def _load_data(context: ServiceContext) -> tuple[PromptPlan, dict[str, list[Prompt]]]:
     config = context.config
     tokenizer = load_tokenizer(config.model.path)
-    prompts = load_training_prompts(config.data, tokenizer, config.seed)
-    evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts)
+    pictures = None
+    if config.images is not None:
+        # A run of text imports nothing of it.
+        from tidemill.services.trainer.batch.row_pictures import RowPictures
+
+        pictures = RowPictures.of_run(config, context.run_dir, tokenizer)
+    prompts = load_training_prompts(config.data, tokenizer, config.seed, pictures)
+    evaluation = load_eval_prompts(config.data, tokenizer, config.trainer.evaluation.max_prompts, pictures)
     demonstrations = load_demonstrations(config.data, tokenizer, config.seed, config.model)
     return PromptPlan(prompts, config, demonstrations), evaluation

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import structlog
@@ -28,9 +28,14 @@ from tidemill.common.config.data import DataConfig
 from tidemill.common.config.run import is_path
 from tidemill.common.data.dataset import Row, read_evaluation_rows, read_training_rows
 from tidemill.common.data.prompt_lengths import chat_messages, fate_of_overlong, plain_prompt
-from tidemill.common.errors import ConfigError
+from tidemill.common.errors import BrokenImageError, ConfigError
 from tidemill.common.run.special_tokens import num_appended_by
 from tidemill.common.wire.arrays import Int32
+from tidemill.common.wire.images import Image
+
+if TYPE_CHECKING:
+    from tidemill.common.images.door import StoredPicture
+    from tidemill.services.trainer.batch.row_pictures import RowPictures
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +67,7 @@ class Prompt:
     row: int
     own_text: str = ""
     source: str = ""
+    images: tuple[Image, ...] = ()
 
     def ticket_fields(self) -> dict[str, Any]:
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -145,12 +151,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_training_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    pictures: "RowPictures | None" = None,
 ) -> list[PromptSource]:
     """Read, tokenise and check the training files: each source of prompts in order; one without a name where
     `train` names files."""
     settings = {source.name: data.of_source(source) for source in data.sources}
-    encode = _encoder(tokenizer, data)
+    encode = _encoder(tokenizer, data, pictures)
     return [
         PromptSource(read_prompts(rows, encode, data), seed, settings.get(name, data).shuffle, name)
         for name, rows in read_training_rows(data, data.prompt_sources).items()
@@ -158,29 +167,37 @@ def load_training_prompts(
 
 
 def load_eval_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompts: int | None = None
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompts: int | None = None,
+    pictures: "RowPictures | None" = None,
 ) -> dict[str, list[Prompt]]:
     """Each evaluation set by name: its rows in order, at most the first `max_prompts`."""
     sets = read_evaluation_rows(data, max_prompts)
-    return {name: encode_rows(rows, tokenizer, data) for name, rows in sets.items()}
+    return {name: encode_rows(rows, tokenizer, data, pictures) for name, rows in sets.items()}
 
 
-def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[Prompt]:
+def encode_rows(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    pictures: "RowPictures | None" = None,
+) -> list[Prompt]:
     """Tokenise rows and hold them to `data.max_prompt_tokens`.
 
     Raises:
         ConfigError: a prompt is too long (where `overlong_prompts` is `error`), has no tokens, or does not
             fit the chat template. The message names the row.
     """
-    return list(_encoder(tokenizer, data)(rows))
+    return list(_encoder(tokenizer, data, pictures)(rows))
 
 
 Encode = Callable[[Sequence[Row]], Iterator[Prompt]]
 
 
-def _encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encode:
+def _encoder(tokenizer: PreTrainedTokenizerBase, data: DataConfig, pictures: "RowPictures | None") -> Encode:
     use_template = uses_template(tokenizer, data)
-    return partial(_encoded, tokenizer=tokenizer, data=data, use_template=use_template)
+    return partial(_encoded, tokenizer=tokenizer, data=data, use_template=use_template, pictures=pictures)
 
 
 def read_prompts(rows: Sequence[Row], encode: Encode, data: DataConfig) -> "Prompts":
@@ -212,27 +229,59 @@ Prompts = Sequence[Prompt] | StreamedPrompts
 
 
 def _encoded(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    use_template: bool,
+    pictures: "RowPictures | None",
 ) -> Iterator[Prompt]:
     overlong: list[tuple[int, str]] = []
+    broken: list[tuple[str, str]] = []
+    num_made = 0
     # The model continues a prompt: what the tokenizer writes behind every text would end it.
     num_ends = 0 if use_template else num_appended_by(tokenizer)
     starts = range(0, len(rows), BATCH_ROWS)
     quiet = len(rows) < PROGRESS_ROWS or not sys.stderr.isatty()
     console = Console(stderr=True)
     for start in track(starts, "tokenising prompts", console=console, disable=quiet, transient=True):
-        batch = rows[start : start + BATCH_ROWS]
-        texts = [_render(row, tokenizer, data, use_template) for row in batch]
+        batch = []
+        texts = []
+        for row in rows[start : start + BATCH_ROWS]:
+            try:
+                texts.append(_render(row, tokenizer, data, use_template, pictures))
+                batch.append(row)
+            except BrokenImageError as error:
+                broken.append((row.origin, str(error)))
+        if not batch:
+            continue
         # A template writes the special tokens itself; doubling them would shift every logprob.
         encoded = tokenizer(texts, add_special_tokens=not use_template, return_attention_mask=False)
-        for row, text, numbers in zip(batch, texts, encoded["input_ids"], strict=True):
+        pictures_of_rows: list[list[StoredPicture]] = [[] for _ in batch]
+        if pictures is not None:
+            pictures_of_rows = pictures.take(batch)
+        for row, text, numbers, of_row in zip(
+            batch, texts, encoded["input_ids"], pictures_of_rows, strict=True
+        ):
             ids = np.asarray(numbers[: len(numbers) - num_ends], dtype=np.int32)
             if not len(ids):
                 raise ConfigError(f"{row.origin}: the prompt has no tokens; its text is {text!r}.")
-            if len(ids) > data.max_prompt_tokens:
-                overlong.append((len(ids), row.origin))
-                if data.overlong_prompts == "error" or data.overlong_prompts == "drop":
+            images: tuple[Image, ...] = ()
+            if pictures is not None:
+                try:
+                    ids, images = pictures.expand(ids, of_row, row)
+                except BrokenImageError as error:
+                    broken.append((row.origin, str(error)))
                     continue
+            if len(ids) > data.max_prompt_tokens:
+                if data.overlong_prompts == "error" or data.overlong_prompts == "drop":
+                    overlong.append((len(ids), row.origin))
+                    continue
+                if images:
+                    limit = data.max_prompt_tokens
+                    reason = f"its {len(ids):,} tokens are more than data.max_prompt_tokens ({limit:,})"
+                    broken.append((row.origin, f"{reason}, and no prompt with pictures is cut"))
+                    continue
+                overlong.append((len(ids), row.origin))
                 ids = cut(ids, data.max_prompt_tokens, data.overlong_prompts)
                 text = str(tokenizer.decode(ids, skip_special_tokens=False))
             # Every ticket of this prompt shares the array.
@@ -241,9 +290,12 @@ def _encoded(
             if isinstance(row.prompt, str) and row.prompt != text:
                 original = row.prompt
             about = (row.data_source, row.ground_truth, row.extra, row.number)
-            yield Prompt(ids, text, *about, original, row.source)
+            num_made += 1
+            yield Prompt(ids, text, *about, original, row.source, images)
     if overlong and (len(rows) > 1 or data.overlong_prompts in ("error", "drop")):
         _report_overlong(overlong, len(rows), data)
+    if pictures is not None:
+        pictures.report(broken, num_made)
 
 
 def cut(ids: Int32, limit: int, side: Literal["left", "right", "middle"]) -> Int32:
@@ -268,10 +320,18 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
     return use_template
 
 
-def _render(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, use_template: bool) -> str:
+def _render(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    use_template: bool,
+    pictures: "RowPictures | None",
+) -> str:
     if not use_template:
         return plain_prompt(row, data)
     messages = chat_messages(row, data)
+    if pictures is not None:
+        pictures.check_text(messages)
     is_prefilled = messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
@@ -308,4 +368,6 @@ def _content(prompts: Iterable[Prompt]) -> tuple[NDArray[np.int64], str]:
         # With lengths and separators: other rows with their borders elsewhere must not give the same bytes.
         digest.update(f"|{prompt.row} {len(prompt.ids)} {prompt.ground_truth!r}|".encode())
         digest.update(prompt.ids.tobytes() + prompt.rest)
+        for image in prompt.images:
+            digest.update(image.digest.encode())
     return np.array(rows, dtype=np.int64), digest.hexdigest()

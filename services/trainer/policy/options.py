@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.routers import find_routers, is_mixture
 from tidemill.common.wire.choices import Routing
@@ -38,6 +39,17 @@ from tidemill.services.trainer.policy.tile import Row, Tile
 
 if TYPE_CHECKING:
     from tidemill.services.trainer.policy.forward import TokenScorer
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSettings:
+    """Where pictures of prompts are, and what processes them."""
+
+    model_path: str
+    images: ImagesConfig
+    run_dir: Path
+    store_url: str = ""
+    """An object store in place of the run's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,8 @@ class OptionSettings:
     """Of the files of a model whose weights are not read yet."""
     replays_routes: bool = False
     """Whether engines record which experts they chose."""
+    pictures: PictureSettings | None = None
+    """None for a run of text."""
 
 
 class BesideModel(NamedTuple):
@@ -95,6 +109,8 @@ class PolicyCore(Protocol):
 class PolicyOption:
     """One option of one policy. Every hook does nothing unless it is overridden."""
 
+    processor = ""
+    """Name and digest of what makes pixels of pictures, for commits."""
     routing: Routing | None = None
     """The routers that are given the engine's experts: the policy's own `routing`."""
     reads_hidden = False
@@ -220,6 +236,10 @@ class OptionRow(NamedTuple):
     """Whether a run has it."""
 
 
+def _has_pictures(settings: OptionSettings, _: PreTrainedModel) -> bool:
+    return settings.pictures is not None
+
+
 def _wants_adapters(settings: OptionSettings, _: PreTrainedModel) -> bool:
     return settings.trainer.lora is not None
 
@@ -261,6 +281,7 @@ def _wants_routers(settings: OptionSettings, model: PreTrainedModel) -> bool:
 
 OPTIONS = {
     # They change the model.
+    "images": OptionRow("images:Images", _has_pictures),
     "adapters": OptionRow("adapters:Adapters", _wants_adapters),
     "liger": OptionRow("liger:LigerKernels", _may_want_liger),
     "compiler": OptionRow("compiling:Compiler", _wants_compiler),

@@ -45,6 +45,7 @@ class SimulatedPolicy(SavesState):
 
     layout: Layout = "tree"
     routing = None
+    processor = ""
 
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer

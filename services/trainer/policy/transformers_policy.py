@@ -51,7 +51,12 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
-from tidemill.services.trainer.policy.options import OptionSettings, PolicyOption, load_options
+from tidemill.services.trainer.policy.options import (
+    OptionSettings,
+    PictureSettings,
+    PolicyOption,
+    load_options,
+)
 from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, make_rows, plan_tiles
 from tidemill.services.trainer.policy.policy import UpdateResult
 from tidemill.services.trainer.policy.profiling import CallProfiler
@@ -69,13 +74,14 @@ def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(of_group) for _, of_group in groupby(samples, key=lambda sample: sample.key[0])]
 
 
-def load_policy(config: RunConfig) -> "TransformersPolicy":
-    """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
-    used."""
+def load_policy(config: RunConfig, run_dir: Path | None = None) -> "TransformersPolicy":
+    """Load `model.path` and prepare it for training; pictures are in the run's folder. Raises ConfigError:
+    the model or the device cannot be used."""
     prepare_torch(config.trainer)
     device = use_device(config.trainer.device)
     model = load_model(config.model, device)
-    policy = TransformersPolicy(model, config.trainer, **policy_settings(config))
+    settings = policy_settings(config) | {"pictures": picture_settings(config, run_dir)}
+    policy = TransformersPolicy(model, config.trainer, **settings)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
@@ -90,6 +96,15 @@ def policy_settings(config: RunConfig) -> dict[str, Any]:
         "max_model_len": config.model.max_model_len,
         "seed": config.seed,
     }
+
+
+def picture_settings(config: RunConfig, run_dir: Path | None) -> PictureSettings | None:
+    """None for a run of text."""
+    if config.images is None:
+        return None
+    if run_dir is None:
+        raise ConfigError("images: the pictures of a run are in its folder, and none was given")
+    return PictureSettings(config.model.path, config.images, run_dir, config.streams.claim_check_url)
 
 
 class TransformersPolicy(ExportsWeights):
@@ -107,11 +122,12 @@ class TransformersPolicy(ExportsWeights):
         max_model_len: int = 64,
         seed: int = 0,
         base_digest: str = "",
+        pictures: PictureSettings | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`device` is where the weights will be, if the model has none yet; `base_digest`, `replays_routes`
-        and `seed` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the config
-        says."""
+        """`device` is where the weights will be, if the model has none yet; `base_digest`, `replays_routes`,
+        `seed` and `pictures` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the
+        config says."""
         self._model = model
         self.device = device or model.device
         self._are_weights_checked = False
@@ -122,7 +138,7 @@ class TransformersPolicy(ExportsWeights):
         algorithm = config.algorithm
         self._coefficients = CurrentCoefficients(algorithm)
         self._surrogate = find_loss(algorithm)
-        settings = OptionSettings(config, dtype, self.device, seed, base_digest, replays_routes)
+        settings = OptionSettings(config, dtype, self.device, seed, base_digest, replays_routes, pictures)
         self.options = load_options(settings, model)
         for option in self.options:
             option.change_model(model)
@@ -181,6 +197,10 @@ class TransformersPolicy(ExportsWeights):
                 is_trained = any(weight.requires_grad for weight in module.parameters())
                 if is_trained and recomputable_layers(module):
                     recompute_layers(module)
+
+    @property
+    def processor(self) -> str:
+        return next((option.processor for option in self.options if option.processor), "")
 
     @property
     def routing(self) -> Routing | None:

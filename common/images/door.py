@@ -1,0 +1,201 @@
+"""The door: pictures of data rows become files of the run's store, each made into our form once.
+
+What was made of a file or a URL is noted in the run's folder, so that a trainer that starts again fetches and
+decodes nothing, and gets the same pictures: also on a machine whose libraries decode or compress otherwise.
+"""
+
+import errno
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import xxhash
+
+from tidemill.common.config.images import ImagesConfig
+from tidemill.common.errors import BrokenImageError, StoreError
+from tidemill.common.files import append_durably
+from tidemill.common.images.fetching import fetch
+from tidemill.common.images.pictures import FORM, make_picture
+from tidemill.common.images.sources import ImageSource
+from tidemill.common.images.store import ImageStore
+
+NOTES_FILE = "sources.jsonl"
+"""Beside the pictures: what was made of which source, one JSON object a line."""
+ITS_FAULT = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+)
+"""Errors of a file that say something about it."""
+NUM_THREADS = 8
+"""Pictures that are fetched, decoded and written at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPicture:
+    """A picture in the store; `digest`, `num_bytes`, `width` and `height` as in the wire's `Image`. Or
+    `fault`: why it is none."""
+
+    digest: str = ""
+    num_bytes: int = 0
+    width: int = 0
+    height: int = 0
+    fault: str = ""
+
+
+class ImageDoor:
+    """Takes pictures in. Without a store it only looks whether it could (`tidemill check`)."""
+
+    def __init__(
+        self, config: ImagesConfig, store: ImageStore | None, notes_folder: Path | None = None
+    ) -> None:
+        """`notes_folder` is of this machine, also where the store is not."""
+        self._config = config
+        self._store = store
+        self._notes_path = notes_folder / NOTES_FILE if notes_folder else None
+        self._notes: dict[str, StoredPicture] = {}
+        self._new_notes: dict[str, StoredPicture] = {}
+        self._lock = Lock()
+        self._form = f"{FORM}:{config.max_pixels}"
+        """Of all keys of notes: with another bound a picture becomes another one."""
+        if self._notes_path is not None and self._notes_path.is_file():
+            self._notes = _read_notes(self._notes_path)
+
+    def take(self, sources: Sequence[ImageSource]) -> list[StoredPicture]:
+        """The pictures of these sources, in order; with `fault` where one is refused.
+
+        Raises:
+            ConfigError: pillow is not installed.
+            StorageError, StoreError: the store does not take one.
+        """
+        if not sources:
+            return []
+        with ThreadPoolExecutor(min(NUM_THREADS, len(sources)), "images") as threads:
+            taken_in = list(threads.map(self._take_one, sources))
+        self._write_notes()
+        return taken_in
+
+    def _take_one(self, source: ImageSource) -> StoredPicture:
+        try:
+            return self._take(source)
+        except BrokenImageError as error:
+            return StoredPicture(fault=f"{source.name}: {error}")
+
+    def _take(self, source: ImageSource) -> StoredPicture:
+        if source.fault:
+            raise BrokenImageError(source.fault)
+        # A file or URL is read once in a run: what it becomes later is another picture.
+        address = source.path or source.url
+        place = f"{self._form}:{address}" if address else ""
+        noted = self._noted(place)
+        if noted is not None:
+            return noted
+        label = source.label
+        try:
+            if source.url:
+                fetched = fetch(source.url, self._config)
+                content = fetched.content
+                label = fetched.label
+            else:
+                content = self._read_file(source.path) if source.content is None else source.content
+            self._check_size(len(content))
+            picture = self._make(content, label)
+        except BrokenImageError as error:
+            fault = StoredPicture(fault=f"{source.name}: {error}")
+            if place:
+                self._note(place, fault, is_kept=bool(source.url))
+            return fault
+        if place:
+            self._note(place, picture, is_kept=bool(source.url))
+        return picture
+
+    def _make(self, content: bytes, label: str) -> StoredPicture:
+        key = f"{self._form}:{label}:{xxhash.xxh3_128_hexdigest(content)}"
+        noted = self._noted(key)
+        if noted is not None:
+            return noted
+        picture = make_picture(content, self._config.max_pixels, label)
+        if self._store is None:
+            digest = xxhash.xxh3_128_hexdigest(picture.png)
+        else:
+            digest = self._store.put(picture.png)
+        stored = StoredPicture(digest, len(picture.png), picture.width, picture.height)
+        self._note(key, stored, is_kept=True)
+        return stored
+
+    def _read_file(self, path: str) -> bytes:
+        try:
+            self._check_size(Path(path).stat().st_size)
+            return Path(path).read_bytes()
+        except OSError as error:
+            if error.errno not in ITS_FAULT:
+                # The machine's fault: no row may be left out for it.
+                raise StoreError(f"the picture {path} cannot be read now: {error.strerror}") from error
+            raise BrokenImageError(f"it cannot be read: {error.strerror}") from None
+        except ValueError as error:  # a name with a null character
+            raise BrokenImageError(f"it cannot be read: {error}") from None
+
+    def _check_size(self, num_bytes: int) -> None:
+        limit_mb = self._config.max_file_mb
+        if num_bytes > limit_mb * (1 << 20):
+            raise BrokenImageError(
+                f"it has {num_bytes:,} bytes, more than {limit_mb:g} MB (images.max_file_mb)"
+            )
+
+    def _noted(self, key: str) -> StoredPicture | None:
+        with self._lock:
+            noted = self._notes.get(key)
+        if noted is None or noted.fault:
+            return noted
+        # Its file may be gone: the run's folder was copied without pictures, or they are in another store.
+        is_there = self._store is None or self._store.has(noted.digest)
+        return noted if is_there else None
+
+    def _note(self, key: str, picture: StoredPicture, is_kept: bool) -> None:
+        with self._lock:
+            self._notes[key] = picture
+            if is_kept:
+                self._new_notes[key] = picture
+
+    def _write_notes(self) -> None:
+        with self._lock:
+            notes = self._new_notes
+            self._new_notes = {}
+        if not notes or self._notes_path is None:
+            return
+        lines = [json.dumps(_as_plain(key, picture)) for key, picture in notes.items()]
+        self._notes_path.parent.mkdir(exist_ok=True)
+        append_durably(self._notes_path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _as_plain(key: str, picture: StoredPicture) -> dict[str, Any]:
+    if picture.fault:
+        return {"source": key, "fault": picture.fault}
+    return {
+        "source": key,
+        "digest": picture.digest,
+        "num_bytes": picture.num_bytes,
+        "width": picture.width,
+        "height": picture.height,
+    }
+
+
+def _read_notes(path: Path) -> dict[str, StoredPicture]:
+    notes = {}
+    for line in path.read_bytes().splitlines():
+        try:
+            fields = json.loads(line)
+            key = fields.pop("source")
+            notes[key] = StoredPicture(**fields)
+        except (ValueError, TypeError, KeyError):
+            continue  # a crash may leave half a line, of a picture that is made again
+    return notes

@@ -1,0 +1,154 @@
+"""One form for all pictures: PNG, RGB with 8 bits a channel, upright, bounded, nothing beside the pixels.
+
+Made once, before anything else sees the picture, because libraries disagree about everything else: what is
+under an alpha channel, whether an orientation tag counts, what 16 bits mean (docs/images.md). Whatever is not
+plainly one still picture is refused with a reason.
+"""
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.common.errors import BrokenImageError, ConfigError
+
+FORM = "png1"
+"""Name of this form. Another form of the same picture has another name."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MEDIA_TYPES = {
+    "image/png": "PNG",
+    "image/jpeg": "JPEG",
+    "image/jpg": "JPEG",
+    "image/webp": "WEBP",
+    "image/gif": "GIF",
+    "image/bmp": "BMP",
+    "image/tiff": "TIFF",
+}
+SUFFIXES = {
+    ".png": "PNG",
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".webp": "WEBP",
+    ".gif": "GIF",
+    ".bmp": "BMP",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+}
+PHONE_FORMAT = "MPO"
+"""A JPEG file with further pictures behind the first one, such as previews; the first one counts."""
+MAX_SOURCE_PIXELS = 1 << 26
+"""Most pixels of a picture before it is reduced: 192 MiB in memory."""
+MAX_ASPECT = 200
+"""Longest side over shortest: Qwen's processor refuses more."""
+DEEP_MODES = ("I", "F")
+"""Beginnings of PIL's modes of more than 8 bits: it cuts their values off at 255."""
+ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+WHITE = (255, 255, 255)
+COMPRESS_LEVEL = 1
+"""Of zlib: the fastest; others take several times as long for a tenth of the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture in our form."""
+
+    png: bytes
+    width: int
+    height: int
+
+
+def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
+    """A picture of a file's content.
+
+    Args:
+        content: the bytes of a file in one of `FORMATS`.
+        max_pixels: a larger picture is reduced to so many.
+        label: the format that its name or its server says, one of `FORMATS`; empty where nothing does.
+
+    Raises:
+        BrokenImageError: it is empty, damaged, of another format than its label, animated, too large, too
+            narrow, or has more than 8 bits a channel.
+        ConfigError: pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ConfigError(
+            "pictures need the package pillow, which is not installed here: pip install 'tidemill[images]'"
+        ) from None
+    if not content:
+        raise BrokenImageError("it is empty")
+    try:
+        source = Image.open(io.BytesIO(content), formats=FORMATS)
+        _check_header(source, label)
+        source.load()
+        upright = ImageOps.exif_transpose(source)
+        picture = _reduced(_to_rgb(upright), max_pixels)
+        # Only the pixels: PIL would write colour profiles and other data that came with them.
+        picture.info = {}
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG", compress_level=COMPRESS_LEVEL)
+    except BrokenImageError:
+        raise
+    except Image.DecompressionBombError:
+        raise BrokenImageError(_too_large("far more")) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # PIL's readers raise many kinds for damaged bytes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, Image.UnidentifiedImageError):
+            reason = f"it is none of {', '.join(FORMATS)} (it begins with {content[:12]!r})"
+        raise BrokenImageError(f"it cannot be decoded: {reason}") from None
+    return Picture(buffer.getvalue(), picture.width, picture.height)
+
+
+def _check_header(source: Any, label: str) -> None:
+    """Raises BrokenImageError: it is none of ours, which can be seen before pixels are decoded."""
+    is_of_phone = source.format == PHONE_FORMAT
+    kind = "JPEG" if is_of_phone else source.format
+    if label and label != kind:
+        raise BrokenImageError(f"it is labelled {label}, and its content is {kind}")
+    width, height = source.size
+    if not width or not height:
+        raise BrokenImageError(f"it has no pixels: {width} x {height}")
+    if width * height > MAX_SOURCE_PIXELS:
+        raise BrokenImageError(_too_large(f"{width} x {height}"))
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise BrokenImageError(
+            f"it is {width} x {height}: one side is more than {MAX_ASPECT} times as long as the other"
+        )
+    num_frames = 1 if is_of_phone else getattr(source, "n_frames", 1)
+    if num_frames > 1:
+        raise BrokenImageError(f"it has {num_frames} frames or pages, and only still pictures are taken")
+    if source.mode.startswith(DEEP_MODES):
+        raise BrokenImageError(
+            f"it has more than 8 bits a channel (mode {source.mode}), whose range only you know; scale it to "
+            "8 bits"
+        )
+
+
+def _to_rgb(picture: Any) -> Any:
+    """In RGB, with white under what is transparent, as vLLM does it."""
+    from PIL import Image
+
+    if picture.mode not in ALPHA_MODES and "transparency" not in picture.info:
+        return picture.convert("RGB")
+    layered = picture.convert("RGBA")
+    flat = Image.new("RGB", layered.size, WHITE)
+    flat.paste(layered, mask=layered.getchannel("A"))
+    return flat
+
+
+def _reduced(picture: Any, max_pixels: int) -> Any:
+    from PIL import Image
+
+    width, height = picture.size
+    if width * height <= max_pixels:
+        return picture
+    scale = math.sqrt(max_pixels / (width * height))
+    size = (max(1, math.floor(width * scale)), max(1, math.floor(height * scale)))
+    return picture.resize(size, Image.Resampling.BICUBIC)
+
+
+def _too_large(size: str) -> str:
+    return f"it has {size} pixels, and at most {MAX_SOURCE_PIXELS:,} are decoded"

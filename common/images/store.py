@@ -1,0 +1,128 @@
+"""The pictures of a run: PNG files named by their digest, in the run's folder or an object store.
+
+Guarantees: a file is whole and durable before a ticket names it; a reader gets the bytes that were stored, or
+an error that says whether the picture or the store is at fault. Nothing is removed while the run lives: the
+archive's trajectories need the pictures.
+"""
+
+import os
+import re
+from pathlib import Path
+from threading import Lock
+
+import xxhash
+
+from tidemill.common.errors import BrokenImageError, StoreError
+from tidemill.common.files import storage_errors, write_atomically
+from tidemill.common.store.claims import RETRIES
+from tidemill.common.store.objects import Objects
+from tidemill.common.wire.images import Image
+
+IMAGES_FOLDER = "images"
+"""Name of the folder of pictures in the run's folder."""
+_NAME = re.compile(r"([0-9a-f]{32})\.png")
+
+
+class ImageStore:
+    """Threads may share it."""
+
+    def __init__(self, run_dir: Path, url: str = "") -> None:
+        """Pictures are in the run's folder, or below `url` (`streams.claim_check_url`).
+
+        Raises:
+            ConfigError: the store at `url` cannot be opened.
+        """
+        self.folder = run_dir / IMAGES_FOLDER
+        self._objects: Objects | None = None
+        if url:
+            address = f"{url.rstrip('/')}/{run_dir.name}/{IMAGES_FOLDER}"
+            self._objects = Objects(address, "streams.claim_check_url", retries=RETRIES)
+        self._stored: set[str] | None = None
+        """Digests of the pictures that are there; None before they were listed."""
+        self._has_folder = False
+        self._lock = Lock()
+
+    def put(self, png: bytes) -> str:
+        """Store a picture unless it is there; returns its digest.
+
+        Raises:
+            StorageError: the disk is full, read-only or not there.
+            StoreError: the object store does not take it.
+        """
+        digest = xxhash.xxh3_128_hexdigest(png)
+        if not self.has(digest):
+            self._write(_name(digest), png)
+            with self._lock:
+                self._digests().add(digest)
+        return digest
+
+    def has(self, digest: str) -> bool:
+        """Whether a picture is there, as far as this process knows: the store is listed once.
+
+        Raises:
+            StoreError: the object store cannot be listed.
+        """
+        with self._lock:
+            return digest in self._digests()
+
+    def read(self, image: Image) -> bytes:
+        """The bytes of a picture.
+
+        Raises:
+            BrokenImageError: it is missing, or is not what was stored.
+            StoreError: the store is away, which says nothing about the picture.
+        """
+        name = _name(image.digest)
+        png = self._read_file(name) if self._objects is None else self._read_object(self._objects, name)
+        if len(png) != image.num_bytes or xxhash.xxh3_128_hexdigest(png) != image.digest:
+            raise BrokenImageError(f"image {self.folder.name}/{name} does not match its digest")
+        return png
+
+    def _digests(self) -> set[str]:
+        if self._stored is None:
+            if self._objects is not None:
+                names = self._objects.names()
+            else:
+                names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+            # A file of such a name has its bytes: it was published whole.
+            self._stored = {match[1] for match in map(_NAME.fullmatch, names) if match}
+        return self._stored
+
+    def _write(self, name: str, png: bytes) -> None:
+        if self._objects is not None:
+            self._objects.write(name, png)
+            return
+        with storage_errors("an image", self.folder):
+            # Once: if the folder vanishes later, it is not mounted, and a new one would be without pictures.
+            if not self._has_folder:
+                self.folder.mkdir(exist_ok=True)
+            self._has_folder = True
+            write_atomically(self.folder / name, png)
+
+    def _read_file(self, name: str) -> bytes:
+        try:
+            # The folder first: if it were absent at the open of the file, the file would count as missing.
+            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise StoreError(f"{self.folder} cannot be read now: {error.strerror}") from error
+        try:
+            with open(name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=folder)) as file:
+                return file.read()
+        except FileNotFoundError:
+            raise BrokenImageError(f"image {self.folder / name} is missing") from None
+        except OSError as error:
+            raise StoreError(f"{self.folder / name} cannot be read now: {error.strerror}") from error
+        finally:
+            os.close(folder)
+
+    def _read_object(self, objects: Objects, name: str) -> bytes:
+        try:
+            return objects.read_all(name)
+        except StoreError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise BrokenImageError(f"image {IMAGES_FOLDER}/{name} is missing in the store") from None
+            raise
+
+
+def _name(digest: str) -> str:
+    return f"{digest}.png"

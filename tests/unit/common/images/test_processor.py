@@ -1,0 +1,155 @@
+"""Expansion and pixels are those of the family's own processor."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlavaProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+from tests.support.vision import FAMILIES, VOCAB, file_of, make_tokenizer, noise, vision_folder
+from tidemill.common.config.images import ImagesConfig
+from tidemill.common.errors import ConfigError
+from tidemill.common.images.pictures import make_picture
+from tidemill.common.images.processor import PictureProcessor, load_processor
+from tidemill.common.wire.images import Image, check_images, collapse
+
+SIZES = [(56, 56), (100, 61), (300, 40), (33, 200)]
+BOUNDS = ImagesConfig(min_pixels=3136, max_pixels=10_000)
+
+
+def stored(width: int, height: int, seed: int = 0) -> bytes:
+    return make_picture(file_of(noise(width, height, seed)), 1 << 20).png
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def processor(family: str, tmp_path: Any) -> PictureProcessor:
+    return load_processor(vision_folder(tmp_path, family, has_weights=False), BOUNDS)
+
+
+def expand_by_library(
+    family: str, processor: PictureProcessor, text: str, inputs: dict[str, Any]
+) -> list[int]:
+    """What the family's own processor does with a text whose pictures were processed to `inputs`."""
+    tokenizer = make_tokenizer(family)
+    classes: dict[str, Any] = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
+    if family == "llava":
+        theirs: Any = LlavaProcessor(
+            processor.image_processor,
+            tokenizer,
+            14,
+            "default",
+            image_token="<image>",
+            num_additional_image_tokens=1,
+        )
+    else:
+        # Without its video processor, which needs torchvision.
+        theirs = object.__new__(classes[family])
+        theirs.image_processor = processor.image_processor
+        theirs.image_token = "<|image_pad|>"
+    number = 0
+    while "HERE" in text:
+        text = text.replace("HERE", theirs.replace_image_token(inputs, number), 1)
+        number += 1
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_placeholders_become_what_the_familys_own_processor_writes(family, processor):
+    pictures = [stored(*size) for size in SIZES]
+    placeholder = "<image>" if family == "llava" else "<|image_pad|>"
+    text = "w1 HERE w2 HERE w3 HERE . HERE w4"
+    plain = make_tokenizer(family)(text.replace("HERE", placeholder), add_special_tokens=False)["input_ids"]
+    expanded, spans = processor.expand(plain, pictures)
+    inputs = processor.pixels(pictures)
+    assert expanded.dtype == np.int32
+    assert expanded.tolist() == expand_by_library(family, processor, text, inputs)
+    for first, count in spans:
+        assert set(expanded[first : first + count].tolist()) == {processor.placeholder_id}
+    images = [
+        Image(digest="0" * 32, num_bytes=1, width=1, height=1, first=first, num_tokens=count)
+        for first, count in spans
+    ]
+    check_images(images, len(expanded))
+    assert collapse(expanded, images, processor.placeholder_id).tolist() == plain
+    assert processor.num_tokens(pictures) == [count for _, count in spans]
+
+
+def test_the_pixels_are_those_of_the_librarys_processor_with_both_bounds(family, processor):
+    pictures = [noise(*size) for size in SIZES]
+    kwargs = {} if family == "llava" else {"size": {"shortest_edge": 3136, "longest_edge": 10_000}}
+    expected = processor.image_processor(images=pictures, return_tensors="pt", **kwargs)
+    made = processor.pixels([file_of(picture) for picture in pictures])
+    assert set(made) == set(expected)
+    assert all(torch.equal(made[name], expected[name]) for name in made)
+    assert processor.call_kwargs == kwargs
+
+
+def test_a_row_with_more_or_fewer_places_than_pictures_is_refused(processor):
+    picture = stored(56, 56)
+    place = processor.placeholder_id
+    for ids, pictures in (([place], [picture, picture]), ([1, place, 2, place], [picture]), ([1], [picture])):
+        with pytest.raises(ValueError, match="placeholders"):
+            processor.expand(ids, pictures)
+    with pytest.raises(ValueError, match="no text between"):
+        processor.expand([1, place, place], [picture, picture])
+    expanded, spans = processor.expand([1, 2], [])
+    assert (expanded.tolist(), spans) == ([1, 2], [])
+
+
+def test_ids_that_stand_for_pixels_are_banned(family, processor):
+    expected = {"<image>"} if family == "llava" else {"<|image_pad|>", "<|video_pad|>"}
+    assert set(processor.banned_ids) == {VOCAB[name] for name in expected}
+    assert processor.reserved_ids[0] == processor.placeholder_id
+
+
+def test_name_and_digest_follow_what_decides_the_pixels(tmp_path):
+    folder = vision_folder(tmp_path, has_weights=False)
+    one = load_processor(folder, BOUNDS)
+    assert one.name == "Qwen2VLImageProcessorPil"
+    assert load_processor(folder, BOUNDS).digest == one.digest
+    assert load_processor(folder, BOUNDS.model_copy(update={"max_pixels": 20_000})).digest != one.digest
+    assert load_processor(folder, BOUNDS.model_copy(update={"broken": "error"})).digest == one.digest
+    settings = folder / "preprocessor_config.json"
+    settings.write_text(settings.read_text().replace('"merge_size": 2', '"merge_size": 4'))
+    assert load_processor(folder, BOUNDS).digest != one.digest
+
+
+def test_without_min_pixels_the_models_own_bound_holds(tmp_path):
+    folder = vision_folder(tmp_path, has_weights=False)
+    processor = load_processor(folder, ImagesConfig(max_pixels=50_000))
+    assert processor.call_kwargs == {"size": {"shortest_edge": 3136, "longest_edge": 50_000}}
+    assert load_processor(folder, ImagesConfig(max_pixels=1000)).call_kwargs["size"]["shortest_edge"] == 1000
+
+
+def test_other_families_and_folders_without_a_processor_are_refused_by_name(tmp_path):
+    folder = vision_folder(tmp_path / "a", has_weights=False)
+    config = folder / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"model_type": "qwen2_5_vl"', '"model_type": "gemma3"'))
+    with pytest.raises(ConfigError, match="gemma3"):
+        load_processor(folder, BOUNDS)
+    config.write_text(text)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match="preprocessor_config"):
+        load_processor(folder, BOUNDS)
+
+
+def test_spans_are_checked():
+    def image(first: int, count: int) -> Image:
+        return Image(digest="0" * 32, num_bytes=1, width=1, height=1, first=first, num_tokens=count)
+
+    check_images([image(0, 2), image(2, 3)], 5)
+    for images, length in (
+        ([image(0, 3), image(2, 1)], 9),
+        ([image(3, 1), image(0, 1)], 9),
+        ([image(4, 2)], 5),
+    ):
+        with pytest.raises(ValueError, match="token"):
+            check_images(images, length)
