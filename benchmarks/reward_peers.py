@@ -39,10 +39,10 @@ def call_of_trl(delays_s: Sequence[float], slots: int, model: str) -> Callable[[
     from trl import GRPOConfig, GRPOTrainer
 
     async def judge(completions: "list[str]", delay_s: "list[float]", **_: Any) -> "list[float]":
-        places = asyncio.Semaphore(slots)
+        free_slots = asyncio.Semaphore(slots)
 
         async def score(completion: str, sample_delay_s: float) -> float:
-            async with places:
+            async with free_slots:
                 return await compute_score("", completion, "", {"delay_s": sample_delay_s})
 
         return await asyncio.gather(*map(score, completions, delay_s))

@@ -54,7 +54,7 @@ def main(
     for each in parts if fresh else ():
         proof.records.pop(each.name, None)
     until = time.monotonic() + minutes * 60 if minutes else math.inf
-    for each in parts if names else proof.left(parts):
+    for each in parts if names else proof.unfinished(parts):
         if time.monotonic() + each.estimate_s > until:
             print(f"{each.name}: not begun, it takes about {each.estimate_s} s", flush=True)
             continue

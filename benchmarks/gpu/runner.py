@@ -55,10 +55,10 @@ class Proof:
         with suppress(OSError, ValueError):
             self.records = json.loads((folder / JSON_FILE).read_text())["parts"]
 
-    def left(self, parts: Sequence[Part]) -> list[Part]:
+    def unfinished(self, parts: Sequence[Part]) -> list[Part]:
         """Parts that are not done: those not tried yet, then those without a result."""
-        unfinished = [piece for piece in parts if self.records.get(piece.name, {}).get("state") != DONE]
-        return sorted(unfinished, key=lambda piece: piece.name in self.records)
+        not_done = [piece for piece in parts if self.records.get(piece.name, {}).get("state") != DONE]
+        return sorted(not_done, key=lambda piece: piece.name in self.records)
 
     def run(self, piece: Part) -> Record:
         """Run a part, or say what is missing for it; the record is kept."""
@@ -109,7 +109,8 @@ def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
-    """End a session's leader, asked first, and by force what it has started, also in sessions of its own."""
+    """End a process: by SIGTERM, so that it can tidy up, and after `GRACE_S` by force. Then end by force all
+    that it has started, also in other sessions."""
     started: list[psutil.Process] = []
     if process.poll() is None:
         started = psutil.Process(process.pid).children(recursive=True)

@@ -1,13 +1,13 @@
-"""Claim checks: a large trajectory lies in a file of the run, and its entry has pointer, size and digest. The
-choices of every trajectory that has any lie in a file of their own, which only trainers read.
+"""Claim checks: a large trajectory lies in a file of the run, and its entry has pointer, size and digest.
+Where a trajectory has choices, they lie in a file of their own, which only trainers read.
 
 The file is in the run's folder, or an object in a store that all services reach; its pointer says which, so
 that readers need no config. Guarantees: a file is whole and durable before the entry that claims it. A reader
 gets the record as it would have come through the stream, byte for byte. If the payload is missing, wrong, or
-cannot be read while others can, it gets the entry's own few fields with the reason in `fault`: that sample
-has failed, and no other; so it is with a payload in a store that this process cannot open. Readers wait for a
-store that is away, as for Redis, but not for one that refuses their keys: after a minute of that they end
-with the reason. A file is removed only when no entry claims it and none can any more.
+cannot be read while others can, it gets the entry's few fields with the reason in `fault`: that sample alone
+has failed. The same holds for a payload in a store that this process cannot open. Readers wait for a store
+that is away, as they do for Redis, but not for one that refuses their keys: after a minute of refusals they
+end with the reason. A file is removed only when no entry claims it and none can any more.
 """
 
 import asyncio
@@ -52,10 +52,12 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 """Pauses between attempts to use a store that is away."""
 REFUSED_S = 60.0
-"""For so long a store that refuses the keys is asked again: new rights take a while to hold everywhere."""
+"""Seconds for which a store that refuses the keys is asked again: new rights take a while to hold
+everywhere."""
 LAST_PAUSE_S = 2.0
 """Longest pause between attempts to read a payload that cannot be read while others can."""
 MAX_OTHERS = 8
+"""Payloads that are tried to find out whether others can be read."""
 NUM_THREADS = 16
 """Payloads that are read or written at once."""
 NO_IDS = np.zeros(0, np.int32)
@@ -215,14 +217,17 @@ class ClaimStore:
         try:
             payload = self._objects(url).read_all(name) if url else self._read_file(name)
         except (OSError, StoreError) as error:
-            if isinstance(error.__cause__ if url else error, FileNotFoundError):
+            # A store's error has the library's as its cause.
+            cause = error.__cause__ if url else error
+            if isinstance(cause, FileNotFoundError):
                 raise FileNotFoundError(_reason(error)) from None
             kind = type(error) if isinstance(error, RefusedError | UnreadableError) else StoreError
             if isinstance(error, OSError) and self._gives_others(name):
                 kind = UnreadableError
             raise kind(f"{self._place(claim)} cannot be read now: {_reason(error)}") from error
-        # The folder exists: should it vanish now, `_write` must not make an empty one in its place.
-        self._has_folder |= not url
+        if not url:
+            # The folder exists: should it vanish now, `_write` must not make an empty one in its place.
+            self._has_folder = True
         return payload
 
     def _read_file(self, name: str) -> bytes:
@@ -320,7 +325,7 @@ class ClaimStore:
 
 
 class _Refusals:
-    """For how long a store has refused the keys of this process."""
+    """Counts for how long a store has refused the keys of this process."""
 
     def __init__(self) -> None:
         self._since: float | None = None

