@@ -49,6 +49,8 @@ class LossyProxy:
         self.port = 0
         self.received = b""
         """Everything of the gateway's that clients could read: bodies of responses, one after the other."""
+        self.asked = b""
+        """Bodies of the requests for the model, one after the other."""
         self.done: list[Mode] = []
 
     @contextlib.asynccontextmanager
@@ -67,6 +69,7 @@ class LossyProxy:
                 request = await read_message(reader)
                 mode: Mode = next(self._modes, "pass") if request.is_question else "pass"
                 if request.is_question:
+                    self.asked += request.body
                     self.done.append(mode)
                 answer = await self._ask(request, mode)
                 if answer is None:

@@ -1,71 +1,52 @@
-"""Public agents and frameworks at a session's limit: each ends soon, and its own reward is kept.
+"""Public agents and frameworks at a session's limit, and where their worker hands over: each ends soon, and
+its own reward is kept.
 
 They are installed into folders below build/. Where they cannot be, the tests are skipped.
 """
 
+import json
 import os
-import shutil
-import subprocess
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.support import framework_programs
-from tests.support.scripted_model import ScriptedModel, agent_player, call_line, make_ticket
-from tests.support.venvs import BUILD, python_with
-from tidemill.common.wire.messages import SamplingParams
+from tests.support.frameworks import NPM, VENVS, command_of, line_of
+from tests.support.numbered import append_numbered
+from tests.support.runs import ServiceRun, simulated_config
+from tests.support.scripted_model import ScriptedModel, agent_player, make_ticket
+from tests.support.scripted_worker import ASKED, GO, NAMES
+from tests.support.training import messages
+from tests.support.waiting import wait_until
+from tidemill.common.run.state import RUNS_DIR_VARIABLE
+from tidemill.common.wire.messages import DeadLetter, Lane, SamplingParams, Trajectory
 
-PROGRAMS = Path(framework_programs.__file__)
-PACKAGES = [
-    *("openai", "anthropic", "litellm", "mini-swe-agent>=2.4,<3", "langchain-openai", "smolagents[openai]"),
-    *("agno>=3,<4", "pydantic-ai-slim[openai]>=2,<3", "openai-agents"),
-]
-NPM = {"codex": "@openai/codex@0.171.0", "claude": "@anthropic-ai/claude-code@2"}
-CODEX = (
-    "codex exec --skip-git-repo-check -m m -c model_provider=t -c \"model_providers.t={name='t', "
-    "base_url='$OPENAI_BASE_URL', env_key='OPENAI_API_KEY', wire_api='responses'}\" 'Go on.'"
-)
-COMMANDS = {"codex": CODEX, "claude": "claude -p 'Go on.' --model m"}
-NOOP = call_line("noop", number=1)
-LINES = {
-    "mini_swe_agent": call_line("bash", command="true"),
-    **dict.fromkeys(("pydantic_ai", "smolagents", "agno", "openai_agents"), NOOP),
-    "codex": call_line("exec_command", cmd="echo 7"),
-    "claude": call_line("Bash", command="echo 7", description="Print 7."),
-}
 ENDS_S = 15.0
 MAX_TURNS = 2
+MANY_TURNS = 50
+MAX_TOKENS = 500
+FRAMEWORKS = [*VENVS, *NPM]
+NUM_TOGETHER = 4
+TOGETHER = [FRAMEWORKS[first : first + NUM_TOGETHER] for first in range(0, len(FRAMEWORKS), NUM_TOGETHER)]
+"""Frameworks whose sessions run at once in one worker."""
+START = """
+import json, os
+row = json.loads(os.environ["TIDEMILL_ROW"])
+os.execvp("sh", ["sh", "-c", COMMANDS[row["prompt"]]])
+"""
+"""Runs the program that a row names."""
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(scope="module")
-def python() -> Path:
-    """An interpreter that has the frameworks."""
-    return python_with("agent-clients", "minisweagent, agno, agents, smolagents", PACKAGES)
-
-
-@pytest.fixture(scope="module")
-def programs() -> Path:
-    """A folder with the commands of npm's packages."""
-    folder = BUILD / "agent-programs"
-    commands = folder / "node_modules" / ".bin"
-    if not shutil.which("npm"):
-        pytest.skip("npm is not there: apt-get install npm")
-    if not all((commands / name).exists() for name in NPM):
-        folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(["npm", "install", *NPM.values()], cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"{folder} cannot be made: {done.stderr.strip()[-200:]}")
-    return commands
-
-
-async def play(command: str, line: str, max_turns: int) -> tuple[Any, float]:
+async def play(name: str, folder: Path, **limits: int) -> tuple[Any, float]:
     """The session, and how long its program went on after the model's last turn."""
-    model = ScriptedModel(*[line] * max_turns)
+    model = ScriptedModel(*[line_of(name)] * MANY_TURNS)
     answered_at = 0.0
 
     async def ask(ids: Sequence[int], sampling: SamplingParams) -> Any:
@@ -73,35 +54,101 @@ async def play(command: str, line: str, max_turns: int) -> tuple[Any, float]:
         answered_at = time.monotonic()
         return await model.ask(ids, sampling)
 
-    ticket = make_ticket(max_tokens=500)
-    async with agent_player(f"$ {command}", max_model_len=1 << 18, max_turns=max_turns) as player:
+    ticket = make_ticket(max_tokens=MAX_TOKENS)
+    command = f"$ {command_of(name, folder)}"
+    async with agent_player(command, max_model_len=1 << 18, **limits) as player:
         played = await player.play(ticket, "s", ask)
     return played.session, time.monotonic() - answered_at
 
 
-FRAMEWORKS = [
-    *("openai_chat", "openai_responses", "anthropic_messages", "litellm_openai", "litellm_retries"),
-    *("litellm_anthropic", "mini_swe_agent", "langchain", "pydantic_ai", "smolagents", "agno"),
-    "openai_agents",
-]
+@pytest.mark.parametrize("name", FRAMEWORKS)
+async def test_a_framework_that_meets_the_last_turn_ends_soon_with_its_reward(name, tmp_path):
+    session, ending_s = await play(name, tmp_path, max_turns=MAX_TURNS)
+    turns = sum(len(segment.turns) for segment in (session, *session.forks))
+    assert (session.end, session.reward, turns, session.unread) == ("max_turns", 0.5, MAX_TURNS, ())
+    results = [message["content"] for message in session.messages if message["role"] == "tool"]
+    assert name not in NPM or any("7" in result for result in results)
+    assert ending_s < ENDS_S
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-async def test_a_framework_that_meets_a_limit_ends_soon_with_its_reward(python: Path, name: str) -> None:
-    session, ending_s = await play(f"{python} -P {PROGRAMS} {name}", LINES.get(name, "ok"), MAX_TURNS)
-    turns = sum(len(segment.turns) for segment in (session, *session.forks))
-    assert (session.end, session.reward, turns, session.unread) == ("max_turns", 0.5, MAX_TURNS, ())
+async def test_a_framework_that_has_used_the_tokens_of_its_session_ends_soon_with_its_reward(name, tmp_path):
+    session, ending_s = await play(name, tmp_path, max_turns=MANY_TURNS, max_tokens=MAX_TOKENS)
+    segments = (session, *session.forks)
+    num_tokens = sum(turn.num_tokens for segment in segments for turn in segment.turns)
+    assert (session.end, session.reward, session.unread) == ("max_tokens", 0.5, ())
+    assert 0 < num_tokens <= MAX_TOKENS
     assert ending_s < ENDS_S
 
 
-@pytest.mark.parametrize("name", list(NPM))
-async def test_a_coding_agent_plays_a_session_and_meets_a_limit(programs, name, monkeypatch, tmp_path):
-    for variable in ("HOME", "CODEX_HOME", "CLAUDE_CONFIG_DIR"):
-        monkeypatch.setenv(variable, str(tmp_path))
-    monkeypatch.setenv("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1")
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    command = f"cd {tmp_path}; {COMMANDS[name]} </dev/null >&2; echo '{{\"reward\": 0.5}}'"
-    session, ending_s = await play(command, LINES[name], MAX_TURNS)
-    assert (session.end, session.reward, session.histories) == ("max_turns", 0.5, {"clean": 1})
-    assert any("7" in str(message["content"]) for message in session.messages if message["role"] == "tool")
-    assert ending_s < ENDS_S
+@pytest.mark.parametrize("names", TOGETHER, ids=" ".join)
+@pytest.mark.parametrize("drain_s", [60.0, 0.0])
+async def test_frameworks_whose_worker_is_asked_to_stop_end_soon_and_their_rewards_are_kept(
+    names, drain_s, tmp_path
+):
+    """SIGTERM in the middle of a session: it ends there, or is handed to another worker, which plays it."""
+    commands = {name: command_of(name, tmp_path / name) for name in names}
+    for name in names:
+        (tmp_path / name).mkdir()
+    start = tmp_path / "start.py"
+    start.write_text(START.replace("COMMANDS", repr(commands)))
+    config = simulated_config(
+        tmp_path,
+        rollout__environment={
+            "use": "agent",
+            "agent": f"$ {sys.executable} {start}",
+            "max_turns": MAX_TURNS,
+        },
+        rollout__sampling={"max_tokens": MAX_TOKENS},
+        model__max_model_len=1 << 18,
+        streams__drain_s=drain_s,
+    )
+    tickets = []
+    for number, name in enumerate(names):
+        tickets.append((number, make_ticket(name, max_tokens=MAX_TOKENS, ticket=number)))
+
+    def has_all_asked(worker: str) -> bool:
+        asked = (tmp_path / ASKED).read_text().splitlines() if (tmp_path / ASKED).exists() else []
+        return all(f"{worker} {number} {MAX_TURNS}" in asked for number, _ in tickets)
+
+    async with ServiceRun(tmp_path, config) as run:
+        run.variables["tests.support.scripted_worker"] = {NAMES: json.dumps(names)}
+        await append_numbered(run.broker, run.keys.prompts(Lane.TRAIN), tickets)
+        worker = run.start("tests.support.scripted_worker", "first")
+        await wait_until(lambda: has_all_asked("first"), 180.0)
+        asked_at = time.monotonic()
+        worker.send_signal(signal.SIGTERM)
+        if drain_s:
+            (tmp_path / GO).touch()
+        assert await run.wait("first") == 0, run.log_of("first")
+        assert time.monotonic() - asked_at < ENDS_S
+        assert not processes_of(tmp_path)
+        if not drain_s:
+            assert not await messages(run.broker, run.keys.trajectories(), Trajectory)
+            (tmp_path / GO).touch()
+            run.start("tests.support.scripted_worker", "second")
+
+        async def are_there() -> bool:
+            return len(await messages(run.broker, run.keys.trajectories(), Trajectory)) == len(names)
+
+        await wait_until(are_there, 180.0)
+        samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+        assert not await messages(run.broker, run.keys.dead, DeadLetter)
+    by_name = {names[sample.ticket]: sample for sample in samples}
+    assert sorted(by_name) == sorted(names)
+    for name, sample in by_name.items():
+        turns = sum(len(segment.turns) for segment in (sample.session, *sample.session.forks))
+        said = (name, sample.worker, sample.session.end, sample.session.reward, turns, sample.session.unread)
+        assert said == (name, "first" if drain_s else "second", "max_turns", 0.5, MAX_TURNS, ())
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Processes that a worker of this folder's run has started, or it."""
+    names = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUNS_DIR_VARIABLE) == str(folder) and process.pid != os.getpid():
+                names.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return [name for name in names if "redis" not in name]
