@@ -24,14 +24,17 @@ import pytest
 from tests.compose.docker import Engine
 from tests.support.models import run_config
 from tests.support.preloaded import REPO
-from tests.support.rollout_worker import RUN_UID
+from tests.support.rollout_worker import RUN_UID, SIZE, issue
+from tests.support.runs import ServiceRun, simulated_config
 from tests.support.scripted_model import CHAT, ScriptedModel, agent_player, call_line, make_ticket
+from tests.support.training import messages
 from tests.support.waiting import wait_until
 from tidemill.common.config import RunConfig, load_config
 from tidemill.common.data.dataset import Row
 from tidemill.common.errors import ConfigError, EnvironmentFaultError
 from tidemill.common.process.checks import check_environment
-from tidemill.common.wire.messages import Lane, Ticket
+from tidemill.common.run.state import UID, update_state
+from tidemill.common.wire.messages import DeadLetter, Lane, Ticket, Trajectory
 from tidemill.services.rollout.containers.__main__ import remove_of_run
 from tidemill.services.rollout.containers.names import SessionName
 from tidemill.services.rollout.environments.player import EnvironmentPlayer
@@ -386,3 +389,48 @@ def config_of(way: str, folder: Path) -> tuple[RunConfig, list[Row]]:
         for number, name in enumerate(NAMES[:3])
     ]
     return RunConfig.model_validate(tree), rows
+
+
+LEASE_S = 2.0
+NUM_TICKETS = 4
+
+
+@pytest.mark.timeout(600)
+async def test_a_killed_worker_of_verifiers_leaves_no_box_and_loses_no_sample(tmp_path: Path) -> None:
+    row = json.dumps({"task": NAMES.index("csv-join")})
+    config = simulated_config(
+        tmp_path,
+        rollout__environment={
+            "use": "agent",
+            "agent": f"$ echo '{row}' | {PLAY.removeprefix('$ ')} {OPTIONS}",
+            "containers": "docker",
+            "call_timeout_s": 120.0,
+        },
+        # Long enough for boxes to be there while the model is asked.
+        rollout__simulated={"tokens": 4, "vocab_size": 32, "group_s": 4.0},
+        rollout__max_groups_in_flight=1,
+        model__max_model_len=4096,
+        streams__lease_s=LEASE_S,
+    )
+    async with ServiceRun(tmp_path, config) as run:
+        killed = run.start("rollout", "killed")
+        await update_state(run.broker, run.keys, **{UID: RUN_UID})  # as the trainer does
+        await issue(run.broker, run.keys)
+        lost = await wait_until(lambda: containers() if len(containers()) >= SIZE else set())
+        killed.kill()
+        killed.wait()
+        run.start("rollout", "next")
+        await wait_until(lambda: not containers() & lost)
+
+        async def find_samples() -> list[Trajectory] | None:
+            samples = await messages(run.broker, run.keys.trajectories(), Trajectory)
+            return samples if len(samples) >= NUM_TICKETS * SIZE else None
+
+        samples = await wait_until(find_samples, 400)
+        keys = sorted((sample.ticket, sample.index) for sample in samples)
+        assert keys == [(ticket, index) for ticket in range(NUM_TICKETS) for index in range(SIZE)]
+        # The simulated engine calls nothing: its test fails in its own box.
+        assert {sample.session.reward for sample in samples if sample.session} == {0.0}
+        assert await messages(run.broker, run.keys.dead, DeadLetter) == []
+        await run.stop_all("next")
+        assert containers() == set()
