@@ -323,6 +323,8 @@ class Trajectory(PromptFields):
 
 LOGPROBS_FAULT = "its logprobs "
 """How the reason begins, if a sample has failed because of its logprobs."""
+IMAGES_FAULT = "a picture of its prompt "
+"""The same, because of a picture."""
 
 
 def fault_of(sample: Trajectory) -> str:
