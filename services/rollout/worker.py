@@ -192,7 +192,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             await self.generate(delivery)
         except* LeaseLostError:
             log.info("group taken over by another worker", ticket=ticket)
-        except* (EngineError, BrokerError) as failures:  # not the ticket's fault, and this process is broken
+        # Not the ticket's fault: this process is broken, or a store refuses its keys.
+        except* (EngineError, BrokerError, ConfigError) as failures:
             cause = first_cause(failures)
             log.error("this process cannot go on; stopping so that it is restarted", error=str(cause))
             self.context.fail(cause)

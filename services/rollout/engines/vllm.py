@@ -39,7 +39,7 @@ from tidemill.services.rollout.engines.engine import (
     WeightUpdate,
 )
 from tidemill.services.rollout.engines.model import ModelEngine, open_model
-from tidemill.services.rollout.engines.vllm_launch import is_cpu, start_vllm
+from tidemill.services.rollout.engines.vllm_launch import is_cpu, set_environment, start_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -91,6 +91,7 @@ class VllmEngine(ModelEngine):
         if self._config.images is not None:
             # Before anything imports transformers.
             add_torchvision(IMAGES_IN_VLLM)
+            set_environment()  # and before torch, which the processor of pictures needs
         self._folder = await asyncio.to_thread(open_model, self._config.model)
         if self._config.images is not None:
             from tidemill.services.rollout.engines.images import PromptImages

@@ -13,9 +13,10 @@ from tests.support.pictures import image_of, noise_png
 from tests.support.rollout_worker import SIZE, is_settled, samples_of, take_over
 from tests.support.training import trainer_config
 from tests.support.waiting import wait_until
-from tidemill.common.errors import BrokenImageError, ConfigError
+from tidemill.common.errors import BrokenImageError, ConfigError, RefusedError
 from tidemill.common.images.store import IMAGES_FOLDER, ImageStore
 from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.keys import Keys
 from tidemill.common.wire.messages import IMAGES_FAULT, SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
@@ -129,6 +130,24 @@ async def test_a_store_that_is_away_is_waited_for(make, broker, keys, store, tmp
         (tmp_path / "away").rename(tmp_path / IMAGES_FOLDER)
         await task
     assert [sample.fault for sample in await samples_of(broker, keys)] == [""] * SIZE
+
+
+async def test_a_store_that_refuses_the_keys_ends_the_worker_and_keeps_the_ticket(
+    make, broker, keys, store, monkeypatch
+):
+    def refuse(store: ImageStore, image: Image) -> bytes:
+        raise RefusedError("it refuses this process's keys")
+
+    monkeypatch.setattr(ImageStore, "read", refuse)
+    monkeypatch.setattr("tidemill.common.store.claims.REFUSED_S", 0.0)
+    await issue(broker, keys, ticket_of())
+    async with make(**SEES) as worker:
+        delivery = await worker.fetch()
+        await worker.lane._work(delivery)
+        assert worker.context.stopping.is_set()
+        with pytest.raises(ConfigError, match="refuses this process's keys"):
+            worker.context.raise_failure()
+    assert not await samples_of(broker, keys) and not await is_settled(broker, keys)
 
 
 async def test_a_single_turn_is_continued_with_its_pictures_after_a_takeover(
