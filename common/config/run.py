@@ -144,7 +144,25 @@ class RunConfig(Section):
         yield from self._comparison_rules()
         yield from self._teacher_rules()
         yield from self._filter_rules()
+        yield from self._picture_rules()
         yield from server_rules(self.reward, self.servers)
+
+    def _picture_rules(self) -> Rules:
+        trainer = self.trainer
+        if self.images is None:
+            if trainer.train_tower:
+                yield (
+                    "trainer.train_tower needs the section images: without pictures a tower has no gradient; "
+                    "add `images: {}`, or leave it out"
+                )
+            return
+        if trainer.num_ranks > 1:
+            yield (
+                f"trainer.num_ranks is {trainer.num_ranks}, and runs with pictures (images) train on one "
+                "rank: leave it out"
+            )
+        if trainer.compile:
+            yield "trainer.compile does not work with pictures (images) yet: leave it out"
 
     @model_validator(mode="after")
     def _spare_truth(self) -> "RunConfig":

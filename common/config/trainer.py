@@ -115,6 +115,8 @@ class TrainerConfig(Section):
     """Train on groups as they complete; the result is the same."""
     policy: Literal["transformers", "simulated"] = "transformers"
     """What is trained: a Hugging Face causal language model, or delays."""
+    train_tower: bool = False
+    """Train what makes features of pictures, too (`images`): the tower and the projector behind it."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
@@ -184,6 +186,11 @@ class TrainerConfig(Section):
             yield (
                 f"num_ranks is {self.num_ranks}, which context_ranks {self.context_ranks} does not divide: "
                 "each of them has a part of the same forward pass"
+            )
+        if self.train_tower and self.lora is not None:
+            yield (
+                "train_tower with lora: adapters are of the language model alone, and engines load none of a "
+                "tower; leave one of the two out"
             )
         copy = self.shard_ranks or self.num_ranks
         if copy % self.expert_size:

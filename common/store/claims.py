@@ -16,7 +16,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -33,7 +33,7 @@ from tidemill.common.store.objects import Objects
 from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire import codec
 from tidemill.common.wire.choices import check_rows
-from tidemill.common.wire.messages import ChoiceRows, Choices, Claim, Message, Trajectory
+from tidemill.common.wire.messages import ChoiceRows, Choices, Claim, Message, Trajectory, fault_of
 
 log = structlog.get_logger(__name__)
 
@@ -77,6 +77,9 @@ class ClaimStore:
         self.max_bytes = max_bytes
         self.reads_choices = False
         """Whether `resolve` reads a trajectory's choices, too, by default."""
+        self.check_pictures: Callable[[Trajectory], str] | None = None
+        """Where pictures are trained: says what is wrong with those of a trajectory; `resolve` makes it the
+        trajectory's `fault`. Raises StoreError: their store is away."""
         self.url = f"{url.rstrip('/')}/{run_dir.name}/{CLAIMS_FOLDER}" if url else ""
         self.threads = BoundedThreads("claims", NUM_THREADS)
         """For calls of this store: while it is away, each takes up to a minute."""
@@ -134,7 +137,8 @@ class ClaimStore:
         """Whether `resolve` has nothing to read."""
         if not isinstance(message, Trajectory):
             return True
-        return message.claim is None and not (self.reads_choices and message.lacks_choices)
+        is_read = message.claim is None and not (self.reads_choices and message.lacks_choices)
+        return is_read and self.check_pictures is None
 
     def is_large(self, payload: bytes) -> bool:
         """Whether a claim takes the place of this payload of a sample."""
@@ -164,6 +168,13 @@ class ClaimStore:
         """
         if not isinstance(message, Trajectory):
             return message
+        message = self._resolve(message, reads_choices)
+        if self.check_pictures is not None and not fault_of(message):
+            fault = self.check_pictures(message)
+            return with_fault(message, fault) if fault else message
+        return message
+
+    def _resolve(self, message: Trajectory, reads_choices: bool | None) -> Trajectory:
         claim = message.claim
         try:
             if claim is not None:

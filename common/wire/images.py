@@ -10,6 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tidemill.common.wire.arrays import Int32
 
+PICTURES_FAULT = "its pictures: "
+PLACEHOLDER_FAULT = "its placeholders: "
+"""How faults of a sample begin whose pictures cannot be had, and of one whose tokens stand for others."""
+
 
 class Image(BaseModel):
     """One picture of a prompt.

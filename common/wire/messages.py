@@ -323,8 +323,6 @@ class Trajectory(PromptFields):
 
 LOGPROBS_FAULT = "its logprobs "
 """How the reason begins, if a sample has failed because of its logprobs."""
-IMAGES_FAULT = "a picture of its prompt "
-"""The same, because of a picture."""
 
 
 def fault_of(sample: Trajectory) -> str:
@@ -491,6 +489,9 @@ class Commit(Message):
     )
     metrics: dict[str, float] = Field(default_factory=dict)
     digest: str = ""
+    processor: str = Field(
+        "", description="name and digest of the image processor; empty where no picture is trained"
+    )
     samples_digest: str = Field(
         "", max_length=16, description="of tokens and rewards trained; absent of older releases"
     )

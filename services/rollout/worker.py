@@ -69,8 +69,9 @@ from tidemill.common.streams.lane_worker import LaneWorker
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
+from tidemill.common.wire.images import PICTURES_FAULT
 from tidemill.common.wire.keys import ROLLOUT_GROUP
-from tidemill.common.wire.messages import IMAGES_FAULT, Claim, Lane, SamplingParams, Ticket, Trajectory
+from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.containers.names import SessionName, unique_end
 from tidemill.services.rollout.engines.engine import (
     Engine,
@@ -259,7 +260,7 @@ class RolloutWorker(LaneWorker[Ticket]):
                 if missing:
                     pictures = await self._read_pictures(ticket)
             except BrokenImageError as error:
-                await self._publish_failed(delivery, missing, f"{IMAGES_FAULT}cannot be had: {error}")
+                await self._publish_failed(delivery, missing, f"{PICTURES_FAULT}{error}")
                 continue
             plays = await self._read_plays(ticket, missing, parts)
             faults: dict[int, EnvironmentFaultError | MachineFaultError] = {}
@@ -459,7 +460,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             faults[index] = error
             return
         except BrokenImageError as error:
-            await self._publish_failed(delivery, [index], f"{IMAGES_FAULT}cannot be used: {error}")
+            await self._publish_failed(delivery, [index], f"{PICTURES_FAULT}{error}")
             return
         finally:
             self.num_playing -= 1

@@ -33,6 +33,7 @@ from tidemill.services.trainer.durable.recovery import Replayer
 from tidemill.services.trainer.durable.trimming import Trimmer
 from tidemill.services.trainer.durable.waiting import on_disk, until_stored
 from tidemill.services.trainer.evaluation import Evaluator
+from tidemill.services.trainer.groups.pictures import watch_pictures
 from tidemill.services.trainer.metrics.diagnostics import Diagnostics
 from tidemill.services.trainer.metrics.recorder import Recorder
 from tidemill.services.trainer.metrics.trackers import TRACKERS, Sender, TrackedRun
@@ -72,6 +73,8 @@ async def _train(context: ServiceContext) -> None:
     prompts, evaluation = await asyncio.to_thread(_load_data, context)
     broker = context.broker
     keys = context.keys
+    if broker.claims is not None:
+        await asyncio.to_thread(watch_pictures, broker.claims, context.config, context.run_dir)
     join = StreamJoin(broker, keys)
     scheduler = Scheduler(broker, keys, context.config, prompts, join.expect)
     streams = RunStreams(scheduler, join, Reconciler(broker, keys, scheduler))

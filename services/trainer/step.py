@@ -21,7 +21,7 @@ import structlog
 import xxhash
 
 from tidemill.common.config import RunConfig
-from tidemill.common.errors import TidemillError
+from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.activity import Activity
 from tidemill.common.process.service import StoppedError
 from tidemill.common.wire.messages import Commit, Outcome, TrajectoryKey
@@ -96,6 +96,7 @@ def make_commit(
     started_at: float,
     outcomes: tuple[Outcome, ...] = (),
     sizes: dict[str, int] | None = None,
+    processor: str = "",
 ) -> Commit:
     """The record of a step that has just updated the weights."""
     left_out = [(group.ticket, index, reason) for group in result.groups for index, reason in group.left_out]
@@ -121,6 +122,7 @@ def make_commit(
         sizes=sizes or {},
         metrics=metrics,
         digest=digest,
+        processor=processor,
         samples_digest=samples_digest(keys, {group.ticket: group for group in result.groups}),
         started_at=started_at,
         finished_at=time.time(),
@@ -200,6 +202,13 @@ class StepRunner:
             StoppedError: the service must stop; nothing of the step may be kept (see `has_begun`).
             TidemillError: what was trained then cannot be trained now: the config has changed.
         """
+        if commit.processor != self.policy.processor:
+            raise ConfigError(
+                f"step {commit.step} was trained with the image processor {commit.processor or '(none)'}, "
+                f"and this is {self.policy.processor or '(none)'}: the same pictures have other pixels. Go "
+                "on with the model folder, the section `images` and the release of transformers that the "
+                "run was started with"
+            )
         self.thread.hold()
         result = self._begin()
         later: set[int] = set()

@@ -191,7 +191,16 @@ class Trainer:
         outstanding = self.scheduler.outstanding
         trained = [(outstanding[g.ticket], g.rewards) for g in result.groups if g.ticket in outstanding]
         of_prompts = prompts.outcomes(trained), prompts.sizes(tickets)
-        commit = make_commit(step, result, dropped, numbers, state.committed, started_at, *of_prompts)
+        commit = make_commit(
+            step,
+            result,
+            dropped,
+            numbers,
+            state.committed,
+            started_at,
+            *of_prompts,
+            self.runner.policy.processor,
+        )
         await self._commit(commit, result)
         await delete_results(self.context.broker, self.context.keys, Lane.TRAIN, outstanding)
         await on_disk(self.context, self.recorder.step, step, commit.metrics)

@@ -12,7 +12,7 @@ from tidemill.services.trainer.groups.sample import Sample, SegmentTokens, fill_
 
 OWN = (
     "reward", "shaped_reward", "advantage", "turns", "routes", "kept", "teacher", "teacher_weight",
-    "imitation", "group_size", "group_trained",
+    "imitation", "group_size", "group_trained", "images",
 )  # fmt: skip
 """Fields of a sample beside its tokens."""
 

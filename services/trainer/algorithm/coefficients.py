@@ -76,22 +76,29 @@ class Coefficients:
         return {"coefficients": asdict(self)} if algorithm.is_adaptive else {}
 
 
-class HasCoefficients:
-    """The part of a policy that holds coefficients. `_algorithm` is the section with the current ones."""
+class CurrentCoefficients:
+    """The coefficients of a policy, which move once a step."""
 
-    def _set_coefficients(self, algorithm: AlgorithmConfig, saved: Mapping[str, Any] | None = None) -> None:
-        self._given = algorithm
-        self._hold(Coefficients.at_start(algorithm, saved))
+    def __init__(self, configured: AlgorithmConfig) -> None:
+        self._configured = configured
+        self.begin()
 
-    def _hold(self, coefficients: Coefficients) -> None:
-        self._coefficients = coefficients
-        self._algorithm = coefficients.applied(self._given)
-
-    def coefficients(self) -> Coefficients:
-        return self._coefficients
+    def begin(self, saved: Mapping[str, Any] | None = None) -> None:
+        """Begin as the config says, or go on from a checkpoint's."""
+        self._hold(Coefficients.at_start(self._configured, saved))
 
     def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
-        self._hold(self._coefficients.after(kl, entropy, num_samples, self._given))
+        """Move them by a step's metrics, as `Coefficients.after` says."""
+        self._hold(self.current.after(kl, entropy, num_samples, self._configured))
+
+    def _hold(self, coefficients: Coefficients) -> None:
+        self.current = coefficients
+        self.algorithm = coefficients.applied(self._configured)
+        """The config's section, with these in place of its own."""
+
+    def as_values(self) -> dict[str, Any]:
+        """Values for a checkpoint."""
+        return self.current.as_values(self._configured)
 
 
 def coefficient_metrics(algorithm: AlgorithmConfig) -> dict[str, float]:

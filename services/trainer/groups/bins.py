@@ -25,6 +25,7 @@ from tidemill.services.trainer.groups.trie import (
     common_lengths,
     in_order,
     num_different,
+    with_pictures,
     with_routes,
 )
 
@@ -311,6 +312,7 @@ def split_groups(
 
 
 def _rows_of(sample: Sample) -> Iterator[Int32]:
-    """Prompt and completion of each of the sample's rows, end to end, with their routes."""
+    """Prompt and completion of each of the sample's rows, end to end, with their routes and pictures."""
     for number, ids in enumerate(sample.rows):
-        yield with_routes(ids, sample.routes[number].keys if sample.routes else None)
+        sequence = with_pictures(ids, sample.images)
+        yield with_routes(sequence, sample.routes[number].keys if sample.routes else None)

@@ -10,7 +10,8 @@ import numpy as np
 
 from tidemill.common.config import NamedRewardConfig, RunConfig
 from tidemill.common.wire.choices import ROUTES, ROUTES_FAULT, Routing, find_routes_fault
-from tidemill.common.wire.messages import IMAGES_FAULT, LOGPROBS_FAULT, Score, Trajectory, fault_of
+from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT
+from tidemill.common.wire.messages import LOGPROBS_FAULT, Score, Trajectory, fault_of
 from tidemill.common.wire.sampling import FILTER_NAMES
 from tidemill.services.trainer.groups.group import Group
 from tidemill.services.trainer.groups.sample import (
@@ -162,10 +163,11 @@ class GroupFilter:
         if fault:
             if fault.startswith(ROUTES_FAULT):
                 return NO_CHOICES, fault
-            if fault.startswith(LOGPROBS_FAULT):
+            if fault.startswith((LOGPROBS_FAULT, PLACEHOLDER_FAULT)):
                 return BAD_NUMBERS, fault
+            if fault.startswith(PICTURES_FAULT):
+                return NO_PAYLOAD, fault
             is_claimed = trajectory.claim is not None or trajectory.lacks_choices
-            is_claimed = is_claimed or fault.startswith(IMAGES_FAULT)
             return NO_PAYLOAD if is_claimed else ENVIRONMENT_FAULT, fault
         if self.routing is not None:
             routes = trajectory.choices.rows.get(ROUTES) if trajectory.choices else None

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from tidemill.common.wire.arrays import Bits, Float32, Float64, Int32
 from tidemill.common.wire.choices import KEPT, NUM_ROWS, ROUTES, Rows
-from tidemill.common.wire.messages import Trajectory, TrajectoryKey
+from tidemill.common.wire.images import Image, check_images
+from tidemill.common.wire.messages import Trajectory, TrajectoryKey, fault_of
 from tidemill.common.wire.segments import Segment
 from tidemill.services.trainer.groups.columns import SampleColumns, Values
 
@@ -98,6 +99,8 @@ class Sample:
     """Routes of each segment; empty where none were recorded."""
     kept: Rows | None = None
     """[T], the ids that each token was sampled from; an empty row: from all."""
+    images: tuple[Image, ...] = ()
+    """Pictures of the prompt, by the order of their tokens."""
     teacher: str = ""
     """The teacher of its data source."""
     teacher_weight: float = 0.0
@@ -135,6 +138,8 @@ class Sample:
             raise ValueError(
                 f"trajectory {self.key}: its segments do not have {num_tokens} completion tokens"
             )
+        if self.images:
+            self._check_images()
         if self.routes:
             self._check_routes()
         if self.kept is not None and len(self.kept) != num_tokens:
@@ -143,6 +148,14 @@ class Sample:
             raise ValueError(f"trajectory {self.key}: rollout logprobs must be finite")
         self.num_tokens = num_prompt + num_tokens
         self.num_trained = int(np.count_nonzero(self.mask))
+
+    def _check_images(self) -> None:
+        if len(self.segments) > 1:
+            raise ValueError(
+                f"trajectory {self.key}: it has pictures and {len(self.segments)} segments; pictures work in "
+                "samples of one segment"
+            )
+        check_images(self.images, len(self.prompt_ids))
 
     def _check_routes(self) -> None:
         expected = [len(segment.prompt_ids) + segment.num_completion - 1 for segment in self.segments]
@@ -240,8 +253,11 @@ def make_sample(trajectory: Trajectory) -> Sample:
     """A trajectory as a sample, still without its reward and its turns, which `GroupFilter` sets.
 
     Raises:
-        ValueError: a logprob is not finite, or a prompt is empty.
+        ValueError: a logprob is not finite, a prompt is empty, or a picture of it cannot be had.
     """
+    fault = fault_of(trajectory)
+    if trajectory.images and fault:
+        raise ValueError(f"trajectory {trajectory.key}: {fault}")
     segments = trajectory.segments
     choices = trajectory.choices
     return Sample(
@@ -252,6 +268,7 @@ def make_sample(trajectory: Trajectory) -> Sample:
         columns={"rollout_logprobs": _joined([segment.logprobs for segment in segments])},
         routes=tuple(_routes_of(trajectory)) if choices is not None else (),
         kept=choices.rows.get(KEPT) if choices is not None else None,
+        images=trajectory.images,
     )
 
 
@@ -260,7 +277,8 @@ def without_choices(sample: Sample) -> Sample:
     if sample.kept is None and not sample.routes:
         return sample
     columns = {"rollout_logprobs": sample.rollout_logprobs}
-    return Sample(sample.key, sample.segments, sample.completion_ids, sample.mask, columns)
+    images = sample.images
+    return Sample(sample.key, sample.segments, sample.completion_ids, sample.mask, columns, images=images)
 
 
 def has_masks(trajectory: Trajectory) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.common.wire.arrays import Int32
+from tidemill.common.wire.images import Image
 
 SHORTEST = 8
 """Fewest tokens that are split off as a shared node: fewer cost attention more than other layers save."""
@@ -56,6 +57,21 @@ def with_routes(ids: Int32, keys: Int32 | None) -> Int32:
     padded = np.zeros((len(ids), 2), dtype=np.int32)
     padded[: len(keys)] = keys[: len(ids)]
     return np.column_stack([ids, padded])
+
+
+def with_pictures(ids: Int32, images: Sequence[Image]) -> Int32:
+    """A sequence [T] whose tokens of pictures are equal only where the pictures are too: parts of the
+    picture's digest take the place of the ids, as numbers below 0.
+
+    Positions of what follows a picture depend on it, too: they are equal where all before is equal.
+    """
+    if not images:
+        return ids
+    marked = ids.copy()
+    for image in images:
+        words = np.frombuffer(bytes.fromhex(image.digest), dtype=np.int32)
+        marked[image.first : image.end] = np.resize(words | np.int32(-(2**31)), image.num_tokens)
+    return marked
 
 
 def num_shared(ends: Sequence[int], common: int) -> int:

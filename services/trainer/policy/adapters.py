@@ -29,6 +29,7 @@ from tidemill.common.run.routers import modules_of_routers
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.forward import output_head
+from tidemill.services.trainer.policy.layers import tower_of
 from tidemill.services.trainer.policy.options import OptionSettings, PolicyCore, PolicyOption
 from tidemill.services.trainer.policy.reference import reference_columns
 from tidemill.services.trainer.policy.state import PolicyState
@@ -201,10 +202,12 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     head = output_head(model)
     # None on a router or in one: routers are left as they were.
     routing = modules_of_routers(model)
+    # Nor on a tower or its projector, whose layers may have the same names: engines leave them out.
+    of_tower = {id(module) for section in tower_of(model) for module in section.modules()}
     linears = {
         name: module
         for name, module in model.named_modules()
-        if id(module) not in routing and _takes_adapter(module)
+        if id(module) not in routing | of_tower and _takes_adapter(module)
     }
     if config.target_modules == "all-linear":
         return [name for name, module in linears.items() if module is not head]
@@ -212,6 +215,16 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     for target in config.target_modules:
         names = [name for name in linears if f".{name}".endswith(f".{target}")]
         if not names:
+            in_tower = [
+                name
+                for name, module in model.named_modules()
+                if id(module) in of_tower and f".{name}".endswith(f".{target}")
+            ]
+            if in_tower:
+                raise ConfigError(
+                    f"trainer.lora.target_modules: {target} is in the tower of pictures alone "
+                    f"({in_tower[0]}), of which engines take no adapters; leave it out"
+                )
             last_parts = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
                 f"trainer.lora.target_modules: the model has no linear layer {target!r}; it has "

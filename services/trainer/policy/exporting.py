@@ -7,7 +7,7 @@ What is trained and not exported (value head, adapters before they are merged) h
 `+`, in commits.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.digest import PREFIX, Digest, DigestSum, header_digest
 from tidemill.common.wire.messages import WeightFile
-from tidemill.services.trainer.policy.offload import local
 from tidemill.services.trainer.policy.options import PolicyOption
+from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.state import SavesState
 from tidemill.services.trainer.weights.exported import DTYPES
 from tidemill.services.trainer.weights.shadow import owned_range
@@ -91,6 +91,12 @@ class ExportsWeights(SavesState):
     def finish_writing(self) -> None:
         self._writer.wait()
         self.finish_saving()
+
+    def move_version(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Move the version that was compared last, where there is one."""
+        writer: ShardWriter | None = self.__dict__.get("_writer")  # `self._writer` would make it
+        if writer is not None:
+            writer.shadow.move(moved)
 
     def digest(self) -> str:
         """Digest of the current weights, in the form that commits have."""

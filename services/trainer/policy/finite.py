@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.shards import local
 
 MAX_NAMED = 3
 
@@ -13,7 +14,7 @@ MAX_NAMED = 3
 def find_broken_weights(weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of weights with a number that is not finite, and how many; one synchronisation with the device.
     Of a weight that is split over ranks, this rank's shard is looked at."""
-    shards = [(name, local_part_of(weight.detach())) for name, weight in weights]
+    shards = [(name, local(weight.detach())) for name, weight in weights]
     shards = [(name, shard) for name, shard in shards if shard.is_floating_point() and shard.numel()]
     if not shards:
         return []
@@ -25,12 +26,6 @@ def find_broken_weights(weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         for (name, shard), is_finite in zip(shards, are_finite, strict=True)
         if not is_finite
     ]
-
-
-def local_part_of(weight: Tensor) -> Tensor:
-    """This rank's shard of a weight that is split over ranks, else the weight itself."""
-    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local
 
 
 def _describe(name: str, weight: Tensor) -> str:

@@ -217,8 +217,8 @@ class TokenScorer:
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> _Scores:
         sources_N = tile.sources_N.to(self._device)
         targets_N = tile.targets_N.to(self._device)
-        kwargs = self._inputs(tile)
         with self._autocast():
+            kwargs = self._inputs(tile)
             if self.scaling is None:
                 output = self._model(**kwargs, output_hidden_states=keep_hidden)
                 hidden_NH: Tensor | None = None
@@ -247,8 +247,8 @@ class TokenScorer:
         return self._run(self._hidden, tile)
 
     def _hidden(self, tile: Tile) -> Tensor:
-        kwargs = self._inputs(tile)
         with self._autocast():
+            kwargs = self._inputs(tile)
             if self.scaling is not None:
                 hidden_BTH = body_of(self._model)(**kwargs).last_hidden_state
             else:
@@ -264,6 +264,8 @@ class TokenScorer:
         }
         if TREE in kwargs:
             kwargs["attention_mask"] = no_mask(self._device)
+        if tile.computed is not None:
+            kwargs |= tile.computed.of_model(self._model, self._device)
         # A cache would switch off transformers' own detection of packed rows, and nothing reads it.
         return kwargs | {"input_ids": tile.ids_BT.to(self._device), "use_cache": False}
 

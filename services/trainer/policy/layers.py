@@ -13,6 +13,20 @@ def body_of(model: PreTrainedModel) -> nn.Module:
     return getattr(model, "model", model) if body is model else body
 
 
+def language_model_of(model: PreTrainedModel) -> nn.Module | None:
+    """The part of a model with several parts that reads text; None where it is all of the model."""
+    language_model: nn.Module | None = getattr(body_of(model), "language_model", None)
+    return language_model
+
+
+def tower_of(model: PreTrainedModel) -> list[nn.Module]:
+    """What turns pictures into features: the tower and the projector behind it; empty where there is none."""
+    language_model = language_model_of(model)
+    if language_model is None:
+        return []
+    return [child for child in body_of(model).children() if child is not language_model]
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that transformers keeps in one piece, and that are in no other such block; ranks gather them
     one after the other."""

@@ -13,8 +13,9 @@ from tidemill.services.trainer.policy.policy import Policy
 log = structlog.get_logger(__name__)
 
 
-def open_policy(config: RunConfig, folder: Path | None = None) -> Policy:
-    """The policy as it is at version 0; `folder` is the run's. A `ShardedPolicy` has to be closed; the others
+def open_policy(config: RunConfig, folder: Path | None = None, run_dir: Path | None = None) -> Policy:
+    """The policy as it is at version 0; `folder` is the run's, where sizes of passes are chosen and kept, and
+    so is `run_dir`, where pictures are, if it is not the same. A `ShardedPolicy` has to be closed; the others
     need nothing. Raises ConfigError: the model or the device cannot be used."""
     if config.trainer.policy == "simulated":
         from tidemill.services.trainer.policy.simulated_policy import SimulatedPolicy
@@ -31,7 +32,7 @@ def open_policy(config: RunConfig, folder: Path | None = None) -> Policy:
         return _open_sharded_policy(config)
     from tidemill.services.trainer.policy.transformers_policy import load_policy
 
-    return load_policy(config)
+    return load_policy(config, run_dir or folder)
 
 
 def _open_sharded_policy(config: RunConfig) -> Policy:

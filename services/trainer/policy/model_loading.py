@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.common.config.run import ModelConfig
@@ -26,6 +26,7 @@ from tidemill.services.trainer.policy.layers import outermost
 from tidemill.services.trainer.weights.pretrained import (
     PretrainedWeights,
     UnclearError,
+    auto_class,
     give_storage,
     open_pretrained,
 )
@@ -100,7 +101,7 @@ def open_model(
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
         opened: Any = _open_empty(config.path, model_config, options) if reads_later else None
         if opened is None:
-            opened = AutoModelForCausalLM.from_pretrained(
+            opened = auto_class(model_config).from_pretrained(
                 config.path, config=model_config, output_loading_info=True, **options
             )
             opened = (*opened, None)

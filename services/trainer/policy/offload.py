@@ -1,29 +1,26 @@
-"""Tensors of the trainer in host memory: moments of the optimizer, and all tensors while others have the GPU.
+"""The optimizer's moments in host memory.
 
 Guarantee: every bit is what it would be on the device. AdamW works on each element by itself, so moments can
-pass over the device in slices; everything else is copied.
+pass over the device in slices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch import Tensor
 from torch.optim.adamw import adamw
 
-if TYPE_CHECKING:
-    from tidemill.services.trainer.policy.forward import TokenScorer
-    from tidemill.services.trainer.policy.options import PolicyOption
+from tidemill.services.trainer.policy.optimizer import MOMENTS, AdamW
+from tidemill.services.trainer.policy.options import PolicyOption
+from tidemill.services.trainer.policy.shards import host_like, local
 
 SLICE = 1 << 25
 """Elements of a parameter whose moments are on the device at once; a multiple of every vector's width, so
 that a CPU rounds them as it would the whole."""
 PLACES = 2
 """Slices on the device: while one is updated, the one before leaves and the one after comes."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(AdamW):
@@ -34,7 +31,11 @@ class OffloadedAdamW(AdamW):
     that torch's AdamW has.
     """
 
+    moves_moments = False
     slice_size = SLICE
+
+    def make_room(self, parameter: Tensor) -> Tensor:
+        return host_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -85,6 +86,12 @@ class OffloadedAdamW(AdamW):
                     maximize=False,
                 )
         state["step"] += 1
+
+
+class OffloadedMoments(PolicyOption):
+    """`trainer.offload_optimizer`."""
+
+    optimizer = OffloadedAdamW
 
 
 class _Place(NamedTuple):
@@ -146,73 +153,8 @@ class _Lanes:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard: a DTensor's local tensor itself, not a view of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """This rank's elements as a vector."""
     own_elements = local(tensor.detach())
     assert own_elements.is_contiguous(), "weights, gradients and moments are dense rows"
     return own_elements.view(-1)
-
-
-def host_like(tensor: Tensor) -> Tensor:
-    """Room for a copy in the host's memory, pinned where the tensor is on a GPU; for a DTensor, a DTensor."""
-    return torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
-
-
-@torch.no_grad()
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, as `host_like` makes it."""
-    room = host_like(tensor)
-    local(room).copy_(local(tensor.detach()))
-    return room
-
-
-class LeavesDevice:
-    """The part of `TransformersPolicy` that gives the device to others between steps: weights, moments and
-    the version before wait in the host's memory. Checkpoints can be written there; nothing else is called."""
-
-    device: torch.device
-    options: "Sequence[PolicyOption]"
-    scorer: "TokenScorer"
-    _optimizer: AdamW
-
-    def leave(self) -> None:
-        self._move(torch.device("cpu"))
-
-    def enter(self) -> None:
-        """Take the device again. Raises torch.OutOfMemoryError: another process has not freed its memory yet;
-        call it again."""
-        self._move(self.device)
-
-    def _movable(self) -> list[nn.Module]:
-        modules = [self.scorer.module]
-        for option in self.options:
-            modules += option.modules()
-        return modules
-
-    def _move(self, device: torch.device) -> None:
-        def moved(tensor: Tensor) -> Tensor:
-            if tensor.device.type == device.type != self.device.type or (
-                tensor.is_cuda and device.type == "cuda"
-            ):
-                return tensor  # there already: an attempt before this one ended half-way
-            # Not enqueued alone: the thread that writes weights reads on a stream of its own.
-            return on_host(tensor) if device.type == "cpu" else tensor.to(device)
-
-        # By module and not by tensor: a sharded module has its rows in a buffer of its own.
-        for module in self._movable():
-            module._apply(moved)
-        if not isinstance(self._optimizer, OffloadedAdamW):
-            for state in self._optimizer.state.values():
-                state.update({name: moved(value) for name, value in state.items() if name in MOMENTS})
-        writer = self.__dict__.get("_writer")
-        if writer is not None:
-            writer.shadow.move(moved)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            # Memory that the allocator keeps is of no use to the process that has the GPU now.
-            torch.cuda.empty_cache()

@@ -10,15 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
-from torch.optim import AdamW
 
 from tidemill.common.config.trainer import OptimizerConfig
 from tidemill.common.errors import ConfigError
-from tidemill.services.trainer.policy.offload import OffloadedAdamW, host_like, local
+from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.state import ShardReader, fill
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -30,18 +29,32 @@ _NO_MATRIX = re.compile(
 each expert, head or channel they have two dimensions and multiply no input all the same."""
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's moments in its state."""
+
+
+class AdamW(optim.AdamW):
+    """torch's AdamW, whose moments are beside the weights."""
+
+    moves_moments = True
+    """Whether moments leave the device and come back with the weights."""
+
+    def make_room(self, parameter: Tensor) -> Tensor:
+        """A tensor where the moments of this parameter are kept; its numbers are read into it."""
+        return torch.empty_like(parameter.detach())
+
+
 def build_optimizer(
     parameters: NamedParameters,
     config: OptimizerConfig,
     own_rates: Mapping[str, float] | None = None,
-    *,
-    offloads: bool = False,
+    kind: type[AdamW] | None = None,
 ) -> AdamW:
     """AdamW (arXiv 1711.05101) with weight decay on matrices only: not on biases and norms.
 
     `own_rates` are peak learning rates of parameters by name, where they differ from `config.lr`; each
-    group's `lr_share` says what part of the schedule's rate its parameters take. `offloads` keeps the moments
-    in host memory.
+    group's `lr_share` says what part of the schedule's rate its parameters take. `kind` may hold the moments
+    elsewhere.
     """
     rates = own_rates or {}
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
@@ -57,8 +70,8 @@ def build_optimizer(
             groups.append({"params": others, "weight_decay": 0.0, **share})
     groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory for each parameter, on CPUs and GPUs.
-    kind = OffloadedAdamW if offloads else AdamW
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    make_optimizer = kind or AdamW
+    return make_optimizer(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _mesh(tensor: Tensor) -> DeviceMesh | None:
@@ -163,7 +176,5 @@ def load_optimizer(optimizer: AdamW, parameters: NamedParameters, source: ShardR
             # It stays float32: AdamW's fused kernel wants it beside the parameter.
             value = source.read(key).to(device=parameter.device, dtype=torch.float32, copy=True)
         else:
-            is_offloaded = isinstance(optimizer, OffloadedAdamW)
-            room = host_like(parameter) if is_offloaded else torch.empty_like(parameter.detach())
-            value = fill(room, source, key)
+            value = fill(optimizer.make_room(parameter), source, key)
         optimizer.state[parameter][moment] = value

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tidemill.common.config.images import ImagesConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.run.routers import find_routers, is_mixture
 from tidemill.common.wire.choices import Routing
@@ -32,11 +33,23 @@ from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.policy.optimizer import AdamW
 from tidemill.services.trainer.policy.state import PolicyState
 from tidemill.services.trainer.policy.tile import Row, Tile
 
 if TYPE_CHECKING:
     from tidemill.services.trainer.policy.forward import TokenScorer
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSettings:
+    """Where pictures of prompts are, and what processes them."""
+
+    model_path: str
+    images: ImagesConfig
+    run_dir: Path
+    store_url: str = ""
+    """An object store in place of the run's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,8 @@ class OptionSettings:
     """Of the files of a model whose weights are not read yet."""
     replays_routes: bool = False
     """Whether engines record which experts they chose."""
+    pictures: PictureSettings | None = None
+    """None for a run of text."""
 
 
 class BesideModel(NamedTuple):
@@ -94,12 +109,16 @@ class PolicyCore(Protocol):
 class PolicyOption:
     """One option of one policy. Every hook does nothing unless it is overridden."""
 
+    processor = ""
+    """Name and digest of what makes pixels of pictures, for commits."""
     routing: Routing | None = None
     """The routers that are given the engine's experts: the policy's own `routing`."""
     reads_hidden = False
     """Whether `columns_of` needs `hidden_NH` of a tile."""
     columns: tuple[str, ...] = ()
     """Columns of `columns_of` that each sample gets in `precompute`, under the weights before the step."""
+    optimizer: type[AdamW] | None = None
+    """The kind of AdamW that trains, in place of torch's own."""
     freezes_model = False
     """Whether a checkpoint and the digest of commits have what is trained in place of the whole model."""
 
@@ -217,6 +236,10 @@ class OptionRow(NamedTuple):
     """Whether a run has it."""
 
 
+def _has_pictures(settings: OptionSettings, _: PreTrainedModel) -> bool:
+    return settings.pictures is not None
+
+
 def _wants_adapters(settings: OptionSettings, _: PreTrainedModel) -> bool:
     return settings.trainer.lora is not None
 
@@ -230,6 +253,10 @@ def _may_want_liger(settings: OptionSettings, _: PreTrainedModel) -> bool:
 
 def _wants_compiler(settings: OptionSettings, _: PreTrainedModel) -> bool:
     return settings.trainer.compile
+
+
+def _wants_moments_on_host(settings: OptionSettings, _: PreTrainedModel) -> bool:
+    return settings.trainer.offload_optimizer
 
 
 def _wants_copy_for_reference(settings: OptionSettings, _: PreTrainedModel) -> bool:
@@ -254,6 +281,7 @@ def _wants_routers(settings: OptionSettings, model: PreTrainedModel) -> bool:
 
 OPTIONS = {
     # They change the model.
+    "images": OptionRow("images:Images", _has_pictures),
     "adapters": OptionRow("adapters:Adapters", _wants_adapters),
     "liger": OptionRow("liger:LigerKernels", _may_want_liger),
     "compiler": OptionRow("compiling:Compiler", _wants_compiler),
@@ -263,6 +291,7 @@ OPTIONS = {
     "critic": OptionRow("critic:Critic", _wants_critic),
     # Its hooks on the model are in no copy.
     "routers": OptionRow("routers:Routers", _wants_routers),
+    "offload": OptionRow("offload:OffloadedMoments", _wants_moments_on_host),
 }
 """By name, in the order in which hooks are called."""
 

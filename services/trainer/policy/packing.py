@@ -71,7 +71,7 @@ def make_rows(samples: Sequence[Sample], scored: Sequence[Bits], first: int = 0)
                 ids = sample.rows[number][: sources[-1] + 1]
                 kept = sample.kept and sample.kept.take(places)
                 routes = sample.routes[number] if sample.routes else None
-                rows.append(Row(i, ids, sources, targets, places, kept, routes))
+                rows.append(Row(i, ids, sources, targets, places, kept, routes, sample.images))
             start = end
     return rows
 

@@ -64,6 +64,10 @@ class Policy(Protocol):
         """The routers that are given the experts which the engine chose, so that samples need their routes;
         None where nothing is replayed."""
 
+    @property
+    def processor(self) -> str:
+        """Name and digest of what makes pixels of pictures; empty in a run of text."""
+
     def accumulate(self, batch: MicroBatch) -> Sums:
         """Add the batch's gradient, unnormalised, to what has been accumulated. After an exception the
         accumulated gradients are undefined: call `zero` and start the step again."""

@@ -22,15 +22,16 @@ from tidemill.common.errors import ConfigError
 from tidemill.common.weights.bits import TensorInfo
 from tidemill.common.weights.delta import DeltaWriter, delta_name
 from tidemill.common.wire.messages import WeightFile
-from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
+from tidemill.services.trainer.algorithm.coefficients import Coefficients, CurrentCoefficients
 from tidemill.services.trainer.algorithm.losses.sums import Sums, count_batch
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.columns import SampleColumns
 from tidemill.services.trainer.groups.micro_batch import MicroBatch
 from tidemill.services.trainer.groups.sample import Sample
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.profiling import CallProfiler
 from tidemill.services.trainer.policy.state import PolicyState, SavesState, ShardReader
-from tidemill.services.trainer.policy.usage import Profiled, Usage
+from tidemill.services.trainer.policy.usage import Usage
 from tidemill.services.trainer.weights.store import WEIGHTS_FILE, WeightState, list_files
 
 PROGRESS = TensorInfo("simulated", "I64", (17,))
@@ -39,17 +40,19 @@ UNCHANGING = TensorInfo("unchanging", "U8", (4096,))
 """Zeros, beside which a change is small: a delta is smaller than a full version."""
 
 
-class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
+class SimulatedPolicy(SavesState):
     """Implements `Policy` with the delays of `trainer.simulated`."""
 
     layout: Layout = "tree"
     routing = None
+    processor = ""
 
     def __init__(self, config: RunConfig) -> None:
         self._trainer = config.trainer
         self.bins = config.trainer.bin_tokens, config.trainer.num_bins
         self._max_completion_tokens = config.max_completion_tokens
-        self._set_coefficients(config.trainer.algorithm)
+        self._coefficients = CurrentCoefficients(config.trainer.algorithm)
+        self._profiler = CallProfiler()
         self._num_updates = 0
         self._chain = xxhash.xxh3_128(b"simulated").digest()
         self._pending: list[bytes] = []
@@ -103,6 +106,12 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
             results.append({name: factor * sample.rollout_logprobs for name, factor in wanted.items()})
         return results
 
+    def coefficients(self) -> Coefficients:
+        return self._coefficients.current
+
+    def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
+        self._coefficients.adapt(kl, entropy, num_samples)
+
     def hold_weights(self) -> None:
         """Nothing to do: there are no weights."""
 
@@ -119,7 +128,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         exported = dict(self.named_parameters_for_export())
         tensors = {PROGRESS.name: exported[PROGRESS.name]}
         values = {"policy": "simulated", "updates": self._num_updates}
-        return PolicyState(tensors, values | self._coefficients.as_values(self._trainer.algorithm))
+        return PolicyState(tensors, values | self._coefficients.as_values())
 
     def load_state(self, folder: Path) -> None:
         state = ShardReader(folder)
@@ -132,7 +141,7 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
         updates, *chain = state.read("simulated").tolist()
         self._num_updates = updates
         self._chain = bytes(chain)
-        self._set_coefficients(self._trainer.algorithm, state.values.get("coefficients"))
+        self._coefficients.begin(state.values.get("coefficients"))
         self.zero()
 
     def compare_weights(self) -> WeightState:
@@ -167,6 +176,9 @@ class SimulatedPolicy(HasCoefficients, SavesState, Profiled):
 
     def usage(self) -> Usage:
         return Usage()
+
+    def profile(self, folder: Path | None) -> None:
+        self._profiler.profile(folder)
 
     def leave(self) -> None:
         """Nothing to do: there is nothing on a device."""

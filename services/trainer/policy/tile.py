@@ -8,19 +8,27 @@ Shape legend: B rows, T columns, N scored tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tidemill.common.wire.arrays import Int32
 from tidemill.common.wire.choices import Rows
+from tidemill.common.wire.images import Image
 from tidemill.services.trainer.algorithm.losses.routing import LayerRouting
 from tidemill.services.trainer.groups.bins import Layout
 from tidemill.services.trainer.groups.sample import Routes
-from tidemill.services.trainer.groups.trie import Indices, Trie, common_lengths, with_routes
+from tidemill.services.trainer.groups.trie import (
+    Indices,
+    Trie,
+    common_lengths,
+    with_pictures,
+    with_routes,
+)
 from tidemill.services.trainer.policy.columns import Columns, ContextGroup
 from tidemill.services.trainer.policy.trees import TREE, Tree
 
@@ -55,6 +63,8 @@ class Row:
     """[N], the ids that each target was sampled from."""
     routes: Routes | None = None
     """Routes of at least the row's tokens."""
+    images: tuple[Image, ...] = ()
+    """Pictures that some of its tokens stand for."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,7 +72,15 @@ class Row:
     @property
     def branch(self) -> Int32:
         """The sequence that a trie compares. Shape [L], or [L, 3] with routes."""
-        return with_routes(self.ids, None if self.routes is None else self.routes.keys)
+        sequence = with_pictures(self.ids, self.images)
+        return with_routes(sequence, None if self.routes is None else self.routes.keys)
+
+
+class ComputedInputs(Protocol):
+    """Inputs of a pass that each model computes with its own weights."""
+
+    def of_model(self, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+        """More arguments for the model, with gradients where its weights are trained."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +107,9 @@ class Tile:
     targets_N: Tensor = NOT_MADE
     """[N], int64."""
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+    computed: ComputedInputs | None = None
+    places: Sequence[Indices] = ()
+    """For each row, the flattened positions of its tokens, [L]; rows of a tree share some."""
     columns: Columns | None = None
     kept: Rows | None = None
     """[N], the ids that each scored token was sampled from; a position may predict several tokens, each with
@@ -193,6 +214,7 @@ def _single_branch(tile: Tile) -> Tile:
         sources_N=torch.from_numpy(row.sources),
         targets_N=torch.from_numpy(row.targets.astype(np.int64)),
         model_kwargs={"position_ids": positions_T[None], TREE: Tree(trie)},
+        places=[positions_T.numpy()],
         kept=row.kept,
         routes=None if row.routes is None else _routes(tile.rows, [positions_T.numpy()], len(row)),
     )
@@ -216,6 +238,7 @@ def _tree(tile: Tile) -> Tile:
         sources_N=torch.from_numpy(np.concatenate(sources)),
         targets_N=_targets(rows),
         model_kwargs={"position_ids": torch.from_numpy(tree.positions_T)[None], TREE: tree},
+        places=places,
         kept=_kept(rows),
         routes=_routes(rows, places, trie.size),
     )
@@ -243,6 +266,7 @@ def _padded(tile: Tile, lines: Sequence[Sequence[Row]], model_kwargs: dict[str, 
         sources_N=torch.from_numpy(np.concatenate(sources)),
         targets_N=_targets(rows),
         model_kwargs=model_kwargs,
+        places=places,
         kept=_kept(rows),
         routes=_routes(rows, places, ids_BT.size),
     )

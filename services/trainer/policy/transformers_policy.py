@@ -9,6 +9,7 @@ forward pass is bounded by tiles, whatever the size of the micro-batch.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from tidemill.common.config.run import RunConfig
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.wire.choices import Routing
-from tidemill.services.trainer.algorithm.coefficients import HasCoefficients
+from tidemill.services.trainer.algorithm.coefficients import Coefficients, CurrentCoefficients
 from tidemill.services.trainer.algorithm.losses.policy_loss import policy_loss
 from tidemill.services.trainer.algorithm.losses.sums import Sums, TileSums, add_tiles, count_batch
 from tidemill.services.trainer.algorithm.losses.surrogates import find_loss
@@ -41,7 +42,7 @@ from tidemill.services.trainer.policy.model_loading import (
     recompute_layers,
     use_device,
 )
-from tidemill.services.trainer.policy.offload import LeavesDevice
+from tidemill.services.trainer.policy.moving import free_device, move_modules, move_moments, mover
 from tidemill.services.trainer.policy.optimizer import (
     OPTIMIZER,
     build_optimizer,
@@ -50,12 +51,18 @@ from tidemill.services.trainer.policy.optimizer import (
     load_optimizer,
     optimizer_tensors,
 )
-from tidemill.services.trainer.policy.options import OptionSettings, PolicyOption, load_options
+from tidemill.services.trainer.policy.options import (
+    OptionSettings,
+    PictureSettings,
+    PolicyOption,
+    load_options,
+)
 from tidemill.services.trainer.policy.packing import CPU_TILE_TOKENS, make_rows, plan_tiles
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.profiling import CallProfiler
 from tidemill.services.trainer.policy.state import PolicyState, ShardReader, fill
 from tidemill.services.trainer.policy.tile import NO_ROW, NOTHING, Row, Tile, lay_out
-from tidemill.services.trainer.policy.usage import Measured, Profiled
+from tidemill.services.trainer.policy.usage import ModelFlops, Usage, count_flops, measure_usage
 from tidemill.services.trainer.weights.peers import pack, unpack
 from tidemill.services.trainer.weights.store import model_tensors
 
@@ -67,13 +74,14 @@ def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(of_group) for _, of_group in groupby(samples, key=lambda sample: sample.key[0])]
 
 
-def load_policy(config: RunConfig) -> "TransformersPolicy":
-    """Load `model.path` and prepare it for training. Raises ConfigError: the model or the device cannot be
-    used."""
+def load_policy(config: RunConfig, run_dir: Path | None = None) -> "TransformersPolicy":
+    """Load `model.path` and prepare it for training; pictures are in the run's folder. Raises ConfigError:
+    the model or the device cannot be used."""
     prepare_torch(config.trainer)
     device = use_device(config.trainer.device)
     model = load_model(config.model, device)
-    policy = TransformersPolicy(model, config.trainer, **policy_settings(config))
+    settings = policy_settings(config) | {"pictures": picture_settings(config, run_dir)}
+    policy = TransformersPolicy(model, config.trainer, **settings)
     policy.max_share_changed = config.weights.max_share_changed
     return policy
 
@@ -90,7 +98,16 @@ def policy_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled, Measured):
+def picture_settings(config: RunConfig, run_dir: Path | None) -> PictureSettings | None:
+    """None for a run of text."""
+    if config.images is None:
+        return None
+    if run_dir is None:
+        raise ConfigError("images: the pictures of a run are in its folder, and none was given")
+    return PictureSettings(config.model.path, config.images, run_dir, config.streams.claim_check_url)
+
+
+class TransformersPolicy(ExportsWeights):
     """Implements `Policy` for one model on one device, and `PolicyCore` for its options."""
 
     def __init__(
@@ -105,11 +122,12 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         max_model_len: int = 64,
         seed: int = 0,
         base_digest: str = "",
+        pictures: PictureSettings | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`device` is where the weights will be, if the model has none yet; `base_digest`, `replays_routes`
-        and `seed` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the config
-        says."""
+        """`device` is where the weights will be, if the model has none yet; `base_digest`, `replays_routes`,
+        `seed` and `pictures` as in `OptionSettings`. Raises ConfigError: the model cannot be trained as the
+        config says."""
         self._model = model
         self.device = device or model.device
         self._are_weights_checked = False
@@ -118,9 +136,9 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self._temperature = temperature
         self._max_completion_tokens = max_completion_tokens
         algorithm = config.algorithm
-        self._set_coefficients(algorithm)
+        self._coefficients = CurrentCoefficients(algorithm)
         self._surrogate = find_loss(algorithm)
-        settings = OptionSettings(config, dtype, self.device, seed, base_digest, replays_routes)
+        settings = OptionSettings(config, dtype, self.device, seed, base_digest, replays_routes, pictures)
         self.options = load_options(settings, model)
         for option in self.options:
             option.change_model(model)
@@ -130,9 +148,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         # Last: ranks split the model, and what stands beside it begins as a copy of the whole.
         self.scorer = self._score_with(model, self.options)
         self._list_parameters()
-        self._optimizer = build_optimizer(
-            self._parameters, config.optimizer, self._rates, offloads=config.offload_optimizer
-        )
+        kinds = [option.optimizer for option in self.options if option.optimizer is not None]
+        kind = kinds[0] if kinds else None
+        self._optimizer = build_optimizer(self._parameters, config.optimizer, self._rates, kind)
+        self._profiler = CallProfiler()
         self._num_updates = 0
         self._begins_update = True
         self._held: dict[str, Tensor] | None = None
@@ -178,6 +197,10 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
                 is_trained = any(weight.requires_grad for weight in module.parameters())
                 if is_trained and recomputable_layers(module):
                     recompute_layers(module)
+
+    @property
+    def processor(self) -> str:
+        return next((option.processor for option in self.options if option.processor), "")
 
     @property
     def routing(self) -> Routing | None:
@@ -273,7 +296,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
 
     def _train_tile(self, tile: Tile, number: int, batch_tokens: BatchTokens) -> TileSums:
         """Add the gradient of the plan's tile of this number; return its sums, still on the device."""
-        algorithm = self._algorithm
+        algorithm = self._coefficients.algorithm
         tile = self.scorer.score(
             tile,
             self._temperature,
@@ -336,6 +359,12 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         self._begins_update = True
         # None and not zeros: by it `_update` recognises that nothing was trained.
         self._optimizer.zero_grad(set_to_none=True)
+
+    def coefficients(self) -> Coefficients:
+        return self._coefficients.current
+
+    def adapt(self, kl: float, entropy: float, num_samples: float) -> None:
+        self._coefficients.adapt(kl, entropy, num_samples)
 
     def hold_weights(self) -> None:
         """Copy what is trained, in master precision on its device."""
@@ -449,7 +478,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         values = {"policy": "transformers", "updates": self._num_updates}
-        values |= self._coefficients.as_values(self._config.algorithm)
+        values |= self._coefficients.as_values()
         for option in self.options:
             values |= option.state().values
         return PolicyState(tensors, values)
@@ -475,7 +504,7 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
         for name, tensor in weights.items():
             fill(tensor, state, name)
         self._num_updates = int(values["updates"])
-        self._set_coefficients(self._config.algorithm, values.get("coefficients"))
+        self._coefficients.begin(values.get("coefficients"))
         torch.set_rng_state(state.read("rng.cpu").cpu())
         if self.device.type == "cuda" and "rng.cuda" in state.shapes:
             torch.cuda.set_rng_state(state.read("rng.cuda").cpu(), self.device)
@@ -501,3 +530,30 @@ class TransformersPolicy(ExportsWeights, LeavesDevice, HasCoefficients, Profiled
             )
         for option in self.options:
             option.check_state(values)
+
+    def leave(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def enter(self) -> None:
+        """Take the device again. Raises torch.OutOfMemoryError: another process has not freed its memory yet;
+        call it again."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        moved = mover(device, self.device)
+        move_modules([self.scorer.module], moved)
+        for option in self.options:
+            move_modules(option.modules(), moved)
+        move_moments(self._optimizer, moved)
+        self.move_version(moved)
+        free_device(self.device)
+
+    @cached_property
+    def _flops(self) -> ModelFlops:
+        return count_flops(self._model)
+
+    def usage(self) -> Usage:
+        return measure_usage(self._flops, self.peers)
+
+    def profile(self, folder: Path | None) -> None:
+        self._profiler.profile(folder)

@@ -1,24 +1,16 @@
-"""How much of its devices a policy uses: FLOPs of the model, peak FLOP/s of a device, memory, and profiles.
-None of it changes a bit of what is computed."""
+"""How much of its devices a policy uses: FLOPs of the model, peak FLOP/s of a device, memory. None of it
+changes a bit of what is computed."""
 
-import os
 import resource
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
-import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from tidemill.services.trainer.algorithm.losses.sums import Sums
 from tidemill.services.trainer.policy.attention import head_size, value_size
 from tidemill.services.trainer.weights.peers import Peers, pack, unpack
-
-log = structlog.get_logger(__name__)
 
 PEAK_FLOPS = {
     "B300": 2250e12,
@@ -96,19 +88,10 @@ class Usage:
     """Peak memory of each rank: on its GPU since the last call, or without one since the process began."""
 
 
-class Measured:
-    """The part of `TransformersPolicy` that measures what it uses."""
-
-    _model: PreTrainedModel
-    peers: Peers
-
-    @cached_property
-    def _flops(self) -> ModelFlops:
-        return count_flops(self._model)
-
-    def usage(self) -> Usage:
-        peaks = self.peers.gather(pack(take_peak_bytes()))
-        return Usage(self._flops, peak_flops(), tuple(map(unpack, peaks)))
+def measure_usage(flops: ModelFlops, peers: Peers) -> Usage:
+    """The usage of all ranks, of which each makes the call."""
+    peaks = peers.gather(pack(take_peak_bytes()))
+    return Usage(flops, peak_flops(), tuple(map(unpack, peaks)))
 
 
 def take_peak_bytes() -> int:
@@ -118,37 +101,3 @@ def take_peak_bytes() -> int:
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return peak
-
-
-class Profiled:
-    """The part of a policy that profiles its calls; where several ranks train, all make the call."""
-
-    _profiler: profile | None = None
-
-    def profile(self, folder: Path | None) -> None:
-        """Profile the calls of this thread from here on; with None, write operators and kernels as
-        `rank-<n>.json.gz` into the folder it was begun with. Where that fails, the run goes on."""
-        try:
-            self._begin(folder) if folder is not None else self._write()
-        except (OSError, RuntimeError) as error:
-            log.warning("a step is not profiled", reason=str(error))
-
-    def _begin(self, folder: Path) -> None:
-        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
-        profiler = profile(activities=kinds)
-        profiler.start()
-        self._profiler = profiler
-        self._folder = folder
-
-    def _write(self) -> None:
-        profiler = self._profiler
-        self._profiler = None
-        if profiler is None:
-            return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # kernels that still run would be cut off
-        profiler.stop()
-        name = f"rank-{dist.get_rank() if dist.is_initialized() else 0}.json.gz"
-        unfinished = self._folder / f".part-{name}"  # with the same suffix: by it torch compresses
-        profiler.export_chrome_trace(str(unfinished))
-        os.replace(unfinished, self._folder / name)

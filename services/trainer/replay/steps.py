@@ -221,7 +221,7 @@ async def replay_steps(
     thread = PolicyThread()
     # With the sizes of passes that the run has chosen, if any: this GPU could choose others.
     passes_of = run_dir if (run_dir / PASSES_FILE).exists() else None
-    policy = await thread.call(open_policy, config, passes_of)
+    policy = await thread.call(open_policy, config, passes_of, run_dir)
     replay = StepReplay(history, config, run_dir, policy, thread, say)
     is_equal = True
     started_at = time.monotonic()

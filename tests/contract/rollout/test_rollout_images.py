@@ -16,9 +16,9 @@ from tests.support.waiting import wait_until
 from tidemill.common.errors import BrokenImageError, ConfigError, RefusedError
 from tidemill.common.images.store import IMAGES_FOLDER, ImageStore
 from tidemill.common.redis.broker import Broker
-from tidemill.common.wire.images import Image
+from tidemill.common.wire.images import PICTURES_FAULT, Image
 from tidemill.common.wire.keys import Keys
-from tidemill.common.wire.messages import IMAGES_FAULT, SamplingParams, Ticket
+from tidemill.common.wire.messages import SamplingParams, Ticket
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
 from tidemill.services.rollout.sessions.parts import new_play
 
@@ -97,7 +97,7 @@ async def test_a_missing_or_damaged_picture_fails_its_samples_with_a_reason_and_
     failed = await samples_of(broker, keys, 0)
     assert len(failed) == SIZE
     for sample in failed:
-        assert sample.fault.startswith(IMAGES_FAULT) and ticket_of().images[0].digest in sample.fault
+        assert sample.fault.startswith(PICTURES_FAULT) and ticket_of().images[0].digest in sample.fault
         assert not len(sample.completion_ids) and sample.images == ticket_of().images
     assert [sample.fault for sample in await samples_of(broker, keys, 1)] == [""] * SIZE
     assert await is_settled(broker, keys, 0) and await is_settled(broker, keys, 1)

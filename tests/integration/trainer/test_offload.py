@@ -18,8 +18,9 @@ from tests.support.rank_runs import FIELDS, on_ranks, policy_on, prepared, updat
 from tidemill.common.config.trainer import TrainerConfig
 from tidemill.services.trainer.policy.fsdp.rank_policy import RankPolicy
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
-from tidemill.services.trainer.policy.offload import OffloadedAdamW, local
+from tidemill.services.trainer.policy.offload import OffloadedAdamW
 from tidemill.services.trainer.policy.policy import UpdateResult
+from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
 
 

@@ -127,6 +127,7 @@ class RecordingPolicy:
         self.layout = policy.layout
         self.bins = policy.bins
         self.routing = policy.routing
+        self.processor = policy.processor
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:

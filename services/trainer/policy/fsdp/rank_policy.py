@@ -35,8 +35,8 @@ from tidemill.services.trainer.policy.fsdp.experts import expert_weights, split_
 from tidemill.services.trainer.policy.fsdp.ranks import Ranks
 from tidemill.services.trainer.policy.layers import layers_of
 from tidemill.services.trainer.policy.model_loading import open_model, prepare_torch
-from tidemill.services.trainer.policy.offload import local
 from tidemill.services.trainer.policy.options import PolicyOption
+from tidemill.services.trainer.policy.shards import local
 from tidemill.services.trainer.policy.state import PolicyState, Shard
 from tidemill.services.trainer.policy.tile import NOTHING, Tile, cut_tile
 from tidemill.services.trainer.policy.transformers_policy import T, TransformersPolicy, policy_settings

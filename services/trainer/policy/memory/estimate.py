@@ -66,7 +66,10 @@ def element_bytes(config: RunConfig) -> int:
 
 def num_trained(config: RunConfig, sizes: ModelSizes) -> int:
     lora = config.trainer.lora
-    return sizes.parameters if lora is None else sizes.adapters_per_rank * lora.rank
+    if lora is not None:
+        return sizes.adapters_per_rank * lora.rank
+    is_frozen = config.images is not None and not config.trainer.train_tower
+    return sizes.parameters - (sizes.tower if is_frozen else 0)
 
 
 def has_critic(config: RunConfig) -> bool:
@@ -113,6 +116,7 @@ def trainer_take(
         "logits": _logits(sizes, num_tokens, element_bytes(config)),
         **_working_weights(config, sizes, copies),
     }
+    training |= _pictures(config, sizes, copies, num_tokens, recomputed)
     if trainer.algorithm.router.is_on:
         training["router logits"] = float(num_tokens * sizes.router_logits * element_bytes(config))
     scoring = {}
@@ -128,6 +132,25 @@ def trainer_take(
     return make_take(states | max(training, scoring, key=_total), starting)
 
 
+def _pictures(
+    config: RunConfig, sizes: ModelSizes, copies: int, num_tokens: int, recomputed: bool
+) -> dict[str, float]:
+    """Pixels of the pictures of a pass, and their way through the tower. All its tokens may stand for some:
+    so the limits of tokens are limits of pictures, too, whose memory needs no limit of its own."""
+    vision: Any = getattr(sizes.config, "vision_config", None)
+    if config.images is None or vision is None:
+        return {}
+    patch = int(vision.patch_size)
+    # Qwen's token stands for a square of patches, each of some pictures of a film; LLaVA's for one.
+    num_patches = num_tokens * int(getattr(vision, "spatial_merge_size", 1)) ** 2
+    num_pixels = 3 * patch**2 * int(getattr(vision, "temporal_patch_size", 1))
+    tower = sizes.tower_kept_bytes(num_patches, recomputed, config.trainer.train_tower)
+    return {
+        "pixels of pictures": 4.0 * num_patches * num_pixels,
+        "activations of the tower": copies * tower,
+    }
+
+
 def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str, float]:
     trainer = config.trainer
     algorithm = config.trainer.algorithm
@@ -135,7 +158,7 @@ def _states(config: RunConfig, sizes: ModelSizes, gpu_bytes: float) -> dict[str,
     trained = num_trained(config, sizes)
     width = element_bytes(config)
     share_held = held(config, sizes)
-    own_trained = share_held
+    own_trained = share_held - (sizes.parameters - trained) / shards
     masters = 4.0 * share_held
     if trainer.lora is not None:
         own_trained = trained / shards

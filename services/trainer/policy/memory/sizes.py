@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tidemill.common.config import RunConfig
 from tidemill.common.config.trainer import LoraConfig
@@ -23,9 +23,10 @@ from tidemill.common.run.routers import find_routers
 from tidemill.services.trainer.policy.adapters import find_targets
 from tidemill.services.trainer.policy.attention import VARLEN, head_size, why_no_flash, why_no_varlen
 from tidemill.services.trainer.policy.fsdp.experts import expert_weights
-from tidemill.services.trainer.policy.layers import layers_of
+from tidemill.services.trainer.policy.layers import layers_of, tower_of
 from tidemill.services.trainer.policy.model_loading import compute_dtype, recomputable_layers
 from tidemill.services.trainer.weights.exported import plan_export
+from tidemill.services.trainer.weights.pretrained import auto_class
 from tidemill.services.trainer.weights.store import model_tensors
 
 USUAL_GPU = (9, 0)
@@ -72,6 +73,14 @@ class ModelSizes:
     is_read_whole: bool = False
     """Whether every rank reads the whole model before it is split: it is not clear which elements of its
     files a rank's shard is (`weights/pretrained.py`)."""
+    tower: int = 0
+    """Parameters of what makes features of pictures."""
+    tower_layer_bytes: float = 0.0
+    """Kept for each patch of a picture, in the layer of the tower that keeps the most."""
+    tower_layers_bytes: float = 0.0
+    """The same in all its layers."""
+    tower_hidden: int = 0
+    num_tower_layers: int = 0
     config: Any = None
     """The model's configuration."""
 
@@ -82,6 +91,15 @@ class ModelSizes:
         last_norm = 2.0 * WIDE * self.hidden
         layers = inputs + self.layer_bytes if recomputed else self.layers_bytes
         return num_tokens * (layers + last_norm)
+
+    def tower_kept_bytes(self, num_patches: int, recomputed: bool, is_trained: bool) -> float:
+        """The same of the tower, for so many patches; one that is frozen keeps nothing, and has one layer's
+        activations at a time."""
+        if not is_trained:
+            return num_patches * self.tower_layer_bytes
+        inputs = float(WIDE * self.num_tower_layers * self.tower_hidden)
+        kept = inputs + self.tower_layer_bytes if recomputed else self.tower_layers_bytes
+        return num_patches * kept
 
 
 def read_model(config: RunConfig) -> ModelSizes:
@@ -106,7 +124,7 @@ def build_on_meta(config: PreTrainedConfig, attention: Any = None) -> PreTrained
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = auto_class(config).from_config(
                 deepcopy(config), dtype=torch.float32, **options
             )
     except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError) as error:
@@ -143,6 +161,13 @@ def count_sizes(
     for block in blocks:
         if block in of_text:
             layers.append(scores + sum(_kept(module, text, width) for module in block.modules()))
+    vision: Any = getattr(model.config, "vision_config", None)
+    tower_layers = []
+    for block in blocks:
+        if block not in of_text and vision is not None:
+            kept = sum(_kept(module, vision, width) for module in block.modules())
+            tower_layers.append(_scores(vision, width, 0) + kept)
+    tower_weights = [weight for module in tower_of(model) for weight in module.parameters()]
     if not layers:
         raise ConfigError(
             f"transformers names no layers of {type(model).__name__}, so its memory is not known"
@@ -175,6 +200,11 @@ def count_sizes(
         experts=_count(experts),
         layer_experts=_count(p for p in largest.parameters() if id(p) in set(map(id, experts))),
         num_experts=gcd(*map(len, experts)),
+        tower=_count(tower_weights),
+        tower_layer_bytes=max(tower_layers, default=0.0),
+        tower_layers_bytes=sum(tower_layers),
+        tower_hidden=int(getattr(vision, "hidden_size", 0) or 0),
+        num_tower_layers=len(tower_layers),
         is_read_whole=bool(plan_export(model, model_tensors(model), torch.float32).converted),
         config=model.config,
     )

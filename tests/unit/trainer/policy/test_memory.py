@@ -13,10 +13,12 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoConfig
 
+from examples.small_vision_models import SMALL_FAMILIES, vision_model, vision_tokenizer
 from tests.support.architectures import make_config, make_model
 from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.services.trainer.policy import loading, transformers_policy
+from tidemill.services.trainer.policy.layers import tower_of
 from tidemill.services.trainer.policy.memory import fit
 from tidemill.services.trainer.policy.memory.advice import Machine, examine_fit, find_settings, report
 from tidemill.services.trainer.policy.memory.estimate import (
@@ -406,3 +408,54 @@ def test_float32_on_a_gpu_is_told(dtype, num_warnings, monkeypatch):
     with capture_logs() as logs:
         loading.open_policy(config_of(dtype=dtype))
     assert [entry["log_level"] for entry in logs] == ["warning"] * num_warnings
+
+
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_what_a_tower_keeps_is_that_of_a_real_pass_within_a_fifth(family: str) -> None:
+    tokenizer = vision_tokenizer(family)
+    model = vision_model(family, tokenizer)
+    sizes = count_sizes(model, torch.float32, WIDTH)
+    tower = [weight for module in tower_of(model) for weight in module.parameters()]
+    assert sizes.tower == sum(weight.numel() for weight in tower)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept_tensors: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept_tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    pixels: dict[str, torch.Tensor] = {}
+    num_patches = 256
+    if family == "llava":
+        pixels["pixel_values"] = torch.randn(num_patches // 16, 3, 56, 56)
+    else:
+        patch = model.config.vision_config.patch_size
+        pixels["pixel_values"] = torch.randn(num_patches, 3 * 2 * patch**2)
+        pixels["image_grid_thw"] = torch.tensor([[1, 16, 16]])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        features = model.model.get_image_features(**pixels, return_dict=True)
+    assert features.pooler_output
+    pixels_at = pixels["pixel_values"].untyped_storage().data_ptr()
+    kept = sum(
+        tensor.untyped_storage().nbytes()
+        for place, tensor in kept_tensors.items()
+        if place not in weights and place != pixels_at
+    )
+    estimated = sizes.tower_kept_bytes(num_patches, recomputed=False, is_trained=True)
+    assert estimated == pytest.approx(kept, rel=0.2)
+
+
+def test_pictures_of_a_pass_take_no_more_than_its_tokens_allow() -> None:
+    sizes = count_sizes(vision_model("qwen2_5_vl", vision_tokenizer("qwen2_5_vl")), torch.bfloat16, WIDTH)
+    tree = {"model": {"path": "x", "max_model_len": 128}, "data": {"train": "x"}}
+    text = trainer_take(RunConfig.model_validate(tree), sizes, 80 * GIB, 1000, recomputed=False)
+    frozen = RunConfig.model_validate(tree | {"images": {}})
+    trained = RunConfig.model_validate(tree | {"images": {}, "trainer": {"train_tower": True}})
+    takes = [trainer_take(config, sizes, 80 * GIB, 1000, recomputed=False) for config in (frozen, trained)]
+    # A token stands for 2 x 2 patches of 14 x 14 pixels, twice, of three colours, in 4 bytes.
+    for take in takes:
+        assert take.parts["pixels of pictures"] == 1000 * 4 * 14 * 14 * 2 * 3 * 4
+    activations = [take.parts["activations of the tower"] for take in takes]
+    assert activations[0] == 4000 * sizes.tower_layer_bytes < activations[1]
+    assert takes[0].parts["AdamW moments"] == 8.0 * (sizes.parameters - sizes.tower)
+    assert takes[1].parts["AdamW moments"] == text.parts["AdamW moments"] == 8.0 * sizes.parameters

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.architectures import FAMILIES, make_model
 from tidemill.common.config.trainer import OptimizerConfig
 from tidemill.common.errors import ConfigError
+from tidemill.services.trainer.policy.offload import OffloadedAdamW
 from tidemill.services.trainer.policy.optimizer import (
     build_optimizer,
     finish_gradients,
@@ -99,7 +100,7 @@ class Pinned(TorchDispatchMode):
 def test_moments_beside_a_gpu_are_page_locked_after_a_resume_too():
     with FakeTensorMode():  # tensors without data, which may be on a GPU that is not there
         parameters = [("p", nn.Parameter(torch.zeros(3, 2, device="cuda")))]
-        optimizer = build_optimizer(parameters, OptimizerConfig(), offloads=True)
+        optimizer = build_optimizer(parameters, OptimizerConfig(), kind=OffloadedAdamW)
         moments = {f"optimizer.p.{name}": torch.zeros(3, 2) for name in ("exp_avg", "exp_avg_sq")}
         with Pinned() as pinned:
             load_optimizer(optimizer, parameters, held(moments))

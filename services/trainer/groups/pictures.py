@@ -1,0 +1,91 @@
+"""Checks a sample's pictures as it is read: what cannot be trained fails that sample alone, with a reason.
+
+Only runs with the section `images` check anything. The processor and the store are imported then.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tidemill.common.config.run import RunConfig
+from tidemill.common.errors import BrokenImageError
+from tidemill.common.store import ClaimStore
+from tidemill.common.wire.images import PICTURES_FAULT, PLACEHOLDER_FAULT, Image
+from tidemill.common.wire.messages import Trajectory
+
+if TYPE_CHECKING:
+    from tidemill.common.images.processor import PictureProcessor
+    from tidemill.common.images.store import ImageStore
+
+
+MOST_KEPT = 1 << 16
+"""Pictures, at most, that are known to be whole: samples with the same one come at about the same time."""
+
+
+class PictureCheck:
+    """Threads may share it."""
+
+    def __init__(self, store: "ImageStore", processor: "PictureProcessor") -> None:
+        self._store = store
+        self._processor = processor
+        self._whole: set[tuple[str, int]] = set()
+        """Digests and sizes of pictures that were read."""
+
+    def fault_of(self, sample: Trajectory) -> str:
+        """What is wrong with the sample's pictures or with tokens that stand for some; empty where nothing
+        is. Raises StoreError: the store of pictures is away."""
+        for segment in sample.segments:
+            is_banned = np.isin(segment.completion_ids, self._processor.banned_ids)
+            if is_banned.any():
+                token = int(np.argmax(is_banned))
+                return (
+                    f"{PLACEHOLDER_FAULT}token {token} of a completion is id "
+                    f"{segment.completion_ids[token]}, which stands for a picture and is never sampled"
+                )
+        is_placeholder = sample.prompt_ids == self._processor.placeholder_id
+        is_expected = np.zeros(len(sample.prompt_ids), dtype=np.bool_)
+        for image in sample.images:
+            is_expected[image.first : image.end] = True
+        if not np.array_equal(is_placeholder, is_expected):
+            return (
+                f"{PLACEHOLDER_FAULT}{np.count_nonzero(is_placeholder)} tokens of the prompt stand for "
+                f"pictures, and its {len(sample.images)} pictures have {np.count_nonzero(is_expected)}"
+            )
+        try:
+            for image in sample.images:
+                self._check_image(image)
+        except (BrokenImageError, ValueError) as error:
+            return f"{PICTURES_FAULT}{error}"
+        return ""
+
+    def _check_image(self, image: Image) -> None:
+        """Raises BrokenImageError, ValueError: it cannot be had, or its tokens are not the processor's."""
+        count = self._processor.num_tokens_of(image.width, image.height)
+        if count != image.num_tokens:
+            raise ValueError(
+                f"{image.num_tokens} tokens stand for a picture of {image.width} x {image.height}, and the "
+                f"processor here makes {count} of it"
+            )
+        identity = (image.digest, image.num_bytes)
+        if identity in self._whole:
+            return
+        self._store.read(image)
+        if len(self._whole) >= MOST_KEPT:
+            self._whole.clear()
+        self._whole.add(identity)
+
+
+def watch_pictures(claims: ClaimStore, config: RunConfig, run_dir: Path) -> None:
+    """Have trajectories that are read with `claims` checked, where the run has pictures.
+
+    Raises:
+        ConfigError: there is no processor, or the store cannot be opened.
+    """
+    if config.images is None or claims.check_pictures is not None:
+        return
+    from tidemill.common.images.processor import load_processor
+    from tidemill.common.images.store import ImageStore
+
+    store = ImageStore(run_dir, config.streams.claim_check_url)
+    claims.check_pictures = PictureCheck(store, load_processor(config.model.path, config.images)).fault_of

@@ -1,0 +1,209 @@
+"""Pictures in the policy's prompts: the inputs that a model which sees needs beside token ids.
+
+Guarantees: a sample's numbers are those of a pass over it alone (float64: 1e-12), whatever is in the tile
+beside it. Pixels come from the run's store through the processor that the engines have; they are read once a
+picture. In each pass the model's own tower turns each picture of a tile into features once, and rows that
+share a picture share them. Positions are the model's own (`get_rope_index`), computed for each row alone.
+
+The tower and the projector behind it are frozen unless `trainer.train_tower`. Tokens that stand for pictures
+are in prompts alone, and never trained.
+
+Shape legend: B rows, T columns of a tile, L tokens of a row, F features.
+"""
+
+import inspect
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tidemill.common.errors import ConfigError, StoreError
+from tidemill.common.images.processor import load_processor
+from tidemill.common.images.store import ImageStore
+from tidemill.common.wire.images import Image
+from tidemill.services.trainer.groups.trie import Indices
+from tidemill.services.trainer.policy.layers import body_of, tower_of
+from tidemill.services.trainer.policy.options import OptionSettings, PolicyOption
+from tidemill.services.trainer.policy.state import PolicyState
+from tidemill.services.trainer.policy.tile import Row, Tile
+from tidemill.services.trainer.policy.trees import rows_at
+
+log = structlog.get_logger(__name__)
+
+CACHED_BYTES = 1 << 28
+"""Most memory for pixels that the next passes are likely to need again."""
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+FEATURES = "mm_encoder_outputs"
+"""transformers' argument for features that are there already."""
+PROCESSOR = "image_processor"
+"""Name of the value in checkpoints."""
+
+Pixels = dict[str, Tensor]
+"""What the processor makes of pictures, by the model's names; the first dimension is that of pictures or of
+their patches, end to end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TilePictures:
+    """The pictures of a tile, as inputs of a pass: `ComputedInputs`."""
+
+    pixels: Pixels
+    """Of its different pictures, end to end."""
+    feature_F: Tensor
+    """For each token that stands for a part of a picture, by its position in the flattened [B * T], the
+    number of its feature among those of all pictures, end to end."""
+
+    def of_model(self, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+        body: Any = body_of(model)
+        named = {}
+        for name, values in self.pixels.items():
+            named[name] = values.to(device, model.dtype) if values.is_floating_point() else values.to(device)
+        output = body.get_image_features(**named, return_dict=True)
+        feature_F = self.feature_F.to(device)
+        output.pooler_output = _gathered(output.pooler_output, feature_F)
+        # Features for the first layers of the language model, of towers that make some.
+        layers: Any = getattr(output, "deepstack_features", None)
+        if layers is not None:
+            output.deepstack_features = [_gathered(of_layer, feature_F) for of_layer in layers]
+        return {FEATURES: {"image": output}}
+
+
+def _gathered(of_pictures: Sequence[Tensor], feature_F: Tensor) -> tuple[Tensor]:
+    return (rows_at(torch.cat(list(of_pictures)), feature_F),)
+
+
+class Images(PolicyOption):
+    """The pictures of one run's samples."""
+
+    def __init__(self, settings: OptionSettings, model: PreTrainedModel) -> None:
+        pictures = settings.pictures
+        assert pictures is not None, "the config asks for them"
+        self._model: Any = model
+        self._trains_tower = settings.trainer.train_tower
+        self._processor = load_processor(pictures.model_path, pictures.images)
+        self._store = ImageStore(pictures.run_dir, pictures.store_url)
+        self._cached: OrderedDict[str, Pixels] = OrderedDict()
+        self._cached_bytes = 0
+        self.processor = f"{self._processor.name} {self._processor.digest}"
+
+    def change_model(self, model: PreTrainedModel) -> None:
+        """Freeze what turns pictures into features, unless it is trained. Raises ConfigError: this release of
+        transformers does not take features."""
+        body = body_of(model)
+        if FEATURES not in inspect.signature(body.forward).parameters:
+            raise ConfigError(
+                f"images: this release of transformers has no {FEATURES} for a {model.config.model_type}; "
+                "install the locked one"
+            )
+        if not self._trains_tower:
+            for module in tower_of(model):
+                module.requires_grad_(False)
+        # A pass would take those that an earlier one left here for its own.
+        if self._processor.family.has_grid_positions:
+            body.rope_deltas = None
+
+    def complete_tile(self, tile: Tile) -> Tile:
+        pictures = {image.digest: image for row in tile.rows for image in row.images}
+        if not pictures:
+            return tile
+        pixels = [self._pixels_of(image) for image in pictures.values()]
+        starts: dict[str, int] = {}
+        num_features = 0
+        for digest, image in pictures.items():
+            starts[digest] = num_features
+            num_features += image.num_tokens
+        num_positions = tile.ids_BT.numel()
+        feature_of = np.full(num_positions, -1, dtype=np.int64)
+        for row, places in zip(tile.rows, tile.places, strict=True):
+            for image in row.images:
+                numbers = starts[image.digest] + np.arange(image.num_tokens)
+                feature_of[places[image.first : image.end]] = numbers
+        ids = tile.ids_BT.flatten().numpy()
+        assert np.array_equal(ids == self._processor.placeholder_id, feature_of >= 0), (
+            "samples with other placeholders were left out as they arrived"
+        )
+        joined = {name: torch.cat([of_one[name] for of_one in pixels]) for name in pixels[0]}
+        computed = TilePictures(joined, torch.from_numpy(feature_of[feature_of >= 0]))
+        kwargs = tile.model_kwargs
+        if self._processor.family.has_grid_positions:
+            kwargs = kwargs | {"position_ids": self._positions(tile)}
+        return replace(tile, model_kwargs=kwargs, computed=computed)
+
+    def _positions(self, tile: Tile) -> Tensor:
+        """Positions of each token in its text, and its three of a grid. Shape [4, B, T]: with fewer rows some
+        models read pictures as text, without an error."""
+        text_BT = tile.model_kwargs.get("position_ids")
+        if text_BT is None:
+            # On behind a row's end: where they begin again, transformers looks for packed sequences.
+            text_BT = torch.arange(tile.ids_BT.shape[1]).expand(tile.ids_BT.shape)
+        # A text has the same positions in all four.
+        positions = np.repeat(text_BT.flatten().numpy()[None], 4, axis=0)
+        for row, places in zip(tile.rows, tile.places, strict=True):
+            if row.images:
+                positions[1:, places] = self._grid_positions(row)
+        return torch.from_numpy(positions).unflatten(1, tile.ids_BT.shape)
+
+    def _grid_positions(self, row: Row) -> Indices:
+        """The model's own positions of one row's tokens: time, height and width. Shape [3, L]."""
+        types_L = np.zeros(len(row), dtype=np.int64)
+        for image in row.images:
+            types_L[image.first : image.end] = 1
+        grids = torch.cat([self._pixels_of(image)["image_grid_thw"] for image in row.images])
+        positions, _ = body_of(self._model).get_rope_index(
+            input_ids=torch.from_numpy(row.ids.astype(np.int64))[None],
+            mm_token_type_ids=torch.from_numpy(types_L)[None],
+            image_grid_thw=grids,
+        )
+        grid_positions: Indices = positions[:, 0].numpy()
+        return grid_positions
+
+    def _pixels_of(self, image: Image) -> Pixels:
+        """What the processor makes of a picture, on the host. Raises BrokenImageError: it has gone from
+        the store since its sample arrived."""
+        pixels = self._cached.pop(image.digest, None)
+        if pixels is None:
+            pixels = self._processor.pixels([self._read(image)])
+            self._cached_bytes += _num_bytes(pixels)
+        self._cached[image.digest] = pixels
+        while self._cached_bytes > CACHED_BYTES and len(self._cached) > 1:
+            _, oldest = self._cached.popitem(last=False)
+            self._cached_bytes -= _num_bytes(oldest)
+        return pixels
+
+    def _read(self, image: Image) -> bytes:
+        """The stored bytes; waits while the store is away."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return self._store.read(image)
+            except StoreError as error:
+                log.warning("waiting for the store of images", error=str(error))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def state(self) -> PolicyState:
+        return PolicyState({}, {PROCESSOR: self.processor})
+
+    def check_state(self, values: Mapping[str, Any]) -> None:
+        self.check_processor(str(values.get(PROCESSOR, "")), "the checkpoint")
+
+    def check_processor(self, recorded: str, owner: str) -> None:
+        """Raises ConfigError: `owner` was made with another processor, which makes other pixels."""
+        if recorded and recorded != self.processor:
+            raise ConfigError(
+                f"{owner} was made with the image processor {recorded}, and this is {self.processor}: the "
+                "same pictures have other pixels. Go on with the model folder, the section `images` and the "
+                "release of transformers that the run was started with"
+            )
+
+
+def _num_bytes(pixels: Pixels) -> int:
+    return sum(values.nbytes for values in pixels.values())

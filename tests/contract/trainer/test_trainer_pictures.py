@@ -1,0 +1,176 @@
+"""A run with pictures: trained from the run's store, broken ones fail alone, and steps replay bit by bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
+from tests.support.picture_samples import png_of
+from tests.support.training import answering_with, commits_of, messages
+from tests.support.trajectories import make_trajectory
+from tests.support.whole_trainer import run, trainer_context
+from tidemill.common.config.images import ImagesConfig
+from tidemill.common.errors import ConfigError, TidemillError
+from tidemill.common.history import History
+from tidemill.common.process.service import ServiceContext
+from tidemill.common.store import ClaimStore
+from tidemill.common.wire.messages import Ticket, Trajectory
+from tidemill.services.trainer.policy.loading import open_policy
+from tidemill.services.trainer.policy.policy import PolicyThread
+from tidemill.services.trainer.replay.steps import StepReplay
+
+STEPS = 3
+
+
+@pytest.fixture
+def make_pictures_run(broker, keys, tmp_path):
+    """Makes the context of a run whose rows have one picture or two, and one of text."""
+
+    def make(family: str = "qwen2_5_vl", streams: dict[str, Any] | None = None, **trainer: Any):
+        folder = tmp_path / family
+        if not folder.exists():
+            make_vision_model(folder, family)
+            rows = []
+            for number in range(6):
+                pictures = [f"{number}-{i}.png" for i in range((1, 2, 0)[number % 3])]
+                for i, name in enumerate(pictures):
+                    (tmp_path / name).write_bytes(png_of(10 * number + i))
+                parts = [{"type": "image"}, {"type": "text", "text": "?"}] * len(pictures)
+                content = [*parts, {"type": "text", "text": f"how many {number}"}]
+                prompt = [{"role": "user", "content": content}]
+                rows.append({"prompt": prompt, "images": pictures, "ground_truth": str(number)})
+            (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "run").mkdir(exist_ok=True)
+        broker.claims = ClaimStore(tmp_path / "run")
+        return trainer_context(
+            broker,
+            keys,
+            tmp_path / "run",
+            folder,
+            model={"path": str(folder), "max_model_len": 256},
+            data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 128},
+            images={"max_pixels": 28 * 28 * 16},
+            trainer={"policy": "transformers", "steps": STEPS, "checkpoint_every": 2, **trainer},
+            streams={"trim": False, "archive": {"enabled": False}, **(streams or {})},
+        )
+
+    return make
+
+
+def remove_pictures(run_dir: Path) -> None:
+    for path in sorted((run_dir / "images").iterdir()):
+        path.unlink()
+
+
+def answer(ticket: Ticket, index: int, **fields: Any) -> Trajectory:
+    ids = np.array([3 + ticket.ticket % 20, 4 + index, 7], np.int32)
+    return make_trajectory(
+        ticket.ticket,
+        index,
+        step=ticket.step,
+        group_size=ticket.group_size,
+        prompt_ids=ticket.prompt_ids,
+        images=ticket.images,
+        spans=((ticket.min_version, 0),),
+        completion_ids=fields.pop("completion_ids", ids),
+        logprobs=np.full(3, -1.0, np.float32),
+        ground_truth=ticket.ground_truth,
+        source=ticket.source,
+        **fields,
+    )
+
+
+def replay_of(context: ServiceContext, broker: Any) -> StepReplay:
+    history = History(context.keys.run_id, context.run_dir, broker)
+    policy = open_policy(context.config, run_dir=context.run_dir)
+    return StepReplay(history, context.config, context.run_dir, policy, PolicyThread(), lambda _: None)
+
+
+async def replayed(context: ServiceContext, *steps: int, broker: Any = None) -> list[dict[str, Any]]:
+    return [result async for result in replay_of(context, broker).results(steps)]
+
+
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+async def test_steps_with_pictures_replay_bit_by_bit(make_pictures_run, broker, keys, family):
+    context = make_pictures_run(family, train_tower=family == "qwen3_vl")
+    async with answering_with(broker, keys, answer):
+        await run(context)
+    tickets = await messages(broker, keys.prompts(), Ticket)
+    assert {len(ticket.images) for ticket in tickets} == {0, 1, 2}
+    commits = await commits_of(broker, keys)
+    assert all(commit.processor.endswith("Pil " + commit.processor[-32:]) for commit in commits)
+    results = await replayed(context, 0, STEPS - 1, broker=broker)
+    assert [result["equal"] for result in results] == [True, True]
+
+
+async def test_steps_with_pictures_replay_from_the_archive_alone(
+    make_pictures_run, broker, keys, archives_at_once
+):
+    streams = {"trim": True, "archive": {"enabled": True, "segment_mb": 0.004}}
+    context = make_pictures_run(streams=streams)
+    async with answering_with(broker, keys, answer):
+        await run(context)
+    results = await replayed(context, 0, STEPS - 1)
+    assert [result["equal"] for result in results] == [True, True]
+
+
+async def test_a_sample_without_its_picture_or_with_a_placeholder_fails_alone(
+    make_pictures_run, broker, keys
+):
+    context = make_pictures_run(group_size=4)
+    banned: list[tuple[int, int]] = []
+    lost: list[tuple[int, int]] = []
+
+    def spoiled(ticket: Ticket, index: int) -> Trajectory:
+        sample = answer(ticket, index)
+        if not ticket.images or index > 1:
+            return sample
+        if index == 0:
+            # An id that stands for pixels, as a faulty engine would sample it.
+            banned.append(sample.key)
+            placeholder = int(ticket.prompt_ids[ticket.images[0].first])
+            return answer(ticket, index, completion_ids=np.array([5, placeholder, 6], np.int32))
+        lost.append(sample.key)
+        missing = ticket.images[0].model_copy(update={"digest": "0" * 32})
+        return sample.model_copy(update={"images": (missing, *ticket.images[1:])})
+
+    async with answering_with(broker, keys, spoiled):
+        await run(context)
+    commits = await commits_of(broker, keys)
+    dropped = {(ticket, index): reason for commit in commits for ticket, index, reason in commit.dropped}
+    trained = {key for commit in commits for key in commit.trained_keys}
+    tickets = {ticket for commit in commits for ticket in commit.groups}
+    assert banned and lost
+    for key in [key for key in banned if key[0] in tickets]:
+        assert dropped[key] == "bad_numbers"
+    for key in [key for key in lost if key[0] in tickets]:
+        assert dropped[key] == "no_payload"
+    assert trained.isdisjoint([*banned, *lost])
+    results = await replayed(context, STEPS - 1, broker=broker)
+    assert [result["equal"] for result in results] == [True]
+
+
+async def test_another_processor_is_refused_on_resume_and_replay(make_pictures_run, broker, keys):
+    context = make_pictures_run()
+    async with answering_with(broker, keys, answer):
+        await run(context)
+    changed_images = ImagesConfig(max_pixels=28 * 28 * 9)
+    trainer = context.config.trainer.model_copy(update={"steps": STEPS + 1})
+    context.config = context.config.model_copy(update={"images": changed_images, "trainer": trainer})
+    with pytest.raises(ConfigError, match="image processor"):
+        await run(context)
+    for step in (0, STEPS - 1):  # from the starting model, and from a checkpoint
+        with pytest.raises(ConfigError, match="image processor"):
+            await replayed(context, step, broker=broker)
+
+
+async def test_a_replay_without_a_picture_of_the_step_says_so(make_pictures_run, broker, keys):
+    context = make_pictures_run()
+    async with answering_with(broker, keys, answer):
+        await run(context)
+    remove_pictures(context.run_dir)
+    with pytest.raises(TidemillError, match="is missing"):
+        await replayed(context, 0, broker=broker)

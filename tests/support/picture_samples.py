@@ -1,0 +1,131 @@
+"""Samples with pictures for the trainer, and what a plain pass of transformers over one of them gives."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as PilImage
+from transformers import AutoModelForImageTextToText
+
+from tests.support.samples import sample_of
+from tidemill.common.config.images import ImagesConfig
+from tidemill.common.config.run import ModelConfig
+from tidemill.common.config.trainer import TrainerConfig
+from tidemill.common.images.processor import load_processor
+from tidemill.common.images.store import ImageStore
+from tidemill.common.wire.images import Image
+from tidemill.services.trainer.groups.sample import Sample
+from tidemill.services.trainer.policy.model_loading import load_model
+from tidemill.services.trainer.policy.options import PictureSettings
+from tidemill.services.trainer.policy.transformers_policy import TransformersPolicy
+
+IMAGES = ImagesConfig(max_pixels=28 * 28 * 16)
+SIZES = ((56, 56), (84, 56), (40, 100))
+"""Widths and heights."""
+TEXT_IDS = 90
+"""Ids below it are characters."""
+
+
+def png_of(seed: int, width: int = 56, height: int = 56) -> bytes:
+    """A picture of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    PilImage.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class PictureMaker:
+    """Makes samples of a model folder, whose pictures are in a run's store."""
+
+    def __init__(self, folder: Path, run_dir: Path) -> None:
+        self.folder = folder
+        self.settings = PictureSettings(str(folder), IMAGES, run_dir)
+        self.processor = load_processor(str(folder), IMAGES)
+        self.store = ImageStore(run_dir)
+
+    def sample(
+        self,
+        key: tuple[int, int],
+        pictures: Sequence[bytes],
+        num_tokens: int = 6,
+        seed: int = 0,
+        prompt_seed: int | None = None,
+        **fields: Any,
+    ) -> Sample:
+        """Text, each picture and text behind it, and a completion of random ids."""
+        rng = np.random.default_rng(seed if prompt_seed is None else prompt_seed)
+        ids = rng.integers(3, TEXT_IDS, 4).tolist()
+        for _ in pictures:
+            ids += [self.processor.placeholder_id, *rng.integers(3, TEXT_IDS, 5).tolist()]
+        expanded, spans = self.processor.expand(ids, list(pictures))
+        images = []
+        for png, (first, count) in zip(pictures, spans, strict=True):
+            picture = PilImage.open(io.BytesIO(png))
+            images.append(
+                Image(
+                    digest=self.store.put(png),
+                    num_bytes=len(png),
+                    width=picture.width,
+                    height=picture.height,
+                    first=first,
+                    num_tokens=count,
+                )
+            )
+        completion = np.random.default_rng(seed + 1000).integers(3, TEXT_IDS, num_tokens)
+        logprobs = np.full(num_tokens, -3.0)
+        fields = {"advantage": float(rng.normal()) + 0.1, "images": tuple(images)} | fields
+        return sample_of(key, expanded, completion, logprobs, **fields)
+
+    def samples(self) -> list[Sample]:
+        """Two groups of one picture, of which some share the beginning of their completions or differ in the
+        picture alone; one of two pictures; one of text."""
+        first = png_of(0)
+        second = png_of(1)
+        samples = [
+            self.sample((0, 0), [first], seed=0, prompt_seed=0),
+            self.sample((0, 1), [first], seed=1, prompt_seed=0),
+            # Other pixels behind the same ids.
+            self.sample((0, 2), [second], seed=0, prompt_seed=0),
+            self.sample((1, 0), [png_of(2, *SIZES[1])], 9, seed=2),
+        ]
+        pair = [png_of(3, *SIZES[2]), first]
+        samples.append(self.sample((2, 0), pair, 4, seed=3, prompt_seed=3))
+        samples.append(self.sample((2, 1), pair, 8, seed=4, prompt_seed=3))
+        samples.append(self.sample((3, 0), [], 7, seed=5))
+        return samples
+
+    def policy(self, dtype: torch.dtype = torch.float64, **trainer: Any) -> TransformersPolicy:
+        trainer.setdefault("optimizer", {"lr": 1e-2})
+        model = load_model(ModelConfig(path=str(self.folder), max_model_len=256), torch.device("cpu"))
+        if dtype == torch.float64:
+            model = model.double()
+        return TransformersPolicy(
+            model,
+            TrainerConfig.model_validate(trainer),
+            dtype=dtype,
+            temperature=1.0,
+            max_completion_tokens=16,
+            pictures=self.settings,
+        )
+
+    def plain_model(self, dtype: torch.dtype = torch.float64) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=dtype).eval()
+
+    def plain_logprobs(self, model: Any, sample: Sample) -> torch.Tensor:
+        """Of the completion tokens, by transformers' own pass over this sample alone. Shape [T]."""
+        ids = torch.from_numpy(sample.rows[0].astype(np.int64))[None]
+        inputs: dict[str, Any] = {}
+        if sample.images:
+            inputs = self.processor.pixels([self.store.read(image) for image in sample.images])
+            types = torch.zeros_like(ids)
+            for image in sample.images:
+                types[0, image.first : image.end] = 1
+            if self.processor.family.token_types:
+                inputs[self.processor.family.token_types] = types
+        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, :-1].log_softmax(-1)
+        targets = ids[0, 1:]
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1)
+        return logprobs[len(sample.prompt_ids) - 1 :]
