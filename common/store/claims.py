@@ -324,7 +324,7 @@ class ClaimStore:
         return self._opened[url]
 
 
-class _Refusals:
+class Refusals:
     """Counts for how long a store has refused the keys of this process."""
 
     def __init__(self) -> None:
@@ -349,7 +349,7 @@ async def with_choices_in(claims: ClaimStore, sample: Trajectory) -> Trajectory:
         ConfigError: the store refuses the keys of this process.
     """
     pause_s = FIRST_PAUSE_S
-    refusals = _Refusals()
+    refusals = Refusals()
     while True:
         try:
             return await claims.threads.run(claims.check_in_choices, sample)
@@ -368,7 +368,7 @@ async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) ->
         ConfigError: the store refuses the keys of this process.
     """
     pause_s = FIRST_PAUSE_S
-    refusals = _Refusals()
+    refusals = Refusals()
     while True:
         try:
             return await claims.threads.run(claims.resolve, message)

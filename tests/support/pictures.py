@@ -1,8 +1,9 @@
 """Pictures of coloured noise, prompts that have them, and what transformers computes of such a prompt."""
 
 import io
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,20 @@ import numpy as np
 import torch
 import xxhash
 from PIL import Image as PILImage
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from examples.small_vision_models import SMALL_FAMILIES
+from tests.support.versions import Chain
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.images.processor import PictureProcessor, load_processor
 from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest, Picture
+from tidemill.services.rollout.engines.held_weights import as_tensor
 
+TEXT_NAMES = ("language_model", "model.layers", "embed_tokens", "lm_head", "model.norm")
+"""In names of weights that only read text; the others belong to tower and projector."""
 SIZES = ((56, 56), (90, 60), (64, 120))
 """Width and height: those of the first are the smallest that Qwen's processors leave as they are."""
 
@@ -96,3 +102,36 @@ class Seeing:
         targets_T1 = torch.tensor(generation.token_ids)[:, None]
         logprobs: list[float] = logits_TV.log_softmax(-1).gather(-1, targets_T1)[:, 0].tolist()
         return logprobs
+
+
+def mixed_requests(seeing: Seeing) -> list[GenerationRequest]:
+    """One, several and no pictures, of different sizes, with different numbers of tokens; the first group has
+    four samples."""
+    files = [noise_png(seed, size) for seed, size in enumerate(SIZES)]
+    return [
+        *(seeing.request(f"group{i}", "what is *?", files[:1]) for i in range(4)),
+        seeing.request("text", "no picture", max_tokens=16),
+        seeing.request("two", "the first * and * the second one", files[1:], max_tokens=5),
+        seeing.request("same ids", "what is *?", [noise_png(9)], max_tokens=9),
+        seeing.request("again", "*, *, *.", [files[2], files[0], files[2]], temperature=0.7),
+        seeing.request("short text", "a", temperature=0.0),
+    ]
+
+
+def write_versions(seeing: Seeing, run_dir: Path) -> tuple[Chain, dict[int, Seeing]]:
+    """A chain whose version 0 is the starting model, 1 changes all of it, 2 the tower and projector alone,
+    and 3 what reads text alone; and the folder of each version."""
+    chain = Chain(run_dir)
+    chain.full(0, seeing.folder / "model.safetensors")
+    texts = {name for name in chain.tensors for word in TEXT_NAMES if word in name}
+    towers = set(chain.tensors) - texts
+    assert len(towers) > 10
+    folders = {0: seeing}
+    for version, changed in ((1, set(chain.tensors)), (2, towers), (3, texts)):
+        chain.delta(version, share=0.05, names=changed)
+        folder = run_dir / f"folder{version}"
+        shutil.copytree(seeing.folder, folder)
+        tensors = {name: as_tensor(info, bits.copy()) for name, (info, bits) in chain.tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        folders[version] = replace(seeing, folder=folder)
+    return chain, folders

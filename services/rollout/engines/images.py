@@ -140,10 +140,9 @@ class PromptImages:
 
         tensors = [each.tensors for each in pixels if each is not None]
         # In the order of the rows: the model fills their placeholders one after the other.
-        joined = {
-            name: torch.cat([each[name] for each in tensors]).to(ids_UT.device)
-            for name in (tensors[0] if tensors else ())
-        }
+        joined = {}
+        for name in tensors[0] if tensors else ():
+            joined[name] = torch.cat([each[name] for each in tensors]).to(ids_UT.device)
         positions_UT = position_ids(mask_UT)
         family = self.processor.family
         if not family.has_grid_positions:

@@ -1,7 +1,6 @@
 """Prompts with pictures in the transformers engine: every number is that of a plain pass of transformers."""
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from examples.small_vision_models import SMALL_FAMILIES, make_vision_model
 from tests.support.models import run_config, tiny_model
-from tests.support.pictures import SIZES, Seeing, noise_png
-from tests.support.versions import Chain
+from tests.support.pictures import Seeing, mixed_requests, noise_png, write_versions
 from tidemill.common.errors import ConfigError
 from tidemill.common.images.store import BrokenImageError
 from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
-from tidemill.services.rollout.engines.held_weights import as_tensor
 from tidemill.services.rollout.engines.transformers import TransformersEngine
 
 TOLERANCE = 1e-5
-TEXT_NAMES = ("language_model", "model.layers", "embed_tokens", "lm_head", "model.norm")
-"""In names of weights that only read text; the others belong to tower and projector."""
 
 
 @pytest.fixture(scope="module", params=SMALL_FAMILIES)
@@ -47,20 +41,6 @@ async def engine(seeing: Seeing) -> AsyncIterator[TransformersEngine]:
 
 async def generate_all(engine: TransformersEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
     return await asyncio.gather(*(engine.generate(request) for request in requests))
-
-
-def mixed_requests(seeing: Seeing) -> list[GenerationRequest]:
-    """One, several and no pictures, of different sizes, with different numbers of tokens; the first group has
-    four samples."""
-    files = [noise_png(seed, size) for seed, size in enumerate(SIZES)]
-    return [
-        *(seeing.request(f"group{i}", "what is *?", files[:1]) for i in range(4)),
-        seeing.request("text", "no picture", max_tokens=16),
-        seeing.request("two", "the first * and * the second one", files[1:], max_tokens=5),
-        seeing.request("same ids", "what is *?", [noise_png(9)], max_tokens=9),
-        seeing.request("again", "*, *, *.", [files[2], files[0], files[2]], temperature=0.7),
-        seeing.request("short text", "a", temperature=0.0),
-    ]
 
 
 async def test_logprobs_of_one_several_and_no_pictures_in_one_batch_are_those_of_plain_passes(seeing, engine):
@@ -155,24 +135,6 @@ async def test_a_request_that_is_cancelled_does_not_take_the_pictures_from_other
     await asyncio.sleep(0)
     cancelled.cancel()
     assert (await going_on).token_ids
-
-
-def write_versions(seeing: Seeing, run_dir: Path) -> tuple[Chain, dict[int, Seeing]]:
-    """A chain whose version 0 is the starting model, 1 changes all of it, 2 the tower and projector alone,
-    and 3 what reads text alone; and the folder of each version."""
-    chain = Chain(run_dir)
-    chain.full(0, seeing.folder / "model.safetensors")
-    towers = {name for name in chain.tensors if not any(word in name for word in TEXT_NAMES)}
-    assert len(towers) > 10
-    folders = {0: seeing}
-    for version, changed in ((1, set(chain.tensors)), (2, towers), (3, set(chain.tensors) - towers)):
-        chain.delta(version, share=0.2, names=changed)
-        folder = run_dir / f"folder{version}"
-        shutil.copytree(seeing.folder, folder)
-        tensors = {name: as_tensor(info, bits.copy()) for name, (info, bits) in chain.tensors.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        folders[version] = replace(seeing, folder=folder)
-    return chain, folders
 
 
 async def test_full_versions_and_deltas_under_the_names_of_the_files_reach_tower_and_text(
