@@ -30,7 +30,7 @@ def check_pictures(
         return []
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError(
-            "images needs the package pillow, which is not installed: pip install 'tidemill[images]'"
+            "images needs the package pillow, which is not installed: pip install pillow"
         )
     if model is not None and not model.is_remote:
         family_of(model.model_type)
