@@ -56,17 +56,17 @@ def draw(cells: Sequence[Cell]) -> Image.Image:
         if cell is None:
             continue
         colour, shape = cell
-        left = number % 2 * CELL + MARGIN
-        top = number // 2 * CELL + MARGIN
-        right = left + CELL - 2 * MARGIN - 1
-        bottom = top + CELL - 2 * MARGIN - 1
+        x = number % 2 * CELL + MARGIN
+        y = number // 2 * CELL + MARGIN
+        x_end = x + CELL - 2 * MARGIN - 1
+        y_end = y + CELL - 2 * MARGIN - 1
         fill = COLOURS[colour]
         if shape == "circle":
-            pen.ellipse((left, top, right, bottom), fill=fill)
+            pen.ellipse((x, y, x_end, y_end), fill=fill)
         elif shape == "square":
-            pen.rectangle((left, top, right, bottom), fill=fill)
+            pen.rectangle((x, y, x_end, y_end), fill=fill)
         else:
-            pen.polygon([((left + right) / 2, top), (right, bottom), (left, bottom)], fill=fill)
+            pen.polygon([((x + x_end) / 2, y), (x_end, y_end), (x, y_end)], fill=fill)
     return picture
 
 
