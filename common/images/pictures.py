@@ -74,7 +74,7 @@ def make_picture(content: bytes, max_pixels: int, label: str = "") -> Picture:
         from PIL import Image, ImageOps
     except ImportError:
         raise ConfigError(
-            "pictures need the package pillow, which is not installed here: pip install 'tidemill[images]'"
+            "pictures need the package pillow, which is not installed here: pip install pillow"
         ) from None
     if not content:
         raise BrokenImageError("it is empty")

@@ -29,9 +29,7 @@ def check_pictures(
     if config.images is None:
         return []
     if importlib.util.find_spec("PIL") is None:
-        raise ConfigError(
-            "images needs the package pillow, which is not installed: pip install 'tidemill[images]'"
-        )
+        raise ConfigError("images needs the package pillow, which is not installed: pip install pillow")
     if model is not None and not model.is_remote:
         family_of(model.model_type)
         if not any((model.path / name).is_file() for name in PROCESSOR_FILES):

@@ -167,7 +167,7 @@ def test_what_is_no_part_is_refused_by_its_place(tmp_path):
 def test_a_run_without_the_section_refuses_pictures_and_says_what_to_add(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([VERL]), path)
-    with pytest.raises(ConfigError, match="column 'images' holds pictures.*images: {}"):
+    with pytest.raises(ConfigError, match=r"column 'images' holds pictures.*images: {}"):
         read_training_rows(section(str(path), has_images=False))
     parts = [{"role": "user", "content": [{"type": "image"}]}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": parts, "answer": "2"}))
