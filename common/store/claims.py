@@ -319,7 +319,7 @@ class ClaimStore:
         return self._opened[url]
 
 
-class _Refusals:
+class Refusals:
     """For how long a store has refused the keys of this process."""
 
     def __init__(self) -> None:
@@ -344,7 +344,7 @@ async def with_choices_in(claims: ClaimStore, sample: Trajectory) -> Trajectory:
         ConfigError: the store refuses the keys of this process.
     """
     pause_s = FIRST_PAUSE_S
-    refusals = _Refusals()
+    refusals = Refusals()
     while True:
         try:
             return await claims.threads.run(claims.check_in_choices, sample)
@@ -363,7 +363,7 @@ async def resolved(claims: ClaimStore, message: Any, is_patient: bool = True) ->
         ConfigError: the store refuses the keys of this process.
     """
     pause_s = FIRST_PAUSE_S
-    refusals = _Refusals()
+    refusals = Refusals()
     while True:
         try:
             return await claims.threads.run(claims.resolve, message)

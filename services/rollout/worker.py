@@ -8,8 +8,9 @@ the one at which the group was first started, unless the run has lost that one; 
 missing indices are generated, each from where its recorded parts end (`sessions/parts.py`); every published
 sample was generated under a lease that still held when it was published. A sample whose environment fails
 does not stop the others: these are published, and it is played again at the ticket's next delivery. After the
-last delivery it is published as failed, if enough others are left to train on. A ticket for which this
-machine cannot start something is handed back without counting the delivery.
+last delivery it is published as failed, if enough others are left to train on. A sample whose prompt has a
+picture that is missing or damaged is published as failed at once; a store that is away is waited for. A
+ticket for which this machine cannot start something is handed back without counting the delivery.
 
 Tasks of one lane; a process has two lanes, on one engine (`service.py`). Right of each wait: who ends it.
 
@@ -21,6 +22,7 @@ Tasks of one lane; a process has two lanes, on one engine (`service.py`). Right 
      |
      +-- _work                    one for each ticket that it holds; cancelled when the lease is lost
           | waits for a version     the weight follower, when the engine holds `min_version`
+          | waits for pictures      the store of images, where the prompt has some
           | waits for its samples   the last of them
           |
           +-- _generate_sample    one for each missing sample
@@ -42,11 +44,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from tidemill.common.errors import (
+    BrokenImageError,
     BrokerError,
     ConfigError,
     EngineError,
@@ -66,14 +69,24 @@ from tidemill.common.streams.lane_worker import LaneWorker
 from tidemill.common.telemetry import metrics
 from tidemill.common.telemetry.batched import Batched
 from tidemill.common.wire import codec
+from tidemill.common.wire.images import PICTURES_FAULT
 from tidemill.common.wire.keys import ROLLOUT_GROUP
 from tidemill.common.wire.messages import Claim, Lane, SamplingParams, Ticket, Trajectory
 from tidemill.services.rollout.containers.names import SessionName, unique_end
-from tidemill.services.rollout.engines.engine import Engine, Generation, GenerationRequest, OnTokens
+from tidemill.services.rollout.engines.engine import (
+    Engine,
+    Generation,
+    GenerationRequest,
+    OnTokens,
+    Picture,
+)
 from tidemill.services.rollout.sessions.parts import Part, RecordedPlay, Recording, new_play, read_play
 from tidemill.services.rollout.sessions.player import Player, find_engine_fault
 from tidemill.services.rollout.slots import START, UNREPORTED, Slots
 from tidemill.services.rollout.weight_follower import WeightFollower
+
+if TYPE_CHECKING:
+    from tidemill.common.images.store import ImageStore
 
 log = structlog.get_logger(__name__)
 
@@ -116,6 +129,11 @@ class RolloutWorker(LaneWorker[Ticket]):
         self.num_playing = 0
         self.faults_in_row = 0
         self._asked: set[str] = set()
+        self._images: ImageStore | None = None
+        if config.images is not None:
+            from tidemill.common.images import store
+
+            self._images = store.ImageStore(context.run_dir, config.streams.claim_check_url)
 
     @property
     def num_free(self) -> int:
@@ -175,7 +193,8 @@ class RolloutWorker(LaneWorker[Ticket]):
             await self.generate(delivery)
         except* LeaseLostError:
             log.info("group taken over by another worker", ticket=ticket)
-        except* (EngineError, BrokerError) as failures:  # not the ticket's fault, and this process is broken
+        # Not the ticket's fault: this process is broken, or a store refuses its keys.
+        except* (EngineError, BrokerError, ConfigError) as failures:
             cause = first_cause(failures)
             log.error("this process cannot go on; stopping so that it is restarted", error=str(cause))
             self.context.fail(cause)
@@ -218,6 +237,7 @@ class RolloutWorker(LaneWorker[Ticket]):
             EnvironmentFaultError: an environment failed in every attempt.
             MachineFaultError: this machine is short of something that a sample needs.
             ValueError: the engine refuses the prompt.
+            ConfigError: the store of pictures refuses the keys of this process.
         """
         ticket = delivery.message
         waited_s: float | None = None
@@ -235,11 +255,21 @@ class RolloutWorker(LaneWorker[Ticket]):
             if not missing:
                 # Without a sample: if all are published, this acknowledges the ticket.
                 await self.consumer.publish_sample(delivery, *self._keys_of(ticket), None)
+            pictures: tuple[Picture, ...] = ()
+            try:
+                if missing:
+                    pictures = await self._read_pictures(ticket)
+            except BrokenImageError as error:
+                await self._publish_failed(delivery, missing, f"{PICTURES_FAULT}{error}")
+                continue
             plays = await self._read_plays(ticket, missing, parts)
             faults: dict[int, EnvironmentFaultError | MachineFaultError] = {}
             async with asyncio.TaskGroup() as samples:
                 for index in missing:
-                    samples.create_task(self._generate_sample(delivery, plays[index], index, history, faults))
+                    generating = self._generate_sample(
+                        delivery, plays[index], index, history, faults, pictures
+                    )
+                    samples.create_task(generating)
             for fault in faults.values():
                 if isinstance(fault, MachineFaultError):
                     raise fault
@@ -260,16 +290,38 @@ class RolloutWorker(LaneWorker[Ticket]):
         if not is_last or ticket.group_size - len(faults) < config.reward.min_group_size:
             raise next(iter(faults.values()))
         for index, fault in faults.items():
+            await self._publish_failed(delivery, [index], f"an environment failed: {fault}")
+
+    async def _publish_failed(self, delivery: Delivery[Ticket], indices: Sequence[int], reason: str) -> None:
+        """Publish samples that have no completion, with the reason."""
+        ticket = delivery.message
+        for index in indices:
             failed = Trajectory(
                 **self._of_ticket(ticket, index),
                 prompt_ids=ticket.prompt_ids,
                 completion_ids=NO_IDS,
                 logprobs=NO_LOGPROBS,
                 spans=((self.engine.version, 0),),
-                fault=f"an environment failed: {fault}",
+                fault=reason,
             )
             await self.consumer.publish_sample(delivery, *self._keys_of(ticket), failed)
-            log.warning("a sample has failed for good", ticket=ticket.ticket, index=index, error=str(fault))
+            log.warning("a sample has failed for good", ticket=ticket.ticket, index=index, error=reason)
+
+    async def _read_pictures(self, ticket: Ticket) -> tuple[Picture, ...]:
+        """The pictures of a prompt, with their bytes. Waits for a store that is away.
+
+        Raises:
+            BrokenImageError: one is missing or damaged.
+            ConfigError: the store refuses the keys of this process.
+        """
+        if not ticket.images:
+            return ()
+        if self._images is None:
+            raise ValueError("its prompt has pictures, and the run's config has no section `images`")
+        from tidemill.common.images.store import read_images
+
+        files = await read_images(self._images, ticket.images)
+        return tuple(map(Picture, ticket.images, files))
 
     async def _start_group(self, delivery: Delivery[Ticket]) -> tuple[set[int], dict[bytes, bytes]]:
         """Wait until the engine is new enough for the group. Returns the indices of published samples, and
@@ -306,10 +358,11 @@ class RolloutWorker(LaneWorker[Ticket]):
 
         def read() -> dict[int, RecordedPlay]:
             prompt_ids = ticket.prompt_ids
-            return {index: read_play(parts, index, prompt_ids, self._read_claim) for index in indices}
+            images = ticket.images
+            return {index: read_play(parts, index, prompt_ids, self._read_claim, images) for index in indices}
 
         if not parts:
-            return {index: new_play(ticket.prompt_ids) for index in indices}
+            return {index: new_play(ticket.prompt_ids, ticket.images) for index in indices}
         claims = self.context.broker.claims
         plays = await claims.threads.run(read) if claims is not None else read()
         newest = max(play.newest_version for play in plays.values()) if plays else 0
@@ -322,7 +375,7 @@ class RolloutWorker(LaneWorker[Ticket]):
         version = self.engine.version
         for index, play in plays.items():
             if play.newest_version and (play.term != term or play.newest_version > version):
-                plays[index] = new_play(ticket.prompt_ids)
+                plays[index] = new_play(ticket.prompt_ids, ticket.images)
         return plays
 
     def _read_claim(self, claim: Claim) -> bytes:
@@ -351,8 +404,9 @@ class RolloutWorker(LaneWorker[Ticket]):
         index: int,
         history: int,
         faults: dict[int, EnvironmentFaultError | MachineFaultError],
+        pictures: tuple[Picture, ...],
     ) -> None:
-        """`history` is that of the weights that the sample begins with."""
+        """`history` is that of the weights that the sample begins with, `pictures` those of the prompt."""
         ticket = delivery.message
         started_at = time.time()
         name = f"{self.lane}-{ticket.ticket}-{index}-{delivery.attempts}"
@@ -373,7 +427,10 @@ class RolloutWorker(LaneWorker[Ticket]):
             if is_greedy:
                 sampling = sampling.model_copy(update={"temperature": 0.0})
             request_id = name if number == 1 else f"{name}-t{number}"
-            generation = await self._ask(ticket.ticket, request_id, ids, sampling, on_tokens)
+            request = GenerationRequest(
+                request_id, ids, sampling, self.lane is Lane.EVAL, on_tokens, ticket.ticket, pictures
+            )
+            generation = await self._ask(request)
             # Cached tokens of an older version, or of another history, do not count as lost. A turn begins
             # with the version of its first span.
             prompt, version, num_had = before
@@ -401,6 +458,9 @@ class RolloutWorker(LaneWorker[Ticket]):
             return
         except EnvironmentFaultError as error:
             faults[index] = error
+            return
+        except BrokenImageError as error:
+            await self._publish_failed(delivery, [index], f"{PICTURES_FAULT}{error}")
             return
         finally:
             self.num_playing -= 1
@@ -475,17 +535,14 @@ class RolloutWorker(LaneWorker[Ticket]):
             return sample
         return published
 
-    async def _ask(
-        self, ticket: int, name: str, ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None
-    ) -> Generation:
+    async def _ask(self, request: GenerationRequest) -> Generation:
         """One generation. Requests of a lost delivery may still run, so ids are made unique."""
+        name = request.request_id
         candidates = chain([name], (f"{name}-{number}" for number in count(2)))
         request_id = next(candidate for candidate in candidates if candidate not in self._asked)
-        is_urgent = self.lane is Lane.EVAL
-        request = GenerationRequest(request_id, ids, sampling, is_urgent, on_tokens, ticket)
         self._asked.add(request_id)
         try:
-            generation = await self.engine.generate(request)
+            generation = await self.engine.generate(replace(request, request_id=request_id))
             self.num_turns += 1
             return generation
         finally:

@@ -143,7 +143,8 @@ class PictureMaker:
         return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=dtype).eval()
 
     def plain_logprobs(self, model: Any, sample: Sample) -> torch.Tensor:
-        """Of the completion tokens, by transformers' own pass over this sample alone. Shape [T]."""
+        """Of the completion tokens, by transformers' own pass over this sample alone, without the ids that
+        engines never sample. Shape [T]."""
         ids = torch.from_numpy(sample.rows[0].astype(np.int64))[None]
         inputs: dict[str, Any] = {}
         if sample.images:
@@ -153,7 +154,9 @@ class PictureMaker:
                 types[0, image.first : image.end] = 1
             if self.processor.family.token_types:
                 inputs[self.processor.family.token_types] = types
-        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, :-1].log_softmax(-1)
-        targets = ids[0, 1:]
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1)
-        return logprobs[len(sample.prompt_ids) - 1 :]
+        first = len(sample.prompt_ids) - 1
+        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, first:-1]
+        banned_ids = torch.tensor(self.processor.banned_ids)
+        logprobs = logits.index_fill(-1, banned_ids, -torch.inf).log_softmax(-1)
+        targets = ids[0, first + 1 :]
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1)

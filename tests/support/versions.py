@@ -1,5 +1,6 @@
 """Chains of versions on the disk, as a trainer writes them: full ones, and deltas of single values."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -57,12 +58,16 @@ class Chain:
         (folder / FULL_FILE).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
         return self._publish(version, [FULL_FILE])
 
-    def delta(self, version: int, share: float = 0.01) -> WeightManifest:
-        """The next version: about `share` of all values get others."""
+    def delta(
+        self, version: int, share: float = 0.01, names: Collection[str] | None = None
+    ) -> WeightManifest:
+        """The next version: about `share` of all values get others, or of those of the tensors `names`."""
         parent = self.newest
         folder = self._folder(version)
         writers = [DeltaWriter(folder / delta_name(rank, RANKS)) for rank in range(RANKS)]
         for number, (info, bits) in enumerate(self.tensors.values()):
+            if names is not None and info.name not in names:
+                continue
             changed = np.flatnonzero(self.random.random(len(bits)) < share)
             # Only the last bits change: about as much as in training, and never to infinity.
             bits[changed] ^= self.random.integers(1, 1 << 6, len(changed)).astype(bits.dtype) << 16 * (

@@ -26,7 +26,12 @@ from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.process.checks import check_algorithm, check_environment, check_loggers, check_reward
 from tidemill.common.process.gpus import count_gpus
 from tidemill.common.process.programs import Program, run_main, run_own
-from tidemill.common.process.vllm_machine import check_machine, check_records
+from tidemill.common.process.vllm_machine import (
+    IMAGES_IN_VLLM,
+    check_machine,
+    check_records,
+    check_torchvision,
+)
 from tidemill.common.redis.client import URL_VARIABLE
 from tidemill.common.run.model_config import check_sampling
 from tidemill.common.wire.sampling import FILTERS
@@ -378,6 +383,8 @@ def _check_engine(config: RunConfig) -> None:
         )
     check_machine(f"rollout.engine is {engine}")
     check_records(masks=bool(config.masked_sources))
+    if config.images is not None:
+        check_torchvision(IMAGES_IN_VLLM)
 
 
 def _try_sandboxes(findings: Findings) -> None:

@@ -2,7 +2,8 @@
 
 Prompts are padded on the left, so that every row's next token sits in the same column; position ids
 count from each row's first real token, and padding is masked, so a row's tokens do not depend on its
-neighbours (beyond rounding). Where a model keeps recurrent states, prompts of one length are prefilled at a
+neighbours (beyond rounding). Pictures give a prompt further inputs, and perhaps positions with four rows
+(`images.py`). Where a model keeps recurrent states, prompts of one length are prefilled at a
 time, without padding (`states.py`). Equal prompts, as in a group, are prefilled once. Finished rows leave the
 batch once they are a quarter of it.
 
@@ -12,12 +13,13 @@ Shapes: B sequences, U distinct prompts, T tokens so far, V vocabulary.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from itertools import groupby, pairwise
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +40,9 @@ from tidemill.services.rollout.engines.engine import (
     uniforms,
 )
 from tidemill.services.rollout.engines.states import has_keys, is_recurrent, join_rows, select_rows
+
+if TYPE_CHECKING:
+    from tidemill.services.rollout.engines.images import Pixels, PromptImages
 
 HANDLED = ("top_p", "top_k", "min_p")
 """The filters that `processed_logprobs` applies."""
@@ -139,6 +144,8 @@ CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 """What releases of transformers call a model's state: the first from 5.24 on, the others before."""
 
 Routes = NDArray[np.unsignedinteger[Any]]
+Prompt = tuple[tuple[int, ...], "Pixels | None"]
+"""Ids and pictures. Requests with the same pictures share one object of these."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +166,12 @@ class DecodingRow:
     """[ids kept] for each token: those it was sampled from; None if they are not recorded."""
     routes: list[Routes] = field(default_factory=list)
     """Experts of the tokens that were computed so far; empty if they are not recorded."""
+    pixels: "Pixels | None" = None
+    """Of the prompt's pictures."""
+
+    @property
+    def prompt(self) -> "Prompt":
+        return tuple(self.request.prompt_ids), self.pixels
 
     @property
     def choices(self) -> dict[str, Rows]:
@@ -210,15 +223,16 @@ def decode_batch(
     eos_ids: frozenset[int],
     recorder: RouteRecorder,
     one_length: bool = False,
+    images: "PromptImages | None" = None,
 ) -> None:
     """Fill in tokens, logprobs, routes and finish of every row whose caller still waits. With `one_length`
     only prompts of one length are decoded beside each other."""
     if not one_length:
-        _decode(_Batch(model, rows, recorder), eos_ids)
+        _decode(_Batch(model, rows, recorder, images), eos_ids)
         return
     by_length = sorted(rows, key=_prompt_length)
     for _, alike in groupby(by_length, key=_prompt_length):
-        _decode(_Batch(model, list(alike), recorder), eos_ids)
+        _decode(_Batch(model, list(alike), recorder, images), eos_ids)
 
 
 def _prompt_length(row: DecodingRow) -> int:
@@ -255,10 +269,19 @@ def _decode(batch: "_Batch", eos_ids: frozenset[int]) -> None:
 class _Batch:
     """The rows that are being decoded, with the model's state for them."""
 
-    def __init__(self, model: Any, rows: Sequence[DecodingRow], recorder: RouteRecorder) -> None:
+    def __init__(
+        self,
+        model: Any,
+        rows: Sequence[DecodingRow],
+        recorder: RouteRecorder,
+        images: "PromptImages | None" = None,
+    ) -> None:
         self.rows = list(rows)
         self._recorder = recorder
         self._model = model
+        self._images = images
+        self._banned = None if images is None else torch.tensor(images.banned_ids, device=model.device)
+        self._offsets_B: Tensor | None = None
         self._is_recurrent = is_recurrent(model)
         self._cache_name = name_of_cache(model)
         self._cache: Any = None
@@ -272,15 +295,18 @@ class _Batch:
 
     def prefill(self) -> Tensor:
         """Run the distinct prompts and spread the result over the rows. Returns logits of shape [B, V]."""
-        prompt_of_row = [tuple(row.request.prompt_ids) for row in self.rows]
+        prompt_of_row = [row.prompt for row in self.rows]
         prompts = list(dict.fromkeys(prompt_of_row))
         if self._is_recurrent:
-            prompts.sort(key=len)
+            prompts.sort(key=lambda prompt: len(prompt[0]))
         position = {prompt: index for index, prompt in enumerate(prompts)}
         spread_B = torch.tensor([position[prompt] for prompt in prompt_of_row], device=self._device)
-        _, mask_UT = pad_left(prompts, self._device)
-        prefill = self._prefill_recurrent if self._is_recurrent else self._prefill
-        logits_UV, routes = prefill(prompts)
+        ids = [ids for ids, _ in prompts]
+        _, mask_UT = pad_left(ids, self._device)
+        if self._is_recurrent:
+            logits_UV, routes = self._prefill_recurrent(ids)
+        else:
+            logits_UV, routes = self._prefill(ids, [pixels for _, pixels in prompts])
         if routes:
             for row, prompt in zip(self.rows, prompt_of_row, strict=True):
                 row.routes.append(routes[position[prompt]][row.request.sampling.num_routed :])
@@ -293,13 +319,20 @@ class _Batch:
         self._has_mask = not self._is_recurrent or has_keys(self._cache)
         return logits_UV
 
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Routes]]:
+    def _prefill(
+        self, prompts: Sequence[Sequence[int]], pixels: "Sequence[Pixels | None]"
+    ) -> tuple[Tensor, list[Routes]]:
         """Logits of the tokens after the prompts, and the routes of each prompt's tokens, if recorded."""
         from transformers import DynamicCache
 
         ids_UT, mask_UT = pad_left(prompts, self._device)
         self._cache = DynamicCache(config=self._model.config)
-        logits_UV = self._forward(ids_UT, mask_UT, position_ids(mask_UT))
+        if self._images is None:
+            logits_UV = self._forward(ids_UT, mask_UT, position_ids(mask_UT))
+        else:
+            inputs = self._images.inputs_of(self._model, pixels, ids_UT, mask_UT)
+            self._offsets_B = inputs.offsets_U
+            logits_UV = self._forward(ids_UT, mask_UT, inputs.positions, inputs.pixels)
         routes_UT = self._recorder.take(len(prompts))
         if routes_UT is None:
             return logits_UV, []
@@ -328,6 +361,8 @@ class _Batch:
             select_rows(self._cache, rows_B)
         else:
             self._cache.batch_select_indices(rows_B)
+        if self._offsets_B is not None:
+            self._offsets_B = self._offsets_B[rows_B]
 
     def draw(self, processed_BV: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """The next token of each row, drawn by its `step`-th random number, and its logprob."""
@@ -349,7 +384,11 @@ class _Batch:
         """Run one token of each row. Returns the logits of the token after it, of shape [B, V]."""
         self._mask_BT = torch.cat([self._mask_BT, self._mask_BT.new_ones(len(self.rows), 1)], dim=-1)
         mask_BT = self._mask_BT if self._has_mask else None
-        logits_BV = self._forward(ids_B[:, None], mask_BT, self._next_position_B[:, None])
+        positions = self._next_position_B[:, None]
+        if self._offsets_B is not None:
+            grid_B1 = positions + self._offsets_B[:, None]
+            positions = torch.stack([positions, grid_B1, grid_B1, grid_B1])
+        logits_BV = self._forward(ids_B[:, None], mask_BT, positions)
         self._next_position_B += 1
         routes_B1 = self._recorder.take(len(self.rows))
         if routes_B1 is not None:
@@ -374,18 +413,29 @@ class _Batch:
         self._next_position_B = self._next_position_B[keep_B]
         return ids_B[keep_B]
 
-    def _forward(self, ids_BT: Tensor, mask_BT: Tensor | None, position_ids_BT: Tensor) -> Tensor:
+    def _forward(
+        self,
+        ids_BT: Tensor,
+        mask_BT: Tensor | None,
+        positions: Tensor,
+        pixels: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
+        """`positions` [B, T], or [4, B, T] where pictures have a height and a width."""
         output = self._model(
             input_ids=ids_BT,
             attention_mask=mask_BT,
-            position_ids=position_ids_BT,
+            position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
             **{self._cache_name: self._cache},
+            **pixels,
         )
         if self._is_recurrent:  # it has made its own
             self._cache = output[self._cache_name]
         logits_BV: Tensor = output.logits[:, -1]
+        if self._banned is not None:
+            # Before temperature and filters, as in the trainer: nobody can have sampled these.
+            logits_BV = logits_BV.index_fill(-1, self._banned, -torch.inf)
         return logits_BV
 
 

@@ -19,8 +19,20 @@ from numpy.typing import NDArray
 from tidemill.common.config.rollout import RolloutConfig
 from tidemill.common.run.special_tokens import Reading
 from tidemill.common.wire.choices import Rows
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import SamplingParams
 from tidemill.common.wire.segments import Finish, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a prompt, with its bytes.
+
+    Example: `image` with `first` 15 and `num_tokens` 4, `png` of 1,204 bytes.
+    """
+
+    image: Image
+    png: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,8 @@ class GenerationRequest:
     """Called on the event loop with the generation so far, about every `PART_TOKENS` tokens."""
     ticket: int = 0
     """Waiting requests with lower tickets go first: their histories are the likeliest to be still cached."""
+    pictures: tuple[Picture, ...] = ()
+    """Those of the prompt, by the order of their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +169,7 @@ class Engine(ABC):
 
         Raises:
             ValueError: the request can never be served: no prompt, unknown ids, or too long.
+            BrokenImageError: a picture cannot be used, or the prompt has other tokens for it.
             EngineError: the engine failed; the process has to be restarted.
         """
 

@@ -162,8 +162,8 @@ def _unusable(path: str, reason: str, error: Exception) -> str:
     return f"model.path {path} cannot be used: {reason}{detail}. Give the folder of a Hugging Face model"
 
 
-def load_model(model: ModelConfig) -> Any:
-    """Load `model.path` for inference, on the first GPU, else the CPU.
+def load_model(model: ModelConfig, sees: bool = False) -> Any:
+    """Load `model.path` for inference, on the first GPU, else the CPU; with what reads pictures if it `sees`.
 
     Raises:
         ConfigError: the folder does not hold all of the model's weights.
@@ -171,13 +171,14 @@ def load_model(model: ModelConfig) -> Any:
     hf_config, is_local = _read_config(model)
     with importing():
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils import logging
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         hf_config = freeze_rope(hf_config, model.max_model_len)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(
             model.path,
             config=hf_config,
             dtype=getattr(torch, model.dtype),
@@ -208,6 +209,9 @@ def match_weights(model: Any, tensors: "dict[str, Tensor]") -> "list[tuple[Tenso
     state = model.state_dict()
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if tensors.keys() - state.keys():
+        names = names_of_files(model)
+        tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    if tensors.keys() - state.keys():
         tensors = _rename(model, tensors)
     missing = sorted(parameters.keys() - tensors.keys())
     if missing:
@@ -224,6 +228,28 @@ def match_weights(model: Any, tensors: "dict[str, Tensor]") -> "list[tuple[Tenso
                 f"but {tuple(target.shape)} in the model"
             )
     return [(target, tensors[name]) for name, target in targets.items()]
+
+
+def names_of_files(model: Any) -> dict[str, str]:
+    """Names of the model's tensors in published files, where these differ: published -> the model's own.
+
+    Only of tensors that are published as they are; those that a conversion cuts or joins are left out.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shapes = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict().items()
+    }
+    # By storage: a tensor that is only renamed still lies in its source's.
+    sources = {tensor.untyped_storage()._cdata: name for name, tensor in shapes.items()}
+    names = {}
+    for published, tensor in revert_weight_conversion(model, dict(shapes)).items():
+        source = sources.get(tensor.untyped_storage()._cdata)
+        if source is not None and published != source and tensor.shape == shapes[source].shape:
+            names[published] = source
+    return names
 
 
 def _rename(model: Any, tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
@@ -264,16 +290,21 @@ def pieces_of(model: Any, infos: Iterable[TensorInfo]) -> "HeldWeights":
     """Where the tensors of a checkpoint lie in the model.
 
     Raises:
-        ValueError: they have no parameter of their own name, or one of less precision.
+        ValueError: one has no parameter of its own, or one of less precision.
     """
     from tidemill.services.rollout.engines.held_weights import HeldWeights, Key, Piece
 
     state = model.state_dict()
+    infos = list(infos)
+    names = {}
+    if any(info.name not in state for info in infos):
+        names = names_of_files(model)
     pieces = []
     for info in infos:
-        if info.name not in state or tuple(state[info.name].shape) != info.shape:
+        name = names.get(info.name, info.name)
+        if name not in state or tuple(state[name].shape) != info.shape:
             raise ValueError(f"{info.name} has no parameter of that name and shape")
-        tensor = state[info.name].detach()
+        tensor = state[name].detach()
         strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
         pieces.append(Piece(Key(info.name, 0, info.shape, strides), info, tensor))
     held = HeldWeights(pieces)

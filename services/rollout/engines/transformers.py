@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.common.config.run import RunConfig
-from tidemill.common.errors import EngineError, WeightsMismatchError
+from tidemill.common.errors import ConfigError, EngineError, WeightsMismatchError
 from tidemill.common.run.model_config import check_sampling
 from tidemill.common.run.routers import find_routers
 from tidemill.common.weights.digest import Digest, is_additive
@@ -39,6 +39,7 @@ from tidemill.services.rollout.engines.model import (
 if TYPE_CHECKING:
     from tidemill.services.rollout.engines.decoding import DecodingRow
     from tidemill.services.rollout.engines.held_weights import HeldWeights
+    from tidemill.services.rollout.engines.images import PromptImages
 
 Result = TypeVar("Result")
 GATHER_S = 0.02
@@ -55,6 +56,7 @@ class TransformersEngine(ModelEngine):
         self._model: Any = None
         self._one_length = False
         """Whether prompts of different lengths have to be decoded apart."""
+        self._images: PromptImages | None = None
         self._held: HeldWeights | None = None
         self._digest: Digest | None = None
         self._queue: list[DecodingRow] = []
@@ -77,10 +79,19 @@ class TransformersEngine(ModelEngine):
             import torch
 
             torch.set_num_threads(num_threads)  # where torch was imported before, it has read another number
-            return load_model(self._config.model)
+            return load_model(self._config.model, self._config.images is not None)
 
+        if self._config.images is not None:
+            from tidemill.services.rollout.engines.images import PromptImages
+
+            self._images = await asyncio.to_thread(PromptImages, self._config)
         self._model = await self._on_thread(load)
         if is_recurrent(self._model):
+            if self._images is not None:
+                raise ConfigError(
+                    f"model.path: pictures with a {self._folder.model_type}, which keeps recurrent states, "
+                    "are not supported. Take a model of another kind, or leave out the section `images`"
+                )
             self._one_length = not await self._on_thread(lambda: takes_all_lengths(self._model))
         records = self._config.rollout.record_routes and self._folder.is_mixture
         self._recorder = RouteRecorder([router for _, router in find_routers(self._model)] if records else ())
@@ -93,11 +104,16 @@ class TransformersEngine(ModelEngine):
 
         self._running_model()
         self.folder.check(request)
+        pixels = None
+        if self._images is not None:
+            pixels = await self._images.pixels_of(request)
+            self._running_model()  # it may have been closed meanwhile
         # A caller that is cancelled cancels `done`, which the decoding thread looks at.
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Generation] = loop.create_future()
         key = request_key(self._seed, request.request_id)
-        row = DecodingRow(request, key, StopTexts(request.sampling.stop, self.decode), done)
+        stops = StopTexts(request.sampling.stop, self.decode)
+        row = DecodingRow(request, key, stops, done, pixels=pixels)
         if self._config.rollout.sampling_masks and request.sampling.is_filtered:
             row.kept = []
         on_tokens = request.on_tokens
@@ -195,7 +211,8 @@ class TransformersEngine(ModelEngine):
         rows = [row for row in batch if not row.done.done()]
         if rows:
             one_length = self._one_length
-            await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder, one_length))
+            images = self._images
+            await self._on_thread(lambda: decode_batch(model, rows, eos_ids, recorder, one_length, images))
         for row in rows:
             if not row.done.done() and row.finish is not None:
                 row.done.set_result(self._so_far(row))

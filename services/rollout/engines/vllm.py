@@ -4,7 +4,9 @@ What an update guarantees: every token of a completion is labelled, by the engin
 with the version that sampled it; requests that have started keep their KV cache and go on with the new
 weights; requests that have not started use nothing that older weights computed. The last point takes
 two measures, because a prompt's KV cache is shared: the cache is keyed by version, and a request that
-still waits inside the engine is taken back at an update and submitted again under the new key.
+still waits inside the engine is taken back at an update and submitted again under the new key. The features
+that the tower computes of a picture are shared and keyed in the same way. vLLM's own processor gets no
+picture: it would expand placeholders a second time, and its class makes other pixels than the trainer's.
 
 Logprobs are those of the processed distribution, so they equal the trainer's at the same temperature.
 """
@@ -12,6 +14,7 @@ Logprobs are those of the processed distribution, so they equal the trainer's at
 import asyncio
 import gc
 import json
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +26,7 @@ import structlog
 
 from tidemill.common.config.run import RunConfig
 from tidemill.common.errors import ConfigError, EngineError, WeightsError, WeightsMismatchError
+from tidemill.common.process.vllm_machine import IMAGES_IN_VLLM, add_torchvision
 from tidemill.common.weights.digest import Digest, is_additive
 from tidemill.common.wire.choices import KEPT, ROUTES, Rows
 from tidemill.services.rollout.engines.checkpoint import check_given, prove
@@ -35,17 +39,22 @@ from tidemill.services.rollout.engines.engine import (
     WeightUpdate,
 )
 from tidemill.services.rollout.engines.model import ModelEngine, open_model
-from tidemill.services.rollout.engines.vllm_launch import is_cpu, start_vllm
+from tidemill.services.rollout.engines.vllm_launch import is_cpu, set_environment, start_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.inputs import MultiModalInput
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from tidemill.services.rollout.engines.images import Pixels, PromptImages
 
 log = structlog.get_logger(__name__)
 
 STAGING_POLL_S = 0.005
 
+ERROR_ATTEMPTS = 3
+"""So often a request is submitted that vLLM ends with "error", before its engine counts as broken."""
 URGENT = -1
 """Priority of urgent requests; vLLM schedules lower ones first, and others have their ticket's number."""
 
@@ -67,6 +76,7 @@ class VllmEngine(ModelEngine):
         self._is_readable = False
         self._is_patchable = False
         self._moves = False
+        self._images: PromptImages | None = None
 
     @property
     def can_patch(self) -> bool:
@@ -78,7 +88,15 @@ class VllmEngine(ModelEngine):
         return not self._config.rollout.vllm.extra.get("disable_log_stats", False)
 
     async def start(self) -> None:
+        if self._config.images is not None:
+            # Before anything imports transformers.
+            add_torchvision(IMAGES_IN_VLLM)
+            set_environment()  # and before torch, which the processor of pictures needs
         self._folder = await asyncio.to_thread(open_model, self._config.model)
+        if self._config.images is not None:
+            from tidemill.services.rollout.engines.images import PromptImages
+
+            self._images = await asyncio.to_thread(PromptImages, self._config)
         await asyncio.to_thread(self._launch)
         try:
             await self._open_weights()
@@ -92,7 +110,11 @@ class VllmEngine(ModelEngine):
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.folder.check(request)
+        pixels = None
+        if self._images is not None:
+            pixels = await self._images.pixels_of(request)
         self.num_running += 1
+        num_errors = 0
         try:
             output = None
             params = self._sampling_params(request)
@@ -100,7 +122,12 @@ class VllmEngine(ModelEngine):
             while output is None:
                 # A new one for each try: it remembers how many tokens it has looked at.
                 stops = StopTexts(request.sampling.stop, self.decode)
-                output = await self._submit(request, params, priority, stops)
+                output = await self._submit(request, params, priority, stops, pixels)
+                if output is not None and output.outputs[0].finish_reason == "error":
+                    num_errors += 1
+                    if num_errors < ERROR_ATTEMPTS:
+                        log.warning("vLLM ended a request with an error", request=request.request_id)
+                        output = None
         finally:
             self.num_running -= 1
         return _as_generation(request, output.outputs[0], output.num_cached_tokens, stops.is_reached)
@@ -179,14 +206,20 @@ class VllmEngine(ModelEngine):
         """Runs on a thread. Returning the engine would leave a reference to it in that thread's frames,
         which vLLM's traceback cycles keep alive, and it would outlive `close`.
         """
-        self._llm = start_vllm(self._config, self._worker, self._report, self._records_routes)
+        pictures = self._images.processor if self._images is not None else None
+        self._llm = start_vllm(self._config, self._worker, self._report, self._records_routes, pictures)
 
     def _report(self, report: EngineReport) -> None:
         if self.on_report is not None:
             self.on_report(report)
 
     async def _submit(
-        self, request: GenerationRequest, params: "SamplingParams", priority: int, stops: StopTexts
+        self,
+        request: GenerationRequest,
+        params: "SamplingParams",
+        priority: int,
+        stops: StopTexts,
+        pixels: "Pixels | None" = None,
     ) -> "RequestOutput | None":
         """Run a request to its last output; None if an update took it back before its first token."""
         from vllm.inputs import tokens_input
@@ -197,7 +230,10 @@ class VllmEngine(ModelEngine):
         self._num_submitted += 1
         engine_id = f"{request.request_id}#{self._num_submitted}"
         # No await between the version and the note below: an update would miss a request of its old key.
-        prompt = tokens_input(list(request.prompt_ids), cache_salt=f"v{self.version}")
+        key = f"v{self.version}"
+        prompt: Any = tokens_input(list(request.prompt_ids), cache_salt=key)
+        if pixels is not None:
+            prompt = self._seen_prompt(request, pixels, key)
         self._unstarted[engine_id] = False
         final = None
         num_reported = 0
@@ -229,6 +265,26 @@ class VllmEngine(ModelEngine):
         assert final is not None, "vLLM ended a request without an output"
         return final
 
+    def _seen_prompt(self, request: GenerationRequest, pixels: "Pixels", key: str) -> "MultiModalInput":
+        """A prompt that is expanded already, with the tensors of our own processor."""
+        from vllm.inputs import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        # Private, and the only place that knows which rows of a tensor belong to which picture.
+        processor: Any = self._running_llm().renderer.mm_processor
+        fields = processor._get_mm_fields_config(pixels.tensors, {})
+        images = [picture.image for picture in request.pictures]
+        places = [PlaceholderRange(offset=image.first, length=image.num_tokens) for image in images]
+        # With the version: nothing that an older tower computed of a picture is used.
+        names = [f"{image.digest}-{key}" for image in images]
+        return mm_input(
+            list(request.prompt_ids),
+            MultiModalKwargsItems.from_hf_inputs(pixels.tensors, fields),
+            {"image": names},
+            {"image": places},
+            cache_salt=key,
+        )
+
     def _so_far(self, engine_id: str, output: "CompletionOutput", num_tokens: int) -> Generation | None:
         """The first tokens of a running request; None if vLLM does not say which versions sampled them: only
         its last output has that by itself."""
@@ -254,6 +310,7 @@ class VllmEngine(ModelEngine):
         if self._config.masked_sources:
             # vLLM then requires top-k and refuses temperature 0: top-k 1 samples the same.
             top_k = (top_k or self.folder.vocab_size) if sampling.temperature else 1
+        banned_ids = self._images.banned_ids if self._images is not None else ()
         # No seed: on CPU a seeded request crashes the sampler.
         return SamplingParams(
             routed_experts_prompt_start=sampling.num_routed,
@@ -262,6 +319,8 @@ class VllmEngine(ModelEngine):
             **filters | {"top_k": top_k},
             # Given here: without a tokenizer vLLM knows no EOS.
             stop_token_ids=list(self.folder.eos_ids),
+            # Not clamped where it is given here. Before temperature and filters, as in the trainer.
+            logit_bias=dict.fromkeys(banned_ids, -math.inf) or None,
             # Of the sampled token only.
             logprobs=0,
             flat_logprobs=True,

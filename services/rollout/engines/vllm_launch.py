@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import PerEngineStatLoggerFactory
 
+    from tidemill.common.images.processor import PictureProcessor
+
 
 OWNER_VARIABLE = "TIDEMILL_ENGINE_OWNER"
 """Process id of the rollout worker; when it ends, however it ends, the engine's processes end too."""
@@ -34,9 +36,10 @@ def start_vllm(
     worker: str,
     report: Callable[[EngineReport], object] = lambda _: None,
     records_routes: bool = False,
+    pictures: "PictureProcessor | None" = None,
 ) -> "AsyncLLM":
     """Start vLLM's processes and load the model, in seconds to minutes. `report` gets its statistics; with
-    `records_routes`, outputs have the experts of each token.
+    `records_routes`, outputs have the experts of each token; `pictures` are those of a model that sees.
 
     Raises:
         ConfigError: vLLM or what it needs is not installed, or model and options do not fit it.
@@ -54,7 +57,7 @@ def start_vllm(
             "or set rollout.engine to transformers"
         ) from None
     try:
-        arguments = engine_args(config, worker, records_routes)
+        arguments = engine_args(config, worker, records_routes, pictures)
         vllm_config = arguments.create_engine_config()
     except (TypeError, ValueError, OSError) as error:
         hints = [NO_MASKS] * bool(config.masked_sources) + [NO_ROUTES] * records_routes
@@ -94,7 +97,12 @@ def _reporting(report: Callable[[EngineReport], object]) -> "PerEngineStatLogger
     return Reporter
 
 
-def engine_args(config: RunConfig, worker: str, records_routes: bool = False) -> "AsyncEngineArgs":
+def engine_args(
+    config: RunConfig,
+    worker: str,
+    records_routes: bool = False,
+    pictures: "PictureProcessor | None" = None,
+) -> "AsyncEngineArgs":
     """Translate the run's config; `rollout.vllm.extra` overrides everything."""
     from transformers import AutoConfig
     from vllm import AsyncEngineArgs
@@ -129,6 +137,18 @@ def engine_args(config: RunConfig, worker: str, records_routes: bool = False) ->
     if config.model.overrides:
         changed = with_overrides(AutoConfig.from_pretrained(config.model.path), config.model)
         fields["hf_overrides"] = for_vllm(changed, config.model.overrides)
+    if config.images is not None and pictures is not None:
+        fields |= {
+            # Its own processor of pictures wants a tokenizer. It gets no picture of ours: it only says how
+            # many tokens the largest one has, for which `size` has to be that of our processor.
+            "skip_tokenizer_init": False,
+            "mm_processor_kwargs": pictures.call_kwargs or None,
+            "limit_mm_per_prompt": {"image": config.images.max_per_prompt, "video": 0},
+            # It would keep pixels of versions that are gone: their names have the version.
+            "mm_processor_cache_gb": 0,
+            # By default it expects pixels that are not normalised, and normalises those of ours again.
+            "mm_device_do_normalize": False,
+        }
     if records_routes:
         # vLLM refuses what it cannot do with this: pipeline and context parallelism, adaptive speculation.
         fields["enable_return_routed_experts"] = True

@@ -28,6 +28,7 @@ from tidemill.common.telemetry import metrics
 from tidemill.common.wire import codec
 from tidemill.common.wire.arrays import Float32Array, Int32, Int32Array
 from tidemill.common.wire.choices import KEPT, Rows, WireRows
+from tidemill.common.wire.images import Image
 from tidemill.common.wire.messages import Claim, Message, SamplingParams
 from tidemill.common.wire.segments import Finish, VersionSpan
 from tidemill.services.rollout.containers.names import SessionName
@@ -88,13 +89,17 @@ class RecordedPlay:
         return self.parts[-1].term if self.parts else 0
 
 
-def new_play(prompt_ids: Int32) -> RecordedPlay:
+def new_play(prompt_ids: Int32, images: Sequence[Image] = ()) -> RecordedPlay:
     """A play without parts. Its name has a hash of the prompt: ticket numbers of a lost history recur."""
-    return RecordedPlay(_prompt_hash(prompt_ids) + b"%08x" % random.getrandbits(32))
+    return RecordedPlay(_prompt_hash(prompt_ids, images) + b"%08x" % random.getrandbits(32))
 
 
 def read_play(
-    fields: Mapping[bytes, bytes], index: int, prompt_ids: Int32, read_claim: Callable[[Claim], bytes]
+    fields: Mapping[bytes, bytes],
+    index: int,
+    prompt_ids: Int32,
+    read_claim: Callable[[Claim], bytes],
+    images: Sequence[Image] = (),
 ) -> RecordedPlay:
     """The play of sample `index`, with the parts that can be read; a new one if there are none."""
     name = b""
@@ -112,12 +117,16 @@ def read_play(
             log.warning("a part cannot be read", index=index, number=len(parts), error=str(error))
             break
         parts.append(play_part)
-    is_of_prompt = name.startswith(_prompt_hash(prompt_ids))
-    return RecordedPlay(name, tuple(parts)) if parts and is_of_prompt else new_play(prompt_ids)
+    is_of_prompt = name.startswith(_prompt_hash(prompt_ids, images))
+    return RecordedPlay(name, tuple(parts)) if parts and is_of_prompt else new_play(prompt_ids, images)
 
 
-def _prompt_hash(prompt_ids: Int32) -> bytes:
-    return xxhash.xxh32_hexdigest(np.ascontiguousarray(prompt_ids).data).encode()
+def _prompt_hash(prompt_ids: Int32, images: Sequence[Image]) -> bytes:
+    """Of ids and pictures: those of another one may have the same ids."""
+    digest = xxhash.xxh32(np.ascontiguousarray(prompt_ids).data)
+    for image in images:
+        digest.update(image.digest.encode())
+    return digest.hexdigest().encode()
 
 
 def joined(before: Generation, after: Generation) -> Generation:

@@ -217,6 +217,7 @@ class TokenScorer:
     def _score(self, tile: Tile, temperature: float, entropy_gradient: bool, keep_hidden: bool) -> _Scores:
         sources_N = tile.sources_N.to(self._device)
         targets_N = tile.targets_N.to(self._device)
+        banned_ids = None if tile.banned_ids is None else tile.banned_ids.to(self._device)
         with self._autocast():
             kwargs = self._inputs(tile)
             if self.scaling is None:
@@ -225,7 +226,9 @@ class TokenScorer:
                 if keep_hidden:
                     hidden_NH = rows_at(output.hidden_states[-1].flatten(0, 1), sources_N)
                 logits_NV = rows_at(output.logits.flatten(0, 1), sources_N)
-                scores = score_logits(logits_NV, targets_N, temperature, entropy_gradient, tile.kept)
+                scores = score_logits(
+                    logits_NV, targets_N, temperature, entropy_gradient, tile.kept, banned_ids
+                )
                 return _Scores(*scores, hidden_NH)
             hidden_BTH = body_of(self._model)(**kwargs).last_hidden_state
             hidden_NH = rows_at(hidden_BTH.flatten(0, 1), sources_N)
@@ -239,6 +242,7 @@ class TokenScorer:
                 entropy_gradient=entropy_gradient,
                 scaling=self.scaling,
                 kept=tile.kept,
+                banned_ids=banned_ids,
             )
             return _Scores(*scores, hidden_NH if keep_hidden else None)
 

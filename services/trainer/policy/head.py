@@ -159,16 +159,19 @@ def score_logits(
     temperature: float,
     entropy_gradient: bool = False,
     kept: Rows | None = None,
+    banned_ids: Tensor | None = None,
 ) -> Scored:
     """Logprobs of the targets (with gradient), of softmax(logits / temperature) over the ids that are `kept`
     for each of them, entropies over all (with gradient only if asked), and the kept ids' mass (with
-    gradient).
+    gradient). "All" is without `banned_ids`, which nobody can sample.
 
     Shapes [C], float32 (float64 where the logits are). Entropies are at least 0, at most log V.
     """
     logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     if temperature != 1.0:
         logits_CV = logits_CV / temperature
+    if banned_ids is not None:
+        logits_CV = logits_CV.index_fill(-1, banned_ids, -torch.inf)
     logprobs_CV = F.log_softmax(logits_CV, dim=-1)
     targets = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
     log_mass_C = kept_log_mass(logprobs_CV, kept)
@@ -193,6 +196,7 @@ def score_hidden(
     entropy_gradient: bool = False,
     scaling: Scaling = PLAIN,
     kept: Rows | None = None,
+    banned_ids: Tensor | None = None,
 ) -> Scored:
     """Like `score_logits`, from hidden states, with at most `max_elements` logits in memory at once; None
     takes the limit of the device.
@@ -205,7 +209,7 @@ def score_hidden(
         logits_CV = head(hidden_CH)
         if scaling != PLAIN:
             logits_CV = scaling.of(logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float())
-        return score_logits(logits_CV, targets_C, temperature, entropy_gradient, kept)
+        return score_logits(logits_CV, targets_C, temperature, entropy_gradient, kept, banned_ids)
 
     kind = hidden_NH.device.type
     vocabulary = cast(Tensor, head.weight).shape[0]
@@ -217,7 +221,7 @@ def score_hidden(
         if kind == "cpu":
             chunk = min(chunk, max(CACHED_ELEMENTS // vocabulary, CHUNK_TOKENS))
         dtype = autocast_dtype(hidden_NH) or head.weight.dtype
-        options = Options(temperature, chunk, dtype, entropy_gradient, scaling, kept, keeps)
+        options = Options(temperature, chunk, dtype, entropy_gradient, scaling, kept, keeps, banned_ids)
         apply: Callable[..., Scored] = ChunkedScores.apply
         return apply(hidden_NH, head.weight, head.bias, targets_N, options)
     if is_one:
@@ -252,6 +256,8 @@ class Options(NamedTuple):
     """Kept ids of the scored tokens."""
     keeps: bool = False
     """Whether the forward pass keeps the probabilities, which are all that the backward pass needs."""
+    banned_ids: Tensor | None = None
+    """Ids that are left out of the softmax."""
 
     @property
     def factor(self) -> float:
@@ -371,6 +377,9 @@ def _scaled_logits(hidden_CH: Tensor, head: Head, options: Options) -> tuple[Ten
         logits_CV.mul_(cap)
     if options.temperature != 1.0:
         logits_CV.div_(options.temperature)
+    if options.banned_ids is not None:
+        # Their probability is 0, and so is their gradient.
+        logits_CV.index_fill_(-1, options.banned_ids, -torch.inf)
     return logits_CV, slope_CV
 
 

@@ -89,6 +89,7 @@ class Images(PolicyOption):
         self._model = model
         self._trains_tower = settings.trainer.train_tower
         self._processor = load_processor(pictures.model_path, pictures.images)
+        self._banned_ids = torch.tensor(self._processor.banned_ids)
         self._store = ImageStore(pictures.run_dir, pictures.store_url)
         self._cached: OrderedDict[str, Pixels] = OrderedDict()
         self._cached_bytes = 0
@@ -111,6 +112,8 @@ class Images(PolicyOption):
             body.rope_deltas = None
 
     def complete_tile(self, tile: Tile) -> Tile:
+        # Of text, too: engines leave these ids out of every distribution that they sample from.
+        tile = replace(tile, banned_ids=self._banned_ids)
         pictures = {image.digest: image for row in tile.rows for image in row.images}
         if not pictures:
             return tile

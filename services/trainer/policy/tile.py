@@ -114,6 +114,8 @@ class Tile:
     kept: Rows | None = None
     """[N], the ids that each scored token was sampled from; a position may predict several tokens, each with
     ids of its own."""
+    banned_ids: Tensor | None = None
+    """int64: ids that the engine never samples, and that are left out of all distributions."""
     routes: Tensor | None = None
     """[B * T, layers, experts of a token], int16: what the engine chose; -1 at padding."""
     logprobs_N: Tensor = NOT_MADE

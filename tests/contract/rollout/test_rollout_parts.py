@@ -28,7 +28,7 @@ async def plays(broker: Broker, keys: Keys, worker: Worker, delivery: Any) -> li
     fields = dict(zip(raw[::2], raw[1::2], strict=True))
     ticket = delivery.message
     return [
-        read_play(fields, index, ticket.prompt_ids, worker.lane._read_claim)
+        read_play(fields, index, ticket.prompt_ids, worker.lane._read_claim, ticket.images)
         for index in range(ticket.group_size)
     ]
 

@@ -3,7 +3,9 @@
 import argparse
 import ctypes
 import importlib.util
+import os
 import shutil
+import sys
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +19,7 @@ from tidemill.common.config import RunConfig
 from tidemill.common.errors import ConfigError
 from tidemill.common.process import vllm_machine
 from tidemill.common.process.vllm_machine import (
+    add_torchvision,
     check_machine,
     check_records,
     machine_arguments,
@@ -153,3 +156,30 @@ def test_masks_are_refused_on_a_cpu_with_what_to_take_instead(monkeypatch):
         check_records(masks=True)
     monkeypatch.setattr(vllm_machine, "is_cpu_build", lambda: False)
     check_records(masks=True)
+
+
+@pytest.fixture
+def no_torchvision(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_machine, "OWN_TORCHVISION", tmp_path / "torchvision")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    return tmp_path / "torchvision"
+
+
+def test_without_torchvision_an_engine_with_pictures_says_how_to_get_it(no_torchvision, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr("tidemill.services.console.check.preflight.check_machine", lambda whose: None)
+    config = make_config(rollout={"engine": "vllm"}, images={})
+    for look in (lambda: add_torchvision("images"), lambda: _check_engine(config)):
+        with pytest.raises(ConfigError, match=r"images.*make torchvision.*transformers"):
+            look()
+    _check_engine(make_config(rollout={"engine": "vllm"}))
+
+
+def test_torchvision_is_on_the_path_of_an_engine_with_pictures_and_its_processes_only(no_torchvision):
+    (no_torchvision / "torchvision").mkdir(parents=True)
+    assert str(no_torchvision) not in sys.path
+    add_torchvision("images")
+    assert sys.path[-1] == str(no_torchvision)
+    assert os.environ["PYTHONPATH"] == f"/theirs{os.pathsep}{no_torchvision}"

@@ -382,3 +382,35 @@ def test_a_model_whose_code_mixes_dtypes_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(precision, "ADDED_IN_PLACE", ())
     with pytest.raises(ConfigError, match=r"model\.dtype: .*dbrx.*set model\.dtype to float32"):
         make_policy(torch.bfloat16, model=make_model("Dbrx", **DBRX))
+
+
+@pytest.mark.parametrize("chunk", [7, 100])
+@pytest.mark.parametrize("with_entropies", [False, True])
+def test_ids_that_are_never_sampled_have_no_probability_and_no_gradient(
+    chunk: int, with_entropies: bool
+) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 32, bias=True).double()
+    hidden_NH = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
+    targets_N = torch.arange(23) % 29
+    banned_ids = torch.tensor([29, 31])
+    weights_N = torch.randn(23).double()
+
+    def gradients(logprobs_N: torch.Tensor, entropies_N: torch.Tensor) -> list[torch.Tensor]:
+        loss = logprobs_N @ weights_N + (entropies_N.sum() if with_entropies else 0.0)
+        return list(torch.autograd.grad(loss, [hidden_NH, *head.parameters()]))
+
+    options = {"entropy_gradient": with_entropies, "banned_ids": banned_ids}
+    mine = score_hidden(hidden_NH, head, targets_N, 0.7, chunk * 32, **options)[:2]
+    allowed = [token for token in range(32) if token not in (29, 31)]
+    expected_NV = torch.log_softmax(head(hidden_NH)[:, allowed] / 0.7, -1)
+    # The places of 0 to 28 are their own, 30 comes behind them.
+    targets = expected_NV.gather(-1, targets_N[:, None])[:, 0]
+    expected = targets, -(expected_NV.exp() * expected_NV).sum(-1)
+    whole = score_logits(head(hidden_NH), targets_N, 0.7, with_entropies, None, banned_ids)[:2]
+    expected_gradients = gradients(*expected)
+    for scores in (mine, whole):
+        of_scores = gradients(*scores)
+        for got, want in zip([*scores, *of_scores], [*expected, *expected_gradients], strict=True):
+            torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12)
+        assert of_scores[-1][banned_ids].abs().max() == 0.0, "of the head's bias"

@@ -1,0 +1,189 @@
+"""Tickets with pictures between real streams, a real store, and an engine that the test controls."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contract.rollout.test_rollout_parts import LONG, left_by, tokens_of
+from tests.support.numbered import append_numbered
+from tests.support.pictures import image_of, noise_png
+from tests.support.rollout_worker import SIZE, is_settled, samples_of, take_over
+from tests.support.training import trainer_config
+from tests.support.waiting import wait_until
+from tidemill.common.errors import BrokenImageError, ConfigError, RefusedError
+from tidemill.common.images.store import IMAGES_FOLDER, ImageStore
+from tidemill.common.redis.broker import Broker
+from tidemill.common.wire.images import PICTURES_FAULT, Image
+from tidemill.common.wire.keys import Keys
+from tidemill.common.wire.messages import SamplingParams, Ticket
+from tidemill.services.rollout.engines.engine import Generation, GenerationRequest
+from tidemill.services.rollout.sessions.parts import new_play
+
+IDS = np.array([5, 9, 9, 6, 9, 7], dtype=np.int32)
+FILES = (noise_png(0), noise_png(1))
+SEES = {"images__max_per_prompt": 4}
+
+
+def ticket_of(files: tuple[bytes, ...] = FILES, ticket: int = 0) -> Ticket:
+    return Ticket(
+        ticket=ticket,
+        step=0,
+        min_version=0,
+        group_size=SIZE,
+        prompt_ids=IDS,
+        sampling=SamplingParams(max_tokens=12),
+        images=(image_of(files[0], 1, 2), image_of(files[1], 4, 1)),
+    )
+
+
+async def issue(broker: Broker, keys: Keys, ticket: Ticket) -> None:
+    await append_numbered(broker, keys.prompts(), [(ticket.ticket, ticket)])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageStore:
+    store = ImageStore(tmp_path)
+    for png in FILES:
+        store.put(png)
+    return store
+
+
+def note_requests(worker: Any) -> list[GenerationRequest]:
+    """The requests that its engine gets from now on."""
+    requests = []
+    generate = worker.engine.generate
+
+    async def note(request: GenerationRequest) -> Generation:
+        requests.append(request)
+        return await generate(request)
+
+    worker.engine.generate = note
+    return requests
+
+
+async def test_the_pictures_of_a_ticket_reach_the_engine_and_its_trajectories(make, broker, keys, store):
+    ticket = ticket_of()
+    await issue(broker, keys, ticket)
+    async with make(**SEES) as worker:
+        requests = note_requests(worker)
+        await worker.lane.generate(await worker.fetch())
+    assert len(requests) == SIZE
+    for request in requests:
+        assert [picture.png for picture in request.pictures] == [*FILES]
+        assert tuple(picture.image for picture in request.pictures) == ticket.images
+    samples = await samples_of(broker, keys)
+    assert [sample.images for sample in samples] == [ticket.images] * SIZE
+    assert not any(sample.fault for sample in samples)
+    assert await is_settled(broker, keys)
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x")]
+)
+async def test_a_missing_or_damaged_picture_fails_its_samples_with_a_reason_and_no_others(
+    make, broker, keys, store, tmp_path, damage
+):
+    good = ticket_of(FILES[::-1], ticket=1).model_copy(update={"images": (image_of(FILES[1], 1, 2),)})
+    await issue(broker, keys, ticket_of())
+    await issue(broker, keys, good)
+    damage(tmp_path / IMAGES_FOLDER / f"{ticket_of().images[0].digest}.png")
+    async with make(**SEES) as worker:
+        for _ in range(2):
+            await worker.lane.generate(await worker.fetch())
+        assert not worker.context.stopping.is_set()
+    failed = await samples_of(broker, keys, 0)
+    assert len(failed) == SIZE
+    for sample in failed:
+        assert sample.fault.startswith(PICTURES_FAULT) and ticket_of().images[0].digest in sample.fault
+        assert not len(sample.completion_ids) and sample.images == ticket_of().images
+    assert [sample.fault for sample in await samples_of(broker, keys, 1)] == [""] * SIZE
+    assert await is_settled(broker, keys, 0) and await is_settled(broker, keys, 1)
+
+
+async def test_a_picture_that_the_engine_cannot_use_fails_its_sample_alone(make, broker, keys, store):
+    await issue(broker, keys, ticket_of())
+    async with make(**SEES) as worker:
+        generate = worker.engine.generate
+
+        async def refuse_one(request: GenerationRequest) -> Generation:
+            if request.request_id.startswith("train-0-2"):
+                raise BrokenImageError("it has 3 tokens in the prompt, and the processor makes 4")
+            return await generate(request)
+
+        worker.engine.generate = refuse_one
+        await worker.lane.generate(await worker.fetch())
+    faults = {sample.index: sample.fault for sample in await samples_of(broker, keys)}
+    assert sorted(faults) == [0, 1, 2, 3] and [index for index in faults if faults[index]] == [2]
+    assert "the processor makes 4" in faults[2]
+
+
+async def test_a_store_that_is_away_is_waited_for(make, broker, keys, store, tmp_path, capfd):
+    (tmp_path / IMAGES_FOLDER).rename(tmp_path / "away")
+    await issue(broker, keys, ticket_of())
+    async with make(**SEES) as worker:
+        task = asyncio.ensure_future(worker.lane.generate(await worker.fetch()))
+        await wait_until(lambda: "waiting for the store of pictures" in capfd.readouterr().out)
+        assert not await samples_of(broker, keys)
+        (tmp_path / "away").rename(tmp_path / IMAGES_FOLDER)
+        await task
+    assert [sample.fault for sample in await samples_of(broker, keys)] == [""] * SIZE
+
+
+async def test_a_store_that_refuses_the_keys_ends_the_worker_and_keeps_the_ticket(
+    make, broker, keys, store, monkeypatch
+):
+    def refuse(store: ImageStore, image: Image) -> bytes:
+        raise RefusedError("it refuses this process's keys")
+
+    monkeypatch.setattr(ImageStore, "read", refuse)
+    monkeypatch.setattr("tidemill.common.store.claims.REFUSED_S", 0.0)
+    await issue(broker, keys, ticket_of())
+    async with make(**SEES) as worker:
+        delivery = await worker.fetch()
+        await worker.lane._work(delivery)
+        assert worker.context.stopping.is_set()
+        with pytest.raises(ConfigError, match="refuses this process's keys"):
+            worker.context.raise_failure()
+    assert not await samples_of(broker, keys) and not await is_settled(broker, keys)
+
+
+async def test_a_single_turn_is_continued_with_its_pictures_after_a_takeover(
+    make, broker, keys, store, monkeypatch
+):
+    monkeypatch.setattr("tidemill.services.rollout.engines.simulated.PART_TOKENS", 2)
+    await issue(broker, keys, ticket_of())
+    async with make("w1", **SEES, **LONG) as first, make("w2", **SEES, **LONG) as second:
+        delivery, parts = await left_by(first, broker, keys)
+        assert [len(tokens_of(play)) for play in parts] == [4] * SIZE
+        requests = note_requests(second)
+        await second.lane.generate(await take_over(broker, keys, delivery, second))
+    for request in requests:
+        assert [picture.png for picture in request.pictures] == [*FILES]
+        assert request.prompt_ids[: len(IDS)] == IDS.tolist() and len(request.prompt_ids) == len(IDS) + 4
+    samples = {sample.index: sample for sample in await samples_of(broker, keys)}
+    for index, play in enumerate(parts):
+        assert samples[index].completion_ids[:4].tolist() == tokens_of(play)
+        assert samples[index].images == ticket_of().images
+
+
+def test_a_play_of_other_pictures_with_the_same_ids_is_not_continued():
+    ticket = ticket_of()
+    names = {new_play(IDS, images).name[:8] for images in ((), ticket.images, ticket.images[::-1])}
+    assert len(names) == 3
+
+
+async def test_a_ticket_with_pictures_in_a_run_of_text_is_dead_lettered_with_the_reason(
+    make, broker, keys, store
+):
+    await issue(broker, keys, ticket_of())
+    async with make() as worker:
+        with pytest.raises(ValueError, match="no section `images`"):
+            await worker.lane.generate(await worker.fetch())
+
+
+def test_sessions_with_pictures_are_refused_by_name():
+    with pytest.raises(ConfigError, match="single turns"):
+        trainer_config(**SEES, rollout__environment={"use": "agent", "agent": "x:y"})
