@@ -133,7 +133,9 @@ class Images(PolicyOption):
         assert np.array_equal(ids == self._processor.placeholder_id, feature_of >= 0), (
             "samples with other placeholders were left out as they arrived"
         )
-        joined = {name: torch.cat([of_one[name] for of_one in pixels]) for name in pixels[0]}
+        joined: Pixels = {}
+        for name in pixels[0]:
+            joined[name] = torch.cat([of_picture[name] for of_picture in pixels])
         computed = TilePictures(joined, torch.from_numpy(feature_of[feature_of >= 0]))
         kwargs = tile.model_kwargs
         if self._processor.family.has_grid_positions:
