@@ -165,6 +165,7 @@ async def test_another_processor_is_refused_on_resume_and_replay(make_pictures_r
     changed_images = ImagesConfig(max_pixels=28 * 28 * 9)
     trainer = context.config.trainer.model_copy(update={"steps": STEPS + 1})
     context.config = context.config.model_copy(update={"images": changed_images, "trainer": trainer})
+    broker.claims = ClaimStore(context.run_dir)  # as in a process of its own
     with pytest.raises(ConfigError, match="image processor"):
         await run(context)
     for step in (0, STEPS - 1):  # from the starting model, and from a checkpoint
