@@ -12,6 +12,7 @@ from tests.support.picture_samples import png_of
 from tests.support.training import answering_with, commits_of, messages
 from tests.support.trajectories import make_trajectory
 from tests.support.whole_trainer import run, trainer_context
+from tidemill.common.archive.archiver import archive_run
 from tidemill.common.config import RunConfig
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError, TidemillError
@@ -111,13 +112,11 @@ async def test_steps_with_pictures_replay_bit_by_bit(make_pictures_run, broker, 
     assert [result["equal"] for result in results] == [True, True]
 
 
-async def test_steps_with_pictures_replay_from_the_archive_alone(
-    make_pictures_run, broker, keys, archives_at_once
-):
-    streams = {"trim": True, "archive": {"enabled": True, "segment_mb": 0.004}}
-    context = make_pictures_run(streams=streams)
+async def test_steps_with_pictures_replay_from_the_archive_alone(make_pictures_run, broker, keys):
+    context = make_pictures_run(streams={"archive": {"enabled": True, "segment_mb": 0.004}})
     async with answering_with(broker, keys, answer):
         await run(context)
+    await archive_run(broker, keys, context.run_dir, context.config.streams.archive, is_last=True)
     results = await replayed(context, 0, STEPS - 1)
     assert [result["equal"] for result in results] == [True, True]
 
