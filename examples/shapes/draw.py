@@ -107,7 +107,7 @@ def write_rows(folder: Path, name: str, questions: Sequence[Question]) -> None:
         draw(question.cells).save(folder / path)
         row = {
             "data_source": "count" if question.counts else "locate",
-            "prompt": f"<image>{question.text}",
+            "prompt": f"{question.text}<image>",
             "images": [path],
             "ground_truth": question.answer,
         }

@@ -12,6 +12,8 @@ from tests.support.picture_samples import png_of
 from tests.support.training import answering_with, commits_of, messages
 from tests.support.trajectories import make_trajectory
 from tests.support.whole_trainer import run, trainer_context
+from tidemill.common.archive.archiver import archive_run
+from tidemill.common.config import RunConfig
 from tidemill.common.config.images import ImagesConfig
 from tidemill.common.errors import ConfigError, TidemillError
 from tidemill.common.history import History
@@ -45,17 +47,21 @@ def make_pictures_run(broker, keys, tmp_path):
             (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "run").mkdir(exist_ok=True)
         broker.claims = ClaimStore(tmp_path / "run")
-        return trainer_context(
+        context = trainer_context(
             broker,
             keys,
             tmp_path / "run",
             folder,
-            model={"path": str(folder), "max_model_len": 256},
-            data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 128},
+            data={"train": str(tmp_path / "train.jsonl")},
             images={"max_pixels": 28 * 28 * 16},
             trainer={"policy": "transformers", "steps": STEPS, "checkpoint_every": 2, **trainer},
             streams={"trim": False, "archive": {"enabled": False}, **(streams or {})},
         )
+        tree = context.config.model_dump(mode="json")
+        tree["model"]["max_model_len"] = 256
+        tree["data"]["max_prompt_tokens"] = 128
+        context.config = RunConfig.model_validate(tree)
+        return context
 
     return make
 
@@ -106,13 +112,11 @@ async def test_steps_with_pictures_replay_bit_by_bit(make_pictures_run, broker, 
     assert [result["equal"] for result in results] == [True, True]
 
 
-async def test_steps_with_pictures_replay_from_the_archive_alone(
-    make_pictures_run, broker, keys, archives_at_once
-):
-    streams = {"trim": True, "archive": {"enabled": True, "segment_mb": 0.004}}
-    context = make_pictures_run(streams=streams)
+async def test_steps_with_pictures_replay_from_the_archive_alone(make_pictures_run, broker, keys):
+    context = make_pictures_run(streams={"archive": {"enabled": True, "segment_mb": 0.004}})
     async with answering_with(broker, keys, answer):
         await run(context)
+    await archive_run(broker, keys, context.run_dir, context.config.streams.archive, is_last=True)
     results = await replayed(context, 0, STEPS - 1)
     assert [result["equal"] for result in results] == [True, True]
 
@@ -160,6 +164,7 @@ async def test_another_processor_is_refused_on_resume_and_replay(make_pictures_r
     changed_images = ImagesConfig(max_pixels=28 * 28 * 9)
     trainer = context.config.trainer.model_copy(update={"steps": STEPS + 1})
     context.config = context.config.model_copy(update={"images": changed_images, "trainer": trainer})
+    broker.claims = ClaimStore(context.run_dir)  # as in a process of its own
     with pytest.raises(ConfigError, match="image processor"):
         await run(context)
     for step in (0, STEPS - 1):  # from the starting model, and from a checkpoint

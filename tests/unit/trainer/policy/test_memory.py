@@ -404,7 +404,7 @@ def test_auto_means_what_it_meant_on_a_cpu_and_what_fits_on_a_gpu(monkeypatch, t
 def test_float32_on_a_gpu_is_told(dtype, num_warnings, monkeypatch):
     monkeypatch.setattr(loading, "pick_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(fit, "with_fitting_passes", lambda config, _: config)
-    monkeypatch.setattr(transformers_policy, "load_policy", lambda _: None)
+    monkeypatch.setattr(transformers_policy, "load_policy", lambda *_: None)
     with capture_logs() as logs:
         loading.open_policy(config_of(dtype=dtype))
     assert [entry["log_level"] for entry in logs] == ["warning"] * num_warnings
@@ -447,15 +447,15 @@ def test_what_a_tower_keeps_is_that_of_a_real_pass_within_a_fifth(family: str) -
 
 def test_pictures_of_a_pass_take_no_more_than_its_tokens_allow() -> None:
     sizes = count_sizes(vision_model("qwen2_5_vl", vision_tokenizer("qwen2_5_vl")), torch.bfloat16, WIDTH)
-    tree = {"model": {"path": "x", "max_model_len": 128}, "data": {"train": "x"}}
-    text = trainer_take(RunConfig.model_validate(tree), sizes, 80 * GIB, 1000, recomputed=False)
+    tree: dict[str, Any] = {"model": {"path": "x"}, "data": {"train": "x"}}
+    text = trainer_take(RunConfig.model_validate(tree), sizes, 80 * GIB, 3000, recomputed=False)
     frozen = RunConfig.model_validate(tree | {"images": {}})
     trained = RunConfig.model_validate(tree | {"images": {}, "trainer": {"train_tower": True}})
-    takes = [trainer_take(config, sizes, 80 * GIB, 1000, recomputed=False) for config in (frozen, trained)]
+    takes = [trainer_take(config, sizes, 80 * GIB, 3000, recomputed=False) for config in (frozen, trained)]
     # A token stands for 2 x 2 patches of 14 x 14 pixels, twice, of three colours, in 4 bytes.
     for take in takes:
-        assert take.parts["pixels of pictures"] == 1000 * 4 * 14 * 14 * 2 * 3 * 4
+        assert take.parts["pixels of pictures"] == 3000 * 4 * 14 * 14 * 2 * 3 * 4
     activations = [take.parts["activations of the tower"] for take in takes]
-    assert activations[0] == 4000 * sizes.tower_layer_bytes < activations[1]
+    assert activations[0] == 12_000 * sizes.tower_layer_bytes < activations[1]
     assert takes[0].parts["AdamW moments"] == 8.0 * (sizes.parameters - sizes.tower)
     assert takes[1].parts["AdamW moments"] == text.parts["AdamW moments"] == 8.0 * sizes.parameters
